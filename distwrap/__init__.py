@@ -1,0 +1,68 @@
+"""distwrap: one decorator and a handful of functions make a plain PyTorch loop a distributed one."""
+
+from distwrap._version import __version__
+from distwrap.checkpoint import load, save
+from distwrap.collectives import agree, barrier, broadcast, gather, gather_object, mean, reduce
+from distwrap.data import shard_loader
+from distwrap.decorator import distributed
+from distwrap.errors import DistwrapError
+from distwrap.group import (
+    device,
+    is_rank_zero,
+    local_rank,
+    local_world_size,
+    node_rank,
+    placement,
+    rank,
+    setup_process_group,
+    teardown_process_group,
+    world_size,
+)
+from distwrap.model import unwrap_model
+from distwrap.placement import Placement
+from distwrap.precision import autocast, backward, optimizer_step
+from distwrap.progress import progress
+from distwrap.rank_zero import on_rank_zero, rank_zero_first, rank_zero_only
+from distwrap.seeding import seed_everything
+from distwrap.state_dict import add_module_prefix, strip_module_prefix
+from distwrap.strategies import wrap_model, wrap_optimizer
+
+__all__ = [
+    "DistwrapError",
+    "Placement",
+    "__version__",
+    "add_module_prefix",
+    "agree",
+    "autocast",
+    "backward",
+    "barrier",
+    "broadcast",
+    "device",
+    "distributed",
+    "gather",
+    "gather_object",
+    "is_rank_zero",
+    "load",
+    "local_rank",
+    "local_world_size",
+    "mean",
+    "node_rank",
+    "on_rank_zero",
+    "optimizer_step",
+    "placement",
+    "progress",
+    "rank",
+    "rank_zero_first",
+    "rank_zero_only",
+    "reduce",
+    "save",
+    "seed_everything",
+    "setup_process_group",
+    "shard_loader",
+    "strip_module_prefix",
+    "teardown_process_group",
+    "unwrap_model",
+    "world_size",
+    "wrap_model",
+    "wrap_optimizer",
+]

@@ -1,0 +1,268 @@
+"""Exchange values between ranks. Every rank must call; in a single process each returns what it was given.
+
+Values may be tensors, numbers, or lists, tuples and dicts of them in any nesting.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+import torch.distributed as dist
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from distwrap.errors import CollectiveError, OptionError, unknown_name
+from distwrap.group.setup import require_group
+from distwrap.group.world import current_world
+
+Value = TypeVar("Value")
+Op = Literal["mean", "sum", "min", "max"]
+
+_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+def barrier() -> None:
+    """Wait until every rank is here."""
+    if _alone("barrier"):
+        return
+    device = current_world().device
+    if dist.get_backend() == "nccl":
+        dist.barrier(device_ids=[device.index])
+    else:
+        dist.barrier()
+
+
+def gather(value: Any) -> Any:
+    """Concatenate every rank's tensors along the first dimension, in rank order, on every rank.
+
+    The first dimension may differ between ranks, and be 0; a number or 0-d tensor of each rank becomes one element.
+
+    Args:
+        value: a tensor of shape (n, …), a number, or a nesting of them.
+
+    Returns:
+        The same nesting with tensors of shape (sum of all n, …); in a single process `value` itself.
+
+    Raises:
+        CollectiveError: the ranks hold different structures, dtypes or trailing shapes; on every rank.
+    """
+    if _alone("gather"):
+        return value
+    leaves, spec = _leaves(value, "gather")
+    leaves = [leaf.reshape(1) if leaf.dim() == 0 else leaf for leaf in leaves]
+    described = [(leaf.dtype, tuple(leaf.shape)) for leaf in leaves]
+    everyone = gather_object((str(spec), described))
+    _compare([(structure, [(d, s[1:]) for d, s in rows]) for structure, rows in everyone], "gather")
+    gathered = [_gather_leaf(leaf, [rows[index][1][0] for _, rows in everyone]) for index, leaf in enumerate(leaves)]
+    return tree_unflatten(gathered, spec)
+
+
+def gather_object(value: Value) -> list[Value]:
+    """Return every rank's value, in rank order, on every rank; anything that can be pickled.
+
+    Example:
+        >>> gather_object("here")
+        ['here']
+    """
+    if _alone("gather_object"):
+        return [value]
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, value)
+    return everyone
+
+
+def reduce(value: Any, op: Op = "mean") -> Any:
+    """Combine every rank's values element by element, on every rank; the tensors given are not changed.
+
+    Args:
+        value: a tensor, a number, or a nesting of them, with the same shapes on every rank.
+        op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``. A mean of whole numbers or booleans is a float64.
+
+    Raises:
+        CollectiveError: the ranks hold different structures, dtypes or shapes; on every rank.
+
+    Example:
+        >>> reduce(3.0)
+        3.0
+    """
+    if op not in get_args(Op):
+        raise OptionError(unknown_name("op", op, get_args(Op)))
+    if _alone("reduce"):
+        return value
+    leaves, spec = _leaves(value, "reduce")
+    _compare(gather_object((str(spec), [(leaf.dtype, tuple(leaf.shape)) for leaf in leaves])), "reduce")
+    reduced = [_reduce_leaf(leaf, op) for leaf in leaves]
+    originals, _ = tree_flatten(value)
+    kept = [new if isinstance(old, torch.Tensor) else new.item() for old, new in zip(originals, reduced, strict=True)]
+    return tree_unflatten(kept, spec)
+
+
+def mean(value: Any, count: float = 1) -> Any:
+    """Average over ranks, each rank's value weighted by how many items it stands for.
+
+    sum(value · count) / sum(count) over the ranks, in float64.
+
+    Args:
+        value: this rank's mean over its items: a number or a tensor. Ignored where `count` is 0.
+        count: how many items that was.
+
+    Returns:
+        The mean over all ranks' items, of the type it was given; in a single process `value` itself.
+
+    Raises:
+        CollectiveError: no rank has any item.
+
+    Example:
+        >>> mean(0.25, count=4)
+        0.25
+    """
+    if _alone("mean"):
+        return value
+    tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value)
+    exact = tensor.to(torch.float64)
+    weighted = exact * count if count else torch.zeros_like(exact)
+    total = reduce({"sum": weighted, "count": float(count)}, op="sum")
+    if total["count"] == 0:
+        raise CollectiveError("mean(): the count is 0 on every rank, so there is nothing to average.")
+    result = total["sum"] / total["count"]
+    if not isinstance(value, torch.Tensor):
+        return result.item()
+    return result.to(value.dtype) if value.dtype.is_floating_point else result
+
+
+def broadcast(value: Any, src: int = 0) -> Any:
+    """Return rank `src`'s value on every rank; what the others pass is ignored.
+
+    Args:
+        value: a tensor, or anything that can be pickled, with tensors in any nesting.
+        src: the rank whose value it is.
+
+    Example:
+        >>> broadcast({"lr": 0.1})
+        {'lr': 0.1}
+    """
+    world = current_world()
+    if not 0 <= src < world.placement.world_size:
+        raise OptionError(f"broadcast(src={src}): ranks are 0 to {world.placement.world_size - 1}.")
+    if _alone("broadcast"):
+        return value
+    mine = world.placement.rank == src
+    leaves, spec = tree_flatten(value) if mine else ([], None)
+    described = [
+        (leaf.dtype, leaf.shape, leaf.device.type) if isinstance(leaf, torch.Tensor) else _Plain(leaf)
+        for leaf in leaves
+    ]
+    message: list[Any] = [(described, spec)]
+    dist.broadcast_object_list(message, src=src)
+    described, spec = message[0]
+    received: list[Any] = []
+    for index, what in enumerate(described):
+        if isinstance(what, _Plain):
+            received.append(what.value)
+            continue
+        dtype, shape, kind = what
+        device = _device_for(leaves[index]) if mine else _exchange_device()
+        tensor = (
+            leaves[index].detach().to(device).contiguous() if mine else torch.empty(shape, dtype=dtype, device=device)
+        )
+        dist.broadcast(tensor, src=src)
+        received.append(leaves[index] if mine else tensor.to("cpu" if kind == "cpu" else device))
+    assert spec is not None
+    return tree_unflatten(received, spec)
+
+
+def agree(flag: bool, how: Literal["any", "all"] = "any") -> bool:
+    """Let all ranks take the same branch: true where any rank, or every rank, says so.
+
+    Example:
+        >>> agree(True, "all")
+        True
+    """
+    if how not in ("any", "all"):
+        raise OptionError(unknown_name("way to agree", how, ("any", "all")))
+    if _alone("agree"):
+        return bool(flag)
+    vote = torch.tensor(int(bool(flag)), device=_exchange_device())
+    dist.all_reduce(vote, op=dist.ReduceOp.MAX if how == "any" else dist.ReduceOp.MIN)
+    return bool(vote.item())
+
+
+class _Plain:
+    """A value that travels with the structure rather than as a tensor."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _alone(what: str) -> bool:
+    if current_world().placement.world_size == 1:
+        return True
+    require_group(what)
+    return False
+
+
+def _exchange_device() -> torch.device:
+    """Where a tensor must be for this group's backend."""
+    return torch.device("cpu") if "gloo" in dist.get_backend() else current_world().device
+
+
+def _device_for(leaf: torch.Tensor) -> torch.device:
+    return leaf.device if leaf.device.type != "cpu" else _exchange_device()
+
+
+def _leaves(value: Any, what: str) -> tuple[list[torch.Tensor], TreeSpec]:
+    leaves, spec = tree_flatten(value)
+    tensors = []
+    for leaf in leaves:
+        if isinstance(leaf, torch.Tensor):
+            tensors.append(leaf.detach())
+        elif isinstance(leaf, (bool, int)):
+            tensors.append(torch.tensor(leaf))
+        elif isinstance(leaf, float):
+            tensors.append(torch.tensor(leaf, dtype=torch.float64))
+        else:
+            raise CollectiveError(
+                f"{what}() takes tensors and numbers in lists, tuples and dicts, not a {type(leaf).__qualname__}. "
+                f"For other objects there is gather_object()."
+            )
+    return tensors, spec
+
+
+def _compare(descriptions: list[Any], what: str) -> None:
+    for rank, description in enumerate(descriptions):
+        if description != descriptions[0]:
+            raise CollectiveError(
+                f"{what}(): the ranks hold different things. Rank 0 has {_words(descriptions[0])}, "
+                f"rank {rank} has {_words(description)}."
+            )
+
+
+def _words(description: tuple[str, list[Any]]) -> str:
+    return (
+        ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in description[1]) or "nothing"
+    )
+
+
+def _gather_leaf(leaf: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    device = _device_for(leaf)
+    longest = max(sizes)
+    padded = torch.zeros((longest, *leaf.shape[1:]), dtype=leaf.dtype, device=device)
+    padded[: leaf.shape[0]] = leaf.to(device)
+    received = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(received, padded)
+    return torch.cat([part[:size] for part, size in zip(received, sizes, strict=True)]).to(leaf.device)
+
+
+def _reduce_leaf(leaf: torch.Tensor, op: Op) -> torch.Tensor:
+    whole = not leaf.dtype.is_floating_point and not leaf.dtype.is_complex
+    total = leaf.to(_device_for(leaf), copy=True).contiguous()
+    if op == "mean":
+        total = total.to(torch.float64) if whole else total
+        dist.all_reduce(total, op=_OPS["sum"])
+        total = total / dist.get_world_size()
+    else:
+        boolean = leaf.dtype == torch.bool
+        total = total.to(torch.int64 if op == "sum" else torch.uint8) if boolean else total
+        dist.all_reduce(total, op=_OPS[op])
+        total = total.to(torch.bool) if boolean and op != "sum" else total
+    return total.to(leaf.device)

@@ -1,0 +1,242 @@
+"""`shard_loader`: the user's own loader, with this rank's share of its indices.
+
+The loader is copied, not built again: a subclass keeps its attributes, and no constructor is guessed. In the copy the
+sampler and batch sampler are exchanged for ones that take a share of the same order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+)
+
+from distwrap.data.samplers import ExactBatches, MergedBatches, Share, TorchOrder
+from distwrap.data.streams import Mode
+from distwrap.errors import LoaderError, OptionError, unknown_name
+from distwrap.group.world import World, current_world
+from distwrap.model.wrapped import to_device
+from distwrap.seeding import mix
+
+Loader = TypeVar("Loader", bound="DataLoader[Any]")
+Modes = Literal["auto", "pad", "exact", "drop"]
+BatchSize = Literal["per_rank", "global"]
+
+
+class ShardedLoader(DataLoader[Any]):
+    """What a sharded loader is beside its own class."""
+
+    _shard_sampler: Any = None
+    _shard_device: torch.device
+
+    def set_epoch(self, epoch: int) -> None:
+        """Say which epoch comes next; left alone, each one is one more than the last."""
+        getattr(self._shard_sampler or _innermost(self), "set_epoch", _no_epoch)(epoch)
+
+    def __iter__(self) -> Any:
+        batches = super().__iter__()
+        if self._shard_device.type == "cpu":
+            return batches
+        return _on_device(batches, self._shard_device)
+
+
+def shard_loader(
+    loader: Loader,
+    *,
+    mode: Modes = "auto",
+    batch_size: BatchSize = "per_rank",
+    seed: int | None = None,
+    device: torch.device | str | None = None,
+) -> Loader:
+    """Return the same loader for this rank's share of the data; in a single process on the CPU, the loader itself.
+
+    The share is taken of the loader's own order: shuffled as by ``DistributedSampler``, or whatever its sampler or
+    batch sampler yields. A loader that has a ``DistributedSampler`` already is left alone.
+
+    Args:
+        loader: a ``DataLoader``, or a subclass, over a map-style dataset.
+        mode: ``"pad"`` (all ranks take equally many samples, a few of them twice), ``"exact"`` (each sample once; with
+            at least one sample a rank all ranks still take equally many batches, a left-over sample joining the last),
+            ``"drop"`` (the samples that do not go round are left out), or ``"auto"``: pad when the loader shuffles,
+            exact when it does not. The loader's own ``drop_last`` holds in every mode.
+        batch_size: ``"per_rank"`` leaves the loader's batch size as it is, so the global batch grows with the ranks;
+            ``"global"`` divides it by the number of ranks.
+        seed: of the shuffle; by default the run's, else 0.
+        device: where the batches go; by default this rank's device. ``"cpu"`` leaves them where they are.
+
+    Returns:
+        A loader of the same class. Its epochs advance by themselves; ``set_epoch(n)`` says which one comes next.
+
+    Raises:
+        LoaderError: the loader cannot be sharded safely; says what to write instead.
+
+    Example:
+        >>> loader = DataLoader(range(10), batch_size=2)
+        >>> shard_loader(loader) is loader  # one process
+        True
+    """
+    if not isinstance(loader, DataLoader):
+        raise LoaderError(f"shard_loader() takes a DataLoader, not a {type(loader).__qualname__}.")
+    if mode not in get_args(Modes):
+        raise OptionError(unknown_name("mode", mode, get_args(Modes)))
+    if batch_size not in get_args(BatchSize):
+        raise OptionError(unknown_name("batch_size", batch_size, get_args(BatchSize)))
+    world = current_world()
+    where = torch.device(device) if device is not None else world.device
+    place = world.placement
+    if isinstance(loader, ShardedLoader):
+        return loader
+    given = _distributed_sampler(loader)
+    if given is not None and (given.num_replicas, given.rank) != (place.world_size, place.rank):
+        raise LoaderError(
+            f"the loader's DistributedSampler is for rank {given.rank} of {given.num_replicas}, but this is rank "
+            f"{place.rank} of {place.world_size}. Hand shard_loader() a plain loader, or make the sampler after "
+            f"setup_process_group()."
+        )
+    if place.world_size == 1 or given is not None:
+        return _same_order(loader, where)
+    if isinstance(loader.dataset, IterableDataset):
+        raise LoaderError(
+            f"{type(loader.dataset).__name__} is an IterableDataset, which has no indices to share out. Yield every "
+            f"n-th item in its __iter__: `islice(items, distwrap.rank(), None, distwrap.world_size())`, and count the "
+            f"loader's workers in with torch.utils.data.get_worker_info()."
+        )
+    return _sharded(loader, world, mode, batch_size, seed, where)
+
+
+def _same_order(loader: Loader, where: torch.device) -> Loader:
+    if where.type != "cpu":
+        return _changed(loader, {}, where)
+    if not hasattr(loader, "set_epoch"):
+        tell = getattr(_innermost(loader), "set_epoch", _no_epoch)
+        loader.set_epoch = tell
+    return loader
+
+
+def _changed(loader: Loader, changed: dict[str, Any], where: torch.device) -> Loader:
+    result = copy.copy(loader)
+    result.__dict__.update(changed, _iterator=None, _shard_device=where)
+    result.__class__ = _sharded_class(type(loader))
+    return result
+
+
+def _sharded(
+    loader: Loader, world: World, mode: Modes, batch_size: BatchSize, seed: int | None, where: torch.device
+) -> Loader:
+    place = world.placement
+    shuffles = not isinstance(_innermost(loader), SequentialSampler)
+    chosen: Mode = ("pad" if shuffles else "exact") if mode == "auto" else mode
+    order_seed = seed if seed is not None else world.seed if world.seed is not None else 0
+    shard = (place.rank, place.world_size, chosen)
+    batches: Any = loader.batch_sampler
+    changed: dict[str, Any] = {}
+    sampler: TorchOrder | Share
+    if type(batches) is BatchSampler:
+        size = _per_rank(batches.batch_size, place.world_size, batch_size)
+        sampler = _share_of(batches.sampler, loader.dataset, shard, order_seed)
+        changed["sampler"], changed["batch_size"] = sampler, size
+        if chosen == "exact":
+            changed["batch_sampler"] = ExactBatches(sampler, _length(batches.sampler), size, batches.drop_last)
+        else:
+            changed["batch_sampler"] = BatchSampler(sampler, size, batches.drop_last)
+    else:
+        items, kind = (loader.sampler, "sampler") if batches is None else (batches, "batch_sampler")
+        if batch_size == "global":
+            raise LoaderError(
+                f"batch_size='global' divides the loader's batch size, but its {kind} is a {type(items).__name__}, "
+                f"which makes its own. Make its batches smaller, and use batch_size='per_rank'."
+            )
+        sampler = Share(items, *shard, order_seed)
+        changed[kind] = sampler
+        if batches is not None and chosen == "exact":
+            changed[kind] = MergedBatches(sampler, _length(items))
+        elif batches is None and chosen == "exact" and _length(items) % place.world_size:
+            # Items of this loader are whole batches, or single samples: what they hold cannot be merged.
+            raise LoaderError(
+                f"the loader fetches item by item (batch_size=None), so {_length(items)} items over {place.world_size} "
+                f"ranks cannot be taken in equally many steps with each once. Say mode='pad' or mode='drop'."
+            )
+    changed["generator"] = _worker_generator(loader, world, order_seed)
+    changed["_shard_sampler"] = sampler
+    return _changed(loader, changed, where)
+
+
+def _share_of(sampler: Any, dataset: Any, shard: tuple[int, int, Mode], seed: int) -> TorchOrder | Share:
+    plain = type(sampler) is SequentialSampler or (
+        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset)
+    )
+    if plain:
+        rank, world_size, mode = shard
+        return TorchOrder(dataset, rank, world_size, mode, type(sampler) is RandomSampler, seed)
+    return Share(sampler, *shard, seed)
+
+
+def _per_rank(size: int, world_size: int, meaning: BatchSize) -> int:
+    if meaning == "per_rank":
+        return size
+    if size % world_size:
+        raise LoaderError(
+            f"batch_size='global': the loader's batch size {size} does not divide by {world_size} ranks. "
+            f"Make it {size - size % world_size or world_size} or {size + world_size - size % world_size}."
+        )
+    return size // world_size
+
+
+def _worker_generator(loader: DataLoader[Any], world: World, seed: int) -> torch.Generator:
+    """Seed the loader's workers, and so the augmentation, apart on each rank: torch seeds them from this generator."""
+    world.loaders += 1
+    base = loader.generator.initial_seed() if loader.generator is not None else torch.initial_seed()
+    generator = torch.Generator()
+    generator.manual_seed(
+        mix("workers", world.seed if world.seed is not None else base, world.loaders, world.placement.rank)
+    )
+    return generator
+
+
+def _innermost(loader: DataLoader[Any]) -> object:
+    batches: Any = loader.batch_sampler
+    return loader.sampler if batches is None else getattr(batches, "sampler", batches)
+
+
+def _distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
+    for sampler in (loader.sampler, _innermost(loader)):
+        if isinstance(sampler, DistributedSampler):
+            return sampler
+    return None
+
+
+def _length(sampler: Any) -> int:
+    try:
+        return len(sampler)
+    except TypeError:
+        raise LoaderError(
+            f"mode='exact' needs to know how many items {type(sampler).__name__} yields, but it has no len(). "
+            f"Give it a __len__, or say mode='pad' or mode='drop'."
+        ) from None
+
+
+def _on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
+    for batch in batches:
+        yield to_device(batch, device)
+
+
+def _no_epoch(epoch: int) -> None:
+    """In a single process the loader shuffles by torch's generator, which no epoch number changes."""
+
+
+_classes: dict[type, type] = {}
+
+
+def _sharded_class(cls: type[DataLoader[Any]]) -> type:
+    if cls not in _classes:
+        _classes[cls] = type(f"Sharded{cls.__name__}", (ShardedLoader, cls), {"__module__": cls.__module__})
+    return _classes[cls]

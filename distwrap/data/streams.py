@@ -1,0 +1,92 @@
+"""Which indices a rank takes, and in which batches: pure arithmetic, no torch, no process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Literal, TypeVar
+
+Mode = Literal["pad", "exact", "drop"]
+Item = TypeVar("Item")
+
+
+def share_size(n: int, rank: int, world_size: int, mode: Mode) -> int:
+    """Count what a rank takes of `n` items.
+
+    Example:
+        >>> [share_size(5, rank, 2, "exact") for rank in (0, 1)]
+        [3, 2]
+    """
+    if mode == "pad":
+        return -(-n // world_size)
+    if mode == "drop":
+        return n // world_size
+    return (n - rank + world_size - 1) // world_size
+
+
+def share(items: Iterable[Item], rank: int, world_size: int, mode: Mode) -> Iterator[Item]:
+    """Yield a rank's share of a stream: every `world_size`-th item.
+
+    ``"pad"`` fills the last round from the start, so that all ranks take equally many; ``"drop"`` leaves the last
+    round out where it is not full; ``"exact"`` yields each item once over all ranks.
+
+    Example:
+        >>> [list(share("abcde", rank, 2, "pad")) for rank in (0, 1)]
+        [['a', 'c', 'e'], ['b', 'd', 'a']]
+    """
+    start: list[Item] = []
+    stream = iter(items)
+    while True:
+        around = list(islice(stream, world_size))
+        if len(start) < world_size:
+            start.extend(around[: world_size - len(start)])
+        if len(around) == world_size:
+            yield around[rank]
+            continue
+        if mode == "pad" and around:
+            missing = world_size - len(around)
+            around += (start * (missing // len(start) + 1))[:missing]
+            yield around[rank]
+        elif mode == "exact" and rank < len(around):
+            yield around[rank]
+        return
+
+
+def batch_count(n: int, world_size: int, batch_size: int, drop_last: bool) -> int:
+    """Count the batches that every rank takes in exact mode: as many as the rank with the fewest samples has.
+
+    Where there are fewer samples than ranks, the ranks that have one take one batch (zero with `drop_last`).
+    """
+    fewest = n // world_size
+    if drop_last:
+        return fewest // batch_size
+    return max(-(-fewest // batch_size), 1 if n else 0)
+
+
+def exact_batches(indices: Sequence[int], count: int, batch_size: int, drop_last: bool) -> Iterator[list[int]]:
+    """Cut a rank's indices into `count` batches; what is left over joins the last one, or is dropped.
+
+    Example:
+        >>> list(exact_batches([0, 2, 4, 6, 8], count=2, batch_size=2, drop_last=False))
+        [[0, 2], [4, 6, 8]]
+    """
+    for number in range(count):
+        start = number * batch_size
+        end = start + batch_size if number < count - 1 or drop_last else len(indices)
+        batch = list(indices[start:end])
+        if batch:
+            yield batch
+
+
+def merged_batches(batches: Iterable[list[int]], count: int) -> Iterator[list[int]]:
+    """Yield `count` batches of a rank's share of ready-made ones; a left-over batch joins the last.
+
+    Example:
+        >>> list(merged_batches([[0], [1], [2]], count=2))
+        [[0], [1, 2]]
+    """
+    stream = iter(batches)
+    yield from islice(stream, max(0, count - 1))
+    last = [index for batch in stream for index in batch]
+    if last:
+        yield last

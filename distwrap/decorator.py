@@ -1,0 +1,206 @@
+"""``@distributed``: options in, launcher chosen, result out."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Callable
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
+
+import wrapt
+
+from distwrap.errors import OptionError
+from distwrap.launch import start
+from distwrap.launch.execute import Call
+from distwrap.options import Options
+
+P = ParamSpec("P")
+Q = ParamSpec("Q")
+R = TypeVar("R")
+R_co = TypeVar("R_co", covariant=True)
+S_contra = TypeVar("S_contra", contravariant=True)
+
+
+class Distributed(Protocol[P, R_co]):
+    """A decorated function: called like the plain one."""
+
+    __name__: str
+    __qualname__: str
+
+    @property
+    def __wrapped__(self) -> Callable[P, R_co]:
+        """The plain function."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
+        """Run it on all ranks; return rank 0's value."""
+
+    def options(self, **options: Any) -> Distributed[P, R_co]:
+        """The same function with other options, for one call: ``train.options(nprocs=4)(…)``."""
+
+    @overload
+    def __get__(self, instance: None, owner: type | None = None) -> Distributed[P, R_co]: ...
+    @overload
+    def __get__(
+        self: Distributed[Concatenate[S_contra, Q], R_co], instance: S_contra, owner: type | None = None
+    ) -> Distributed[Q, R_co]: ...
+
+
+class _Bound(wrapt.BoundFunctionWrapper[..., Any]):
+    """A decorated method, bound."""
+
+    def options(self, **options: Any) -> Any:
+        return self._self_parent.options(**options).__get__(self._self_instance, type(self._self_instance))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (self._self_instance, self.__wrapped__.__name__)
+
+
+class DistributedFunction(wrapt.FunctionWrapper[..., Any]):
+    """What ``@distributed`` makes of a function; `Distributed` is its type for a checker."""
+
+    __bound_function_wrapper__ = _Bound
+
+    def __init__(self, wrapped: Callable[..., Any], base: Options, given: dict[str, Any] | None = None) -> None:
+        def run(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+            options = base.with_environment(os.environ).updated(self._self_given, where=".options()")
+            return start(Call(wrapped, args, kwargs), options)
+
+        super().__init__(wrapped, run)
+        self._self_base = base
+        self._self_given = given or {}
+
+    def options(self, **options: Any) -> DistributedFunction:
+        self._self_base.updated(options, where=".options()")
+        return DistributedFunction(self.__wrapped__, self._self_base, {**self._self_given, **options})
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self.__module__ != "__main__" and _is_found(self, self.__module__, self.__qualname__):
+            return self.__qualname__  # pickle takes a string for a name in the module
+        return DistributedFunction, (self.__wrapped__, self._self_base, self._self_given)
+
+    def __copy__(self) -> DistributedFunction:
+        return DistributedFunction(self.__wrapped__, self._self_base, self._self_given)
+
+    def __deepcopy__(self, memo: Any) -> DistributedFunction:
+        return self.__copy__()
+
+
+@overload
+def distributed(fn: Callable[P, R], /) -> Distributed[P, R]: ...
+@overload
+def distributed(
+    fn: None = None,
+    /,
+    *,
+    returns: Literal["all"],
+    strategy: str = "ddp",
+    nprocs: int | Literal["auto"] = "auto",
+    nnodes: int | str = 1,
+    node_rank: int | None = None,
+    rdzv_endpoint: str | None = None,
+    launcher: str = "auto",
+    backend: str = "auto",
+    precision: str | int = "32",
+    seed: int | None = None,
+    timeout: float = 600,
+    max_restarts: int = 0,
+    retrofit: bool = False,
+    log_dir: str | None = None,
+) -> Callable[[Callable[P, R]], Distributed[P, list[R]]]: ...
+@overload
+def distributed(
+    fn: None = None,
+    /,
+    *,
+    strategy: str = "ddp",
+    nprocs: int | Literal["auto"] = "auto",
+    nnodes: int | str = 1,
+    node_rank: int | None = None,
+    rdzv_endpoint: str | None = None,
+    launcher: str = "auto",
+    backend: str = "auto",
+    precision: str | int = "32",
+    seed: int | None = None,
+    timeout: float = 600,
+    max_restarts: int = 0,
+    returns: Literal["rank0"] = "rank0",
+    retrofit: bool = False,
+    log_dir: str | None = None,
+) -> Callable[[Callable[P, R]], Distributed[P, R]]: ...
+
+
+def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
+    """Turn a plain function with a training loop into one that runs on several processes.
+
+    Bare, ``@distributed``, or with options. A call runs the function on every rank and returns rank 0's value; an
+    exception of a rank is raised here in its own type. In a single process it is a plain call; under torchrun, or
+    inside another decorated function, it joins and launches nothing. Nothing of the caller is changed afterwards.
+
+    Args:
+        fn: the function, method, class or static method.
+        strategy: how the model is replicated: ``"ddp"``, ``"dp"``, ``"single"``; or ``"ddp_spawn"``, ``"ddp_fork"``,
+            ``"ddp_forkserver"``, ``"ddp_script"``, ``"ddp_notebook"``: ``"ddp"`` with that launcher.
+        nprocs: processes on this machine; ``"auto"`` is one an accelerator, else 1.
+        launcher: ``"auto"`` (fork where that is safe, else forkserver), ``"forkserver"``, ``"fork"``, ``"spawn"``,
+            ``"script"``, or ``"external"``, which refuses to run unless an outer launcher is there.
+        backend: of the process group; ``"auto"`` is NCCL on CUDA and gloo on the CPU.
+        precision: ``"32"``, ``"bf16"`` or ``"fp16"``; Lightning's and Accelerate's spellings are taken too.
+        seed: seeds all ranks alike, and their loaders' workers apart.
+        timeout: seconds for a collective, at most 120 of them for all ranks to arrive.
+        returns: ``"rank0"``, or ``"all"`` for the list of all ranks' values.
+        retrofit: wrap models, optimizers and loaders among the arguments before the function sees them, and write the
+            trained weights and optimizer state back into the caller's own objects.
+        nnodes, node_rank, rdzv_endpoint, max_restarts, log_dir: torchrun's, for now; anything but their defaults is
+            refused with the torchrun option to use.
+
+    Returns:
+        The function with the same signature, and ``.options(…)`` to change options for one call.
+
+    Raises:
+        OptionError: an option is wrong, or the function is of a kind that cannot be launched.
+
+    Environment: ``DISTWRAP_STRATEGY``, ``_LAUNCHER``, ``_NPROCS``, ``_BACKEND``, ``_PRECISION`` and ``_TIMEOUT``
+    override these arguments, ``.options()`` overrides both; ``DISTWRAP_DISABLE=1`` runs the function in this process.
+
+    Example:
+        >>> @distributed(nprocs=1)
+        ... def main(epochs: int) -> int:
+        ...     return epochs * world_size()
+        >>> main(3)
+        3
+    """
+    base = Options().updated(options)
+    if fn is None:
+        return lambda fn: _decorated(fn, base)
+    return _decorated(fn, base)
+
+
+def _decorated(fn: Any, base: Options) -> DistributedFunction:
+    plain = fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn
+    if isinstance(plain, (DistributedFunction, _Bound)):
+        raise OptionError(
+            f"{plain.__qualname__} is decorated with @distributed twice. Keep one, or use .options(…) for one call."
+        )
+    if inspect.isclass(plain) or not callable(plain):
+        kind = f"the class {plain.__qualname__}" if inspect.isclass(plain) else repr(plain)
+        raise OptionError(f"@distributed decorates a function or a method, not {kind}.")
+    name = getattr(plain, "__qualname__", type(plain).__qualname__)
+    if inspect.iscoroutinefunction(plain) or inspect.isasyncgenfunction(plain):
+        raise OptionError(
+            f"@distributed takes plain functions, and {name} is async: a rank has no event loop. "
+            f"Decorate a plain function, and call asyncio.run(…) inside it."
+        )
+    if inspect.isgeneratorfunction(plain):
+        raise OptionError(
+            f"@distributed takes plain functions, and {name} is a generator: its values cannot be sent back one by "
+            f"one. Return a list instead."
+        )
+    return DistributedFunction(fn, base)
+
+
+def _is_found(obj: object, module: str, qualname: str) -> bool:
+    found: Any = sys.modules.get(module)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    return found is obj

@@ -1,0 +1,130 @@
+"""The errors of distwrap.
+
+DistwrapError
+├── OptionError (ValueError)              an option of @distributed, or its environment variable, is wrong
+├── PlacementError (RuntimeError)         the environment says half of who we are, or contradicts itself
+├── LaunchError (RuntimeError)            the ranks cannot be started this way
+│   ├── ForkError                         forking this process now would not be safe
+│   ├── MainGuardError                    a fresh interpreter would import the script and launch again
+│   └── SerializationError (TypeError)    the function, an argument or a result cannot be pickled
+├── WorkerError (RuntimeError)            a rank failed: knows rank, host, exitcode and signal
+│   ├── WorkerTraceback                   the cause of the exception that a rank raised: its traceback over there
+│   ├── WorkerDiedError                   the process of a rank ended without a word
+│   └── WorkerTimeoutError (TimeoutError) the ranks were not done in time
+├── ArrivalError (TimeoutError)           not all ranks came to the rendezvous in time
+├── CollectiveError (RuntimeError)        the ranks disagree about what they exchange
+├── LoaderError (ValueError)              a loader cannot be sharded safely
+├── ModelError (RuntimeError)             a model cannot be wrapped, or is used in a way that would train wrongly
+├── PrecisionError (RuntimeError)         a step that would be wrong in this precision
+├── StateDictError (ValueError)           keys collide, or do not fit the model
+└── CheckpointError (RuntimeError)        a checkpoint could not be written, or holds what is not safe to load
+
+Each leaf is also the builtin error of the same meaning, so code that catches ``ValueError`` goes on working.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class DistwrapError(Exception):
+    """Base of everything that distwrap raises."""
+
+
+class OptionError(DistwrapError, ValueError):
+    """An option of ``@distributed``, or the environment variable that overrides it, is wrong."""
+
+
+class PlacementError(DistwrapError, RuntimeError):
+    """The environment says half of who this process is, or contradicts itself."""
+
+
+class LaunchError(DistwrapError, RuntimeError):
+    """The ranks cannot be started this way."""
+
+
+class ForkError(LaunchError):
+    """Forking this process now would not be safe."""
+
+
+class MainGuardError(LaunchError):
+    """A fresh interpreter would import the script, meet the decorated call, and launch again."""
+
+
+class SerializationError(LaunchError, TypeError):
+    """The function, an argument or a result cannot be pickled."""
+
+
+class WorkerError(DistwrapError, RuntimeError):
+    """A rank failed.
+
+    Attributes:
+        rank: the rank that failed first.
+        host: the name of its machine.
+        exitcode: how its process ended, ``None`` where it was still running.
+        signal: the signal that ended it, or ``None``.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        rank: int | None = None,
+        host: str | None = None,
+        exitcode: int | None = None,
+        signal: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.rank, self.host, self.exitcode, self.signal = rank, host, exitcode, signal
+
+
+class WorkerTraceback(WorkerError):
+    """What a rank's exception looked like over there; the ``__cause__`` of the same exception here."""
+
+    def __str__(self) -> str:
+        return "\n" + super().__str__()
+
+
+class WorkerDiedError(WorkerError):
+    """The process of a rank ended without a word."""
+
+
+class WorkerTimeoutError(WorkerError, TimeoutError):
+    """The ranks were not done in time."""
+
+
+class ArrivalError(DistwrapError, TimeoutError):
+    """Not all ranks came to the rendezvous in time."""
+
+
+class CollectiveError(DistwrapError, RuntimeError):
+    """The ranks disagree about what they exchange."""
+
+
+class LoaderError(DistwrapError, ValueError):
+    """A loader cannot be sharded safely."""
+
+
+class ModelError(DistwrapError, RuntimeError):
+    """A model cannot be wrapped, or is used in a way that would train wrongly."""
+
+
+class PrecisionError(DistwrapError, RuntimeError):
+    """A step that would be wrong in this precision."""
+
+
+class StateDictError(DistwrapError, ValueError):
+    """Keys of a state dict collide, or do not fit the model."""
+
+
+class CheckpointError(DistwrapError, RuntimeError):
+    """A checkpoint could not be written, or holds what is not safe to load."""
+
+
+def unknown_name(what: str, name: object, known: Iterable[str]) -> str:
+    """Say that a name is unknown, which names there are, and which was probably meant."""
+    names = sorted(known)
+    near = difflib.get_close_matches(str(name), names, n=1)
+    guess = f" Did you mean {near[0]!r}?" if near else ""
+    return f"unknown {what} {name!r}.{guess} Known: {', '.join(names)}."

@@ -1,0 +1,159 @@
+"""The current world: the one place where distwrap keeps state.
+
+`activate` sets it, `deactivate` clears it. Where neither has happened the world is *ambient*: what a launcher's
+variables, or a process group that the user made, say about this process.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from distwrap.group.devices import choose_device, visible_devices
+from distwrap.placement import Placement, detect
+
+if TYPE_CHECKING:
+    from torch.amp.grad_scaler import GradScaler
+
+Precision = Literal["32", "bf16", "fp16"]
+
+
+@dataclass
+class World:
+    """What was decided for this run, and what it holds open.
+
+    Attributes:
+        backend: of the process group, ``None`` where there is none.
+        seed: the user's; ``None`` where none was given.
+        timeout: seconds for a collective.
+        scaler: of fp16; made when the first model is wrapped in that precision.
+        grads_are_scaled: whether `backward` ran since the last `optimizer_step`, so that the gradients are scaled.
+        user_scales: whether the loop was seen to use a gradient scaler of its own.
+        loaders: how many loaders were sharded, so that each has a random stream of its own.
+        store: where the ranks met.
+        cleanup: what teardown undoes.
+    """
+
+    placement: Placement
+    device: torch.device
+    backend: str | None = None
+    strategy: str = "ddp"
+    precision: Precision = "32"
+    seed: int | None = None
+    timeout: float = 600.0
+    scaler: GradScaler | None = None
+    grads_are_scaled: bool = False
+    user_scales: bool = False
+    loaders: int = 0
+    store: Store | None = None
+    cleanup: ExitStack = field(default_factory=ExitStack)
+
+
+_current: World | None = None
+_ambient: tuple[object, World] | None = None
+
+
+def current_world() -> World:
+    """Return the active world, or the ambient one."""
+    return _current if _current is not None else _ambient_world()
+
+
+def active_world() -> World | None:
+    """Return the world that distwrap set up, if it did."""
+    return _current
+
+
+def activate(world: World) -> None:
+    """Make a world the current one."""
+    global _current
+    _current = world
+
+
+def deactivate() -> None:
+    """Forget the current world, and what it left in the ambient one."""
+    global _current, _ambient
+    _current = _ambient = None
+
+
+def _ambient_world() -> World:
+    global _ambient
+    group = dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    env = os.environ
+    key = (group, env.get("RANK"), env.get("WORLD_SIZE"), env.get("LOCAL_RANK"))
+    if _ambient is None or _ambient[0] != key:
+        placement = detect(env) if group is None else _placement_of_group()
+        world = World(placement, choose_device(placement, visible_devices()))
+        world.backend = None if group is None else dist.get_backend()
+        _ambient = (key, world)
+    return _ambient[1]
+
+
+def _placement_of_group() -> Placement:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    env = os.environ
+    local_world_size = int(env.get("LOCAL_WORLD_SIZE", world_size))
+    return Placement(
+        rank=rank,
+        world_size=world_size,
+        local_rank=int(env.get("LOCAL_RANK", rank % local_world_size)),
+        local_world_size=local_world_size,
+        node_rank=int(env.get("GROUP_RANK", rank // local_world_size)),
+        nnodes=int(env.get("GROUP_WORLD_SIZE", max(1, world_size // local_world_size))),
+        source="torch.distributed",
+    )
+
+
+def placement() -> Placement:
+    """Say where this process stands: right before, during and after the group's life.
+
+    Example:
+        >>> placement().world_size
+        1
+    """
+    return current_world().placement
+
+
+def rank() -> int:
+    """Return this process's rank, 0 in a single process."""
+    return current_world().placement.rank
+
+
+def world_size() -> int:
+    """Return the number of processes, 1 in a single process."""
+    return current_world().placement.world_size
+
+
+def local_rank() -> int:
+    """Return this process's rank among those on its machine."""
+    return current_world().placement.local_rank
+
+
+def local_world_size() -> int:
+    """Return the number of processes on this machine."""
+    return current_world().placement.local_world_size
+
+
+def node_rank() -> int:
+    """Return which machine this is, 0 on one machine."""
+    return current_world().placement.node_rank
+
+
+def is_rank_zero() -> bool:
+    """Say whether this is rank 0, as it is in a single process."""
+    return current_world().placement.rank == 0
+
+
+def device() -> torch.device:
+    """Return the device of this rank.
+
+    Example:
+        >>> device().type in ("cpu", "cuda")
+        True
+    """
+    return current_world().device

@@ -1,0 +1,100 @@
+"""Start the ranks: decide how, and do it. The decision reads, it starts nothing, and refuses what is wrong first."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch.distributed as dist
+
+from distwrap import retrofit
+from distwrap.collectives import gather_object
+from distwrap.errors import LaunchError
+from distwrap.group.devices import choose_nprocs, visible_devices
+from distwrap.group.setup import (
+    abandon_process_group,
+    announce,
+    join,
+    single_world,
+    teardown_process_group,
+    temporary_world,
+)
+from distwrap.group.world import World, active_world, current_world
+from distwrap.launch import fork_safety, local, script
+from distwrap.launch.execute import Call, Run, execute
+from distwrap.options import Options, switched_on
+from distwrap.placement import Placement, detect
+from distwrap.seeding import preserved
+from distwrap.strategies import STRATEGIES
+
+fork_safety.watch_first_use()
+
+
+def start(call: Call, options: Options) -> Any:
+    """Run a call as its options and the surroundings ask, and return its value, or the list of all ranks' values.
+
+    Inside a world it runs on; under an outer launcher it joins; else it launches, if there is more than one process.
+    """
+    local.refuse_launch_while_importing(call.name)
+    everybody = options.returns == "all"
+    run = Run(options.strategy, options.backend, options.precision, options.seed, options.timeout, options.retrofit)
+    if active_world() is not None:
+        return _here(call, run, everybody)
+    if switched_on(os.environ, "DISTWRAP_DISABLE"):
+        return _in_process(call, run, everybody)
+    if dist.is_initialized():
+        return _in_users_group(call, run, everybody)
+    placement = detect(os.environ)
+    if placement.source != "single":
+        if script.in_child():
+            return script.join_from_child(call, run, everybody=everybody)
+        return _joining(call, run, placement, everybody)
+    if options.launcher == "external":
+        raise LaunchError(
+            "launcher='external' waits for an outer launcher, and none has started this process. Start the script "
+            "with `torchrun --nproc-per-node=2 train.py`, or choose launcher='auto'."
+        )
+    if not STRATEGIES[options.strategy].launches:
+        return _in_process(call, run, everybody)
+    nprocs = choose_nprocs(options.nprocs, visible_devices())
+    if nprocs == 1:
+        return _in_process(call, run, everybody)
+    launcher = options.launcher
+    if launcher == "script":
+        return script.launch(call, run, nprocs, everybody=everybody)
+    if launcher == "auto":
+        launcher = "forkserver" if fork_safety.refusal() else "fork"
+    return local.launch(call, run, launcher, nprocs, everybody=everybody)
+
+
+def _here(call: Call, run: Run, everybody: bool) -> Any:
+    value, found = execute(call, run)
+    value = retrofit.unwrapped(value, found)
+    return gather_object(value) if everybody else value
+
+
+def _in_process(call: Call, run: Run, everybody: bool) -> Any:
+    with temporary_world(single_world(timeout=run.timeout, **run.of_world())):
+        if run.seed is None:
+            return _here(call, run, everybody)
+        with preserved():
+            return _here(call, run, everybody)
+
+
+def _in_users_group(call: Call, run: Run, everybody: bool) -> Any:
+    ambient = current_world()
+    world = World(ambient.placement, ambient.device, backend=ambient.backend, timeout=run.timeout, **run.of_world())
+    with temporary_world(world):
+        return _here(call, run, everybody)
+
+
+def _joining(call: Call, run: Run, placement: Placement, everybody: bool) -> Any:
+    world = join(placement, backend=run.backend, timeout=run.timeout, **run.of_world())
+    announce(world, placement.source)
+    try:
+        value = _here(call, run, everybody)
+    except BaseException:
+        abandon_process_group()
+        raise
+    teardown_process_group()
+    return value

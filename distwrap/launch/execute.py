@@ -1,0 +1,52 @@
+"""Run the user's function in a world that is ready: seed, retrofit, call. The same under every launcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from distwrap import retrofit
+from distwrap.group.world import Precision
+from distwrap.retrofit import Retrofitted
+from distwrap.seeding import seed_everything
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the user called."""
+
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def name(self) -> str:
+        """The function's name, for messages."""
+        return f"{getattr(self.function, '__qualname__', type(self.function).__qualname__)}()"
+
+
+@dataclass(frozen=True)
+class Run:
+    """The options that matter inside a rank."""
+
+    strategy: str
+    backend: str
+    precision: Precision
+    seed: int | None
+    timeout: float
+    retrofit: bool
+
+    def of_world(self) -> dict[str, Any]:
+        """Those that the current world keeps."""
+        return {"strategy": self.strategy, "precision": self.precision, "seed": self.seed}
+
+
+def execute(call: Call, run: Run) -> tuple[Any, list[Retrofitted]]:
+    """Return the function's value, and what was retrofitted."""
+    if run.seed is not None:
+        seed_everything(run.seed)
+    if not run.retrofit:
+        return call.function(*call.args, **call.kwargs), []
+    args, kwargs, found = retrofit.wrap(call.args, call.kwargs)
+    return call.function(*args, **kwargs), found

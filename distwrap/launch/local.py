@@ -1,0 +1,148 @@
+"""Launch ranks on this machine as processes of their own: fork, forkserver, spawn."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from distwrap import retrofit
+from distwrap.errors import ForkError, MainGuardError, SerializationError
+from distwrap.group.devices import choose_threads
+from distwrap.launch import fork_safety, meeting, openmp, transport, worker
+from distwrap.launch.execute import Call, Run
+from distwrap.launch.processes import (
+    CommandProcess,
+    ForkedProcess,
+    Process,
+    ServedProcess,
+    spawn_command,
+    warm_server,
+)
+from distwrap.launch.supervisor import stop, supervise
+from distwrap.launch.transport import Outcome
+from distwrap.launch.worker import Assignment, Surroundings
+from distwrap.placement import Placement
+
+Start = Callable[[int, list[Process]], Process]
+
+
+def launch(call: Call, run: Run, launcher: str, nprocs: int, *, everybody: bool, seconds: float | None = None) -> Any:
+    """Run the call on `nprocs` ranks, and return rank 0's value, or the list of all.
+
+    Args:
+        call: what to run.
+        run: how.
+        launcher: ``"fork"``, ``"forkserver"`` or ``"spawn"``.
+        nprocs: how many ranks.
+        everybody: return every rank's value.
+        seconds: how long it may take; ``None`` is as long as it likes.
+    """
+    found = retrofit.find(call.args, call.kwargs) if run.retrofit else []
+    threads = choose_threads(nprocs)
+    if launcher == "fork":
+        refusal = fork_safety.refusal()
+        if refusal:
+            raise ForkError(f"launcher='fork' is not safe here: {refusal}. Use launcher='forkserver' or 'spawn'.")
+        # Without the pause more than one thread would hang in the first large kernel.
+        threads = threads if openmp.pause() else 1
+        common = _assignment(launcher, run, threads)
+    else:
+        payload = transport.pack(call.function, call.args, call.kwargs)
+        common = replace(
+            _assignment(launcher, run, threads),
+            surroundings=Surroundings.capture(),
+            payload=payload,
+            main_path=_main_path(call, launcher),
+        )
+    outcomes = _run(_starter(launcher, call), common, nprocs, everybody, seconds)
+    return _bring_home(outcomes, found, everybody)
+
+
+def _assignment(launcher: str, run: Run, threads: int | None) -> Assignment:
+    return Assignment(Placement(), launcher, run, threads, wants_value=True)
+
+
+def _starter(launcher: str, call: Call) -> Start:
+    if launcher == "fork":
+        return lambda rank, earlier: ForkedProcess(rank, call, earlier)
+    if launcher == "spawn":
+        return lambda rank, earlier: CommandProcess(rank, spawn_command)
+    server = warm_server()
+    return lambda rank, earlier: ServedProcess(rank, server)
+
+
+def _run(start: Start, common: Assignment, nprocs: int, everybody: bool, seconds: float | None) -> list[Outcome]:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    processes: list[Process] = []
+    try:
+        for rank in range(nprocs):
+            processes.append(start(rank, processes))
+    except BaseException:
+        stop(processes, failed=True)
+        raise
+    with meeting.store() as port:
+        try:
+            for process in processes:
+                place = Placement(
+                    rank=process.rank,
+                    world_size=nprocs,
+                    local_rank=process.rank,
+                    local_world_size=nprocs,
+                    master_addr=meeting.ADDRESS,
+                    master_port=port,
+                    source="distwrap",
+                )
+                mine = replace(common, placement=place, wants_value=everybody or process.rank == 0)
+                _send(process, mine)
+        except BaseException:
+            stop(processes, failed=True)
+            raise
+        return supervise(processes, seconds=seconds)
+
+
+def _send(process: Process, assignment: Assignment) -> None:
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died at birth; whoever waits will say so
+        process.conn.send_bytes(pickle.dumps(assignment, pickle.HIGHEST_PROTOCOL))
+
+
+def _bring_home(outcomes: list[Outcome], found: list[retrofit.Retrofitted], everybody: bool) -> Any:
+    own = [item.original for item in found]
+    values = []
+    for outcome in outcomes if everybody else outcomes[:1]:
+        assert outcome.value is not None
+        value, states = transport.unpack_result(outcome.value, own)
+        if outcome.rank == 0:
+            for item, state in zip(found, states, strict=True):
+                item.load(state)
+        values.append(value)
+    return values if everybody else values[0]
+
+
+def _main_path(call: Call, launcher: str) -> str | None:
+    """The script that a rank must import first, where something goes by reference and lives in the script."""
+    function = getattr(call.function, "__func__", call.function)
+    if transport.by_value() or getattr(function, "__module__", None) != "__main__":
+        return None
+    path: str | None = getattr(sys.modules["__main__"], "__file__", None)
+    if path is None or not os.path.exists(path):
+        raise SerializationError(
+            f"{call.name} is defined interactively, and launcher={launcher!r} sends functions by name. "
+            f"Install cloudpickle (pip install 'distwrap[notebook]') to send it by value."
+        )
+    return os.path.abspath(path)
+
+
+def refuse_launch_while_importing(name: str) -> None:
+    """Refuse a decorated call at the top level of a script that a rank is importing."""
+    if worker.importing_main:
+        raise MainGuardError(
+            f"the script calls {name} at its top level, so every rank that imports the script would launch again. "
+            f"Put the call under `if __name__ == '__main__':`, or install cloudpickle "
+            f"(pip install 'distwrap[notebook]'), which makes the import unnecessary."
+        )

@@ -1,0 +1,257 @@
+"""Launch by running the script again: this process is rank 0, and the other ranks run the same command line.
+
+Nothing is pickled. Each of the other ranks runs the script from its top, reaches the decorated call, joins, and parks
+at the call's end: if rank 0 makes another decorated call, they take rank 0's result of the last one and run on to it;
+else they leave when rank 0 does.
+"""
+
+from __future__ import annotations
+
+import _thread
+import atexit
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from distwrap import retrofit
+from distwrap.errors import LaunchError
+from distwrap.group.devices import choose_threads
+from distwrap.group.setup import abandon_process_group, announce, join, teardown_process_group
+from distwrap.launch import meeting, transport
+from distwrap.launch.execute import Call, Run, execute
+from distwrap.launch.processes import CommandProcess
+from distwrap.launch.supervisor import SETTLE_SECONDS, is_echo, stop, supervise
+from distwrap.launch.transport import Outcome
+from distwrap.launch.worker import become_a_rank, failure, outcome
+from distwrap.placement import Placement
+from distwrap.placement.torchrun import variables
+
+FD = "DISTWRAP_SCRIPT_FD"
+
+_parked: list[CommandProcess] = []
+_last_value: Any = None
+_conn: Connection | None = None
+
+
+def rerun_command(orig_argv: list[str], main_file: str | None, in_module: bool) -> list[str]:
+    """Rebuild the command line of this process.
+
+    Args:
+        orig_argv: ``sys.orig_argv``.
+        main_file: ``__main__.__file__``, absolute; takes the place of the script, so that a script that has changed
+            its working directory is found again.
+        in_module: whether it was started with ``-m``.
+
+    Example:
+        >>> rerun_command(["python", "-X", "dev", "train.py", "--lr", "1"], "/home/me/train.py", False)[1:]
+        ['-X', 'dev', '/home/me/train.py', '--lr', '1']
+    """
+    command = [sys.executable, *orig_argv[1:]]
+    if main_file is not None and not in_module:
+        for index, word in enumerate(command[1:], start=1):
+            if word == main_file or os.path.basename(word) == os.path.basename(main_file):
+                command[index] = main_file
+                break
+    return command
+
+
+def launch(call: Call, run: Run, nprocs: int, *, everybody: bool) -> Any:
+    """Run the call as rank 0, with `nprocs` - 1 others; return rank 0's value, or the list of all."""
+    global _last_value
+    if threading.current_thread() is not threading.main_thread():
+        raise LaunchError("launcher='script' runs rank 0 in the caller, so the call must be in the main thread.")
+    with meeting.store() as port:
+        processes = _others(nprocs, port)
+        place = _placement(0, nprocs, port)
+        news = _News(processes)
+        value: Any = None
+        try:
+            with _environment(variables(place, "script")), _threads(nprocs):
+                news.start()
+                try:
+                    world = join(place, backend=run.backend, timeout=run.timeout, **run.of_world())
+                    announce(world, "script")
+                    value, found = execute(call, run)
+                    value = retrofit.unwrapped(value, found)
+                except BaseException:
+                    abandon_process_group()
+                    raise
+                teardown_process_group()
+            outcomes = news.wait()
+        except BaseException as error:
+            news.give_up(error)
+            stop(processes, failed=True)
+            _parked.clear()
+            raise
+        if news.error is not None:
+            stop(processes, failed=True)
+            _parked.clear()
+            raise news.error
+    _last_value = value
+    if not everybody:
+        return value
+    return [value, *(transport.unpack_result(o.value) for o in outcomes if o.value is not None)]
+
+
+def in_child() -> bool:
+    """Say whether this process is one that `launch` started."""
+    return FD in os.environ
+
+
+def join_from_child(call: Call, run: Run, *, everybody: bool) -> Any:
+    """Take part in rank 0's call, and park at its end."""
+    global _conn
+    if _conn is None:
+        _conn = Connection(int(os.environ[FD]))
+        become_a_rank(_conn)
+    rank = int(os.environ["RANK"])
+    port = _message(_conn)
+    os.environ["MASTER_PORT"] = str(port)
+    place = _placement(rank, int(os.environ["WORLD_SIZE"]), port)
+    try:
+        threads = choose_threads(place.local_world_size)
+        if threads is not None:
+            torch.set_num_threads(threads)
+        join(place, backend=run.backend, timeout=run.timeout, **run.of_world())
+        value, found = execute(call, run)
+        value = retrofit.unwrapped(value, found)
+        data = transport.pack_result(value, f"what {call.name} returned on rank {rank}") if everybody else None
+        teardown_process_group()
+    except BaseException as error:  # noqa: BLE001 - SystemExit is told to rank 0 too
+        abandon_process_group()
+        _conn.send(failure(rank, error))
+        _leave(1)
+    _conn.send(outcome(rank, value=data))
+    sys.stdout.flush()
+    return transport.unpack_result(_message(_conn))
+
+
+def _message(conn: Connection) -> Any:
+    """Wait, as long as it takes, for rank 0's word; leave when it leaves."""
+    try:
+        return conn.recv()
+    except (EOFError, OSError):
+        _leave(0)
+
+
+def _leave(code: int) -> Any:
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _others(nprocs: int, port: int) -> list[CommandProcess]:
+    """Wake the parked ranks, or start them."""
+    if _parked:
+        if len(_parked) != nprocs - 1:
+            raise LaunchError(
+                f"launcher='script' has {len(_parked) + 1} ranks from the first decorated call, and this one asks for "
+                f"{nprocs}. Ask for the same number in all calls, or use launcher='forkserver'."
+            )
+        data = transport.pack_result(_last_value, "what the last decorated call returned")
+        for process in _parked:
+            process.conn.send(data)
+    else:
+        command = _command()
+        for rank in range(1, nprocs):
+            env = {**os.environ, **variables(_placement(rank, nprocs, port), "script")}
+            _parked.append(_start(rank, command, env))
+    for process in _parked:
+        process.conn.send(port)
+    return list(_parked)
+
+
+def _start(rank: int, command: list[str], env: dict[str, str]) -> CommandProcess:
+    def with_descriptor(fd: int) -> list[str]:
+        env[FD] = str(fd)
+        return command
+
+    return CommandProcess(rank, with_descriptor, env)
+
+
+def _command() -> list[str]:
+    main = sys.modules["__main__"]
+    file = getattr(main, "__file__", None)
+    inline = "-c" in sys.orig_argv[:-1]
+    if file is None and not inline:
+        raise LaunchError(
+            "launcher='script' runs the script again, and there is none: this is an interactive session or a notebook. "
+            "Use launcher='forkserver' (with the 'notebook' extra)."
+        )
+    return rerun_command(sys.orig_argv, file, getattr(main, "__spec__", None) is not None)
+
+
+def _placement(rank: int, nprocs: int, port: int) -> Placement:
+    return Placement(
+        rank=rank,
+        world_size=nprocs,
+        local_rank=rank,
+        local_world_size=nprocs,
+        master_addr=meeting.ADDRESS,
+        master_port=port,
+        source="distwrap",
+    )
+
+
+class _News(threading.Thread):
+    """Watches the other ranks while rank 0 works in the main thread, and interrupts it when one fails."""
+
+    def __init__(self, processes: list[CommandProcess]) -> None:
+        super().__init__(name="distwrap-script-watch", daemon=True)
+        self._processes = processes
+        self._rank_zero_is_done = threading.Event()
+        self.error: BaseException | None = None
+        self._outcomes: list[Outcome] = []
+
+    def run(self) -> None:
+        try:
+            self._outcomes = supervise(self._processes, parked=True)
+        except BaseException as error:  # noqa: BLE001 - it is raised in the main thread
+            self.error = error
+            if not self._rank_zero_is_done.is_set():
+                _thread.interrupt_main()
+
+    def wait(self) -> list[Outcome]:
+        """Wait for the others' reports, after rank 0's own work."""
+        self._rank_zero_is_done.set()
+        self.join()
+        return self._outcomes
+
+    def give_up(self, error: BaseException) -> None:
+        """After a failure of rank 0: raise another rank's instead, where that came first and caused it."""
+        self._rank_zero_is_done.set()
+        self.join(SETTLE_SECONDS)
+        if self.error is not None and (isinstance(error, KeyboardInterrupt) or is_echo(failure(0, error))):
+            raise self.error
+
+
+@contextmanager
+def _environment(extra: dict[str, str]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in extra}
+    os.environ.update(extra)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _threads(nprocs: int) -> Iterator[None]:
+    before, threads = torch.get_num_threads(), choose_threads(nprocs)
+    if threads is not None:
+        torch.set_num_threads(threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,101 @@
+"""The fork server: a process with torch imported and nothing else done, of which ranks are forked in milliseconds.
+
+It listens on nothing. The caller holds the other end of a socket pair and sends, a rank at a time, five file
+descriptors: standard input, output and error, the rank's connection, and a pipe on which the server writes the rank's
+process id and, later, its exit status. When the caller dies the socket closes, the server ends, and the kernel kills
+the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import select
+import signal
+import socket
+import struct
+import sys
+from multiprocessing.connection import Connection
+
+DESCRIPTORS = 5
+STATUS = struct.Struct("i")
+IDLE_SECONDS = 0.2
+
+
+def main(fd: int) -> None:
+    """Serve until the caller goes."""
+    from distwrap.launch import worker  # imports torch, here and not in every rank
+
+    control = socket.socket(fileno=fd)
+    wake_r, wake_w = os.pipe()
+    os.set_blocking(wake_r, False)
+    os.set_blocking(wake_w, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
+    status_of: dict[int, int] = {}
+    gc.collect()
+    gc.freeze()  # the collector must not touch, and so copy, the pages that the ranks share
+    idle: float | None = IDLE_SECONDS
+    while True:
+        ready, _, _ = select.select([control.fileno(), wake_r], [], [], None if status_of else idle)
+        if not ready:
+            idle = None
+            _import_more()
+        if wake_r in ready:
+            _drain(wake_r)
+            _reap(status_of)
+        if control.fileno() in ready:
+            request, fds, _, _ = socket.recv_fds(control, 1, DESCRIPTORS)
+            if not request:
+                break
+            stdin, stdout, stderr, conn, status = fds
+            pid = os.fork()
+            if pid == 0:
+                signal.set_wakeup_fd(-1)
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                control.close()
+                for unneeded in (wake_r, wake_w, status, *status_of.values()):
+                    os.close(unneeded)
+                for number, given in enumerate((stdin, stdout, stderr)):
+                    os.dup2(given, number)
+                    os.close(given)
+                sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the server's own was /dev/null
+                worker.leave(worker.work(Connection(conn)))
+            for unneeded in (stdin, stdout, stderr, conn):
+                os.close(unneeded)
+            status_of[pid] = status
+            _tell(status, pid)
+
+
+def _import_more() -> None:
+    """Import what DDP and the optimizers import at their first use, now that nobody waits."""
+    import torch._dynamo  # noqa: F401 - importing it is the point
+
+    gc.collect()
+    gc.freeze()
+
+
+def _reap(status_of: dict[int, int]) -> None:
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return
+        if pid == 0:
+            return
+        pipe = status_of.pop(pid, None)
+        if pipe is not None:
+            _tell(pipe, os.waitstatus_to_exitcode(status))
+            os.close(pipe)
+
+
+def _tell(pipe: int, number: int) -> None:
+    with contextlib.suppress(BrokenPipeError):  # the caller has lost interest in this rank
+        os.write(pipe, STATUS.pack(number))
+
+
+def _drain(fd: int) -> None:
+    with contextlib.suppress(BlockingIOError):
+        while os.read(fd, 4096):
+            pass

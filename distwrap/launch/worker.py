@@ -1,0 +1,212 @@
+"""The only way into a rank's process, whoever started it: take the assignment, meet the others, run, report."""
+
+from __future__ import annotations
+
+import atexit
+import faulthandler
+import os
+import pickle
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from distwrap.group.setup import abandon_process_group, announce, join, teardown_process_group
+from distwrap.launch import execute, transport
+from distwrap.launch.execute import Call
+from distwrap.placement import Placement
+from distwrap.placement.torchrun import variables
+from distwrap.seeding import RandomState
+
+
+@dataclass(frozen=True)
+class Surroundings:
+    """What a fresh process must share with the caller to run its function as the caller would."""
+
+    environ: dict[str, str]
+    directory: str
+    path: list[str]
+    argv: list[str]
+    umask: int
+    random: RandomState
+
+    @classmethod
+    def capture(cls) -> Surroundings:
+        """Read them off this process."""
+        umask = os.umask(0)
+        os.umask(umask)
+        return cls(dict(os.environ), os.getcwd(), list(sys.path), list(sys.argv), umask, RandomState.capture())
+
+    def restore(self) -> None:
+        """Make this process like the one they were read off."""
+        if dict(os.environ) != self.environ:
+            os.environ.clear()
+            os.environ.update(self.environ)
+        os.chdir(self.directory)
+        sys.path[:] = self.path
+        sys.argv[:] = self.argv
+        os.umask(self.umask)
+        self.random.restore()
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What a rank is told.
+
+    Attributes:
+        surroundings: ``None`` for a fork, which has them.
+        threads: how many to compute with; ``None`` leaves it to the user's variables.
+        wants_value: whether this rank's return value is wanted.
+        main_path: the script to import first, where functions go by reference and one lives there.
+        payload: the pickled call; ``None`` for a fork, which has it.
+    """
+
+    placement: Placement
+    launcher: str
+    run: execute.Run
+    threads: int | None
+    wants_value: bool
+    surroundings: Surroundings | None = None
+    main_path: str | None = None
+    payload: bytes | None = None
+
+
+importing_main = False  # while the script is imported in a rank, a decorated call there is a missing main guard
+
+
+def work(conn: Connection, call: Call | None = None) -> int:
+    """Be a rank: read the assignment from `conn`, run the call, write an `Outcome`, and return the exit code."""
+    become_a_rank(conn)
+    if call is not None:
+        transport.mark_as_forked()
+    try:
+        assignment: Assignment = pickle.loads(conn.recv_bytes())
+    except (EOFError, OSError):
+        return 1  # the caller is gone, and nobody is left to tell
+    rank = assignment.placement.rank
+    try:
+        value = _run(assignment, call)
+    except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are told to the caller too
+        abandon_process_group()
+        told, code = failure(rank, error), 1
+    else:
+        told, code = outcome(rank, value=value), 0
+    try:
+        conn.send(told)
+    except OSError:
+        code = 1
+    return code
+
+
+def failure(rank: int, error: BaseException) -> transport.Outcome:
+    """Describe how a rank failed."""
+    lines = traceback.format_exception(type(error), error, _own_frames_skipped(error))
+    return outcome(
+        rank,
+        error=transport.pack_error(error),
+        summary="".join(traceback.format_exception_only(type(error), error)).strip() or type(error).__name__,
+        traceback="".join(lines),
+    )
+
+
+def leave(code: int) -> None:
+    """End a process that was forked from the server, as the interpreter would: threads, exit handlers, buffers."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def spawned(fd: int) -> None:
+    """Be a rank in a fresh interpreter."""
+    code = work(Connection(fd))
+    sys.stdout.flush()
+    sys.exit(code)
+
+
+def _run(assignment: Assignment, call: Call | None) -> bytes | None:
+    if assignment.surroundings is not None:
+        assignment.surroundings.restore()
+    if assignment.threads is not None:
+        torch.set_num_threads(assignment.threads)
+    os.environ.update(variables(assignment.placement, assignment.launcher))
+    if assignment.main_path is not None:
+        _import_main(assignment.main_path)
+    if call is None:
+        assert assignment.payload is not None
+        call = Call(*transport.unpack(assignment.payload))
+    run = assignment.run
+    world = join(assignment.placement, backend=run.backend, timeout=run.timeout, **run.of_world())
+    announce(world, assignment.launcher)
+    value, trained = execute.execute(call, run)
+    data = None
+    if assignment.wants_value:
+        states = [item.state() for item in trained] if world.placement.rank == 0 else []
+        what = f"what {call.name} returned on rank {world.placement.rank}"
+        known = [(item.original, item.wrapped) for item in trained]
+        data = transport.pack_result((value, states), what, known)
+    teardown_process_group()
+    return data
+
+
+def _import_main(path: str) -> None:
+    """Import the caller's script under another name, as multiprocessing does, so that references to it resolve."""
+    global importing_main
+    import runpy
+    import types
+
+    importing_main = True
+    try:
+        module = types.ModuleType("__mp_main__")
+        module.__dict__.update(runpy.run_path(path, run_name="__mp_main__"))
+        sys.modules["__main__"] = sys.modules["__mp_main__"] = module
+    finally:
+        importing_main = False
+
+
+def become_a_rank(conn: Connection) -> None:
+    """Tie this process's life to the caller's, and make it stoppable as a whole."""
+    _die_with_parent()
+    if os.getpgrp() != os.getpid():
+        os.setsid()  # a Ctrl-C reaches the caller alone, and a whole rank can be stopped at once
+    os.register_at_fork(after_in_child=conn.close)  # the caller takes the end of `conn` for the end of the rank
+    faulthandler.enable()
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure: Callable[..., Any] | None = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            reconfigure(line_buffering=True)
+
+
+def _die_with_parent() -> None:
+    """Ask the kernel to kill this process when its parent dies, also when it is stuck in native code (Linux)."""
+    if sys.platform == "linux":
+        import ctypes
+        import signal
+
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def _own_frames_skipped(error: BaseException) -> Any:
+    """Start the traceback in the user's code where there is some: our own frames above explain nothing."""
+    start = error.__traceback__
+    here = os.path.dirname(__file__)
+    step = start
+    while step is not None and step.tb_frame.f_code.co_filename.startswith(here):
+        step = step.tb_next
+    return step or start
+
+
+def outcome(rank: int, **how: Any) -> transport.Outcome:
+    """Sign a report."""
+    return transport.Outcome(rank, socket.gethostname(), os.getpid(), time.time(), **how)

@@ -1,0 +1,243 @@
+"""The options of ``@distributed``: names, aliases, environment overrides, checks. Nothing here starts anything."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, get_args
+
+from distwrap.errors import OptionError, unknown_name
+from distwrap.group.world import Precision
+
+Launcher = Literal["auto", "forkserver", "fork", "spawn", "script", "external"]
+Returns = Literal["rank0", "all"]
+
+LAUNCHERS: tuple[str, ...] = get_args(Launcher)
+STRATEGIES = ("ddp", "dp", "single")
+
+# Spellings of ours, of Lightning ("ddp_notebook") and of people in a hurry: strategy and launcher in one word.
+_STRATEGY_ALIASES: dict[str, tuple[str, Launcher]] = {
+    "ddp_spawn": ("ddp", "spawn"),
+    "ddp_fork": ("ddp", "fork"),
+    "ddp_forkserver": ("ddp", "forkserver"),
+    "ddp_script": ("ddp", "script"),
+    "ddp_notebook": ("ddp", "forkserver"),
+    "spawn": ("ddp", "spawn"),
+    "fork": ("ddp", "fork"),
+    "forkserver": ("ddp", "forkserver"),
+}
+
+# Spellings of Lightning ("16-mixed", 32) and of Accelerate ("no").
+_PRECISION_ALIASES: dict[str, Precision] = {
+    "32": "32",
+    "32-true": "32",
+    "fp32": "32",
+    "float32": "32",
+    "no": "32",
+    "bf16": "bf16",
+    "bf16-mixed": "bf16",
+    "bfloat16": "bf16",
+    "fp16": "fp16",
+    "16": "fp16",
+    "16-mixed": "fp16",
+    "float16": "fp16",
+}
+
+_ENVIRONMENT = {
+    "DISTWRAP_STRATEGY": "strategy",
+    "DISTWRAP_LAUNCHER": "launcher",
+    "DISTWRAP_NPROCS": "nprocs",
+    "DISTWRAP_BACKEND": "backend",
+    "DISTWRAP_PRECISION": "precision",
+    "DISTWRAP_TIMEOUT": "timeout",
+}
+
+# What the contract names and this version leaves to torchrun, under which a decorated script runs unedited.
+_LEFT_TO_TORCHRUN: dict[str, tuple[object, str]] = {
+    "nnodes": (1, "start the script on every machine with torchrun --nnodes=…"),
+    "node_rank": (None, "start the script on every machine with torchrun --node-rank=…"),
+    "rdzv_endpoint": (None, "start the script on every machine with torchrun --rdzv-endpoint=…"),
+    "max_restarts": (0, "start the script with torchrun --max-restarts=…"),
+    "log_dir": (None, "start the script with torchrun --log-dir=… --tee=3"),
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """Checked options. Build them with `Options().updated(…)`, which checks and resolves aliases.
+
+    See `distwrap.distributed` for what each one means.
+    """
+
+    strategy: str = "ddp"
+    nprocs: int | Literal["auto"] = "auto"
+    launcher: Launcher = "auto"
+    backend: str = "auto"
+    precision: Precision = "32"
+    seed: int | None = None
+    timeout: float = 600.0
+    returns: Returns = "rank0"
+    retrofit: bool = False
+
+    def updated(self, given: Mapping[str, Any], where: str = "@distributed") -> Options:
+        """Return these options with `given` over them.
+
+        Args:
+            given: names and values; ``None`` for ``launcher`` and the like means "not given".
+            where: who gave them, for the error.
+
+        Raises:
+            OptionError: a name or a value that is wrong, or two that contradict each other.
+        """
+        known = {field.name for field in fields(self)}
+        checked: dict[str, Any] = {}
+        for name, value in given.items():
+            if name in _LEFT_TO_TORCHRUN:
+                default, instead = _LEFT_TO_TORCHRUN[name]
+                if value != default:
+                    raise OptionError(f"{where}: {name}={value!r} is not here yet; {instead}: it joins as it is.")
+                continue
+            if name not in known:
+                raise OptionError(f"{where}: {unknown_name('option', name, known)}")
+            try:
+                checked[name] = _CHECKS[name](value)
+            except OptionError as error:
+                raise OptionError(f"{where}: {error}") from None
+        strategy = checked.get("strategy")
+        if strategy in _STRATEGY_ALIASES:
+            checked["strategy"], implied = _STRATEGY_ALIASES[strategy]
+            if checked.get("launcher", implied) not in ("auto", implied):
+                raise OptionError(
+                    f"{where}: strategy={strategy!r} means launcher={implied!r}, but launcher={checked['launcher']!r} "
+                    f"was given too. Say strategy='ddp' with the launcher you want."
+                )
+            checked["launcher"] = implied
+        if checked.get("strategy") == "single" and checked.get("nprocs", 1) not in (1, "auto"):
+            raise OptionError(
+                f"{where}: strategy='single' is one process, but nprocs={checked['nprocs']} was given too."
+            )
+        return replace(self, **checked)
+
+    def with_environment(self, env: Mapping[str, str]) -> Options:
+        """Return these options with the ``DISTWRAP_…`` variables over them."""
+        options = self
+        for variable, name in _ENVIRONMENT.items():
+            text = env.get(variable, "")
+            if text:
+                options = options.updated({name: _from_text(variable, name, text)}, where=variable)
+        return options
+
+
+def switched_on(env: Mapping[str, str], variable: str) -> bool:
+    """Read a yes-or-no variable strictly.
+
+    Raises:
+        OptionError: neither yes nor no; lists what is allowed.
+    """
+    text = env.get(variable, "").strip().lower()
+    if text in ("", "0", "false", "no", "off"):
+        return False
+    if text in ("1", "true", "yes", "on"):
+        return True
+    raise OptionError(f"{variable}={env[variable]!r}: say 1, true, yes or on; or 0, false, no or off.")
+
+
+def _from_text(variable: str, name: str, text: str) -> object:
+    if name == "nprocs" and text != "auto":
+        try:
+            return int(text)
+        except ValueError:
+            raise OptionError(f"{variable}={text!r}: it must be 'auto' or a whole number.") from None
+    if name == "timeout":
+        try:
+            return float(text)
+        except ValueError:
+            raise OptionError(f"{variable}={text!r}: it must be a number of seconds.") from None
+    return text
+
+
+def _check_strategy(value: object) -> str:
+    known = (*STRATEGIES, *_STRATEGY_ALIASES)
+    if not isinstance(value, str) or value not in known:
+        raise OptionError(unknown_name("strategy", value, known))
+    return value
+
+
+def _check_nprocs(value: object) -> int | str:
+    if value == "auto":
+        return "auto"
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 1:
+        raise OptionError(f"nprocs={value!r}: it must be 'auto' or a whole number of at least 1.")
+    return int(value)
+
+
+def _check_launcher(value: object) -> str:
+    if value == "elastic":
+        raise OptionError("launcher='elastic' is not here yet; start the script with torchrun: it joins as it is.")
+    if value not in LAUNCHERS:
+        raise OptionError(unknown_name("launcher", value, LAUNCHERS))
+    return str(value)
+
+
+def _check_backend(value: object) -> str:
+    if not isinstance(value, str) or not value:
+        raise OptionError(f"backend={value!r}: it must be 'auto' or a name that torch.distributed knows, as 'gloo'.")
+    return value
+
+
+def _check_precision(value: object) -> Precision:
+    name = str(value).lower() if not isinstance(value, bool) else repr(value)
+    if name not in _PRECISION_ALIASES:
+        raise OptionError(unknown_name("precision", value, _PRECISION_ALIASES))
+    return _PRECISION_ALIASES[name]
+
+
+def _check_seed(value: object) -> int | None:
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or not 0 <= int(value) < 2**63:
+        raise OptionError(f"seed={value!r}: it must be None or a whole number from 0 to 2**63 - 1.")
+    return int(value)
+
+
+def _check_timeout(value: object) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < float("inf"):
+        raise OptionError(f"timeout={value!r}: it must be a positive number of seconds.")
+    return float(value)
+
+
+def _check_returns(value: object) -> str:
+    if value not in get_args(Returns):
+        raise OptionError(unknown_name("value for returns", value, get_args(Returns)))
+    return str(value)
+
+
+def _check_retrofit(value: object) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"retrofit={value!r}: it must be True or False.")
+    return value
+
+
+_CHECKS: dict[str, Any] = {
+    "strategy": _check_strategy,
+    "nprocs": _check_nprocs,
+    "launcher": _check_launcher,
+    "backend": _check_backend,
+    "precision": _check_precision,
+    "seed": _check_seed,
+    "timeout": _check_timeout,
+    "returns": _check_returns,
+    "retrofit": _check_retrofit,
+}
+
+
+def check_precision(value: object) -> Precision:
+    """Resolve a precision's spelling; raises OptionError with the known ones."""
+    return _check_precision(value)
+
+
+def check_strategy(value: object) -> str:
+    """Resolve a strategy's name; raises OptionError with the known ones and the nearest."""
+    name = _check_strategy(value)
+    return _STRATEGY_ALIASES[name][0] if name in _STRATEGY_ALIASES else name

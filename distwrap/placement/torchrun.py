@@ -1,0 +1,69 @@
+"""torchrun's variables, which distwrap's own launchers set too.
+
+Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distwrap.errors import PlacementError
+from distwrap.placement.base import Placement
+
+REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+LAUNCHED = "DISTWRAP_LAUNCHED"  # set beside torchrun's variables by our own launchers; holds the launcher's name
+
+# MASTER_ADDR and MASTER_PORT alone claim nothing: people export them in a shell profile.
+_CLAIMS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+
+
+def detect(env: Mapping[str, str]) -> Placement | None:
+    """Read torchrun's variables; refuse a half-set environment by listing what is there and what is not."""
+    if not any(name in env for name in _CLAIMS):
+        return None
+    missing = [name for name in REQUIRED if name not in env]
+    if missing:
+        found = ", ".join(f"{name}={env[name]}" for name in REQUIRED if name in env)
+        raise PlacementError(
+            f"the environment is half set for a distributed run: it has {found}, but not {', '.join(missing)}. "
+            f"Set all of {', '.join(REQUIRED)} (torchrun does), or unset {found.split('=')[0]}."
+        )
+    world_size = _integer(env, "WORLD_SIZE")
+    local_world_size = _integer(env, "LOCAL_WORLD_SIZE", default=world_size)
+    return Placement(
+        rank=_integer(env, "RANK"),
+        world_size=world_size,
+        local_rank=_integer(env, "LOCAL_RANK"),
+        local_world_size=local_world_size,
+        node_rank=_integer(env, "GROUP_RANK", default=0),
+        nnodes=_integer(env, "GROUP_WORLD_SIZE", default=max(1, world_size // max(1, local_world_size))),
+        master_addr=env["MASTER_ADDR"],
+        master_port=_integer(env, "MASTER_PORT"),
+        source="distwrap" if LAUNCHED in env else "torchrun",
+    )
+
+
+def variables(placement: Placement, launcher: str) -> dict[str, str]:
+    """Write the variables that `detect` reads, for a rank that one of our launchers starts."""
+    return {
+        "RANK": str(placement.rank),
+        "WORLD_SIZE": str(placement.world_size),
+        "LOCAL_RANK": str(placement.local_rank),
+        "LOCAL_WORLD_SIZE": str(placement.local_world_size),
+        "GROUP_RANK": str(placement.node_rank),
+        "GROUP_WORLD_SIZE": str(placement.nnodes),
+        "MASTER_ADDR": str(placement.master_addr),
+        "MASTER_PORT": str(placement.master_port),
+        # The launching process holds the store, so every rank is a client of it, rank 0 too.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        LAUNCHED: launcher,
+    }
+
+
+def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:
+    if default is not None and name not in env:
+        return default
+    try:
+        return int(env[name])
+    except ValueError:
+        raise PlacementError(f"{name}={env[name]!r} is not a whole number.") from None

@@ -1,0 +1,166 @@
+"""Mixed precision: autocast around the forward, and for fp16 the one right order of scale, unscale, clip, step, update.
+
+Source: https://docs.pytorch.org/docs/stable/notes/amp_examples.html
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils._pytree import tree_leaves, tree_map
+
+from distwrap.errors import PrecisionError
+from distwrap.group.world import Precision, World, current_world
+
+DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+Forward = Callable[..., Any]
+
+
+def autocast() -> AbstractContextManager[Any]:
+    """Compute what is inside in the precision of this run; for code outside of a wrapped model's forward.
+
+    Example:
+        >>> with autocast():
+        ...     loss = torch.ones(2, 2) @ torch.ones(2)
+    """
+    world = current_world()
+    if world.precision == "32":
+        return nullcontext()
+    return torch.autocast(world.device.type, DTYPES[world.precision])
+
+
+def in_precision(precision: Precision, device: torch.device) -> Callable[[Forward], Forward]:
+    """Return what puts a forward under autocast, with outputs in float32 so that a loss is computed in full."""
+    if precision == "32":
+        return lambda forward: forward
+    dtype = DTYPES[precision]
+
+    def decorate(forward: Forward) -> Forward:
+        @wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(device.type, dtype):
+                outputs = forward(*args, **kwargs)
+            outputs = tree_map(_to_float32, outputs)
+            if precision == "fp16" and torch.is_grad_enabled():
+                for output in tree_leaves(outputs):
+                    if isinstance(output, torch.Tensor) and output.requires_grad:
+                        output.register_hook(_refuse_unscaled)  # type: ignore[no-untyped-call]
+            return outputs
+
+        return run
+
+    return decorate
+
+
+def prepare_scaler(world: World) -> None:
+    """Make the gradient scaler of fp16, and watch for optimizer steps on scaled gradients until teardown."""
+    if world.scaler is None:
+        world.scaler = torch.amp.GradScaler(world.device.type)
+        handle = register_optimizer_step_pre_hook(_refuse_scaled_step)
+        world.cleanup.callback(handle.remove)
+
+
+def backward(loss: torch.Tensor) -> None:
+    """Compute the gradients of a loss: ``loss.backward()``, scaled where the precision is fp16.
+
+    Example:
+        >>> weight = torch.ones(1, requires_grad=True)
+        >>> backward((2 * weight).sum())
+        >>> weight.grad
+        tensor([2.])
+    """
+    world = current_world()
+    if world.scaler is None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        return
+    world.grads_are_scaled = True
+    world.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+
+
+def optimizer_step(optimizer: Optimizer, *, model: nn.Module | None = None, max_norm: float | None = None) -> bool:
+    """Clip and step; under fp16 unscale, clip, step or skip, and update the scale, in this order.
+
+    Args:
+        optimizer: steps over the gradients that `backward` left.
+        model: whose gradients are clipped; by default all that the optimizer holds.
+        max_norm: the norm to which the gradients are clipped, or ``None``.
+
+    Returns:
+        Whether the step was taken: under fp16 it is skipped where a gradient overflowed. Step a scheduler only then.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> backward((2 * weight).sum())
+        >>> optimizer_step(optimizer, max_norm=1.0)
+        True
+        >>> weight.item()
+        0.5
+    """
+    world = current_world()
+    if world.scaler is None:
+        _clip(optimizer, model, max_norm)
+        optimizer.step()
+        return True
+    if not world.grads_are_scaled:
+        raise PrecisionError(
+            "optimizer_step() under precision='fp16', but backward(loss) was not called since the last step: "
+            "the gradients are not scaled. Call distwrap.backward(loss) instead of loss.backward()."
+        )
+    scaler = world.scaler
+    scaler.unscale_(optimizer)
+    _clip(optimizer, model, max_norm)
+    world.grads_are_scaled = False
+    scale = scaler.get_scale()
+    scaler.step(optimizer)
+    scaler.update()
+    return scaler.get_scale() >= scale
+
+
+def _clip(optimizer: Optimizer, model: nn.Module | None, max_norm: float | None) -> None:
+    if max_norm is not None:
+        held: Iterable[torch.Tensor] = (p for group in optimizer.param_groups for p in group["params"])
+        nn.utils.clip_grad_norm_(model.parameters() if model is not None else held, max_norm)
+
+
+def _to_float32(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+        return value.float()
+    return value
+
+
+def _refuse_unscaled(grad: torch.Tensor) -> None:
+    """Runs in a backward through a model in fp16: somebody must have scaled the loss."""
+    if not current_world().grads_are_scaled and not _user_scales():
+        raise PrecisionError(
+            "loss.backward() under precision='fp16': small gradients would silently become zero. "
+            "Call distwrap.backward(loss) and distwrap.optimizer_step(optimizer), or use torch's own GradScaler."
+        )
+
+
+def _refuse_scaled_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Runs before any optimizer's step in a run in fp16."""
+    if current_world().grads_are_scaled:
+        raise PrecisionError(
+            "optimizer.step() after distwrap.backward(loss) under precision='fp16': the gradients are still scaled, "
+            "so the step would be thousands of times too long. Call distwrap.optimizer_step(optimizer) instead."
+        )
+
+
+def _user_scales() -> bool:
+    """Look, until there is one, for a `GradScaler` of the user's that has scaled something."""
+    world = current_world()
+    if not world.user_scales:
+        world.user_scales = any(
+            issubclass(type(obj), torch.amp.GradScaler) and obj is not world.scaler and obj._scale is not None
+            for obj in gc.get_objects()
+        )
+    return world.user_scales

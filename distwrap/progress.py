@@ -1,0 +1,55 @@
+"""A progress bar on rank 0 alone."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
+
+from distwrap.group.world import is_rank_zero
+
+Item = TypeVar("Item")
+
+_SECONDS = 5.0  # between two lines of plain text
+
+
+def progress(iterable: Iterable[Item], *, desc: str | None = None, **tqdm_options: Any) -> Iterable[Item]:
+    """Show how far rank 0 is: with tqdm where it is installed, else a line of text now and then. Other ranks are quiet.
+
+    Args:
+        iterable: what to iterate over.
+        desc: words in front.
+        **tqdm_options: for tqdm, as ``total`` or ``leave``.
+
+    Example:
+        >>> sum(progress(range(3), disable=True))
+        3
+    """
+    if not is_rank_zero():
+        return iterable
+    if importlib.util.find_spec("tqdm") is not None:
+        from tqdm.auto import tqdm
+
+        return tqdm(iterable, desc=desc, **tqdm_options)  # type: ignore[no-any-return]
+    if tqdm_options.get("disable"):
+        return iterable
+    return _in_text(iterable, desc or "progress")
+
+
+def _in_text(iterable: Iterable[Item], desc: str) -> Iterator[Item]:
+    try:
+        total = f" of {len(iterable)}"  # type: ignore[arg-type]
+    except TypeError:
+        total = ""
+    start = last = time.monotonic()
+    count = 0
+    for item in iterable:
+        yield item
+        count += 1
+        now = time.monotonic()
+        if now - last >= _SECONDS:
+            print(f"{desc}: {count}{total}, {now - start:.0f} s", file=sys.stderr, flush=True)
+            last = now
+    print(f"{desc}: {count}{total}, {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)

@@ -1,0 +1,134 @@
+"""Make a function distributed that knows nothing of it: wrap what goes in, and bring home what was trained.
+
+Models, optimizers, schedulers, scalers and loaders are found among the arguments, also inside lists, tuples and
+dicts, in the same order in the caller and on every rank; so the n-th state that comes back belongs to the n-th object.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from distwrap.data import shard_loader
+from distwrap.errors import ModelError
+from distwrap.group.world import current_world
+from distwrap.model import TransparentModule
+from distwrap.strategies import wrap_model, wrap_optimizer
+
+_KINDS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader)
+
+
+@dataclass
+class Retrofitted:
+    """One object among the arguments: the caller's own, and what the function saw in its place."""
+
+    original: Any
+    wrapped: Any
+
+    def state(self) -> Any:
+        """Return what training changed, without the wrapper's marks."""
+        if isinstance(self.original, DataLoader):
+            return None
+        if isinstance(self.original, nn.Module):
+            return self.original.state_dict(), [module.training for module in self.original.modules()]
+        return self.original.state_dict()
+
+    def load(self, state: Any) -> None:
+        """Put the state into the caller's own object."""
+        if isinstance(self.original, DataLoader):
+            return
+        if isinstance(self.original, nn.Module):
+            weights, training = state
+            try:
+                self.original.load_state_dict(weights)
+            except RuntimeError as error:
+                raise ModelError(
+                    f"retrofit: the function changed the structure of {type(self.original).__name__}, so its weights "
+                    f"do not fit the caller's model: {error}. Return the model instead."
+                ) from error
+            for module, flag in zip(self.original.modules(), training, strict=False):
+                module.training = flag
+        else:
+            self.original.load_state_dict(state)
+
+
+def find(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Retrofitted]:
+    """List the arguments' models, optimizers, schedulers, scalers and loaders, each once, in a fixed order."""
+    found: dict[int, Retrofitted] = {}
+    for value in _walk((args, kwargs)):
+        found.setdefault(id(value), Retrofitted(value, value))
+    return list(found.values())
+
+
+def wrap(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], list[Retrofitted]]:
+    """Wrap what `find` finds, and return the arguments with it in place."""
+    found = find(args, kwargs)
+    models = [item for item in found if isinstance(item.original, nn.Module)]
+    _refuse_shared(models)
+    for item in models:
+        if not isinstance(item.original, TransparentModule):  # a decorated function that calls another
+            item.wrapped = wrap_model(item.original)
+    for item in found:
+        if isinstance(item.original, Optimizer):
+            item.wrapped = wrap_optimizer(item.original)
+            if current_world().device.type != "cpu":
+                item.original.load_state_dict(item.original.state_dict())  # momenta follow their parameters
+        elif isinstance(item.original, DataLoader):
+            item.wrapped = shard_loader(item.original)
+    replacement = {id(item.original): item.wrapped for item in found}
+    args, kwargs = _replaced((args, kwargs), lambda value: replacement.get(id(value), value))
+    return args, kwargs, found
+
+
+def unwrapped(value: Any, found: list[Retrofitted]) -> Any:
+    """Replace what the function saw by the caller's own objects, in what it returns."""
+    replacement = {id(item.wrapped): item.original for item in found}
+    return _replaced(value, lambda item: replacement.get(id(item), item))
+
+
+def _walk(value: Any) -> Iterator[Any]:
+    if isinstance(value, _KINDS):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from _walk(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from _walk(item)
+
+
+def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
+    replacement = replace(value)
+    if replacement is not value:
+        return replacement
+    if isinstance(value, tuple):
+        items = [_replaced(item, replace) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if type(value) is list:
+        items = [_replaced(item, replace) for item in value]
+        return value if all(new is old for new, old in zip(items, value, strict=True)) else items
+    if type(value) is dict:
+        pairs = {key: _replaced(item, replace) for key, item in value.items()}
+        return value if all(pairs[key] is value[key] for key in value) else pairs
+    return value
+
+
+def _refuse_shared(models: list[Retrofitted]) -> None:
+    owner: dict[int, Retrofitted] = {}
+    for item in models:
+        for parameter in item.original.parameters():
+            other = owner.setdefault(id(parameter), item)
+            if other is not item and parameter.requires_grad:
+                raise ModelError(
+                    f"retrofit: the arguments {type(other.original).__name__} and {type(item.original).__name__} share "
+                    f"parameters, so their gradients would be exchanged twice. Pass the outer one alone."
+                )

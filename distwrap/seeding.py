@@ -1,0 +1,119 @@
+"""Random number generators: seed them, carry their state to a rank, lend them for a moment."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from distwrap.group.world import active_world
+
+
+@dataclass(frozen=True)
+class RandomState:
+    """The state of torch's CPU generator, of `random`, and of numpy where it is in use."""
+
+    torch: torch.Tensor
+    python: Any
+    numpy: Any
+
+    @classmethod
+    def capture(cls) -> RandomState:
+        """Read the states of this process."""
+        numpy = sys.modules.get("numpy")
+        return cls(torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None)
+
+    def restore(self) -> None:
+        """Put the states back."""
+        torch.set_rng_state(self.torch)
+        random.setstate(self.python)
+        numpy = sys.modules.get("numpy")
+        if numpy is not None and self.numpy is not None:
+            numpy.random.set_state(self.numpy)
+
+
+def seed_everything(seed: int) -> int:
+    """Seed torch (all devices), `random` and numpy alike on every rank, and remember the seed for the loaders.
+
+    Model initialisation and dropout then start alike everywhere; workers of loaders that go through `shard_loader`
+    get a stream of their own on each rank.
+
+    Args:
+        seed: a whole number from 0.
+
+    Returns:
+        The seed.
+
+    Example:
+        >>> seed_everything(7)
+        7
+    """
+    world = active_world()
+    if world is not None:
+        world.seed = seed
+    _seed_generators(seed)
+    return seed
+
+
+def mix(*parts: int | str) -> int:
+    """Hash several numbers into one seed of 63 bits, so that neighbouring ranks get unrelated streams.
+
+    Example:
+        >>> mix(0, 1) == mix(1, 0)
+        False
+    """
+    text = "/".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+class BorrowedRandomness:
+    """A stream of random numbers of its own behind the global generators: theirs while lent, the caller's else.
+
+    Custom samplers draw from the global generators. With the same seed on every rank and in each epoch, all ranks
+    see the same order, and the training loop's own random numbers stay untouched.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._seed = seed
+        self._state: RandomState | None = None
+
+    @contextmanager
+    def lent(self) -> Iterator[None]:
+        """Swap the streams for the time of a ``with``."""
+        outside = RandomState.capture()
+        if self._state is None:
+            _seed_generators(self._seed, devices=False)
+        else:
+            self._state.restore()
+        try:
+            yield
+        finally:
+            self._state = RandomState.capture()
+            outside.restore()
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Give the caller's random numbers back afterwards, whatever was drawn or seeded inside."""
+    outside = RandomState.capture()
+    try:
+        yield
+    finally:
+        outside.restore()
+
+
+def _seed_generators(seed: int, devices: bool = True) -> None:
+    if devices:
+        torch.manual_seed(seed)
+    else:
+        torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)

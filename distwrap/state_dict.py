@@ -1,0 +1,181 @@
+"""Repair the keys of a state dict: remove what wrappers put in front, or put it there.
+
+DistributedDataParallel and DataParallel keep the user's model as ``module``, torch.compile as ``_orig_mod``, FSDP and
+activation checkpointing as ``_fsdp_wrapped_module`` and ``_checkpoint_wrapped_module``; so do the keys they save.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Mapping
+from itertools import repeat
+from typing import Any, TypeVar
+
+from torch import nn
+
+from distwrap.errors import StateDictError
+
+StateDict = TypeVar("StateDict", bound="Mapping[str, Any]")
+
+MODULE = "module"
+# No user names a child so: these are a wrapper's wherever they stand.
+_MARKS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
+
+
+def strip_module_prefix(
+    state_dict: StateDict, *, target: nn.Module | Mapping[str, Any] | Iterable[str] | None = None
+) -> StateDict:
+    """Remove ``module.``, ``_orig_mod.`` and FSDP's prefix from the keys, in any nesting.
+
+    ``module.`` is taken for a wrapper's where every key has it, at the front or behind another wrapper's mark; a child
+    that is really called ``module`` survives beside others. Where it is the only child, only `target` can tell.
+
+    Args:
+        state_dict: what was saved; it is not changed, and its tensors are not copied.
+        target: the model that is to load it, or its state dict or keys: each key then becomes the target's own
+            spelling, and keys that the target lacks are stripped as without it.
+
+    Returns:
+        A state dict of the same type, order and metadata.
+
+    Raises:
+        StateDictError: two keys would become one.
+
+    Example:
+        >>> strip_module_prefix({"module._orig_mod.weight": 1, "module._orig_mod.bias": 2})
+        {'weight': 1, 'bias': 2}
+    """
+    keys = list(state_dict)
+    if not all(isinstance(key, str) for key in keys):
+        raise StateDictError(f"a state dict has names as keys, but this one has {_first_other(keys)!r}.")
+    root = _root(keys)
+    names = _stripped(keys, root)
+    if target is None:
+        return _rebuilt(state_dict, names, lambda path: _stripped_path(path, root))
+    names = _aligned(keys, names, target)
+    parents = {_parent(old): _parent(new) for old, new in zip(keys, names, strict=True)}
+    return _rebuilt(state_dict, names, lambda path: parents[path] if path in parents else _stripped_path(path, root))
+
+
+def add_module_prefix(state_dict: StateDict) -> StateDict:
+    """Put ``module.`` in front of every key, as a bare DistributedDataParallel or DataParallel wants to load it.
+
+    Example:
+        >>> add_module_prefix({"weight": 1})
+        {'module.weight': 1}
+    """
+    return _rebuilt(state_dict, [f"{MODULE}.{key}" for key in state_dict], lambda path: f"{MODULE}.{path}".rstrip("."))
+
+
+def _root(keys: list[str]) -> str:
+    """Find the wrappers' names that all keys begin with, as ``"module._orig_mod."``."""
+    root = ""
+    parts = keys[0].split(".")[:-1] if keys else []
+    for part in parts:
+        if part != MODULE and part not in _MARKS:
+            break
+        longer = f"{root}{part}."
+        if not all(map(str.startswith, keys, repeat(longer))):
+            break
+        root = longer
+    return root
+
+
+def _stripped(keys: list[str], root: str) -> list[str]:
+    names = [key[len(root) :] for key in keys] if root else keys
+    if any("_orig_mod" in name or "_wrapped_module" in name for name in names):
+        names = [_unmarked(name) for name in names]
+    return names
+
+
+def _unmarked(key: str) -> str:
+    """Remove the marks, and each ``module`` that stands right next to one."""
+    parts = key.split(".")
+    if not any(part in _MARKS for part in parts):
+        return key
+    kept: list[str] = []
+    for index, part in enumerate(parts):
+        if part in _MARKS:
+            continue
+        if part == MODULE and _in_chain_with_mark(parts, index):
+            continue
+        kept.append(part)
+    return ".".join(kept)
+
+
+def _in_chain_with_mark(parts: list[str], index: int) -> bool:
+    """Whether a run of wrappers' names from here on meets a mark: as in ``module._orig_mod``, not ``_orig_mod.module``.
+
+    What follows a mark directly may be the user's own child called ``module``.
+    """
+    for part in parts[index + 1 :]:
+        if part in _MARKS:
+            return True
+        if part != MODULE:
+            return False
+    return False
+
+
+def _aligned(keys: list[str], stripped: list[str], target: nn.Module | Mapping[str, Any] | Iterable[str]) -> list[str]:
+    """Spell each key as the target does; what the target lacks stays stripped, for the loader to report."""
+    wanted = list(target.state_dict() if isinstance(target, nn.Module) else target)
+    exact = set(wanted)
+    if exact.issuperset(keys) or (exact.intersection(keys) and not exact.intersection(stripped)):
+        return keys
+    by_bare: dict[str, list[str]] = {}
+    for name in wanted:
+        by_bare.setdefault(_bare(name), []).append(name)
+    names = []
+    for key, name in zip(keys, stripped, strict=True):
+        candidates = by_bare.get(_bare(key), [])
+        if name not in exact and candidates:
+            # Several candidates: the target has real children called `module`, and the longest that fits is meant.
+            fitting = [candidate for candidate in candidates if key.endswith(f".{candidate}")] or candidates[:1]
+            name = max(fitting, key=len)
+        names.append(name)
+    return names
+
+
+def _bare(key: str) -> str:
+    if MODULE not in key and "_mod" not in key:
+        return key
+    return ".".join(part for part in key.split(".") if part != MODULE and part not in _MARKS)
+
+
+def _rebuilt(state_dict: StateDict, names: list[str], rename_path: Callable[[str], str]) -> StateDict:
+    """Copy the container with new keys; ``_metadata``, which torch hangs on it, gets its paths renamed."""
+    if len(set(names)) != len(names):
+        raise StateDictError(_collision(list(state_dict), names))
+    result: Any = copy.copy(state_dict)
+    result.clear()
+    result.update(zip(names, state_dict.values(), strict=True))
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        # A wrapper's own entry comes before the entry of what it wraps, which is the one to keep.
+        result._metadata = type(metadata)()
+        for path, value in metadata.items():
+            result._metadata[rename_path(path)] = value
+    return result  # type: ignore[no-any-return]
+
+
+def _parent(key: str) -> str:
+    return key.rpartition(".")[0]
+
+
+def _stripped_path(path: str, root: str) -> str:
+    if root.startswith(f"{path}."):
+        return ""
+    return _unmarked(f"{path}."[len(root) :].rstrip(".")) if f"{path}.".startswith(root) else _unmarked(path)
+
+
+def _collision(old: list[str], new: list[str]) -> str:
+    first: dict[str, str] = {}
+    for key, name in zip(old, new, strict=True):
+        if name in first:
+            return f"the keys {first[name]!r} and {key!r} would both become {name!r}. Pass target=model to align them."
+        first[name] = key
+    return "two keys would become one."
+
+
+def _first_other(keys: Iterable[object]) -> object:
+    return next(key for key in keys if not isinstance(key, str))

@@ -1,0 +1,90 @@
+"""`wrap_model` and `wrap_optimizer`: hand the user's objects to the strategy of this run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from distwrap.errors import ModelError, OptionError
+from distwrap.group.world import current_world
+from distwrap.model.transparent import TransparentModule
+from distwrap.options import check_precision, check_strategy
+from distwrap.precision import prepare_scaler
+from distwrap.strategies.base import Strategy
+from distwrap.strategies.ddp import DDP
+from distwrap.strategies.dp import DP
+from distwrap.strategies.single import Single
+
+STRATEGIES: dict[str, Strategy] = {"ddp": DDP(), "dp": DP(), "single": Single()}
+
+
+def wrap_model(
+    model: nn.Module,
+    *,
+    strategy: str | None = None,
+    device: torch.device | str | None = None,
+    precision: str | None = None,
+    sync_batchnorm: bool = False,
+    **ddp_kwargs: Any,
+) -> nn.Module:
+    """Prepare a model for distributed training; in a single process on the CPU in float32, return it as it is.
+
+    The result is an ``nn.Module`` (under DDP a ``DistributedDataParallel``) that answers like the user's own:
+    attributes, methods, parameter names, a ``state_dict`` without prefix, a ``load_state_dict`` that takes both kinds.
+    With gradients off the bare model runs, so evaluation needs no lock-step. Make the optimizer before or after.
+
+    Args:
+        model: the user's model.
+        strategy: instead of the run's.
+        device: where to put it; by default this rank's device.
+        precision: ``"32"``, ``"bf16"`` or ``"fp16"`` instead of the run's. The forward runs under autocast, and its
+            floating-point outputs come out in float32.
+        sync_batchnorm: turn BatchNorm into SyncBatchNorm (torch has it on accelerators only).
+        **ddp_kwargs: for ``DistributedDataParallel``, as ``find_unused_parameters=True``.
+
+    Raises:
+        ModelError: it is no module, or is wrapped already, or its batch norms cannot be synchronised here.
+        OptionError: an unknown strategy or precision.
+
+    Example:
+        >>> model = wrap_model(nn.Linear(2, 1))
+        >>> sorted(model.state_dict())
+        ['bias', 'weight']
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"wrap_model() takes an nn.Module, not a {type(model).__qualname__}.")
+    if isinstance(model, (TransparentModule, nn.parallel.DistributedDataParallel, nn.DataParallel)):
+        raise ModelError(
+            f"wrap_model() got a {type(model).__name__}, which is wrapped already: "
+            f"wrap a model once, or hand over unwrap_model(model)."
+        )
+    world = current_world()
+    chosen = STRATEGIES[check_strategy(strategy if strategy is not None else world.strategy)]
+    where = torch.device(device) if device is not None else world.device
+    what = check_precision(precision) if precision is not None else world.precision
+    if sync_batchnorm:
+        if where.type == "cpu" and world.placement.world_size > 1:
+            raise ModelError("sync_batchnorm=True: torch has SyncBatchNorm on accelerators only, and this is the CPU.")
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    if what == "fp16":
+        prepare_scaler(world)
+    return chosen.prepare_model(model.to(where), world, where, what, dict(ddp_kwargs))
+
+
+def wrap_optimizer(optimizer: Optimizer, model: nn.Module | None = None) -> Optimizer:
+    """Prepare an optimizer: as it is for DDP, DP and a single process, whose strategies act on the model alone.
+
+    Raises:
+        OptionError: it is no optimizer.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        >>> wrap_optimizer(optimizer) is optimizer
+        True
+    """
+    if not isinstance(optimizer, Optimizer):
+        raise OptionError(f"wrap_optimizer() takes a torch optimizer, not a {type(optimizer).__qualname__}.")
+    return STRATEGIES[current_world().strategy].prepare_optimizer(optimizer, model)

@@ -1,0 +1,40 @@
+"""Run a test body on several ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ParamSpec, TypeVar
+
+from distwrap.errors import OptionError
+from distwrap.launch import local
+from distwrap.launch.execute import Call, Run
+from distwrap.launch.processes import stop_server
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+__all__ = ["run_ranks", "stop_server"]
+
+
+def run_ranks(fn: Callable[..., R], nprocs: int, *args: Any, timeout: float = 30) -> list[R]:
+    """Run a function on `nprocs` ranks from the warm fork server, and return every rank's value in rank order.
+
+    Args:
+        fn: the test body; in it the process group is set up.
+        nprocs: how many ranks, also 1.
+        *args: for `fn`.
+        timeout: seconds for all of it. After that the Python stacks of the ranks are printed, and the ranks ended.
+
+    Raises:
+        WorkerTimeoutError: they were not done in time.
+        BaseException: what a rank raised first.
+
+    Example:
+        >>> run_ranks(abs, 1, -3)
+        [3]
+    """
+    if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
+        raise OptionError(f"nprocs={nprocs!r}: it must be a whole number of at least 1.")
+    run = Run(strategy="ddp", backend="auto", precision="32", seed=None, timeout=timeout, retrofit=False)
+    values: list[R] = local.launch(Call(fn, args, {}), run, "forkserver", nprocs, everybody=True, seconds=timeout)
+    return values

@@ -1,0 +1,69 @@
+"""Every test is held to leave nothing behind, and every launch in it too."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from distwrap.group import world
+from distwrap.launch import local
+from distwrap.launch.processes import warm_server
+from tests.snapshot import Snapshot, random_state
+
+MAIN = os.getpid()
+
+os.environ["DISTWRAP_QUIET"] = "1"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _warm() -> None:
+    """Start the fork server once: it stays on purpose, so it belongs to the state before."""
+    warm_server()
+    torch.rand(1)
+
+
+@pytest.fixture(autouse=True)
+def _launches_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the caller before and after each launch: environment, threads, children, files, random numbers."""
+    launch = local.launch
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if os.getpid() != MAIN:
+            return launch(*args, **kwargs)
+        before, random_before = Snapshot.take(), random_state()
+        try:
+            return launch(*args, **kwargs)
+        finally:
+            assert random_state() == random_before
+            left = before.differences()
+            assert not left, left
+
+    monkeypatch.setattr(local, "launch", checked)
+
+
+@pytest.fixture(autouse=True)
+def _tests_leave_nothing_behind() -> Iterator[None]:
+    """Fail a test that leaves a variable, thread, process, file, world or process group."""
+    before = Snapshot.take()
+    yield
+    assert not dist.is_initialized()
+    assert world.active_world() is None
+    left = before.differences()
+    assert not left, left
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    devices = torch.cuda.device_count()
+    for item in items:
+        if item.get_closest_marker("gpu") and not devices:
+            item.add_marker(pytest.mark.skip(reason="needs an accelerator, and this machine has none"))
+
+
+def pytest_report_header() -> str:
+    return f"distwrap: torch {torch.__version__}, {os.cpu_count()} CPUs, {shutil.disk_usage('/').free >> 30} GiB free"

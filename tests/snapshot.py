@@ -1,0 +1,85 @@
+"""What a launch, and a test, must leave as it was."""
+
+from __future__ import annotations
+
+import gc
+import os
+import random
+import sys
+import threading
+import time
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy
+import torch
+
+from distwrap.launch import processes
+
+
+@dataclass
+class Snapshot:
+    environ: dict[str, str]
+    directory: str
+    umask: int
+    import_path: list[str]
+    python_threads: set[str]
+    torch_threads: int
+    children: set[int]
+    open_files: list[str]
+
+    @classmethod
+    def take(cls) -> Snapshot:
+        umask = os.umask(0)
+        os.umask(umask)
+        return cls(
+            environ={k: v for k, v in os.environ.items() if k != "PYTEST_CURRENT_TEST"},
+            directory=os.getcwd(),
+            umask=umask,
+            import_path=list(sys.path),
+            python_threads={thread.name for thread in threading.enumerate()},
+            torch_threads=torch.get_num_threads(),
+            children=_children(),
+            open_files=_open_files(),
+        )
+
+    def differences(self) -> list[str]:
+        """Say what is not as it was; give threads and children of the system a moment to be gone."""
+        for pause in (0, 0.05, 0.2, 0.5, 1):
+            time.sleep(pause)
+            gc.collect()
+            now = Snapshot.take()
+            if now == self:
+                return []
+        return [
+            f"{field.name}: was {getattr(self, field.name)!r}, is {getattr(now, field.name)!r}"
+            for field in fields(self)
+            if getattr(self, field.name) != getattr(now, field.name)
+        ]
+
+
+def random_state() -> tuple[Any, ...]:
+    kind, keys, *rest = numpy.random.get_state()
+    return (torch.get_rng_state().tolist(), random.getstate(), kind, keys.tolist(), *rest)
+
+
+def _children() -> set[int]:
+    """The processes whose parent we are, but the fork server, which stays on purpose."""
+    server = processes._server.pid if processes._server is not None else None
+    found = set()
+    for thread in os.listdir("/proc/self/task"):
+        with open(f"/proc/self/task/{thread}/children") as children:
+            found.update(map(int, children.read().split()))
+    return found - {server}
+
+
+def _open_files() -> list[str]:
+    """What the descriptors lead to; a socket's number says nothing, how many there are does."""
+    kinds = []
+    for fd in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{fd}")
+        except OSError:
+            continue
+        kinds.append(target.split(":")[0] if ":[" in target else target)
+    return sorted(kinds)
