@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from distwrap.group import world
-from distwrap.launch import local
+from distwrap.launch import local, meeting
 from distwrap.launch.processes import warm_server
 from tests.snapshot import Snapshot, random_state
 
@@ -23,9 +23,10 @@ os.environ["DISTWRAP_QUIET"] = "1"
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm() -> None:
-    """Start the fork server once: it stays on purpose, so it belongs to the state before."""
+    """Start once what stays on purpose: the fork server, and the one pipe that torch's store keeps for a process."""
     warm_server()
-    torch.rand(1)
+    with meeting.store():
+        pass
 
 
 @pytest.fixture(autouse=True)

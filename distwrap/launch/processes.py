@@ -6,6 +6,7 @@ has ended, however that happened.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import multiprocessing
 import os
@@ -184,27 +185,27 @@ class ForkServer:
         self._control.close()
 
     def stop(self) -> None:
-        """End the server, and with it any rank that is left."""
+        """End the server, and with it any rank that is left; it holds nothing that could be lost."""
         self._control.close()
-        try:
-            self._process.wait(5)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait(5)
+        self._process.kill()
+        self._process.wait(5)
 
 
 _server: ForkServer | None = None
+_hooks_registered = False
 _server_lock = threading.Lock()
 
 
 def warm_server() -> ForkServer:
     """Return the fork server of this process; start it where there is none, or one with stale variables."""
-    global _server
+    global _server, _hooks_registered
     with _server_lock:
         if _server is None or not _server.usable():
-            if _server is None:
+            if not _hooks_registered:
                 os.register_at_fork(after_in_child=_forget_server)
-            elif _server._owner == os.getpid():
+                atexit.register(stop_server)
+                _hooks_registered = True
+            if _server is not None and _server._owner == os.getpid():
                 _server.stop()
             _server = ForkServer()
         return _server
