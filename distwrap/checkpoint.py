@@ -9,7 +9,7 @@ import contextlib
 import os
 import socket
 import tempfile
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from distwrap.collectives import broadcast
 from distwrap.errors import CheckpointError
 from distwrap.group.world import current_world, is_rank_zero
+from distwrap.model import unwrap_model
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.Size, torch.dtype, torch.device)
 
@@ -67,6 +68,12 @@ def load(path: str | os.PathLike[str], *, map_location: Any = "cpu") -> Any:
     Raises:
         CheckpointError: the file is no checkpoint, or holds objects that only an unsafe load would take.
         FileNotFoundError: it is not there.
+
+    Example:
+        >>> path = Path(tempfile.mkdtemp()) / "last.pt"
+        >>> save({"lr": 0.1}, path)
+        >>> load(path)
+        {'lr': 0.1}
     """
     try:
         return torch.load(path, map_location=map_location, weights_only=True)
@@ -108,10 +115,10 @@ def _write(state: Any, path: Path) -> None:
 
 def _plain(value: Any, where: str) -> Any:
     """Replace objects by their state dicts, and refuse what the safe loader would refuse, by its path."""
-    if type(value) in (dict, OrderedDict):
-        items = {key: _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
-        if type(value) is dict:
-            return items
+    if type(value) in (dict, OrderedDict, Counter):
+        items = {_plain(key, f"'s key {key!r}"): _plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        if type(value) is not OrderedDict:
+            return type(value)(items)
         result = OrderedDict(items)
         if hasattr(value, "_metadata"):
             result._metadata = value._metadata  # type: ignore[attr-defined]
@@ -120,6 +127,8 @@ def _plain(value: Any, where: str) -> Any:
         return type(value)(_plain(item, f"{where}[{index}]") for index, item in enumerate(value))
     if isinstance(value, _PLAIN) and type(value).__module__.split(".")[0] in ("builtins", "torch"):
         return value
+    if isinstance(value, torch.nn.Module):
+        value = unwrap_model(value)
     if callable(getattr(value, "state_dict", None)):
         return _plain(value.state_dict(), f"{where}.state_dict()")
     kind = f"{type(value).__module__}.{type(value).__qualname__}"

@@ -5,6 +5,7 @@ Values may be tensors, numbers, or lists, tuples and dicts of them in any nestin
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -45,15 +46,19 @@ def gather(value: Any) -> Any:
 
     Raises:
         CollectiveError: the ranks hold different structures, dtypes or trailing shapes; on every rank.
+
+    Example:
+        >>> gather(torch.tensor([1.0, 2.0]))
+        tensor([1., 2.])
     """
     if _alone("gather"):
         return value
-    leaves, spec = _leaves(value, "gather")
-    leaves = [leaf.reshape(1) if leaf.dim() == 0 else leaf for leaf in leaves]
-    described = [(leaf.dtype, tuple(leaf.shape)) for leaf in leaves]
-    everyone = gather_object((str(spec), described))
+    leaves, spec = tree_flatten(value)
+    tensors, problem = _tensors(leaves, "gather")
+    tensors = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
+    everyone = _everyones(spec, tensors, problem)
     _compare([(structure, [(d, s[1:]) for d, s in rows]) for structure, rows in everyone], "gather")
-    gathered = [_gather_leaf(leaf, [rows[index][1][0] for _, rows in everyone]) for index, leaf in enumerate(leaves)]
+    gathered = [_gather_leaf(leaf, [rows[index][1][0] for _, rows in everyone]) for index, leaf in enumerate(tensors)]
     return tree_unflatten(gathered, spec)
 
 
@@ -76,7 +81,8 @@ def reduce(value: Any, op: Op = "mean") -> Any:
 
     Args:
         value: a tensor, a number, or a nesting of them, with the same shapes on every rank.
-        op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``. A mean of whole numbers or booleans is a float64.
+        op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``. Of whole numbers or booleans a mean is a float64, a sum an
+            int64.
 
     Raises:
         CollectiveError: the ranks hold different structures, dtypes or shapes; on every rank.
@@ -89,11 +95,11 @@ def reduce(value: Any, op: Op = "mean") -> Any:
         raise OptionError(unknown_name("op", op, get_args(Op)))
     if _alone("reduce"):
         return value
-    leaves, spec = _leaves(value, "reduce")
-    _compare(gather_object((str(spec), [(leaf.dtype, tuple(leaf.shape)) for leaf in leaves])), "reduce")
-    reduced = [_reduce_leaf(leaf, op) for leaf in leaves]
-    originals, _ = tree_flatten(value)
-    kept = [new if isinstance(old, torch.Tensor) else new.item() for old, new in zip(originals, reduced, strict=True)]
+    leaves, spec = tree_flatten(value)
+    tensors, problem = _tensors(leaves, "reduce")
+    _compare(_everyones(spec, tensors, problem), "reduce")
+    reduced = [_reduce_leaf(tensor, op) for tensor in tensors]
+    kept = [new if isinstance(old, torch.Tensor) else new.item() for old, new in zip(leaves, reduced, strict=True)]
     return tree_unflatten(kept, spec)
 
 
@@ -147,27 +153,28 @@ def broadcast(value: Any, src: int = 0) -> Any:
     if _alone("broadcast"):
         return value
     mine = world.placement.rank == src
-    leaves, spec = tree_flatten(value) if mine else ([], None)
+    leaves, spec = tree_flatten(value if mine else None)
     described = [
-        (leaf.dtype, leaf.shape, leaf.device.type) if isinstance(leaf, torch.Tensor) else _Plain(leaf)
+        _Described(leaf.dtype, leaf.shape, leaf.device.type) if isinstance(leaf, torch.Tensor) else _Plain(leaf)
         for leaf in leaves
     ]
-    message: list[Any] = [(described, spec)]
+    # The nesting itself travels, with its leaves described: a pickled TreeSpec warns in torch when it is read.
+    message: list[Any] = [tree_unflatten(described, spec) if mine else None]
     dist.broadcast_object_list(message, src=src)
-    described, spec = message[0]
+    described, spec = tree_flatten(message[0])
     received: list[Any] = []
     for index, what in enumerate(described):
         if isinstance(what, _Plain):
             received.append(what.value)
             continue
-        dtype, shape, kind = what
         device = _device_for(leaves[index]) if mine else _exchange_device()
         tensor = (
-            leaves[index].detach().to(device).contiguous() if mine else torch.empty(shape, dtype=dtype, device=device)
+            leaves[index].detach().to(device).contiguous()
+            if mine
+            else torch.empty(what.shape, dtype=what.dtype, device=device)
         )
-        dist.broadcast(tensor, src=src)
-        received.append(leaves[index] if mine else tensor.to("cpu" if kind == "cpu" else device))
-    assert spec is not None
+        dist.broadcast(_as_bytes(tensor), src=src)
+        received.append(leaves[index] if mine else tensor.to("cpu" if what.device == "cpu" else device))
     return tree_unflatten(received, spec)
 
 
@@ -185,6 +192,15 @@ def agree(flag: bool, how: Literal["any", "all"] = "any") -> bool:
     vote = torch.tensor(int(bool(flag)), device=_exchange_device())
     dist.all_reduce(vote, op=dist.ReduceOp.MAX if how == "any" else dist.ReduceOp.MIN)
     return bool(vote.item())
+
+
+@dataclass(frozen=True)
+class _Described:
+    """What the other ranks must know of a tensor to receive it."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    device: str
 
 
 class _Plain:
@@ -210,8 +226,8 @@ def _device_for(leaf: torch.Tensor) -> torch.device:
     return leaf.device if leaf.device.type != "cpu" else _exchange_device()
 
 
-def _leaves(value: Any, what: str) -> tuple[list[torch.Tensor], TreeSpec]:
-    leaves, spec = tree_flatten(value)
+def _tensors(leaves: list[Any], what: str) -> tuple[list[torch.Tensor], str]:
+    """Turn the leaves into tensors; else say why not, for all ranks to hear."""
     tensors = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
@@ -221,11 +237,21 @@ def _leaves(value: Any, what: str) -> tuple[list[torch.Tensor], TreeSpec]:
         elif isinstance(leaf, float):
             tensors.append(torch.tensor(leaf, dtype=torch.float64))
         else:
-            raise CollectiveError(
+            return [], (
                 f"{what}() takes tensors and numbers in lists, tuples and dicts, not a {type(leaf).__qualname__}. "
                 f"For other objects there is gather_object()."
             )
-    return tensors, spec
+    return tensors, ""
+
+
+def _everyones(spec: TreeSpec, tensors: list[torch.Tensor], problem: str) -> list[tuple[str, list[Any]]]:
+    """Return each rank's structure, and its tensors' dtypes and shapes; raise what any rank complains of."""
+    mine = (str(spec), [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors], problem)
+    everyone = gather_object(mine)
+    for rank, (_, _, problem) in enumerate(everyone):
+        if problem:
+            raise CollectiveError(f"rank {rank}: {problem}")
+    return [(structure, rows) for structure, rows, _ in everyone]
 
 
 def _compare(descriptions: list[Any], what: str) -> None:
@@ -249,8 +275,13 @@ def _gather_leaf(leaf: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     padded = torch.zeros((longest, *leaf.shape[1:]), dtype=leaf.dtype, device=device)
     padded[: leaf.shape[0]] = leaf.to(device)
     received = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(received, padded)
+    # As bytes, since gloo knows neither int16 nor the new float types.
+    dist.all_gather([_as_bytes(part) for part in received], _as_bytes(padded))
     return torch.cat([part[:size] for part, size in zip(received, sizes, strict=True)]).to(leaf.device)
+
+
+def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.view(-1).view(torch.uint8)
 
 
 def _reduce_leaf(leaf: torch.Tensor, op: Op) -> torch.Tensor:
@@ -261,8 +292,8 @@ def _reduce_leaf(leaf: torch.Tensor, op: Op) -> torch.Tensor:
         dist.all_reduce(total, op=_OPS["sum"])
         total = total / dist.get_world_size()
     else:
-        boolean = leaf.dtype == torch.bool
-        total = total.to(torch.int64 if op == "sum" else torch.uint8) if boolean else total
+        # Whole numbers in 64 bits: a sum must not wrap around, and gloo does not know all the others.
+        total = total.to(torch.int64) if whole else total
         dist.all_reduce(total, op=_OPS[op])
-        total = total.to(torch.bool) if boolean and op != "sum" else total
+        total = total.to(leaf.dtype) if whole and op != "sum" else total
     return total.to(leaf.device)

@@ -50,7 +50,8 @@ class _Bound(wrapt.BoundFunctionWrapper[..., Any]):
     """A decorated method, bound."""
 
     def options(self, **options: Any) -> Any:
-        return self._self_parent.options(**options).__get__(self._self_instance, type(self._self_instance))
+        parent: DistributedFunction = self._self_parent
+        return DistributedFunction(self.__wrapped__, parent._self_base, parent._self_checked(options))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return getattr, (self._self_instance, self.__wrapped__.__name__)
@@ -71,8 +72,11 @@ class DistributedFunction(wrapt.FunctionWrapper[..., Any]):
         self._self_given = given or {}
 
     def options(self, **options: Any) -> DistributedFunction:
+        return DistributedFunction(self.__wrapped__, self._self_base, self._self_checked(options))
+
+    def _self_checked(self, options: dict[str, Any]) -> dict[str, Any]:
         self._self_base.updated(options, where=".options()")
-        return DistributedFunction(self.__wrapped__, self._self_base, {**self._self_given, **options})
+        return {**self._self_given, **options}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         if self.__module__ != "__main__" and _is_found(self, self.__module__, self.__qualname__):

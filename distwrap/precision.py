@@ -81,6 +81,9 @@ def backward(loss: torch.Tensor) -> None:
     if world.scaler is None:
         loss.backward()  # type: ignore[no-untyped-call]
         return
+    if world.stepped:
+        world.scaler.update()
+    world.stepped = set()
     world.grads_are_scaled = True
     world.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
 
@@ -110,7 +113,7 @@ def optimizer_step(optimizer: Optimizer, *, model: nn.Module | None = None, max_
         _clip(optimizer, model, max_norm)
         optimizer.step()
         return True
-    if not world.grads_are_scaled:
+    if world.stepped is None or id(optimizer) in world.stepped:
         raise PrecisionError(
             "optimizer_step() under precision='fp16', but backward(loss) was not called since the last step: "
             "the gradients are not scaled. Call distwrap.backward(loss) instead of loss.backward()."
@@ -118,11 +121,12 @@ def optimizer_step(optimizer: Optimizer, *, model: nn.Module | None = None, max_
     scaler = world.scaler
     scaler.unscale_(optimizer)
     _clip(optimizer, model, max_norm)
+    overflowed = any(found.item() for found in scaler._found_inf_per_device(optimizer).values())
     world.grads_are_scaled = False
-    scale = scaler.get_scale()
     scaler.step(optimizer)
-    scaler.update()
-    return scaler.get_scale() >= scale
+    # The scale is updated before the next backward: another optimizer may still have gradients in the present one.
+    world.stepped.add(id(optimizer))
+    return not overflowed
 
 
 def _clip(optimizer: Optimizer, model: nn.Module | None, max_norm: float | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import pickle
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, overload
@@ -55,13 +56,42 @@ def _decorated(fn: Callable[..., Any], default: Any, everywhere: bool, local: bo
     if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
         raise OptionError(f"@rank_zero_only takes plain functions; {fn.__qualname__} is async or a generator.")
 
-    def wrapper(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-        chosen = _is_chosen(local)
-        if not everywhere:
-            return wrapped(*args, **kwargs) if chosen else default
-        return _everywhere(lambda: wrapped(*args, **kwargs), chosen, local)
+    return RankZeroFunction(fn, default, everywhere, local)
 
-    return wrapt.FunctionWrapper(fn, wrapper)
+
+class _Bound(wrapt.BoundFunctionWrapper[..., Any]):
+    """A decorated method, bound."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (self._self_instance, self.__wrapped__.__name__)
+
+
+class RankZeroFunction(wrapt.FunctionWrapper[..., Any]):
+    """What ``@rank_zero_only`` makes of a function. It goes to the ranks along with the function that calls it."""
+
+    __bound_function_wrapper__ = _Bound
+
+    def __init__(self, wrapped: Callable[..., Any], default: Any, everywhere: bool, local: bool) -> None:
+        def run(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+            chosen = _is_chosen(local)
+            if not everywhere:
+                return wrapped(*args, **kwargs) if chosen else default
+            return _everywhere(lambda: wrapped(*args, **kwargs), chosen, local)
+
+        super().__init__(wrapped, run)
+        self._self_options = (default, everywhere, local)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        module = self.__module__
+        if module != "__main__" and getattr(sys.modules.get(module), self.__qualname__, None) is self:
+            return self.__qualname__  # pickle takes a string for a name in the module
+        return RankZeroFunction, (self.__wrapped__, *self._self_options)
+
+    def __copy__(self) -> RankZeroFunction:
+        return RankZeroFunction(self.__wrapped__, *self._self_options)
+
+    def __deepcopy__(self, memo: Any) -> RankZeroFunction:
+        return self.__copy__()
 
 
 @contextmanager

@@ -14,7 +14,6 @@ import torch
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
-    DistributedSampler,
     IterableDataset,
     RandomSampler,
     SequentialSampler,
@@ -37,10 +36,13 @@ class ShardedLoader(DataLoader[Any]):
 
     _shard_sampler: Any = None
     _shard_device: torch.device
+    _shard_place: tuple[int, int]  # rank and world size
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next; left alone, each one is one more than the last."""
-        getattr(self._shard_sampler or _innermost(self), "set_epoch", _no_epoch)(epoch)
+        sampler = self._shard_sampler if self._shard_sampler is not None else _innermost(self)
+        getattr(sampler, "set_epoch", _no_epoch)(epoch)
+        getattr(super(), "set_epoch", _no_epoch)(epoch)  # the user's own class may have a use for it
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
@@ -93,17 +95,24 @@ def shard_loader(
     world = current_world()
     where = torch.device(device) if device is not None else world.device
     place = world.placement
-    if isinstance(loader, ShardedLoader):
+    here = (place.rank, place.world_size)
+    if isinstance(loader, ShardedLoader) and loader._shard_place != (0, 1):
+        if loader._shard_place != here:
+            rank, world_size = loader._shard_place
+            raise LoaderError(
+                f"the loader was sharded for rank {rank} of {world_size}, but this is rank {place.rank} of "
+                f"{place.world_size}. Hand shard_loader() the plain loader."
+            )
         return loader
     given = _distributed_sampler(loader)
-    if given is not None and (given.num_replicas, given.rank) != (place.world_size, place.rank):
+    if given is not None and (given.rank, given.num_replicas) != here:
         raise LoaderError(
-            f"the loader's DistributedSampler is for rank {given.rank} of {given.num_replicas}, but this is rank "
+            f"the loader's {type(given).__name__} is for rank {given.rank} of {given.num_replicas}, but this is rank "
             f"{place.rank} of {place.world_size}. Hand shard_loader() a plain loader, or make the sampler after "
             f"setup_process_group()."
         )
     if place.world_size == 1 or given is not None:
-        return _same_order(loader, where)
+        return _same_order(loader, where, here)
     if isinstance(loader.dataset, IterableDataset):
         raise LoaderError(
             f"{type(loader.dataset).__name__} is an IterableDataset, which has no indices to share out. Yield every "
@@ -113,18 +122,21 @@ def shard_loader(
     return _sharded(loader, world, mode, batch_size, seed, where)
 
 
-def _same_order(loader: Loader, where: torch.device) -> Loader:
+def _same_order(loader: Loader, where: torch.device, place: tuple[int, int]) -> Loader:
+    if isinstance(loader, ShardedLoader) and loader._shard_device == where:
+        return loader
     if where.type != "cpu":
-        return _changed(loader, {}, where)
+        return _changed(loader, {}, where, place)
     if not hasattr(loader, "set_epoch"):
         tell = getattr(_innermost(loader), "set_epoch", _no_epoch)
         loader.set_epoch = tell
     return loader
 
 
-def _changed(loader: Loader, changed: dict[str, Any], where: torch.device) -> Loader:
+def _changed(loader: Loader, changed: dict[str, Any], where: torch.device, place: tuple[int, int]) -> Loader:
     result = copy.copy(loader)
-    result.__dict__.update(changed, _iterator=None, _shard_device=where)
+    result.__dict__.pop("set_epoch", None)  # from `_same_order`, where the loader went through a single process before
+    result.__dict__.update(changed, _iterator=None, _shard_device=where, _shard_place=place)
     result.__class__ = _sharded_class(type(loader))
     return result
 
@@ -149,17 +161,19 @@ def _sharded(
         else:
             changed["batch_sampler"] = BatchSampler(sampler, size, batches.drop_last)
     else:
+        items: Any
         items, kind = (loader.sampler, "sampler") if batches is None else (batches, "batch_sampler")
         if batch_size == "global":
             raise LoaderError(
                 f"batch_size='global' divides the loader's batch size, but its {kind} is a {type(items).__name__}, "
                 f"which makes its own. Make its batches smaller, and use batch_size='per_rank'."
             )
-        sampler = Share(items, *shard, order_seed)
-        changed[kind] = sampler
-        if batches is not None and chosen == "exact":
-            changed[kind] = MergedBatches(sampler, _length(items))
-        elif batches is None and chosen == "exact" and _length(items) % place.world_size:
+        if batches is not None:
+            sampler = whole = Share(items, *shard, order_seed)
+            changed[kind] = MergedBatches(whole, _length(items)) if chosen == "exact" else whole
+        else:
+            changed[kind] = sampler = _share_of(items, loader.dataset, shard, order_seed)
+        if batches is None and chosen == "exact" and _length(items) % place.world_size:
             # Items of this loader are whole batches, or single samples: what they hold cannot be merged.
             raise LoaderError(
                 f"the loader fetches item by item (batch_size=None), so {_length(items)} items over {place.world_size} "
@@ -167,14 +181,13 @@ def _sharded(
             )
     changed["generator"] = _worker_generator(loader, world, order_seed)
     changed["_shard_sampler"] = sampler
-    return _changed(loader, changed, where)
+    return _changed(loader, changed, where, (place.rank, place.world_size))
 
 
 def _share_of(sampler: Any, dataset: Any, shard: tuple[int, int, Mode], seed: int) -> TorchOrder | Share:
-    plain = type(sampler) is SequentialSampler or (
-        type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset)
-    )
-    if plain:
+    # The sampler may run over something else than the dataset, as a part of it.
+    plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    if plain and hasattr(dataset, "__len__") and len(sampler) == len(sampler.data_source) == len(dataset):
         rank, world_size, mode = shard
         return TorchOrder(dataset, rank, world_size, mode, type(sampler) is RandomSampler, seed)
     return Share(sampler, *shard, seed)
@@ -184,9 +197,11 @@ def _per_rank(size: int, world_size: int, meaning: BatchSize) -> int:
     if meaning == "per_rank":
         return size
     if size % world_size:
+        above = size + world_size - size % world_size
+        below = above - world_size
         raise LoaderError(
             f"batch_size='global': the loader's batch size {size} does not divide by {world_size} ranks. "
-            f"Make it {size - size % world_size or world_size} or {size + world_size - size % world_size}."
+            f"Make it {f'{below} or ' if below else ''}{above}."
         )
     return size // world_size
 
@@ -207,11 +222,10 @@ def _innermost(loader: DataLoader[Any]) -> object:
     return loader.sampler if batches is None else getattr(batches, "sampler", batches)
 
 
-def _distributed_sampler(loader: DataLoader[Any]) -> DistributedSampler[Any] | None:
-    for sampler in (loader.sampler, _innermost(loader)):
-        if isinstance(sampler, DistributedSampler):
-            return sampler
-    return None
+def _distributed_sampler(loader: DataLoader[Any]) -> Any:
+    """Find the sampler that takes a share already: torch's, or another that has the same two attributes."""
+    samplers: tuple[Any, ...] = (loader.sampler, loader.batch_sampler, _innermost(loader))
+    return next((s for s in samplers if hasattr(s, "num_replicas") and hasattr(s, "rank")), None)
 
 
 def _length(sampler: Any) -> int:
@@ -237,6 +251,8 @@ _classes: dict[type, type] = {}
 
 
 def _sharded_class(cls: type[DataLoader[Any]]) -> type:
+    if issubclass(cls, ShardedLoader):  # a single process has moved its batches to a device
+        return cls
     if cls not in _classes:
         _classes[cls] = type(f"Sharded{cls.__name__}", (ShardedLoader, cls), {"__module__": cls.__module__})
     return _classes[cls]

@@ -53,15 +53,18 @@ class TorchOrder(DistributedSampler[Any]):
             self.total_size = len(dataset)
 
     def __iter__(self) -> Iterator[Any]:
+        # A generator, as the other samplers here: a loader with workers asks for an iterator once more than it reads,
+        # and an epoch begins when its first item is asked for.
         self.epoch = self.epochs.begin()
         if not self._exact:
-            return super().__iter__()
+            yield from super().__iter__()
+            return
         # The whole order, as a world of one sees it, and then our share of it without padding.
         whole: DistributedSampler[Any] = DistributedSampler(
             self.dataset, num_replicas=1, rank=0, shuffle=self.shuffle, seed=self.seed
         )
         whole.set_epoch(self.epoch)
-        return islice(iter(whole), self.rank, None, self.num_replicas)
+        yield from islice(iter(whole), self.rank, None, self.num_replicas)
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next."""
@@ -83,7 +86,7 @@ class Share(Sampler[Any]):
         tell = getattr(self.sampler, "set_epoch", None)
         if tell is not None:
             tell(epoch)
-        return streams.share(self._draw(epoch), self.rank, self.world_size, self.mode)
+        yield from streams.share(self._draw(epoch), self.rank, self.world_size, self.mode)
 
     def __len__(self) -> int:
         return streams.share_size(len(self.sampler), self.rank, self.world_size, self.mode)  # type: ignore[arg-type]
@@ -113,7 +116,7 @@ class ExactBatches(Sampler[list[Any]]):
         self._count = streams.batch_count(n, world_size, batch_size, drop_last)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return streams.exact_batches(list(self.sampler), self._count, self.batch_size, self.drop_last)
+        yield from streams.exact_batches(list(self.sampler), self._count, self.batch_size, self.drop_last)
 
     def __len__(self) -> int:
         return min(self._count, len(self.sampler))
@@ -127,7 +130,7 @@ class MergedBatches(Sampler[list[Any]]):
         self._count = max(n // share.world_size, 1)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        return streams.merged_batches(iter(self.sampler), self._count)
+        yield from streams.merged_batches(iter(self.sampler), self._count)
 
     def __len__(self) -> int:
         return min(self._count, len(self.sampler))

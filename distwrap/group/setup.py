@@ -13,6 +13,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Imported before there is a group: default arguments in it take the group of that moment, and would keep its threads
+# alive to the end of the interpreter, where they now and then abort it.
+import torch.distributed.nn.functional
 from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from distwrap.errors import ArrivalError, OptionError, PlacementError
@@ -120,6 +124,8 @@ def teardown_process_group() -> None:
         return
     deactivate()
     with world.cleanup:
+        for model in world.models:
+            model.release()
         if world.store is not None:
             _leave(world.store, world.placement)
             if dist.is_initialized():
@@ -202,10 +208,10 @@ def _meet(placement: Placement, seconds: float) -> Store:
 
 
 def _leave(store: Store, placement: Placement) -> None:
-    """Say goodbye; rank 0 may hold the store in its own process, so it waits for the others' goodbyes."""
+    """Say goodbye; where rank 0 holds the store in its own process, it waits for the others' goodbyes."""
     try:
         store.set(f"gone/{placement.rank}", "")
-        if placement.rank == 0:
+        if placement.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
             names = [f"gone/{rank}" for rank in range(placement.world_size)]
             store.wait(names, timedelta(seconds=_LEAVE_SECONDS))
     except dist.DistError:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -34,8 +35,10 @@ class World:
         timeout: seconds for a collective.
         scaler: of fp16; made when the first model is wrapped in that precision.
         grads_are_scaled: whether `backward` ran since the last `optimizer_step`, so that the gradients are scaled.
+        stepped: the optimizers that have stepped since `backward`, by their ids; ``None`` before the first.
         user_scales: whether the loop was seen to use a gradient scaler of its own.
         loaders: how many loaders were sharded, so that each has a random stream of its own.
+        models: those that hold on to the process group; released before it goes.
         store: where the ranks met.
         cleanup: what teardown undoes.
     """
@@ -49,8 +52,10 @@ class World:
     timeout: float = 600.0
     scaler: GradScaler | None = None
     grads_are_scaled: bool = False
+    stepped: set[int] | None = None
     user_scales: bool = False
     loaders: int = 0
+    models: WeakSet[Any] = field(default_factory=WeakSet)
     store: Store | None = None
     cleanup: ExitStack = field(default_factory=ExitStack)
 

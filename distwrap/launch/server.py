@@ -16,6 +16,7 @@ import signal
 import socket
 import struct
 import sys
+import weakref
 from multiprocessing.connection import Connection
 
 DESCRIPTORS = 5
@@ -34,8 +35,7 @@ def main(fd: int) -> None:
     signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wake_w, warn_on_full_buffer=False)
     status_of: dict[int, int] = {}
-    gc.collect()
-    gc.freeze()  # the collector must not touch, and so copy, the pages that the ranks share
+    _settle()
     idle: float | None = IDLE_SECONDS
     while True:
         ready, _, _ = select.select([control.fileno(), wake_r], [], [], None if status_of else idle)
@@ -72,8 +72,15 @@ def _import_more() -> None:
     """Import what DDP and the optimizers import at their first use, now that nobody waits."""
     import torch._dynamo  # noqa: F401 - importing it is the point
 
+    _settle()
+
+
+def _settle() -> None:
+    """Keep the ranks from doing again what concerns what was imported here: it takes them tens of milliseconds."""
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # the collector must not touch, and so copy, the pages that the ranks share
+    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        finalizer.atexit = False  # torch takes its operators apart; a rank's own finalizers still run at its end
 
 
 def _reap(status_of: dict[int, int]) -> None:

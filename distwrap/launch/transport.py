@@ -102,7 +102,7 @@ def pack_result(value: object, what: str, known: Sequence[tuple[object, ...]] = 
     try:
         return dump(value)
     except Exception as error:
-        path, culprit = find_unpicklable(value, dump, ())
+        path, culprit = find_unpicklable(value, dump, ("the value",))
         raise SerializationError(
             f"{what} cannot be sent back to the caller: {path or 'it'} is a {type(culprit).__qualname__} that cannot "
             f"be pickled ({type(error).__name__}: {error}). Return plain values, tensors or state dicts."
@@ -227,6 +227,11 @@ def _name(function: Callable[..., Any]) -> str:
     return f"{getattr(function, '__qualname__', type(function).__qualname__)}()"
 
 
+def _goes_by_value(function: Callable[..., Any]) -> bool:
+    """Say whether cloudpickle takes the function along; without it those of ``__main__`` go by name like any other."""
+    return function.__module__ == "__main__" and by_value()
+
+
 class _Hooks:
     """What our pickler does beside the standard one."""
 
@@ -242,7 +247,7 @@ class _Hooks:
         if isinstance(obj, wrapt.FunctionWrapper):
             # cloudpickle would take the proxy for the function inside it.
             return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        if type(obj) is types.FunctionType and obj.__module__ not in (None, "__main__"):
+        if type(obj) is types.FunctionType and obj.__module__ is not None and not _goes_by_value(obj):
             # A decorated function is no longer what its module holds under its name; pickle would refuse it.
             module, qualname = obj.__module__, obj.__qualname__
             if _by_plain_name(module, qualname) is not obj and _by_name(module, qualname) is obj:
@@ -257,10 +262,8 @@ class _Hooks:
 
 def _class_of_the_caller(cls: type) -> tuple[Any, ...] | None:
     """Find words by which the caller recognises a class of its own, so that ``except MyError`` works there."""
-    if cls.__module__ != "__main__" and "<locals>" not in cls.__qualname__:
-        return None  # goes by name anyway
     if _by_plain_name(cls.__module__, cls.__qualname__) is cls:
-        return _load_plain_name, (cls.__module__, cls.__qualname__)
+        return (_load_plain_name, (cls.__module__, cls.__qualname__)) if cls.__module__ == "__main__" else None
     if by_value():
         from cloudpickle import cloudpickle
 

@@ -184,7 +184,8 @@ def become_a_rank(conn: Connection) -> None:
     for stream in (sys.stdout, sys.stderr):
         reconfigure: Callable[..., Any] | None = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
-            reconfigure(line_buffering=True)
+            # Whole lines, also under PYTHONUNBUFFERED: the ranks write to the same place.
+            reconfigure(line_buffering=True, write_through=False)
 
 
 def _die_with_parent() -> None:

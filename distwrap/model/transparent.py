@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import copy
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from distwrap.errors import ModelError
 from distwrap.state_dict import strip_module_prefix
+
+# What DistributedDataParallel keeps but reads no more once it is built, and user's models often have themselves.
+_IDLE = ("dim", "device")
 
 
 class TransparentModule(nn.Module):
@@ -20,6 +25,14 @@ class TransparentModule(nn.Module):
 
     module: nn.Module
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # Until here a wrapper's constructor sets what is its own; none of it may land on the user's model.
+        self.__dict__["_built"] = True
+        for name in _IDLE:
+            if name in self.__dict__ and hasattr(self.module, name):
+                del self.__dict__[name]
+
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
@@ -29,12 +42,17 @@ class TransparentModule(nn.Module):
         return getattr(self.module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name not in self.__dict__ and not name.startswith("_") and not hasattr(type(self), name):
-            modules = self.__dict__.get("_modules")
-            if modules and "module" in modules and name != "module":
-                setattr(modules["module"], name, value)
-                return
-        super().__setattr__(name, value)
+        if self._is_the_models(name):
+            if isinstance(self, nn.parallel.DistributedDataParallel):
+                _refuse_unknown_parameters(self.module, name, value)
+            setattr(self.module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def _is_the_models(self, name: str) -> bool:
+        if "_built" not in self.__dict__ or name == "module" or name in self.__dict__ or hasattr(type(self), name):
+            return False
+        return not name.startswith("_") or hasattr(self.module, name)
 
     def __delattr__(self, name: str) -> None:
         if name in self.__dict__ or name in self.__dict__.get("_modules", ()):
@@ -53,6 +71,9 @@ class TransparentModule(nn.Module):
     def __getitem__(self, index: Any) -> Any:
         return self.module[index]  # type: ignore[index]
 
+    def __copy__(self) -> nn.Module:
+        return copy.copy(unwrap_model(self))
+
     def __reduce__(self) -> tuple[Any, ...]:
         return _same, (unwrap_model(self),)
 
@@ -64,31 +85,59 @@ class TransparentModule(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load weights saved with or without a wrapper."""
         model = unwrap_model(self)
-        return model.load_state_dict(strip_module_prefix(dict(state_dict), target=model), *args, **kwargs)
+        given = state_dict if isinstance(state_dict, dict) else dict(state_dict)  # its _metadata must come along
+        return model.load_state_dict(strip_module_prefix(given, target=model), *args, **kwargs)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any, **kwargs: Any) -> None:
         # Reached when the wrapper is a part of another module: its keys have no "module." there.
-        for key in [key for key in state_dict if key.startswith(prefix)]:
-            if not key.startswith(f"{prefix}module."):
-                state_dict[f"{prefix}module.{key[len(prefix) :]}"] = state_dict.pop(key)
+        inner = zip(unwrap_model(self).state_dict(), self.module.state_dict(), strict=True)
+        places = {f"{prefix}{name}": f"{prefix}module.{place}" for name, place in inner}
+        state_dict.update({place: state_dict.pop(key) for key, place in places.items() if key in state_dict})
         super()._load_from_state_dict(state_dict, prefix, *args, **kwargs)
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the training flag of the model itself too: its ``children()``, which torch walks, do not include it."""
+        self.training = mode
+        self.module.train(mode)
+        return self
+
+    def apply(self, fn: Callable[[nn.Module], None]) -> Any:
+        """Apply a function to the model and what is in it."""
+        self.module.apply(fn)
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        # What ``.to()``, ``.half()`` and the like go through; by ``children()`` it would miss the model's own tensors.
+        self.module._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return self
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Name the parameters as the model does."""
-        return self.module.named_parameters(*args, **kwargs)
+        return unwrap_model(self).named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Name the buffers as the model does."""
-        return self.module.named_buffers(*args, **kwargs)
+        return unwrap_model(self).named_buffers(*args, **kwargs)
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
         """Name the modules as the model does."""
-        names: Iterator[tuple[str, nn.Module]] = self.module.named_modules(*args, **kwargs)
+        names: Iterator[tuple[str, nn.Module]] = unwrap_model(self).named_modules(*args, **kwargs)
         return names
 
     def named_children(self) -> Iterator[tuple[str, nn.Module]]:
         """Name the children as the model does."""
-        return self.module.named_children()
+        return unwrap_model(self).named_children()
+
+
+def _refuse_unknown_parameters(model: nn.Module, name: str, value: Any) -> None:
+    """Refuse what DDP, which took stock when it was built, would not average."""
+    new = [value] if isinstance(value, nn.Parameter) else value.parameters() if isinstance(value, nn.Module) else []
+    known = set(map(id, model.parameters()))
+    if any(parameter.requires_grad and id(parameter) not in known for parameter in new):
+        raise ModelError(
+            f"{name!r} would bring new parameters into a model that is wrapped already, and every rank would train "
+            f"them apart. Set it before wrap_model(), or wrap unwrap_model(model) anew."
+        )
 
 
 def _same(model: nn.Module) -> nn.Module:

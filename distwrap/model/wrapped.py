@@ -29,6 +29,20 @@ class DistributedModel(TransparentModule, DistributedDataParallel):
             return DistributedDataParallel.forward(self, *args, **kwargs)  # type: ignore[no-untyped-call]
         return self._modules["module"](*args, **kwargs)  # type: ignore[misc]
 
+    def release(self) -> None:
+        """Let go of the process group: from now on this is the bare model."""
+        for name in ("reducer", "logger", "process_group"):
+            self.__dict__.pop(name, None)
+        self.__class__ = ReleasedModel  # type: ignore[assignment]
+
+
+class ReleasedModel(TransparentModule):
+    """What a `DistributedModel` is after its process group is gone."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the bare model."""
+        return self.module(*args, **kwargs)
+
 
 class DistributedModelInPrecision(DistributedModel):
     """The same under autocast, or on an accelerator, to which it moves its inputs without gradients too."""

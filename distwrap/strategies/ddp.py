@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from distwrap.collectives import broadcast
 from distwrap.group.setup import require_group
 from distwrap.group.world import Precision, World
 from distwrap.model.wrapped import DistributedModel, DistributedModelInPrecision
@@ -30,12 +31,24 @@ class DDP:
             return local(model, device, precision)
         require_group("wrap_model")
         if not any(parameter.requires_grad for parameter in model.parameters()):
+            _share(model)
             return local(model, device, precision)  # nothing to average; DDP would refuse
         if device.type != "cpu":
             options = {"device_ids": [device.index], **options}
         elif precision == "32":
-            return DistributedModel(model, **options)
-        return DistributedModelInPrecision(model, in_precision(precision, device), device, **options)
+            return _held(DistributedModel(model, **options), world)
+        return _held(DistributedModelInPrecision(model, in_precision(precision, device), device, **options), world)
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
         return optimizer
+
+
+def _held(model: DistributedModel, world: World) -> DistributedModel:
+    world.models.add(model)
+    return model
+
+
+def _share(model: nn.Module) -> None:
+    """Give every rank rank 0's weights, as DDP does when it is built."""
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data.copy_(broadcast(tensor.data))

@@ -1,0 +1,61 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from distwrap import shard_loader
+from tests.data.ranks import standing_on
+from tests.snapshot import random_state
+
+
+class WorkerSeeds(Dataset[int]):
+    """Each item is the seed of the worker that fetched it, from which its augmentation draws."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> int:
+        return torch.initial_seed()
+
+
+def seeds(rank: int, *, seed: int | None = 7, loaders: int = 1, **options: Any) -> list[int]:
+    """The seeds of the two workers on a rank, of the last of so many loaders."""
+    with standing_on(rank, 2, seed=seed):
+        for _ in range(loaders):
+            loader = shard_loader(DataLoader(WorkerSeeds(), batch_size=2, num_workers=2, **options))
+    return [int(seed) for batch in loader for seed in batch[:1]]
+
+
+def test_workers_of_different_ranks_draw_apart() -> None:
+    """No two workers of two ranks have the same seed, so that augmentation differs."""
+    assert len({*seeds(0), *seeds(1)}) == 4
+
+
+def test_worker_seeds_follow_the_run() -> None:
+    """The same run gives its workers the same seeds again, and another seed others."""
+    assert seeds(1) == seeds(1)
+    assert not {*seeds(1)} & {*seeds(1, seed=8)}
+
+
+def test_two_loaders_of_a_rank_draw_apart() -> None:
+    """The second loader of a run gets a stream of its own."""
+    assert not {*seeds(0)} & {*seeds(0, loaders=2)}
+
+
+def test_a_loaders_own_generator_is_heard_and_kept() -> None:
+    """Without a seed of the run, the seed of the loader's generator counts, and its state is left alone."""
+    generator = torch.Generator().manual_seed(5)
+    before = generator.get_state()
+    first = seeds(0, seed=None, generator=generator)
+    assert torch.equal(generator.get_state(), before)
+    assert first == seeds(0, seed=None, generator=torch.Generator().manual_seed(5))
+    assert len({*first, *seeds(1, seed=None, generator=generator)}) == 4
+
+
+def test_workers_take_nothing_from_the_callers_random_numbers() -> None:
+    """Seeding the workers draws nothing from the training loop's generators."""
+    before = random_state()
+    seeds(0)
+    assert random_state() == before

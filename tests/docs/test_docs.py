@@ -1,0 +1,161 @@
+"""What is written is true: docstrings, README and examples are run."""
+
+from __future__ import annotations
+
+import difflib
+import doctest
+import importlib
+import os
+import pkgutil
+import re
+import runpy
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import distwrap
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLES = ROOT / "examples"
+README = (ROOT / "README.md").read_text()
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+NAMES = {
+    "torch": torch,
+    "nn": nn,
+    "DataLoader": DataLoader,
+    **{name: getattr(distwrap, name) for name in distwrap.__all__},
+}
+
+
+def modules_with_examples() -> list[ModuleType]:
+    modules = [
+        importlib.import_module(found.name)
+        for found in pkgutil.walk_packages(distwrap.__path__, "distwrap.")
+        if not found.name.endswith("__main__")
+    ]
+    return [module for module in modules if any(test.examples for test in doctest.DocTestFinder().find(module))]
+
+
+def run(*arguments: str | Path, folder: Path, seconds: float = 60) -> str:
+    """Run Python on something in a folder, and return what it printed; fail with its errors where it fails."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        cwd=folder,
+        env={**os.environ, "DISTWRAP_QUIET": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def last_number(text: str, before: str) -> float:
+    """Return the last number that follows some words."""
+    return float(re.findall(rf"{before} (\d+\.\d+)", text)[-1])
+
+
+@pytest.mark.parametrize("module", modules_with_examples(), ids=lambda module: module.__name__)
+def test_docstrings_hold(module: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each example in a docstring prints what it says, in a single process."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with torch.random.fork_rng():
+        result = doctest.testmod(module, extraglobs=NAMES, optionflags=doctest.ELLIPSIS)
+    assert result.attempted
+    assert not result.failed
+
+
+def test_readme_shows_the_difference_of_the_digits_examples() -> None:
+    """The README's difference is the one between the two files, line for line."""
+    before, after = ((EXAMPLES / name).read_text().splitlines() for name in ("digits_plain.py", "digits.py"))
+    lines = list(difflib.unified_diff(before, after, n=0, lineterm=""))[2:]
+    hunks = "\n".join("" if line.startswith("@@") else line for line in lines).strip("\n")
+    assert re.search(r"```diff\n(.*?)\n```", README, re.DOTALL)[1] == hunks
+
+
+def test_readme_programs_run(tmp_path: Path) -> None:
+    """The README's Python blocks, one after the other, are a program that ends well."""
+    program = tmp_path / "readme.py"
+    program.write_text("\n\n".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL)))
+    losses = [float(line) for line in run(program, folder=tmp_path).split()]
+    assert len(losses) == 3
+    assert max(losses) < 0.5
+
+
+def test_readme_and_changelog_agree_with_the_code() -> None:
+    """The tables, variables and errors of the README are those of the code, and each public function is explained."""
+    assert list(runpy.run_path(str(ROOT / "docs" / "check.py"))["problems"]()) == []
+
+
+@pytest.mark.slow
+def test_digits_learn_on_two_ranks(tmp_path: Path) -> None:
+    """The digits example reaches 90 % in four epochs on two ranks, and the model it saves loads without a wrapper."""
+    out = tmp_path / "model.pt"
+    printed = run(EXAMPLES / "digits.py", "--epochs", "4", "--nprocs", "2", "--out", out, folder=tmp_path)
+    assert last_number(printed, "accuracy") > 0.9
+    assert str(out) in printed
+    model = runpy.run_path(str(EXAMPLES / "digits_plain.py"))["Net"]()
+    model.load_state_dict(distwrap.load(out))
+
+
+@pytest.mark.slow
+def test_digits_learn_without_distwrap(tmp_path: Path) -> None:
+    """The plain digits example, which the other is compared with, learns as well."""
+    assert last_number(run(EXAMPLES / "digits_plain.py", "--epochs", "4", folder=tmp_path), "accuracy") > 0.9
+
+
+@pytest.mark.slow
+def test_digits_learn_in_an_untouched_loop(tmp_path: Path) -> None:
+    """The retrofitted loop trains the caller's own model, on two ranks."""
+    printed = run(EXAMPLES / "digits_retrofit.py", "--epochs", "4", folder=tmp_path)
+    assert float(re.search(r"(\S+) after", printed)[1]) > 0.9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("launcher", "ranks"), [([], 1), (TORCHRUN, 2)], ids=["alone", "torchrun"])
+def test_helpers_alone_fit_a_line(launcher: list[str], ranks: int, tmp_path: Path) -> None:
+    """The script without the decorator runs alone and under torchrun, prints once, and fits its line."""
+    printed = run(*launcher, EXAMPLES / "helpers_only.py", "--epochs", "4", folder=tmp_path)
+    assert printed.count("epoch 3") == 1
+    assert f"on {ranks} rank(s)" in printed
+    assert last_number(printed, "loss") < 0.01
+
+
+@pytest.mark.slow
+def test_language_model_learns(tmp_path: Path) -> None:
+    """A tiny language model lowers its loss on two ranks in bf16, and writes something."""
+    tiny = "--steps 20 --width 32 --depth 1 --length 32 --megabytes 0.1 --test 16 --write 20 --batch-size 16 --lr 1e-2"
+    printed = run(EXAMPLES / "language_model.py", *tiny.split(), folder=tmp_path)
+    assert last_number(printed, "test loss") < last_number(printed, "before training") - 0.5
+    assert len(printed.split("it writes:")[1].strip()) > 10
+
+
+@pytest.mark.slow
+def test_fix_checkpoint_repairs_what_it_breaks(tmp_path: Path) -> None:
+    """The checkpoint example shows the wrappers' keys, and loads them after the repair."""
+    printed = run(EXAMPLES / "fix_checkpoint.py", folder=tmp_path)
+    assert "_orig_mod.module.0.weight" in printed
+    assert "All keys matched" in printed
+
+
+@pytest.mark.slow
+def test_fix_checkpoint_repairs_a_file(tmp_path: Path) -> None:
+    """Given two paths it repairs the weights in the first into the second, and leaves an optimizer's state alone."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    state = {"model": nn.DataParallel(model).state_dict(), "optimizer": optimizer.state_dict(), "epoch": 3}
+    torch.save(state, tmp_path / "in.pt")
+    run(EXAMPLES / "fix_checkpoint.py", "in.pt", "out.pt", folder=tmp_path)
+    repaired = distwrap.load(tmp_path / "out.pt")
+    assert list(repaired["model"]) == ["weight", "bias"]
+    assert (repaired["optimizer"], repaired["epoch"]) == (optimizer.state_dict(), 3)

@@ -1,0 +1,206 @@
+"""A rank that fails stops the others, and the caller learns of the first cause."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import distwrap as dw
+from distwrap import distributed
+from distwrap.errors import WorkerDiedError, WorkerTimeoutError
+from distwrap.launch.supervisor import Death, describe_exit, first_cause
+from distwrap.launch.transport import Outcome
+from distwrap.testing import run_ranks
+
+LAUNCHERS = ["fork", "forkserver", "spawn"]
+SOON = 10.0
+
+
+def told(rank: int, moment: float, summary: str) -> Outcome:
+    return Outcome(rank, "host", 1, moment, summary=summary)
+
+
+def test_the_earliest_failure_is_the_cause() -> None:
+    """Of two failures the earlier one is named, whichever was read first."""
+    late, early = told(0, 2.0, "ValueError: late"), told(1, 1.0, "ValueError: early")
+    assert first_cause([late, early]) is early
+
+
+def test_an_echo_is_never_the_cause() -> None:
+    """A rank that only lost its peer does not hide the peer's own failure, or its silent death."""
+    echo = told(0, 1.0, "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:1")
+    death, error = Death(1, 2, -9, 2.0), told(1, 2.0, "KeyError: 'x'")
+    assert first_cause([echo, death]) is death
+    assert first_cause([echo, error]) is error
+    assert first_cause([echo]) is echo
+
+
+def test_exit_codes_in_words() -> None:
+    """Exit codes are put into words, with the usual reason for a signal."""
+    assert describe_exit(3) == "exit code 3"
+    assert "SIGKILL" in describe_exit(-signal.SIGKILL)
+    assert "memory" in describe_exit(-signal.SIGKILL)
+    assert "/dev/shm" in describe_exit(-signal.SIGBUS)
+    assert describe_exit(-99) == "killed by signal 99"
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_others_in_a_collective_are_stopped(launcher: str) -> None:
+    """While the others wait in a collective for it, a rank that raises ends the run at once."""
+
+    @distributed(nprocs=3, launcher=launcher)
+    def fails() -> None:
+        if dw.rank() == 1:
+            raise ValueError("the first cause")
+        dw.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="the first cause"):
+        fails()
+    assert time.monotonic() - start < SOON
+
+
+def test_others_at_work_are_stopped() -> None:
+    """While the others compute outside any collective, a rank that raises ends the run at once."""
+
+    @distributed(nprocs=2, launcher="forkserver")
+    def fails() -> None:
+        if dw.rank() == 0:
+            raise ValueError("the first cause")
+        while True:
+            pass
+
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="the first cause"):
+        fails()
+    assert time.monotonic() - start < SOON
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+def test_a_killed_rank_is_named(launcher: str, number: int) -> None:
+    """A rank that a signal ended is named, with the signal, though its peers complain first."""
+
+    @distributed(nprocs=2, launcher=launcher)
+    def dies() -> None:
+        if dw.rank() == 1:
+            os.kill(os.getpid(), number)
+        dw.barrier()
+        dw.barrier()
+
+    with pytest.raises(WorkerDiedError, match=rf"rank 1 on .* ended without a word: killed by {number.name}") as caught:
+        dies()
+    assert (caught.value.rank, caught.value.signal, caught.value.exitcode) == (1, number, -number)
+
+
+def test_an_early_exit_is_named() -> None:
+    """A rank that leaves through os._exit is named, with its exit code."""
+
+    @distributed(nprocs=2, launcher="forkserver")
+    def leaves() -> None:
+        if dw.rank() == 0:
+            os._exit(7)
+        dw.barrier()
+
+    with pytest.raises(WorkerDiedError, match=r"rank 0 .*exit code 7"):
+        leaves()
+
+
+@pytest.mark.parametrize("launcher", ["fork", "forkserver"])
+def test_grandchildren_are_stopped_too(launcher: str, tmp_path: Path) -> None:
+    """What a failing run's ranks have started themselves is ended with them."""
+    note = tmp_path / "pid"
+
+    @distributed(nprocs=2, launcher=launcher)
+    def fails() -> None:
+        if dw.rank() == 0:
+            child = subprocess.Popen(["sleep", "100"])
+            note.write_text(str(child.pid))
+        dw.barrier()
+        if dw.rank() == 1:
+            raise ValueError("now")
+        time.sleep(100)
+
+    with pytest.raises(ValueError, match="now"):
+        fails()
+    pid = int(note.read_text())
+    for _ in range(100):
+        if not is_alive(pid):
+            break
+        time.sleep(0.05)
+    assert not is_alive(pid)
+
+
+def test_run_ranks_ends_in_time(capfd: pytest.CaptureFixture[str]) -> None:
+    """A test body that hangs on one rank fails in time, with the Python stack of the rank."""
+
+    def hangs() -> None:
+        if dw.rank() == 1:
+            time.sleep(100)
+
+    start = time.monotonic()
+    with pytest.raises(WorkerTimeoutError, match=r"rank\(s\) 1 of 2 on .* within 1 s"):
+        run_ranks(hangs, 2, timeout=1)
+    assert time.monotonic() - start < SOON
+    assert "in hangs" in capfd.readouterr().err
+
+
+def test_ctrl_c_stops_the_ranks(tmp_path: Path) -> None:
+    """A Ctrl-C in the caller is a KeyboardInterrupt there, and no rank is left."""
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import time, os, distwrap as dw\n"
+        "@dw.distributed(nprocs=2, launcher='forkserver')\n"
+        "def main():\n"
+        "    print('rank', os.getpid(), flush=True)\n"
+        "    time.sleep(100)\n"
+        "main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None
+    pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
+    os.killpg(process.pid, signal.SIGINT)
+    _, errors = process.communicate(timeout=SOON)
+    assert "KeyboardInterrupt" in errors
+    assert not any(map(is_alive, pids))
+
+
+def test_no_rank_outlives_a_killed_caller(tmp_path: Path) -> None:
+    """When the caller is killed outright, the kernel ends the ranks, also where they are forks of a server."""
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import sys, time, os, distwrap as dw\n"
+        "@dw.distributed(nprocs=2, launcher=sys.argv[1])\n"
+        "def main():\n"
+        "    print('rank', os.getpid(), flush=True)\n"
+        "    time.sleep(100)\n"
+        "if __name__ == '__main__': main()\n"
+    )
+    for launcher in LAUNCHERS:
+        process = subprocess.Popen([sys.executable, script, launcher], stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
+        process.kill()
+        process.wait(SOON)
+        process.stdout.close()
+        for _ in range(100):
+            if not any(map(is_alive, pids)):
+                break
+            time.sleep(0.05)
+        assert not any(map(is_alive, pids)), launcher
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return state != "Z"
