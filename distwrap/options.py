@@ -84,7 +84,7 @@ class Options:
         """Return these options with `given` over them.
 
         Args:
-            given: names and values; ``None`` for ``launcher`` and the like means "not given".
+            given: names and values.
             where: who gave them, for the error.
 
         Raises:
@@ -113,20 +113,20 @@ class Options:
                     f"was given too. Say strategy='ddp' with the launcher you want."
                 )
             checked["launcher"] = implied
-        if checked.get("strategy") == "single" and checked.get("nprocs", 1) not in (1, "auto"):
-            raise OptionError(
-                f"{where}: strategy='single' is one process, but nprocs={checked['nprocs']} was given too."
-            )
-        return replace(self, **checked)
+        result = replace(self, **checked)
+        # A strategy given alone overrides an earlier number; a number given later is not ignored.
+        if result.strategy == "single" and checked.get("nprocs", 1) not in (1, "auto"):
+            raise OptionError(f"{where}: strategy='single' is one process, but nprocs={result.nprocs} was given too.")
+        return result
 
     def with_environment(self, env: Mapping[str, str]) -> Options:
         """Return these options with the ``DISTWRAP_…`` variables over them."""
-        options = self
-        for variable, name in _ENVIRONMENT.items():
-            text = env.get(variable, "")
-            if text:
-                options = options.updated({name: _from_text(variable, name, text)}, where=variable)
-        return options
+        found = {variable: name for variable, name in _ENVIRONMENT.items() if env.get(variable)}
+        given = {name: _from_text(variable, name, env[variable]) for variable, name in found.items()}
+        for variable, name in found.items():
+            if name != "nprocs" or "strategy" not in given:  # else the two are to be judged together
+                self.updated({name: given[name]}, where=variable)
+        return self.updated(given, where=" and ".join(found))
 
 
 def switched_on(env: Mapping[str, str], variable: str) -> bool:

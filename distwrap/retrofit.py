@@ -47,17 +47,22 @@ class Retrofitted:
             return
         if isinstance(self.original, nn.Module):
             weights, training = state
-            try:
-                self.original.load_state_dict(weights)
-            except RuntimeError as error:
+            differing = sorted(_shapes(weights) ^ _shapes(self.original.state_dict()))
+            if differing:
                 raise ModelError(
                     f"retrofit: the function changed the structure of {type(self.original).__name__}, so its weights "
-                    f"do not fit the caller's model: {error}. Return the model instead."
-                ) from error
+                    f"do not fit the caller's model, which is as it was: {differing[0][0]!r} differs. "
+                    f"Return the model instead."
+                )
+            self.original.load_state_dict(weights)
             for module, flag in zip(self.original.modules(), training, strict=False):
                 module.training = flag
         else:
             self.original.load_state_dict(state)
+
+
+def _shapes(state: dict[str, Any]) -> set[tuple[str, tuple[int, ...]]]:
+    return {(name, tuple(value.shape) if isinstance(value, torch.Tensor) else ()) for name, value in state.items()}
 
 
 def find(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Retrofitted]:

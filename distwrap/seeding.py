@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import numbers
 import random
 import sys
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from distwrap.errors import OptionError
 from distwrap.group.world import active_world
 
 
@@ -45,15 +47,21 @@ def seed_everything(seed: int) -> int:
     get a stream of their own on each rank.
 
     Args:
-        seed: a whole number from 0.
+        seed: a whole number from 0 to 2**63 - 1.
 
     Returns:
         The seed.
+
+    Raises:
+        OptionError: it is no such number.
 
     Example:
         >>> seed_everything(7)
         7
     """
+    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**63:
+        raise OptionError(f"seed={seed!r}: it must be a whole number from 0 to 2**63 - 1.")
+    seed = int(seed)
     world = active_world()
     if world is not None:
         world.seed = seed

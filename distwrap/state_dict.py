@@ -49,12 +49,17 @@ def strip_module_prefix(
     if not all(isinstance(key, str) for key in keys):
         raise StateDictError(f"a state dict has names as keys, but this one has {_first_other(keys)!r}.")
     root = _root(keys)
-    names = _stripped(keys, root)
+    bare = [key[len(root) :] for key in keys] if root else keys
+    marked = any("_orig_mod" in name or "_wrapped_module" in name for name in bare)
+    real = _real_modules(bare) if marked else set()
+    names = [_unmarked(name, real) for name in bare] if marked else bare
     if target is None:
-        return _rebuilt(state_dict, names, lambda path: _stripped_path(path, root))
+        return _rebuilt(state_dict, names, lambda path: _stripped_path(path, root, real))
     names = _aligned(keys, names, target)
     parents = {_parent(old): _parent(new) for old, new in zip(keys, names, strict=True)}
-    return _rebuilt(state_dict, names, lambda path: parents[path] if path in parents else _stripped_path(path, root))
+    return _rebuilt(
+        state_dict, names, lambda path: parents[path] if path in parents else _stripped_path(path, root, real)
+    )
 
 
 def add_module_prefix(state_dict: StateDict) -> StateDict:
@@ -81,15 +86,29 @@ def _root(keys: list[str]) -> str:
     return root
 
 
-def _stripped(keys: list[str], root: str) -> list[str]:
-    names = [key[len(root) :] for key in keys] if root else keys
-    if any("_orig_mod" in name or "_wrapped_module" in name for name in names):
-        names = [_unmarked(name) for name in names]
-    return names
+def _real_modules(names: list[str]) -> set[str]:
+    """Find the parents of children really called ``module`` and wrapped alone: a wrapper's has nothing beside it."""
+    parents: set[str] = set()  # with a dot at the end; "" is the model itself
+    for name in names:
+        if f"{MODULE}._" in name:
+            parts = name.split(".")
+            for index, part in enumerate(parts):
+                if part == MODULE and _in_chain_with_mark(parts, index):
+                    parents.add("".join(f"{part}." for part in parts[:index]))
+    real: set[str] = set()
+    for name in names if parents else ():
+        start = 0
+        while True:
+            if name[:start] in parents and not name.startswith(f"{MODULE}.", start):
+                real.add(name[:start])
+            start = name.find(".", start) + 1
+            if not start:
+                break
+    return real
 
 
-def _unmarked(key: str) -> str:
-    """Remove the marks, and each ``module`` that stands right next to one."""
+def _unmarked(key: str, real: set[str]) -> str:
+    """Remove the marks, and each ``module`` in front of one that is not the user's own."""
     parts = key.split(".")
     if not any(part in _MARKS for part in parts):
         return key
@@ -97,7 +116,8 @@ def _unmarked(key: str) -> str:
     for index, part in enumerate(parts):
         if part in _MARKS:
             continue
-        if part == MODULE and _in_chain_with_mark(parts, index):
+        parent = "".join(f"{part}." for part in parts[:index])
+        if part == MODULE and parent not in real and _in_chain_with_mark(parts, index):
             continue
         kept.append(part)
     return ".".join(kept)
@@ -120,7 +140,11 @@ def _aligned(keys: list[str], stripped: list[str], target: nn.Module | Mapping[s
     """Spell each key as the target does; what the target lacks stays stripped, for the loader to report."""
     wanted = list(target.state_dict() if isinstance(target, nn.Module) else target)
     exact = set(wanted)
-    if exact.issuperset(keys) or (exact.intersection(keys) and not exact.intersection(stripped)):
+    front = _root(wanted)
+    for names in (keys, stripped, [front + key for key in keys], [front + name for name in stripped]):
+        if exact.issuperset(names):
+            return names
+    if exact.intersection(keys) and not exact.intersection(stripped):
         return keys
     by_bare: dict[str, list[str]] = {}
     for name in wanted:
@@ -162,10 +186,10 @@ def _parent(key: str) -> str:
     return key.rpartition(".")[0]
 
 
-def _stripped_path(path: str, root: str) -> str:
+def _stripped_path(path: str, root: str, real: set[str]) -> str:
     if root.startswith(f"{path}."):
         return ""
-    return _unmarked(f"{path}."[len(root) :].rstrip(".")) if f"{path}.".startswith(root) else _unmarked(path)
+    return _unmarked(f"{path}."[len(root) :].rstrip(".") if f"{path}.".startswith(root) else path, real)
 
 
 def _collision(old: list[str], new: list[str]) -> str:

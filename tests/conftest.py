@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,28 +25,10 @@ os.environ["DISTWRAP_QUIET"] = "1"
 @pytest.fixture(scope="session", autouse=True)
 def _warm() -> None:
     """Start once what stays on purpose: the fork server, and the one pipe that torch's store keeps for a process."""
+    torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first one imports torch's compiler, which sets a variable
     warm_server()
     with meeting.store():
         pass
-
-
-@pytest.fixture(autouse=True)
-def _launches_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Compare the caller before and after each launch: environment, threads, children, files, random numbers."""
-    launch = local.launch
-
-    def checked(*args: Any, **kwargs: Any) -> Any:
-        if os.getpid() != MAIN:
-            return launch(*args, **kwargs)
-        before, random_before = Snapshot.take(), random_state()
-        try:
-            return launch(*args, **kwargs)
-        finally:
-            assert random_state() == random_before
-            left = before.differences()
-            assert not left, left
-
-    monkeypatch.setattr(local, "launch", checked)
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +40,25 @@ def _tests_leave_nothing_behind() -> Iterator[None]:
     assert world.active_world() is None
     left = before.differences()
     assert not left, left
+
+
+@pytest.fixture(autouse=True)
+def _launches_leave_nothing_behind(_tests_leave_nothing_behind: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compare the caller before and after each launch: environment, threads, children, files, random numbers."""
+    launch = local.launch
+
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        if os.getpid() != MAIN or threading.current_thread() is not threading.main_thread():
+            return launch(*args, **kwargs)
+        before, random_before = Snapshot.take(), random_state()
+        try:
+            return launch(*args, **kwargs)
+        finally:
+            assert random_state() == random_before
+            left = before.differences()
+            assert not left, left
+
+    monkeypatch.setattr(local, "launch", checked)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -44,6 +44,10 @@ class ShardedLoader(DataLoader[Any]):
         getattr(sampler, "set_epoch", _no_epoch)(epoch)
         getattr(super(), "set_epoch", _no_epoch)(epoch)  # the user's own class may have a use for it
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Neither pickle nor copy would find this class by its name; but it follows from the user's own.
+        return _sharded_again, (type(self).__bases__[1], {**self.__dict__, "_iterator": None})
+
     def __iter__(self) -> Any:
         batches = super().__iter__()
         if self._shard_device.type == "cpu":
@@ -245,6 +249,12 @@ def _on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
 
 def _no_epoch(epoch: int) -> None:
     """In a single process the loader shuffles by torch's generator, which no epoch number changes."""
+
+
+def _sharded_again(cls: type[DataLoader[Any]], attributes: dict[str, Any]) -> ShardedLoader:
+    loader: ShardedLoader = object.__new__(_sharded_class(cls))
+    loader.__dict__.update(attributes)
+    return loader
 
 
 _classes: dict[type, type] = {}

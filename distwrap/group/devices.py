@@ -71,7 +71,7 @@ def choose_device(placement: Placement, devices: Devices) -> torch.device:
 def use(device: torch.device) -> None:
     """Make the device the current one, so that plain ``.cuda()`` and NCCL land on it."""
     if device.type != "cpu":
-        torch.accelerator.set_device_index(device.index)
+        torch.get_device_module(device).set_device(device)
 
 
 def choose_backend(asked: str, device: torch.device) -> str:

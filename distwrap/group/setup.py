@@ -107,6 +107,7 @@ def join(
             timeout=timedelta(seconds=timeout),
             device_id=device if device.type != "cpu" and backend != "gloo" else None,
         )
+        store.set(f"joined/{placement.rank}", "")
         world = World(
             placement, device, backend=backend, timeout=timeout, store=store, cleanup=cleanup.pop_all(), **run
         )
@@ -208,12 +209,18 @@ def _meet(placement: Placement, seconds: float) -> Store:
 
 
 def _leave(store: Store, placement: Placement) -> None:
-    """Say goodbye; where rank 0 holds the store in its own process, it waits for the others' goodbyes."""
+    """Close the door behind us only when nobody stands in it.
+
+    A rank may be done while another is still connecting to it; and rank 0, where it holds the store in its own
+    process, is the last to go.
+    """
+    limit = timedelta(seconds=_LEAVE_SECONDS)
+    ranks = range(placement.world_size)
     try:
+        store.wait([f"joined/{rank}" for rank in ranks], limit)
         store.set(f"gone/{placement.rank}", "")
         if placement.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-            names = [f"gone/{rank}" for rank in range(placement.world_size)]
-            store.wait(names, timedelta(seconds=_LEAVE_SECONDS))
+            store.wait([f"gone/{rank}" for rank in ranks], limit)
     except dist.DistError:
         pass  # whoever is gone without a goodbye has its own story to tell
 

@@ -83,6 +83,8 @@ def activate(world: World) -> None:
 def deactivate() -> None:
     """Forget the current world, and what it left in the ambient one."""
     global _current, _ambient
+    if _ambient is not None:
+        _ambient[1].cleanup.close()
     _current = _ambient = None
 
 

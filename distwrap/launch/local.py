@@ -13,7 +13,7 @@ from typing import Any
 from distwrap import retrofit
 from distwrap.errors import ForkError, MainGuardError, SerializationError
 from distwrap.group.devices import choose_threads
-from distwrap.launch import fork_safety, meeting, openmp, transport, worker
+from distwrap.launch import fork_safety, meeting, openmp, pickling, transport, worker
 from distwrap.launch.execute import Call, Run
 from distwrap.launch.processes import (
     CommandProcess,
@@ -84,7 +84,7 @@ def _run(start: Start, common: Assignment, nprocs: int, everybody: bool, seconds
         for rank in range(nprocs):
             processes.append(start(rank, processes))
     except BaseException:
-        stop(processes, failed=True)
+        stop(processes, all_they_started=True)
         raise
     with meeting.store() as port:
         try:
@@ -101,7 +101,7 @@ def _run(start: Start, common: Assignment, nprocs: int, everybody: bool, seconds
                 mine = replace(common, placement=place, wants_value=everybody or process.rank == 0)
                 _send(process, mine)
         except BaseException:
-            stop(processes, failed=True)
+            stop(processes, all_they_started=True)
             raise
         return supervise(processes, seconds=seconds)
 
@@ -127,7 +127,7 @@ def _bring_home(outcomes: list[Outcome], found: list[retrofit.Retrofitted], ever
 def _main_path(call: Call, launcher: str) -> str | None:
     """The script that a rank must import first, where something goes by reference and lives in the script."""
     function = getattr(call.function, "__func__", call.function)
-    if transport.by_value() or getattr(function, "__module__", None) != "__main__":
+    if pickling.by_value() or getattr(function, "__module__", None) != "__main__":
         return None
     path: str | None = getattr(sys.modules["__main__"], "__file__", None)
     if path is None or not os.path.exists(path):

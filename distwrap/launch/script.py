@@ -7,9 +7,9 @@ else they leave when rank 0 does.
 
 from __future__ import annotations
 
-import _thread
 import atexit
 import os
+import signal
 import sys
 import threading
 from collections.abc import Iterator
@@ -86,11 +86,11 @@ def launch(call: Call, run: Run, nprocs: int, *, everybody: bool) -> Any:
             outcomes = news.wait()
         except BaseException as error:
             news.give_up(error)
-            stop(processes, failed=True)
+            stop(processes, all_they_started=True)
             _parked.clear()
             raise
         if news.error is not None:
-            stop(processes, failed=True)
+            stop(processes, all_they_started=True)
             _parked.clear()
             raise news.error
     _last_value = value
@@ -180,7 +180,8 @@ def _command() -> list[str]:
     main = sys.modules["__main__"]
     file = getattr(main, "__file__", None)
     inline = "-c" in sys.orig_argv[:-1]
-    if file is None and not inline:
+    typed = file is None or os.path.basename(file).startswith("<")
+    if typed and not inline:
         raise LaunchError(
             "launcher='script' runs the script again, and there is none: this is an interactive session or a notebook. "
             "Use launcher='forkserver' (with the 'notebook' extra)."
@@ -216,7 +217,9 @@ class _News(threading.Thread):
         except BaseException as error:  # noqa: BLE001 - it is raised in the main thread
             self.error = error
             if not self._rank_zero_is_done.is_set():
-                _thread.interrupt_main()
+                main = threading.main_thread().ident
+                assert main is not None
+                signal.pthread_kill(main, signal.SIGINT)  # wakes it from a sleep or a read as well
 
     def wait(self) -> list[Outcome]:
         """Wait for the others' reports, after rank 0's own work."""

@@ -60,7 +60,6 @@ def supervise(processes: Sequence[Process], *, seconds: float | None = None, par
     failures: list[Outcome | Death] = []
     waiting = {process.conn: process for process in processes}
     deadline = None if seconds is None else time.monotonic() + seconds
-    keep = False
     try:
         while waiting:
             ready = wait(list(waiting), _remaining(deadline))
@@ -79,14 +78,13 @@ def supervise(processes: Sequence[Process], *, seconds: float | None = None, par
                     deadline = settle if deadline is None else min(deadline, settle)
         if failures:
             raise_failure(first_cause(failures), failures)
-        keep = parked or _all_leave(processes, time.monotonic() + EXIT_SECONDS)
+        if not parked:
+            _all_leave(processes, time.monotonic() + EXIT_SECONDS)
+            stop(processes)
         return [outcomes[process.rank] for process in processes]
-    finally:
-        if not keep:
-            stop(processes, failed=bool(failures))
-        elif not parked:
-            for process in processes:
-                process.close()
+    except BaseException:
+        stop(processes, all_they_started=True)
+        raise
 
 
 def _report(process: Process) -> Outcome | Death:
@@ -163,8 +161,8 @@ def describe_exit(exitcode: int | None) -> str:
     return f"killed by {name}" + (f" ({hint})" if hint else "")
 
 
-def stop(processes: Sequence[Process], *, failed: bool) -> None:
-    """End every rank that still runs: SIGTERM, a grace, SIGKILL; after a failure, what the ranks started too."""
+def stop(processes: Sequence[Process], *, all_they_started: bool = False) -> None:
+    """End every rank that still runs: SIGTERM, a grace, SIGKILL; on wish what the ranks had started too."""
     running = [process for process in processes if process.exitcode(0) is None]
     for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, EXIT_SECONDS)):
         if not running:
@@ -174,7 +172,7 @@ def stop(processes: Sequence[Process], *, failed: bool) -> None:
         _all_leave(running, time.monotonic() + seconds)
         running = [process for process in running if process.exitcode(0) is None]
     for process in processes:
-        if failed:
+        if all_they_started:
             kill(process, signal.SIGKILL)
         process.close()
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from distwrap.group.setup import abandon_process_group, announce, join, teardown_process_group
-from distwrap.launch import execute, transport
+from distwrap.launch import execute, pickling, transport
 from distwrap.launch.execute import Call
 from distwrap.placement import Placement
 from distwrap.placement.torchrun import variables
@@ -85,7 +85,7 @@ def work(conn: Connection, call: Call | None = None) -> int:
     """Be a rank: read the assignment from `conn`, run the call, write an `Outcome`, and return the exit code."""
     become_a_rank(conn)
     if call is not None:
-        transport.mark_as_forked()
+        pickling.mark_as_forked()
     try:
         assignment: Assignment = pickle.loads(conn.recv_bytes())
     except (EOFError, OSError):

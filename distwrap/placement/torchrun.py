@@ -26,17 +26,25 @@ def detect(env: Mapping[str, str]) -> Placement | None:
         found = ", ".join(f"{name}={env[name]}" for name in REQUIRED if name in env)
         raise PlacementError(
             f"the environment is half set for a distributed run: it has {found}, but not {', '.join(missing)}. "
-            f"Set all of {', '.join(REQUIRED)} (torchrun does), or unset {found.split('=')[0]}."
+            f"Set all of {', '.join(REQUIRED)} (torchrun does), or unset "
+            f"{', '.join(name for name in _CLAIMS if name in env)}."
         )
-    world_size = _integer(env, "WORLD_SIZE")
+    rank, world_size, local_rank = (_integer(env, name) for name in _CLAIMS)
+    if "LOCAL_WORLD_SIZE" not in env and rank != local_rank:
+        raise PlacementError(
+            f"RANK={rank} and LOCAL_RANK={local_rank} say that there are several machines, but not how many ranks are "
+            f"on this one: set LOCAL_WORLD_SIZE."
+        )
     local_world_size = _integer(env, "LOCAL_WORLD_SIZE", default=world_size)
+    each = max(1, local_world_size)
     return Placement(
-        rank=_integer(env, "RANK"),
+        rank=rank,
         world_size=world_size,
-        local_rank=_integer(env, "LOCAL_RANK"),
+        local_rank=local_rank,
         local_world_size=local_world_size,
-        node_rank=_integer(env, "GROUP_RANK", default=0),
-        nnodes=_integer(env, "GROUP_WORLD_SIZE", default=max(1, world_size // max(1, local_world_size))),
+        # torchrun sets these; without them, machines are taken to be filled one after the other.
+        node_rank=_integer(env, "GROUP_RANK", default=rank // each),
+        nnodes=_integer(env, "GROUP_WORLD_SIZE", default=max(1, -(-world_size // each))),
         master_addr=env["MASTER_ADDR"],
         master_port=_integer(env, "MASTER_PORT"),
         source="distwrap" if LAUNCHED in env else "torchrun",

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import pickle
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -270,3 +271,12 @@ def test_a_misspelt_option_names_the_nearest(option: dict[str, Any], message: st
     """A wrong word lists the right ones, in a single process too."""
     with pytest.raises(OptionError, match=message):
         shard_loader(loader_of(2), **option)
+
+
+def test_a_sharded_loader_can_be_pickled() -> None:
+    """A sharded loader goes to another process and yields the same there."""
+    with standing_on(1, 2):
+        ours = shard_loader(loader_of(8, batch_size=2, shuffle=True))
+    there = pickle.loads(pickle.dumps(ours))
+    assert type(there) is type(ours)
+    assert batches(there) == batches(ours)

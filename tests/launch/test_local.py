@@ -1,6 +1,7 @@
+import pytest
+
 import distwrap as dw
 from distwrap.testing import run_ranks
-import pytest
 
 
 @pytest.mark.parametrize("launcher", ["fork", "forkserver", "spawn"])

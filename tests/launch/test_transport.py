@@ -16,7 +16,7 @@ import torch
 import distwrap as dw
 from distwrap import distributed
 from distwrap.errors import SerializationError, WorkerError
-from distwrap.launch import transport
+from distwrap.launch.unpicklable import find_unpicklable
 
 LOCK = threading.Lock()
 LAUNCHERS = ["fork", "forkserver"]
@@ -207,7 +207,7 @@ def test_find_unpicklable_in_objects_and_globals() -> None:
         def run(self) -> Any:
             return LOCK
 
-    path, culprit = transport.find_unpicklable((Holder(),), pickle.dumps, ("the object",))
+    path, culprit = find_unpicklable((Holder(),), pickle.dumps, ("the object",))
     assert culprit is LOCK
     assert path == "item 'deep' of attribute 'inner' of the object"
 

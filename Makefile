@@ -1,0 +1,45 @@
+# make demo: train over two ranks.  make test: the tests.  Both build their own virtual environment first.
+
+PYTHON ?= python3
+VENV ?= .venv
+# More words for pip, for example where a CPU build of torch is to be found.
+PIP_FLAGS ?=
+
+bin := $(VENV)/bin
+install := $(bin)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
+
+.PHONY: demo test check bench clean
+
+demo: $(VENV)/.installed-demo
+	$(bin)/python examples/digits.py --nprocs 2
+
+test: $(VENV)/.installed-test
+	$(bin)/python -m pytest
+
+check: $(VENV)/.installed-dev
+	$(bin)/ruff check .
+	$(bin)/ruff format --check .
+	$(bin)/mypy
+	$(bin)/python docs/check.py
+
+bench: $(VENV)/.installed-bench
+	$(bin)/python benchmarks/launch.py
+	$(bin)/python benchmarks/step.py
+
+clean:
+	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis digits.pt digits_retrofit.pt
+	rm -f $(VENV)/.installed-*
+	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
+
+$(bin)/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.installed-demo: extras := notebook,progress,examples
+$(VENV)/.installed-test: extras := test,examples
+$(VENV)/.installed-bench: extras := bench
+$(VENV)/.installed-dev: extras := dev
+
+# A stamp a set of extras: installing again waits until what is asked for has changed.
+$(VENV)/.installed-%: setup.cfg setup.py constraints.txt | $(bin)/python
+	$(install) -e '.[$(extras)]'
+	touch $@

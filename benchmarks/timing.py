@@ -1,0 +1,150 @@
+"""Time ways of doing the same in turns, and set the figures beside their goals."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What one way took, a number a round, in seconds."""
+
+    seconds: list[float]
+
+    @property
+    def median(self) -> float:
+        """The middle one, which a few disturbed rounds do not move."""
+        return statistics.median(self.seconds)
+
+    @property
+    def best(self) -> float:
+        """The least disturbed one."""
+        return min(self.seconds)
+
+    def text(self, unit: str) -> str:
+        """Write median (min-max)."""
+        low, middle, high = (UNITS[unit] * x for x in (self.best, self.median, max(self.seconds)))
+        return f"{middle:.3g} ({low:.3g}-{high:.3g}) {unit}"
+
+    def over(self, other: Samples) -> float:
+        """Return the median of the ratios, round by round: what slows a round down slows both down."""
+        return statistics.median(a / b for a, b in zip(self.seconds, other.seconds, strict=True))
+
+    def above(self, other: Samples) -> float:
+        """Return the median of the differences, round by round, in seconds."""
+        return statistics.median(a - b for a, b in zip(self.seconds, other.seconds, strict=True))
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table.
+
+    Attributes:
+        what: what was timed.
+        ours: with distwrap.
+        theirs: what it is measured against; ``None`` where there is no such thing.
+        unit: ``"s"``, ``"ms"`` or ``"us"``.
+        figure: the number that the goal speaks of, in words.
+        goal: in words; empty where the row only informs.
+        met: whether the goal was reached in this run; ``None`` where there is none.
+    """
+
+    what: str
+    ours: Samples
+    theirs: Samples | None
+    unit: str
+    figure: str
+    goal: str = ""
+    met: bool | None = None
+
+
+def in_turns(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, Samples]:
+    """Run every way once a round, forwards and backwards in turn, so that a slow minute is shared by all.
+
+    Args:
+        ways: by name; each returns the seconds it took.
+        rounds: how often.
+    """
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    names = list(ways)
+    for number in range(rounds):
+        for name in names if number % 2 == 0 else reversed(names):
+            taken[name].append(ways[name]())
+    return {name: Samples(seconds) for name, seconds in taken.items()}
+
+
+def per_call(body: Callable[[], object], calls: int) -> Callable[[], float]:
+    """Make a way for `in_turns` out of something too short to time alone: seconds a call, over that many calls."""
+
+    def timed() -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            body()
+        return (time.perf_counter() - start) / calls
+
+    return timed
+
+
+def arguments(description: str | None) -> argparse.Namespace:
+    """Read the command line that the benchmarks share."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few rounds: does it run? the figures mean little")
+    parser.add_argument("--json", metavar="FILE", help="write every single figure there")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw the medians there, with min and max (matplotlib)")
+    return parser.parse_args()
+
+
+def report(title: str, rows: Sequence[Row], notes: Sequence[str], args: argparse.Namespace) -> None:
+    """Print the table, and write what the command line asks for."""
+    print(table(title, rows, notes))
+    if args.json:
+        figures: dict[str, Any] = {"title": title, "rows": [asdict(row) for row in rows], "notes": list(notes)}
+        with open(args.json, "w") as file:
+            json.dump(figures, file, indent=1)
+    if args.plot:
+        plot(title, rows, args.plot)
+
+
+def table(title: str, rows: Sequence[Row], notes: Sequence[str]) -> str:
+    """Lay the rows out in columns."""
+    verdict = {True: "met", False: "MISSED", None: ""}
+    cells = [("median (min-max)", "distwrap", "compared with", "figure", "goal", "")]
+    for row in rows:
+        theirs = "" if row.theirs is None else row.theirs.text(row.unit)
+        cells.append((row.what, row.ours.text(row.unit), theirs, row.figure, row.goal, verdict[row.met]))
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in cells]
+    return "\n".join([title, "", lines[0], "-" * max(map(len, lines)), *lines[1:], *(f"\n{note}" for note in notes)])
+
+
+def plot(title: str, rows: Sequence[Row], path: str) -> None:
+    """Draw two bars a row, ours and what it is compared with, on a logarithmic axis."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(10, 1 + 0.6 * len(rows)), layout="constrained")
+    for shift, name, colour in ((-0.2, "distwrap", "tab:blue"), (0.2, "compared with", "tab:gray")):
+        pairs = [(y, row.ours if name == "distwrap" else row.theirs) for y, row in enumerate(rows)]
+        drawn = [(y + shift, samples) for y, samples in pairs if samples is not None]
+        middles = [samples.median for _, samples in drawn]
+        below = [samples.median - samples.best for _, samples in drawn]
+        above = [max(samples.seconds) - samples.median for _, samples in drawn]
+        axes.barh([y for y, _ in drawn], middles, 0.38, xerr=[below, above], label=name, color=colour, ecolor="black")
+    axes.set_yticks(range(len(rows)), [row.what for row in rows])
+    axes.invert_yaxis()
+    axes.set_xscale("log")
+    axes.set_xlabel("seconds: median, with min and max")
+    axes.set_title(title)
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)

@@ -1,0 +1,164 @@
+"""setup_process_group finds who started us, joins, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import distwrap as dw
+from distwrap.testing import run_ranks
+
+LIMIT = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def by_hand(code: str, world_size: int, folder: Path, started: int | None = None) -> list[str]:
+    """Start ranks with torchrun's variables set by hand, without an agent that holds the store; return their output."""
+    (folder / "rank.py").write_text("import os, torch, torch.distributed as dist, distwrap as dw\n" + code)
+    shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [
+        subprocess.Popen(
+            [sys.executable, "rank.py"],
+            cwd=folder,
+            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(started or world_size)
+    ]
+    try:
+        return [process.communicate(timeout=LIMIT)[0] for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
+def test_a_single_process_is_left_as_it_is() -> None:
+    """Without a launcher's variables nothing happens: no group, rank 0 of 1, before, inside and after."""
+    with dw.setup_process_group():
+        assert (dw.rank(), dw.world_size(), dw.local_rank(), dw.local_world_size(), dw.node_rank()) == (0, 1, 0, 1, 0)
+        assert dw.is_rank_zero()
+        assert dw.placement().source == "single"
+    dw.teardown_process_group()
+    assert dw.device().type in ("cpu", "cuda")
+
+
+def test_with_torchruns_variables(tmp_path: Path) -> None:
+    """Ranks join, a second call is a no-op, rank queries hold before, during and after, and a second group works."""
+    outputs = by_hand(
+        "assert dw.rank() == int(os.environ['RANK']) and dw.world_size() == 2\n"
+        "for n in range(2):\n"
+        "    with dw.setup_process_group(timeout=30) as group:\n"
+        "        assert dw.placement().source == 'torchrun'\n"
+        "        with dw.setup_process_group(): pass\n"
+        "        assert dist.is_initialized()\n"
+        "        print('sum', dw.reduce(dw.rank() + n, 'sum'))\n"
+        "    assert not dist.is_initialized() and dw.world_size() == 2\n"
+        "assert 'GLOO_SOCKET_IFNAME' not in os.environ\n"
+        "dw.setup_process_group(); dw.barrier(); dw.teardown_process_group(); print('done')\n",
+        2,
+        tmp_path,
+    )
+    assert outputs == ["sum 1\nsum 3\ndone\n"] * 2
+
+
+def test_a_group_of_the_users_is_left_alone(tmp_path: Path) -> None:
+    """Where the user has made a group, helpers and decorated functions use it, and it outlives them."""
+    outputs = by_hand(
+        "dist.init_process_group('gloo')\n"
+        "with dw.setup_process_group(): print(dw.placement().source, dw.reduce(dw.rank(), 'sum'))\n"
+        "print(dw.distributed(nprocs=5)(lambda: dw.gather(dw.rank()).tolist())())\n"
+        "assert dist.is_initialized()\n"
+        "dist.destroy_process_group()\n",
+        2,
+        tmp_path,
+    )
+    assert outputs == ["torch.distributed 1\n[0, 1]\n"] * 2
+
+
+def test_missing_ranks_are_named(tmp_path: Path) -> None:
+    """When a rank does not come, those that wait say which one, in time."""
+    start = time.monotonic()
+    outputs = by_hand("dw.setup_process_group(timeout=4)\n", 3, tmp_path, started=2)
+    assert time.monotonic() - start < 40
+    assert all("ArrivalError" in output for output in outputs), outputs
+    assert any("missing rank 2" in output or "2/3 clients joined" in output for output in outputs), outputs
+
+
+def test_a_helper_before_the_group_is_refused(tmp_path: Path) -> None:
+    """A collective before setup_process_group says what to call."""
+    (tmp_path / "early.py").write_text("import distwrap as dw\ndw.barrier()\n")
+    env = {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    done = subprocess.run(
+        [sys.executable, "early.py"],
+        cwd=tmp_path,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert "barrier needs the process group, and rank 0 of 2 (started by torchrun) has none yet" in done.stderr
+    assert "call setup_process_group() first" in done.stderr
+
+
+def test_our_ranks_listen_on_loopback_only() -> None:
+    """The store and the ranks of one machine listen on loopback alone."""
+
+    def listening(caller: int) -> set[str]:
+        dw.barrier()
+        found = addresses_of(sockets(os.getpid()) | sockets(caller))
+        dw.barrier()
+        return found
+
+    for found in run_ranks(listening, 2, os.getpid()):
+        assert found == {"0100007F"}
+
+
+def sockets(pid: int) -> set[str]:
+    found = set()
+    for fd in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            found.add(os.readlink(fd))
+    return found
+
+
+def addresses_of(targets: set[str]) -> set[str]:
+    """The local addresses, in hexadecimal, on which these sockets listen."""
+    lines = [
+        line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+    ]
+    return {line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in targets}
+
+
+@pytest.mark.parametrize("launcher", ["fork", "forkserver", "script"])
+def test_plain_torch_works_in_a_rank(launcher: str, tmp_path: Path) -> None:
+    """Code that uses torch.distributed itself works in a decorated function."""
+    (tmp_path / "plain.py").write_text(
+        "import sys, torch, torch.distributed as dist, distwrap as dw\n"
+        "@dw.distributed(nprocs=2, launcher=sys.argv[1])\n"
+        "def main():\n"
+        "    x = torch.ones(1) * dist.get_rank(); dist.all_reduce(x)\n"
+        "    sub = dist.new_group([0, 1]); dist.all_reduce(x, group=sub)\n"
+        "    return x.item()\n"
+        "if __name__ == '__main__': print('got', main())\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "plain.py", launcher], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT, check=False
+    )
+    assert done.stdout == "got 2.0\n", done.stderr
+    assert done.stderr == ""

@@ -1,0 +1,81 @@
+"""fork refuses, with reasons, where it would not be safe."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+import distwrap as dw
+from distwrap import distributed
+from distwrap.errors import ForkError
+from distwrap.launch import fork_safety, openmp
+
+
+def test_other_threads_are_named() -> None:
+    """With another Python thread at work fork refuses, and names it."""
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="prefetcher")
+    thread.start()
+    try:
+        with pytest.raises(ForkError, match=r"other threads are at work \(prefetcher\).*forkserver"):
+            distributed(nprocs=2, launcher="fork")(dw.rank)()
+        assert distributed(nprocs=2, launcher="auto")(dw.world_size)() == 2
+        assert distributed(nprocs=2, launcher="forkserver")(dw.world_size)() == 2
+    finally:
+        stop.set()
+        thread.join()
+
+
+def test_used_accelerator_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With CUDA initialised fork refuses, and says where that was."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(fork_safety, "_first_use", ['  File "train.py", line 3, in <module>\n'])
+    assert "train.py" in (fork_safety.refusal() or "")
+    with pytest.raises(ForkError, match="has initialised an accelerator"):
+        distributed(nprocs=2, launcher="fork")(dw.rank)()
+
+
+@pytest.mark.gpu
+def test_used_accelerator_is_found(tmp_path: Path) -> None:
+    """The line that initialised CUDA is in the refusal."""
+    script = tmp_path / "uses_cuda.py"
+    script.write_text(
+        "import torch, distwrap as dw\n"
+        "x = torch.zeros(1).cuda()  # here\n"
+        "dw.distributed(nprocs=2, launcher='fork')(dw.rank)()\n"
+    )
+    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=100, check=False)
+    assert "has initialised an accelerator" in done.stderr
+    assert "x = torch.zeros(1).cuda()  # here" in done.stderr
+
+
+def test_fork_after_a_kernel_with_several_threads() -> None:
+    """Forked after a multi-threaded kernel, ranks compute with several threads and do not hang."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    a = torch.randn(900, 900)
+
+    @distributed(nprocs=2, launcher="fork", timeout=20, returns="all")
+    def multiply(threads: int) -> float:
+        torch.set_num_threads(threads)
+        return float((a @ a).sum())
+
+    try:
+        expected = float((a @ a).sum())
+        for count in (1, 2):
+            for value in multiply(count):
+                assert value == pytest.approx(expected, rel=1e-3)
+        assert float((a @ a).sum()) == pytest.approx(expected, rel=1e-3)
+    finally:
+        torch.set_num_threads(threads)
+        openmp.pause()
+
+
+def test_openmp_can_be_paused() -> None:
+    """The OpenMP runtime that torch loaded can be paused here."""
+    assert openmp.pause()

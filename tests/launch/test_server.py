@@ -1,0 +1,153 @@
+"""The fork server: warm, private, and up to date."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import distwrap as dw
+from distwrap import distributed
+from distwrap.launch import processes
+
+
+def test_it_is_reused() -> None:
+    """Later launches come from the same server."""
+    distributed(nprocs=2, launcher="forkserver")(dw.rank)()
+    before = processes.warm_server().pid
+    distributed(nprocs=2, launcher="forkserver")(dw.rank)()
+    assert processes.warm_server().pid == before
+
+
+def test_surroundings_are_the_callers_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks see the caller's environment, folder, arguments and import path of the moment of the call."""
+    (tmp_path / "brand_new_module.py").write_text("VALUE = 42\n")
+    monkeypatch.setenv("BRAND_NEW", "yes")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "argv", ["prog", "--flag"])
+
+    @distributed(nprocs=2, launcher="forkserver")
+    def look() -> tuple[object, ...]:
+        import brand_new_module  # type: ignore[import-not-found]
+
+        return os.environ.get("BRAND_NEW"), os.environ.get("HOME"), os.getcwd(), sys.argv, brand_new_module.VALUE
+
+    assert look() == ("yes", None, str(tmp_path), ["prog", "--flag"], 42)
+
+
+def test_output_goes_where_the_callers_goes_now(capfd: pytest.CaptureFixture[str]) -> None:
+    """What ranks print lands on the caller's standard output and error of the moment, in whole lines."""
+
+    @distributed(nprocs=2, launcher="forkserver")
+    def speak() -> None:
+        print("rank", dw.rank(), "speaks")
+        print("rank", dw.rank(), "complains", file=sys.stderr)
+
+    speak()
+    out, err = capfd.readouterr()
+    assert sorted(out.splitlines()) == ["rank 0 speaks", "rank 1 speaks"]
+    assert sorted(line for line in err.splitlines() if "complains" in line) == ["rank 0 complains", "rank 1 complains"]
+
+
+def test_a_variable_that_is_read_at_start_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A changed OMP_ variable cannot be taken over by a running server, so there is a new one."""
+    before = processes.warm_server().pid
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert distributed(nprocs=2, launcher="forkserver")(os.environ.get)("OMP_NUM_THREADS") == "3"
+    assert processes.warm_server().pid != before
+    monkeypatch.undo()
+    processes.warm_server()
+
+
+def test_a_killed_server_is_replaced() -> None:
+    """When somebody kills the server, the next launch starts another."""
+    server = processes.warm_server()
+    server._process.kill()
+    server._process.wait(10)
+    assert distributed(nprocs=2, launcher="forkserver")(dw.world_size)() == 2
+
+
+@pytest.mark.parametrize("launcher", ["forkserver", "spawn"])
+def test_no_main_guard_is_needed(launcher: str, tmp_path: Path) -> None:
+    """By value a script needs no main guard, is not imported again, and its classes work on the ranks."""
+    (tmp_path / "bare.py").write_text(
+        textwrap.dedent(f"""
+        import io, pickle, torch, distwrap as dw
+        print("top")
+        class Config:
+            lr = 0.5
+        class Mine(Exception): pass
+        @dw.distributed(nprocs=2, launcher="{launcher}")
+        def main(config):
+            pickle.loads(pickle.dumps(Config()))  # by name, on the rank
+            net = torch.nn.Linear(1, 1)
+            torch.save(config, io.BytesIO())
+            if config is None: raise Mine("none")
+            return Config(), config.lr
+        got, lr = main(Config())
+        print("got", type(got) is Config, lr)
+        try: main(None)
+        except Mine as error: print("caught", error)
+        """)
+    )
+    done = subprocess.run(
+        [sys.executable, "bare.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["top", "got True 0.5", "caught none"]
+
+
+@pytest.mark.parametrize("launcher", ["forkserver", "spawn"])
+@pytest.mark.parametrize("guard", [True, False])
+def test_by_name(launcher: str, guard: bool, tmp_path: Path) -> None:
+    """Without cloudpickle a guarded script works, and one without a guard is refused with the way out."""
+    call = "if __name__ == '__main__': print('got', main(Config()).lr)" if guard else "main(Config())"
+    (tmp_path / "named.py").write_text(
+        "import importlib.util as u; find = u.find_spec\n"
+        "u.find_spec = lambda name, *a: None if name == 'cloudpickle' else find(name, *a)\n"
+        "import distwrap as dw\n"
+        "class Config: lr = 0.5\n"
+        f"@dw.distributed(nprocs=2, launcher='{launcher}')\n"
+        "def main(config): return config\n" + call + "\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "named.py"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    if guard:
+        assert done.stdout == "got 0.5\n", done.stderr
+    else:
+        assert done.returncode == 1
+        assert "MainGuardError" in done.stderr
+        assert "Put the call under `if __name__ == '__main__':`" in done.stderr
+
+
+def test_two_runs_at_once() -> None:
+    """Two launches side by side, from threads of one caller, do not meet."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    @distributed(nprocs=2, launcher="forkserver")
+    def total(n: int) -> list[int]:
+        return list(dw.gather(n + dw.rank()).tolist())
+
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(total, [0, 10, 20, 30])) == [[n, n + 1] for n in (0, 10, 20, 30)]
+
+
+def test_random_numbers_start_as_the_callers() -> None:
+    """Ranks start with the caller's random state, whichever way they are started."""
+    import torch
+
+    state = torch.get_rng_state()
+    try:
+        torch.manual_seed(9)
+        draw = distributed(nprocs=2, returns="all")(lambda: torch.rand(1).item())
+        drawn = {value for launcher in ("fork", "forkserver", "spawn") for value in draw.options(launcher=launcher)()}
+        assert drawn == {torch.rand(1).item()}
+    finally:
+        torch.set_rng_state(state)

@@ -1,0 +1,211 @@
+"""What `wrap_model` makes of a model, and that it trains as one process would."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import distwrap as dw
+from distwrap.errors import ModelError, OptionError
+from distwrap.testing import run_ranks
+
+STEPS = 4
+
+
+def network() -> nn.Module:
+    torch.manual_seed(4)
+    return nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)).double()
+
+
+def batches() -> torch.Tensor:
+    return torch.randn(STEPS, 8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) - x.sum(1, keepdim=True).sin()).pow(2).mean()
+
+
+def test_is_a_distributed_data_parallel_that_trains_as_one_process() -> None:
+    """The gradients are the mean over ranks, so several steps over shares equal those over joint batches, to 1e-12."""
+
+    def train() -> tuple[dict[str, torch.Tensor], list[torch.Tensor]]:
+        model = dw.wrap_model(network())
+        assert isinstance(model, DistributedDataParallel) == (dw.world_size() > 1)
+        optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+        for x in batches():
+            optimizer.zero_grad()
+            loss_of(model, x[dw.rank() :: dw.world_size()]).backward()
+            optimizer.step()
+        return model.state_dict(), [parameter.grad for parameter in model.parameters()]
+
+    [(weights, gradients)] = run_ranks(train, 1)
+    for of_rank, gradients_of_rank in run_ranks(train, 2):
+        for name, value in weights.items():
+            torch.testing.assert_close(of_rank[name], value, rtol=0, atol=1e-12)
+        for ours, reference in zip(gradients_of_rank, gradients, strict=True):
+            torch.testing.assert_close(ours, reference, rtol=0, atol=1e-12)
+
+
+def test_all_ranks_start_from_rank_zeros_weights() -> None:
+    """Models that were made differently on each rank are alike once wrapped, also those with nothing to train."""
+
+    def on_rank() -> list[list[float]]:
+        torch.manual_seed(dw.rank())
+        trained, frozen = nn.BatchNorm1d(2), nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False)
+        for buffer in (trained.running_mean, frozen[1].running_mean):
+            buffer.fill_(dw.rank() + 1)
+        models = [dw.wrap_model(trained), dw.wrap_model(frozen)]
+        assert frozen[1].running_mean.tolist() == [1, 1]
+        return [value.flatten().tolist() for model in models for value in model.state_dict().values()]
+
+    one, other = run_ranks(on_rank, 2)
+    assert one == other
+
+
+def test_one_rank_alone_may_evaluate() -> None:
+    """Without gradients the bare model runs, so rank 0 evaluates alone, and training goes on in step afterwards."""
+
+    def on_rank() -> tuple[int, float]:
+        net = nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1)).double()
+        model, evaluations = dw.wrap_model(net), 0
+        for x in batches():
+            loss_of(model, x).backward()
+            for context in (torch.no_grad, torch.inference_mode):
+                if dw.rank() == 0:
+                    with context():
+                        model(x)
+                        evaluations += 1
+        return evaluations, net[0].weight.grad.sum().item()
+
+    (evaluations, one), (none, other) = run_ranks(on_rank, 2, timeout=20)
+    assert (evaluations, none) == (2 * STEPS, 0)
+    assert one == other
+
+
+def test_no_sync_accumulates_locally() -> None:
+    """Under ``no_sync()`` nothing is exchanged; the next backward outside averages what has accumulated."""
+
+    def on_rank() -> tuple[float, float]:
+        layer = nn.Linear(1, 1, bias=False).double()
+        model = dw.wrap_model(layer)
+        x = torch.full((1, 1), float(dw.rank() + 1), dtype=torch.float64)
+        with model.no_sync():
+            model(x).sum().backward()
+        alone = layer.weight.grad.item()
+        model(10 * x).sum().backward()
+        return alone, layer.weight.grad.item()
+
+    assert run_ranks(on_rank, 2) == [(1, 16.5), (2, 16.5)]
+
+
+def test_options_of_ddp_are_passed_on() -> None:
+    """``find_unused_parameters=True`` reaches DDP: a step that leaves a branch out neither fails nor hangs."""
+
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(2, 1), nn.Linear(2, 1)
+
+        def forward(self, x: torch.Tensor, left: bool) -> torch.Tensor:
+            return self.left(x) if left else self.right(x)
+
+    def on_rank() -> list[bool]:
+        model = dw.wrap_model(Branches(), find_unused_parameters=True)
+        for left in (True, False, dw.rank() == 0):
+            model(torch.ones(1, 2), left).sum().backward()
+        return [part.weight.grad is not None for part in (model.left, model.right)]
+
+    assert run_ranks(on_rank, 2, timeout=20) == [[True, True]] * 2
+
+
+def test_a_frozen_model_passes() -> None:
+    """A model with nothing to train, as a teacher, is run as it is, by one rank alone if need be."""
+
+    def on_rank() -> bool:
+        teacher = nn.Linear(2, 1).requires_grad_(False)
+        model = dw.wrap_model(teacher)
+        if dw.rank() == 0:
+            model(torch.ones(1, 2))
+        student = dw.wrap_model(nn.Linear(2, 1))
+        (student(torch.ones(1, 2)) - model(torch.ones(1, 2))).sum().backward()
+        return dw.unwrap_model(model) is teacher and teacher.weight.grad is None
+
+    assert run_ranks(on_rank, 2) == [True, True]
+
+
+def test_a_second_wrapping_is_refused() -> None:
+    """What is wrapped already, by distwrap or by torch, is not wrapped again."""
+
+    def on_rank() -> list[str]:
+        refusals = []
+        for model in (
+            dw.wrap_model(nn.Linear(1, 1)),
+            DistributedDataParallel(nn.Linear(1, 1)),
+            nn.DataParallel(nn.Linear(1, 1)),
+        ):
+            with pytest.raises(ModelError) as refusal:
+                dw.wrap_model(model)
+            refusals.append(str(refusal.value))
+        return refusals
+
+    for refusals in run_ranks(on_rank, 2):
+        assert [refusal.split(", ")[0] for refusal in refusals] == [
+            "wrap_model() got a DistributedModel",
+            "wrap_model() got a DistributedDataParallel",
+            "wrap_model() got a DataParallel",
+        ]
+
+
+def test_a_single_process_gets_its_own_model_back() -> None:
+    """On one CPU process in float32 the model is returned as it is."""
+    model = nn.Linear(1, 1)
+    assert dw.wrap_model(model) is model
+    assert dw.wrap_model(model, strategy="dp") is model
+    assert dw.wrap_model(model, strategy="single") is model
+
+
+@pytest.mark.parametrize(
+    ("wrap", "error", "words"),
+    [
+        (lambda: dw.wrap_model([1]), ModelError, r"takes an nn\.Module, not a list"),
+        (lambda: dw.wrap_model(nn.Linear(1, 1), strategy="dpp"), OptionError, "Did you mean 'dp"),
+        (lambda: dw.wrap_model(nn.Linear(1, 1), precision="fp61"), OptionError, "fp16"),
+        (lambda: dw.wrap_optimizer(nn.Linear(1, 1)), OptionError, "takes a torch optimizer, not a Linear"),
+    ],
+)
+def test_wrong_arguments_are_named(wrap, error, words) -> None:  # type: ignore[no-untyped-def]
+    """What cannot be wrapped, or is spelt wrongly, is an error that says so."""
+    with pytest.raises(error, match=words):
+        wrap()
+
+
+def test_what_cannot_work_on_several_ranks_is_refused() -> None:
+    """One-process strategies, and SyncBatchNorm on the CPU, are refused in a world of two ranks."""
+
+    def on_rank() -> None:
+        for options in ({"strategy": "single"}, {"strategy": "dp"}, {"sync_batchnorm": True}):
+            with pytest.raises(ModelError):
+                dw.wrap_model(nn.BatchNorm1d(1), **options)
+
+    run_ranks(on_rank, 2)
+
+
+def test_the_model_outlives_its_group() -> None:
+    """After the group is gone a wrapped model still computes, with and without gradients."""
+
+    def on_rank() -> list[float]:
+        model = dw.wrap_model(nn.Linear(1, 1, bias=False))
+        model(torch.ones(1, 1)).sum().backward()
+        dw.teardown_process_group()
+        model.weight.grad = None
+        for context in (torch.no_grad(), nullcontext()):
+            with context:
+                y = model(torch.full((1, 1), 3.0)).sum()
+        y.backward()
+        return model.weight.grad.flatten().tolist()
+
+    assert run_ranks(on_rank, 2) == [[3.0], [3.0]]

@@ -1,0 +1,33 @@
+"""The benchmarks run; what they measure is for a quiet machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+
+
+def run_quick(name: str, folder: Path, seconds: float) -> tuple[str, set[str]]:
+    """Return what a quick run prints, and what its figures are called."""
+    figures = folder / "figures.json"
+    command = [sys.executable, "-W", "error", str(BENCHMARKS / name), "--quick", "--json", str(figures)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, {row["what"] for row in json.loads(figures.read_text())["rows"] if row["ours"]["seconds"]}
+
+
+def test_step(tmp_path: Path) -> None:
+    """The step benchmark runs on two ranks and prints a line for each thing it times."""
+    table, rows = run_quick("step.py", tmp_path, seconds=60)
+    assert len(rows) == 4
+    assert all(row in table for row in rows)
+
+
+def test_launch(tmp_path: Path) -> None:
+    """The launch benchmark starts every way to launch that is installed, and prints a line for each."""
+    table, rows = run_quick("launch.py", tmp_path, seconds=110)
+    assert all(row in table for row in rows)
+    assert len(rows) + table.count(": not installed") == 8

@@ -1,0 +1,182 @@
+"""Checkpoints: whole or not at all, known to all ranks, and safe to load."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch import nn
+from torch.optim import lr_scheduler
+
+import distwrap as dw
+from distwrap.errors import CheckpointError
+from distwrap.testing import run_ranks
+
+
+class Colour(Enum):
+    RED = 1
+
+
+def test_plain_values_come_back_as_they_were(tmp_path: Path) -> None:
+    """Numbers, strings, tensors and the like in any nesting are read back by the safe loader, equal and of one type."""
+    state = {
+        "epoch": 3,
+        "loss": 0.5,
+        "flags": (True, None, {1, 2}, b"x"),
+        ("a", 1): [torch.arange(3), torch.Size([2]), torch.float16, torch.device("cpu"), 1j],
+        "half": torch.ones(2, dtype=torch.bfloat16),
+        "parameter": nn.Parameter(torch.ones(2)),
+    }
+    dw.save(state, tmp_path / "last.pt")
+    loaded = dw.load(str(tmp_path / "last.pt"))
+    assert torch.equal(loaded[("a", 1)].pop(0), state[("a", 1)].pop(0))  # type: ignore[attr-defined]
+    for name in ("half", "parameter"):
+        assert torch.equal(loaded[name], state[name])  # type: ignore[arg-type]
+        assert loaded.pop(name).dtype == state.pop(name).dtype  # type: ignore[attr-defined]
+    assert loaded == state
+
+
+def schedulers(optimizer: torch.optim.Optimizer) -> Iterator[object]:
+    yield lr_scheduler.StepLR(optimizer, 2)
+    yield lr_scheduler.MultiStepLR(optimizer, [2, 4])
+    yield lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5)
+    yield lr_scheduler.ReduceLROnPlateau(optimizer)
+    yield lr_scheduler.SequentialLR(optimizer, [lr_scheduler.ExponentialLR(optimizer, 0.5)] * 2, [1])
+
+
+def test_objects_with_a_state_dict_may_stand_anywhere(tmp_path: Path) -> None:
+    """Models, optimizers, schedulers and scalers are written as their state dicts, which load into new ones."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    scaler = torch.amp.GradScaler("cpu")
+    dw.save({"nets": [model], "deep": {"optimizer": (optimizer, scaler)}}, tmp_path / "a.pt")
+    loaded = dw.load(tmp_path / "a.pt")
+    twin = nn.Linear(2, 2)
+    twin.load_state_dict(loaded["nets"][0])
+    assert torch.equal(twin.weight, model.weight)
+    assert loaded["nets"][0]._metadata == model.state_dict()._metadata
+    torch.optim.Adam(twin.parameters()).load_state_dict(loaded["deep"]["optimizer"][0])
+    torch.amp.GradScaler("cpu").load_state_dict(loaded["deep"]["optimizer"][1])
+    for scheduler in schedulers(optimizer):
+        dw.save(scheduler, tmp_path / "b.pt")
+        scheduler.load_state_dict(dw.load(tmp_path / "b.pt"))  # type: ignore[attr-defined]
+
+
+def test_no_wrapper_leaves_its_prefix(tmp_path: Path) -> None:
+    """A model wrapped by distwrap, by torch, or compiled is saved under its own names, by rank 0 for all."""
+
+    def on_rank() -> None:
+        net = nn.Linear(1, 1)
+        wrapped = dw.wrap_model(net)
+        models = [net, wrapped, torch.compile(wrapped), nn.DataParallel(net), nn.ModuleList([wrapped])]
+        dw.save(models, tmp_path / "a.pt")
+        *alone, inside = dw.load(tmp_path / "a.pt")
+        assert [list(state) for state in alone] == [["weight", "bias"]] * 4
+        assert list(inside) == ["0.weight", "0.bias"]
+
+    run_ranks(on_rank, 2)
+    assert os.listdir(tmp_path) == ["a.pt"]
+
+
+UNSAFE = {
+    "state['a'][1] is a numpy.float64": {"a": [1, numpy.float64(1)]},
+    "(use .item() or torch.as_tensor(…))": numpy.ones(2),
+    "state['config']['colour'] is a tests.test_checkpoint.Colour": {"config": {"colour": Colour.RED}},
+    "state's key <Colour.RED: 1> is a tests.test_checkpoint.Colour": {Colour.RED: 1},
+    "state[0] is a builtins.function": (lambda: 1,),
+    "state.state_dict()['_extra_state'] is a pathlib": type(
+        "Extra", (nn.Module,), {"get_extra_state": lambda self: Path("x")}
+    )(),
+}
+
+
+@pytest.mark.parametrize(("words", "state"), UNSAFE.items(), ids=[str(index) for index in range(len(UNSAFE))])
+def test_what_the_safe_loader_would_refuse_is_named_by_its_path(words: str, state: object, tmp_path: Path) -> None:
+    """An object that could not be loaded again is refused when saving, by its path; the file before is kept."""
+    path = tmp_path / "last.pt"
+    dw.save(1, path)
+    with pytest.raises(CheckpointError) as refusal:
+        dw.save(state, path)
+    assert words in str(refusal.value)
+    assert "What was there before is untouched" in str(refusal.value)
+    assert dw.load(path) == 1
+    assert os.listdir(tmp_path) == ["last.pt"]
+
+
+def test_a_failure_while_writing_keeps_the_old_file(tmp_path: Path) -> None:
+    """Where the writing breaks off in the middle of the file, the old file and the folder are as before."""
+
+    class Breaking(torch.Tensor):
+        def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
+            raise OSError(28, "No space left on device")
+
+    Breaking.__module__ = "torch"  # passes for a plain tensor, and breaks in the middle of the file
+    path = tmp_path / "last.pt"
+    dw.save({"epoch": 1}, path)
+    with pytest.raises(CheckpointError, match="No space left on device"):
+        dw.save({"big": torch.ones(1000), "last": torch.ones(1).as_subclass(Breaking)}, path)
+    assert dw.load(path) == {"epoch": 1}
+    assert os.listdir(tmp_path) == ["last.pt"]
+
+
+def test_every_rank_learns_of_a_failure(tmp_path: Path) -> None:
+    """A folder that is missing, and a path that is a folder, fail on every rank, in words that say why."""
+    (tmp_path / "folder").mkdir()
+
+    def on_rank() -> list[str]:
+        messages = []
+        for path in (tmp_path / "missing" / "a.pt", tmp_path / "folder"):
+            with pytest.raises(CheckpointError) as failure:
+                dw.save({"epoch": 1}, path)
+            messages.append(str(failure.value))
+        dw.save(dw.rank(), tmp_path / "a.pt")
+        assert dw.load(tmp_path / "a.pt") == 0
+        return messages
+
+    one, other = run_ranks(on_rank, 2, timeout=20)
+    assert one == other
+    assert "was not written by rank 0" in one[0]
+    assert "FileNotFoundError" in one[0]
+    assert "IsADirectoryError" in one[1]
+    assert sorted(os.listdir(tmp_path)) == ["a.pt", "folder"]
+
+
+def test_the_mode_is_that_of_any_new_file(tmp_path: Path) -> None:
+    """A new checkpoint honours the umask; one that replaces another keeps that one's mode."""
+    path = tmp_path / "a.pt"
+    before = os.umask(0o027)
+    try:
+        dw.save(1, path)
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o640
+    path.chmod(0o604)
+    dw.save(2, path)
+    assert path.stat().st_mode & 0o777 == 0o604
+
+
+def test_loading_says_what_is_wrong_with_the_file(tmp_path: Path) -> None:
+    """A missing file is FileNotFoundError; a broken or unsafe one is an error with a way out."""
+    with pytest.raises(FileNotFoundError):
+        dw.load(tmp_path / "missing.pt")
+    (tmp_path / "broken.pt").write_bytes(b"no checkpoint")
+    torch.save(nn.Linear(1, 1), tmp_path / "unsafe.pt")
+    for name in ("broken.pt", "unsafe.pt"):
+        with pytest.raises(CheckpointError, match=rf"rank 0 cannot load .*{name}.*Save it again with distwrap\.save"):
+            dw.load(tmp_path / name)
+
+
+def test_tied_weights_stay_tied(tmp_path: Path) -> None:
+    """Two names for one tensor are one tensor in the file too."""
+    weight = torch.ones(3)
+    dw.save({"a": weight, "b": weight}, tmp_path / "a.pt")
+    loaded = dw.load(tmp_path / "a.pt")
+    loaded["a"][0] = 5
+    assert loaded["b"][0] == 5

@@ -1,0 +1,221 @@
+"""What ranks exchange, and that a disagreement is everybody's error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import distwrap as dw
+from distwrap.errors import CollectiveError, OptionError
+from distwrap.testing import run_ranks
+
+DTYPES = [
+    torch.bool,
+    torch.uint8,
+    torch.int8,
+    torch.int16,
+    torch.int32,
+    torch.int64,
+    torch.float16,
+    torch.bfloat16,
+    torch.float32,
+    torch.float64,
+    torch.complex64,
+]
+
+
+def test_gather_joins_uneven_shares_in_rank_order() -> None:
+    """The first dimension may differ between ranks and be empty; the result is the same on all of them."""
+
+    def on_rank() -> tuple[list[float], torch.Size]:
+        n = (2, 0, 3)[dw.rank()]
+        x = torch.full((n, 2), float(dw.rank()), dtype=torch.float64, requires_grad=True)
+        gathered = dw.gather(x)
+        assert dw.gather(torch.empty(0, 5)).shape == (0, 5)
+        assert dw.gather(torch.arange(6).reshape(3, 2).T)[:2].tolist() == [[0, 2, 4], [1, 3, 5]]
+        return gathered[:, 0].tolist(), gathered.shape
+
+    assert run_ranks(on_rank, 3) == [([0, 0, 2, 2, 2], (5, 2))] * 3
+
+
+def test_gather_takes_numbers_and_nestings() -> None:
+    """Numbers, booleans and 0-d tensors become one element a rank, and containers keep their form."""
+
+    def on_rank() -> None:
+        r = dw.rank()
+        result = dw.gather(
+            {"n": r, "x": [r + 0.5, (r == 0, torch.tensor(r))], "t": torch.arange(r + 1), "none": []},
+        )
+        assert result["n"].tolist() == [0, 1]
+        assert result["n"].dtype == torch.int64
+        assert result["x"][0].tolist() == [0.5, 1.5]
+        assert result["x"][0].dtype == torch.float64
+        assert isinstance(result["x"][1], tuple)
+        assert result["x"][1][0].tolist() == [True, False]
+        assert result["x"][1][1].tolist() == [0, 1]
+        assert result["t"].tolist() == [0, 0, 1]
+        assert result["none"] == []
+
+    run_ranks(on_rank, 2)
+
+
+def test_every_dtype_comes_through() -> None:
+    """Gather and broadcast keep the values and the type of every dtype, those that gloo does not know included."""
+
+    def on_rank() -> None:
+        for dtype in DTYPES:
+            x = torch.tensor([dw.rank(), 1]).to(dtype)
+            gathered, sent = dw.gather(x), dw.broadcast(x, src=1)
+            assert gathered.dtype == sent.dtype == dtype
+            assert torch.equal(gathered, torch.tensor([0, 1, 1, 1]).to(dtype))
+            assert torch.equal(sent, torch.tensor([1, 1]).to(dtype))
+            assert dw.broadcast(x[0], src=1).shape == ()
+
+    run_ranks(on_rank, 2)
+
+
+MISMATCHES: dict[str, Callable[[int], Any]] = {
+    "dtype": lambda rank: torch.ones(2, dtype=(torch.float32, torch.float64)[rank]),
+    "trailing shape": lambda rank: torch.ones(2, 3 + rank),
+    "dimensions": lambda rank: torch.ones((2,) * (rank + 1)),
+    "number of items": lambda rank: [1.0] * (rank + 1),
+    "names": lambda rank: {"ab"[rank]: 1.0},
+    "unknown type": lambda rank: (1.0, "text")[rank],
+    "nothing": lambda rank: (1.0, None)[rank],
+}
+
+
+@pytest.mark.parametrize("exchange", [dw.gather, dw.reduce])
+def test_a_mismatch_is_an_error_on_every_rank(exchange: Callable[[Any], Any]) -> None:
+    """Where ranks hold different things every rank raises, none waits, and the next exchange works."""
+
+    def on_rank() -> int:
+        for make in MISMATCHES.values():
+            with pytest.raises(CollectiveError, match="rank 1"):
+                exchange(make(dw.rank()))
+        return dw.reduce(1, "sum")
+
+    assert run_ranks(on_rank, 2, timeout=20) == [2, 2]
+
+
+def test_reduce_combines_in_four_ways() -> None:
+    """Mean, sum, min and max, element by element, in any nesting; numbers come back as numbers."""
+
+    def on_rank() -> None:
+        r = float(dw.rank())
+        value = {"t": torch.tensor([r, -r]), "n": [r, int(r)]}
+        assert dw.reduce(value)["t"].tolist() == [1, -1]
+        assert dw.reduce(value)["n"] == [1.0, 1.0]
+        assert dw.reduce(value, "sum")["n"] == [3.0, 3]
+        assert type(dw.reduce(value, "sum")["n"][1]) is int
+        assert dw.reduce(value, "min")["t"].tolist() == [0, -2]
+        assert dw.reduce(value, "max")["t"].tolist() == [2, 0]
+        assert value["t"].tolist() == [r, -r]
+        transposed = torch.arange(6.0).reshape(2, 3).T
+        assert torch.equal(dw.reduce(transposed), transposed)
+
+    run_ranks(on_rank, 3)
+
+
+def test_reduce_of_whole_numbers_and_booleans() -> None:
+    """A mean of them is a float64 and a sum an int64 that does not wrap around; min and max keep the type."""
+
+    def on_rank() -> None:
+        for dtype in (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64):
+            x = torch.tensor([100, dw.rank()]).to(dtype)
+            total, average = dw.reduce(x, "sum"), dw.reduce(x)
+            assert (total.tolist(), total.dtype) == ([300, 3], torch.int64)
+            assert (average.tolist(), average.dtype) == ([100, 1], torch.float64)
+            assert (dw.reduce(x, "max").tolist(), dw.reduce(x, "max").dtype) == ([100, 2], dtype)
+        flags = torch.tensor([True, dw.rank() == 0])
+        assert dw.reduce(flags, "sum").tolist() == [3, 1]
+        assert dw.reduce(flags, "max").tolist() == [True, True]
+        assert dw.reduce(flags, "min").tolist() == [True, False]
+        assert dw.reduce(dw.rank() == 0) == pytest.approx(1 / 3)
+        assert dw.reduce(dw.rank() == 0, "max") is True
+        assert dw.reduce(flags).dtype == torch.float64
+
+    run_ranks(on_rank, 3)
+
+
+def test_mean_weighs_by_count() -> None:
+    """Each rank's mean counts as often as it has items; with none its value, NaN perhaps, does not count at all."""
+
+    def on_rank() -> None:
+        r = dw.rank()
+        assert dw.mean((1.0, 4.0, float("nan"))[r], (1, 2, 0)[r]) == 3.0
+        assert dw.mean((1.0, 4.0, 4.0)[r]) == 3.0
+        assert dw.mean((1, 4, 4)[r]) == 3.0
+        batch = torch.tensor([1.0, 2.0]) * r
+        assert dw.mean(batch, r).tolist() == pytest.approx([5 / 3, 10 / 3])
+        assert dw.mean(batch, r).dtype == torch.float32
+        with pytest.raises(CollectiveError, match="count is 0 on every rank"):
+            dw.mean(float("nan"), 0)
+
+    run_ranks(on_rank, 3)
+
+
+def test_mean_is_exact_where_float32_is_not() -> None:
+    """The sum is taken in float64: large counts of float32 means lose nothing."""
+
+    def on_rank() -> float:
+        return dw.mean(torch.tensor((1.0, 0.0)[dw.rank()]).double(), (1, 2**25)[dw.rank()]).item()
+
+    assert run_ranks(on_rank, 2) == [1 / (2**25 + 1)] * 2
+
+
+def test_broadcast_sends_one_ranks_value() -> None:
+    """Tensors and other values in any nesting come from the rank that is named; the others' are ignored."""
+
+    def on_rank() -> None:
+        r = dw.rank()
+        value = {"t": torch.full((2, 1), float(r)), "list": [r, "text", None, torch.tensor(r)], "e": torch.empty(0, 3)}
+        for src in (0, 1):
+            got = dw.broadcast(value if r == src else None, src=src)
+            assert got["t"].tolist() == [[src], [src]]
+            assert got["list"] == [src, "text", None, torch.tensor(src)]
+            assert got["e"].shape == (0, 3)
+        assert value["t"][0].item() == r
+        with pytest.raises(OptionError, match="ranks are 0 to 1"):
+            dw.broadcast(1, src=2)
+
+    run_ranks(on_rank, 2)
+
+
+def test_gather_object_agree_and_barrier() -> None:
+    """Any object of every rank in rank order, one decision for all, and a meeting point."""
+
+    def on_rank() -> None:
+        r = dw.rank()
+        assert dw.gather_object({"rank": r}) == [{"rank": 0}, {"rank": 1}]
+        assert [dw.agree(flag) for flag in (False, r == 1, True)] == [False, True, True]
+        assert [dw.agree(flag, "all") for flag in (False, r == 1, True)] == [False, False, True]
+        dw.barrier()
+
+    run_ranks(on_rank, 2)
+
+
+def test_a_single_process_gets_back_what_it_gave() -> None:
+    """Alone every collective is the identity, down to the object."""
+    value = {"t": torch.ones(2, requires_grad=True), "s": "text"}
+    assert dw.gather(value) is value
+    assert dw.reduce(value, "max") is value
+    assert dw.mean(value["t"], 0) is value["t"]
+    assert dw.broadcast(value) is value
+    assert dw.gather_object(value) == [value]
+    assert dw.agree(True, "all") is True
+    assert dw.agree(False) is False
+    assert dw.barrier() is None
+
+
+def test_wrong_names_are_refused_also_in_a_single_process() -> None:
+    """An unknown op, way to agree or source rank is an error before anything is exchanged."""
+    with pytest.raises(OptionError, match=r"'avg'.*Known: max, mean, min, sum"):
+        dw.reduce(1.0, "avg")
+    with pytest.raises(OptionError, match=r"'some'.*Known: all, any"):
+        dw.agree(True, "some")
+    with pytest.raises(OptionError, match="ranks are 0 to 0"):
+        dw.broadcast(1, src=1)

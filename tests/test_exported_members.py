@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import inspect
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+import distwrap
+
+OPTIONAL = ["cloudpickle", "tqdm", "sklearn", "matplotlib"]
+
+# torch imports some of them itself where they are there; so they are made impossible to import.
+PROBE = """
+import json, os, sys, threading
+for name in {blocked}: sys.modules[name] = None
+import torch
+before = dict(os.environ), sys.path[:], torch.get_rng_state(), torch.get_num_threads()
+os_threads = len(os.listdir("/proc/self/task"))
+import {imports}
+after = dict(os.environ), sys.path[:], torch.get_rng_state(), torch.get_num_threads()
+children = [open(f"/proc/self/task/{{task}}/children").read() for task in os.listdir("/proc/self/task")]
+print(json.dumps({{
+    "threads": [thread.name for thread in threading.enumerate()],
+    "new threads": len(os.listdir("/proc/self/task")) - os_threads,
+    "children": "".join(children).split(),
+    "unchanged": before[:2] == after[:2] and torch.equal(before[2], after[2]) and before[3] == after[3],
+    "group": torch.distributed.is_initialized(),
+    "cuda": torch.cuda.is_initialized(),
+}}))
+"""
+
+
+def imported(imports: str) -> subprocess.CompletedProcess[str]:
+    """Import in a fresh interpreter that has none of the optional packages, and print what that did."""
+    return subprocess.run(
+        [sys.executable, "-c", PROBE.format(blocked=OPTIONAL, imports=imports)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.fixture(scope="module")
+def report() -> Any:
+    """What importing distwrap did; that it worked at all shows that it needs no optional package."""
+    done = imported("distwrap")
+    assert (done.returncode, done.stderr) == (0, "")
+    return json.loads(done.stdout)
+
+
+def test_all_is_sorted_and_without_repeats() -> None:
+    """The public names are in order, each once."""
+    assert distwrap.__all__ == sorted(set(distwrap.__all__))
+
+
+@pytest.mark.parametrize("name", distwrap.__all__)
+def test_public_names_are_there_and_documented(name: str) -> None:
+    """Each public name can be imported, and says what it does."""
+    value = getattr(distwrap, name)
+    if name == "__version__":
+        assert isinstance(value, str)
+    else:
+        assert (inspect.getdoc(value) or "").strip()
+        assert inspect.getdoc(value) != inspect.getdoc(type(value))
+
+
+def test_nothing_public_is_left_out() -> None:
+    """Each function and class that the package imports for its users is in __all__."""
+    public = {
+        name for name, value in vars(distwrap).items() if not name.startswith("_") and not inspect.ismodule(value)
+    }
+    assert public <= set(distwrap.__all__)
+
+
+def test_an_import_of_an_optional_package_would_be_seen() -> None:
+    """`import distwrap` needs no optional package: each test below would fail, as importing one of them does here."""
+    assert "ModuleNotFoundError: import of tqdm halted" in imported("distwrap, tqdm").stderr
+
+
+def test_importing_starts_nothing(report: dict[str, Any]) -> None:
+    """`import distwrap` starts no thread and no process, makes no group, and touches no accelerator."""
+    assert report["threads"] == ["MainThread"]
+    assert (report["new threads"], report["children"]) == (0, [])
+    assert (report["group"], report["cuda"]) == (False, False)
+
+
+def test_importing_changes_nothing(report: dict[str, Any]) -> None:
+    """`import distwrap` leaves the environment, the import path, the random numbers and torch's threads alone."""
+    assert report["unchanged"]

@@ -1,0 +1,287 @@
+from __future__ import annotations
+
+from typing import Any
+
+import numpy
+import pytest
+
+from distwrap import distributed, world_size
+from distwrap.errors import OptionError
+from distwrap.options import LAUNCHERS, STRATEGIES, Options, check_precision, check_strategy, switched_on
+from distwrap.strategies.prepare import STRATEGIES as REGISTERED
+
+
+def given(**options: Any) -> Options:
+    return Options().updated(options)
+
+
+def refusal(**options: Any) -> str:
+    with pytest.raises(OptionError) as caught:
+        given(**options)
+    return str(caught.value)
+
+
+def test_known_strategies_are_those_registered() -> None:
+    """The names that options take are the names of the strategies that there are."""
+    assert set(STRATEGIES) == set(REGISTERED)
+
+
+@pytest.mark.parametrize(("wrong", "meant"), [("dpp", "dp"), ("ddp_spwan", "ddp_spawn"), ("singel", "single")])
+def test_a_misspelt_strategy_names_the_nearest(wrong: str, meant: str) -> None:
+    """An unknown strategy lists the known ones, and says which was probably meant."""
+    message = refusal(strategy=wrong)
+    assert message.startswith(f"@distributed: unknown strategy {wrong!r}. Did you mean {meant!r}? Known: ")
+    assert all(name in message for name in STRATEGIES)
+
+
+def test_a_misspelt_option_names_the_nearest() -> None:
+    """An unknown option lists the known ones, and says which was probably meant."""
+    assert refusal(nproc=2).startswith("@distributed: unknown option 'nproc'. Did you mean 'nprocs'? Known: backend, ")
+
+
+@pytest.mark.parametrize("value", [0, -1, 2.5, 2.0, True, "4", "all", None])
+def test_a_wrong_number_of_processes_is_refused(value: object) -> None:
+    """nprocs is auto or a whole number of at least 1, and nothing that merely looks like one."""
+    message = refusal(nprocs=value)
+    assert message == f"@distributed: nprocs={value!r}: it must be 'auto' or a whole number of at least 1."
+
+
+@pytest.mark.parametrize("value", [1, 8, numpy.int64(8)])
+def test_a_whole_number_of_processes_is_taken(value: Any) -> None:
+    """Any whole number of at least 1 will do, numpy's too, and becomes a plain one."""
+    assert type(given(nprocs=value).nprocs) is int
+    assert given(nprocs=value).nprocs == value
+
+
+@pytest.mark.parametrize(
+    ("spelling", "precision"),
+    [
+        (32, "32"),
+        ("32-true", "32"),
+        ("no", "32"),
+        ("fp32", "32"),
+        ("float32", "32"),
+        ("BF16", "bf16"),
+        ("bf16-mixed", "bf16"),
+        ("bfloat16", "bf16"),
+        (16, "fp16"),
+        ("16-mixed", "fp16"),
+        ("float16", "fp16"),
+    ],
+)
+def test_spellings_of_precision(spelling: str | int, precision: str) -> None:
+    """Lightning's and Accelerate's spellings mean our own three precisions."""
+    assert given(precision=spelling).precision == check_precision(spelling) == precision
+
+
+@pytest.mark.parametrize("value", ["bf61", "64", "16-true", 8, True, None])
+def test_an_unknown_precision_is_refused(value: object) -> None:
+    """A precision that there is not, or that means half-precision weights, is refused with the known ones."""
+    message = refusal(precision=value)
+    assert message.startswith(f"@distributed: unknown precision {value!r}.")
+    assert "Known: 16, 16-mixed, 32" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "launcher"),
+    [
+        ("ddp_spawn", "spawn"),
+        ("ddp_fork", "fork"),
+        ("ddp_forkserver", "forkserver"),
+        ("ddp_script", "script"),
+        ("ddp_notebook", "forkserver"),
+        ("spawn", "spawn"),
+        ("fork", "fork"),
+        ("forkserver", "forkserver"),
+    ],
+)
+def test_strategy_and_launcher_in_one_word(name: str, launcher: str) -> None:
+    """A strategy that names a launcher is DDP with that launcher."""
+    options = given(strategy=name)
+    assert (options.strategy, options.launcher) == ("ddp", launcher)
+    assert given(strategy=name, launcher="auto") == given(strategy=name, launcher=launcher) == options
+    assert check_strategy(name) == "ddp"
+
+
+def test_a_strategy_that_contradicts_the_launcher_is_refused() -> None:
+    """A strategy that names one launcher and a launcher that is another cannot both be meant."""
+    message = refusal(strategy="ddp_spawn", launcher="fork")
+    assert "strategy='ddp_spawn' means launcher='spawn', but launcher='fork' was given too" in message
+
+
+def test_one_process_contradicts_several() -> None:
+    """The strategy of one process refuses a number of several, and takes 1 and auto."""
+    assert "strategy='single' is one process, but nprocs=2" in refusal(strategy="single", nprocs=2)
+    assert given(strategy="single", nprocs=1).nprocs == 1
+    assert given(strategy="single", nprocs="auto").nprocs == "auto"
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_known_launchers_are_taken(launcher: Any) -> None:
+    """Each launcher goes by its name."""
+    assert given(launcher=launcher).launcher == launcher
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"launcher": "frok"}, "unknown launcher 'frok'. Did you mean 'fork'?"),
+        ({"launcher": "elastic"}, "launcher='elastic' is not here yet; start the script with torchrun"),
+        ({"backend": ""}, "backend='': it must be 'auto' or a name that torch.distributed knows"),
+        ({"backend": None}, "backend=None: it must be"),
+        ({"seed": -1}, "seed=-1: it must be None or a whole number from 0"),
+        ({"seed": 2**63}, "it must be None or a whole number from 0"),
+        ({"seed": 1.0}, "seed=1.0: it must be"),
+        ({"seed": True}, "seed=True: it must be"),
+        ({"timeout": 0}, "timeout=0: it must be a positive number of seconds"),
+        ({"timeout": float("inf")}, "timeout=inf: it must be"),
+        ({"timeout": float("nan")}, "timeout=nan: it must be"),
+        ({"timeout": "60"}, "timeout='60': it must be"),
+        ({"timeout": True}, "timeout=True: it must be"),
+        ({"returns": "rank1"}, "unknown value for returns 'rank1'. Did you mean 'rank0'?"),
+        ({"retrofit": 1}, "retrofit=1: it must be True or False"),
+    ],
+    ids=str,
+)
+def test_a_wrong_value_is_refused(options: dict[str, Any], message: str) -> None:
+    """Each option says what it takes, and what it was given."""
+    assert message in refusal(**options)
+
+
+@pytest.mark.parametrize(
+    ("options", "instead"),
+    [
+        ({"nnodes": 2}, "torchrun --nnodes"),
+        ({"nnodes": "1:4"}, "torchrun --nnodes"),
+        ({"node_rank": 0}, "torchrun --node-rank"),
+        ({"rdzv_endpoint": "head:29400"}, "torchrun --rdzv-endpoint"),
+        ({"max_restarts": 3}, "torchrun --max-restarts"),
+        ({"log_dir": "logs"}, "torchrun --log-dir"),
+    ],
+    ids=str,
+)
+def test_what_torchrun_does_is_left_to_it(options: dict[str, Any], instead: str) -> None:
+    """An option that is not here yet is refused with torchrun's own, and its default is fine."""
+    assert instead in refusal(**options)
+
+
+def test_defaults_of_what_is_left_to_torchrun_are_taken() -> None:
+    """Spelling out a default changes nothing."""
+    assert given(nnodes=1, node_rank=None, rdzv_endpoint=None, max_restarts=0, log_dir=None) == Options()
+
+
+def test_an_update_keeps_what_it_does_not_name() -> None:
+    """Options over others leave the rest, and the others, as they were."""
+    first = given(nprocs=2, seed=3)
+    assert first.updated({"nprocs": 4}) == given(nprocs=4, seed=3)
+    assert first.nprocs == 2
+
+
+def test_the_environment_overrides_the_decorator() -> None:
+    """Each variable goes over the decorator's argument of its name, read as that argument's type."""
+    env = {
+        "DISTWRAP_STRATEGY": "ddp_fork",
+        "DISTWRAP_NPROCS": "3",
+        "DISTWRAP_BACKEND": "gloo",
+        "DISTWRAP_PRECISION": "bf16",
+        "DISTWRAP_TIMEOUT": "2.5",
+    }
+    options = given(strategy="single", seed=1, nprocs="auto").with_environment(env)
+    assert options == given(
+        strategy="ddp", launcher="fork", nprocs=3, backend="gloo", precision="bf16", timeout=2.5, seed=1
+    )
+
+
+def test_auto_can_be_said_in_the_environment() -> None:
+    """The environment can take a number of processes back."""
+    assert given(nprocs=4).with_environment({"DISTWRAP_NPROCS": "auto"}).nprocs == "auto"
+
+
+@pytest.mark.parametrize("variable", ["STRATEGY", "LAUNCHER", "NPROCS", "BACKEND", "PRECISION", "TIMEOUT"])
+def test_an_empty_variable_is_none(variable: str) -> None:
+    """An empty variable overrides nothing."""
+    assert Options().with_environment({f"DISTWRAP_{variable}": ""}) == Options()
+
+
+@pytest.mark.parametrize(
+    ("variable", "text", "message"),
+    [
+        ("DISTWRAP_NPROCS", "two", "DISTWRAP_NPROCS='two': it must be 'auto' or a whole number"),
+        ("DISTWRAP_NPROCS", "0", "DISTWRAP_NPROCS: nprocs=0: it must be"),
+        ("DISTWRAP_TIMEOUT", "soon", "DISTWRAP_TIMEOUT='soon': it must be a number of seconds"),
+        ("DISTWRAP_TIMEOUT", "-1", "DISTWRAP_TIMEOUT: timeout=-1.0: it must be"),
+        ("DISTWRAP_STRATEGY", "ddq", "DISTWRAP_STRATEGY: unknown strategy 'ddq'. Did you mean 'ddp'?"),
+        ("DISTWRAP_LAUNCHER", "swarm", "DISTWRAP_LAUNCHER: unknown launcher 'swarm'."),
+        ("DISTWRAP_PRECISION", "bf17", "DISTWRAP_PRECISION: unknown precision 'bf17'. Did you mean 'bf16'?"),
+    ],
+)
+def test_a_wrong_variable_is_named(variable: str, text: str, message: str) -> None:
+    """An error of the environment names the variable to change."""
+    with pytest.raises(OptionError) as caught:
+        Options().with_environment({variable: text})
+    assert str(caught.value).startswith(message)
+
+
+def test_variables_that_contradict_each_other_are_refused() -> None:
+    """Two variables that cannot both be meant are refused, and both are named."""
+    env = {"DISTWRAP_STRATEGY": "ddp_spawn", "DISTWRAP_LAUNCHER": "fork"}
+    with pytest.raises(OptionError, match="DISTWRAP_STRATEGY and DISTWRAP_LAUNCHER: strategy='ddp_spawn' means"):
+        Options().with_environment(env)
+
+
+def test_several_processes_for_a_strategy_of_one_are_refused() -> None:
+    """A job script that asks for several processes is not ignored where the decorator says one."""
+    with pytest.raises(OptionError, match="DISTWRAP_NPROCS: strategy='single' is one process, but nprocs=4"):
+        given(strategy="single").with_environment({"DISTWRAP_NPROCS": "4"})
+
+
+def test_a_strategy_of_one_process_overrides_a_number() -> None:
+    """A job script that asks for the strategy of one process has its way where the decorator says four."""
+    assert given(nprocs=4).with_environment({"DISTWRAP_STRATEGY": "single"}).strategy == "single"
+
+
+def test_a_call_goes_before_the_environment_before_the_decorator() -> None:
+    """.options() overrides the environment, which overrides the decorator."""
+    train = distributed(nprocs=1)(lambda: world_size())
+    assert train() == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DISTWRAP_NPROCS", "2")
+        assert train() == 2
+        assert train.options(nprocs=3)() == 3
+
+
+def test_options_of_a_call_are_checked_when_given() -> None:
+    """A wrong option is refused by .options() itself, before the call."""
+    train = distributed(lambda: None)
+    with pytest.raises(OptionError, match=r"^\.options\(\): unknown option 'procs'"):
+        train.options(procs=2)
+
+
+@pytest.mark.parametrize("text", ["1", "true", "YES", " on "])
+def test_a_switch_is_on(text: str) -> None:
+    """What means yes switches on."""
+    assert switched_on({"DISTWRAP_DISABLE": text}, "DISTWRAP_DISABLE")
+
+
+@pytest.mark.parametrize("text", ["", "0", "False", "no", "off"])
+def test_a_switch_is_off(text: str) -> None:
+    """What means no, and nothing at all, leaves it off."""
+    assert not switched_on({"DISTWRAP_DISABLE": text}, "DISTWRAP_DISABLE")
+    assert not switched_on({}, "DISTWRAP_DISABLE")
+
+
+def test_a_switch_is_read_strictly() -> None:
+    """What means neither yes nor no is refused by the call, with what is allowed."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DISTWRAP_DISABLE", "maybe")
+        with pytest.raises(OptionError, match=r"DISABLE='maybe': say 1, true, yes or on; or 0, false, no or off"):
+            distributed(lambda: None)()
+
+
+def test_a_disabled_call_stays_in_this_process() -> None:
+    """DISTWRAP_DISABLE=1 runs the function here, whatever the options ask."""
+    seen = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("DISTWRAP_DISABLE", "1")
+        distributed(nprocs=2)(lambda: seen.append(world_size()))()
+    assert seen == [1]

@@ -1,0 +1,313 @@
+"""Mixed precision: what is computed in which type, and the order of scale, unscale, clip, step and update."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import distwrap as dw
+from distwrap.errors import PrecisionError
+from distwrap.group import current_world
+
+STEPS, SCALE = 5, 64.0
+
+
+class Probe(nn.Module):
+    """Remembers in which type its inner layer computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner, self.outer = nn.Linear(4, 8), nn.Linear(8, 1)
+        self.seen: torch.dtype | None = None
+
+    def forward(self, x: torch.Tensor) -> dict[str, Any]:
+        hidden = self.inner(x)
+        self.seen = hidden.dtype
+        return {"y": self.outer(hidden.tanh()), "hidden": [hidden], "name": "probe"}
+
+
+def under(precision: str, body: Callable[[], Any], nprocs: int = 1, strategy: str = "ddp") -> list[Any]:
+    """Run a body in a world of this precision, and return every rank's value."""
+    return dw.distributed(
+        nprocs=nprocs, strategy=strategy, precision=precision, launcher="forkserver", timeout=30, returns="all"
+    )(body)()
+
+
+def weights(model: nn.Module) -> list[float]:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+
+
+def setting(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(seed)
+    model = dw.wrap_model(nn.Linear(4, 1))
+    scaler = current_world().scaler
+    if scaler is not None and scaler.get_scale() != SCALE:  # at which nothing here overflows
+        current_world().scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def batches() -> torch.Tensor:
+    return torch.randn(STEPS, 8, 4, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize(("nprocs", "strategy"), [(1, "single"), (1, "dp"), (1, "ddp"), (2, "ddp")])
+@pytest.mark.parametrize(("precision", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
+def test_computes_in_the_small_type_and_keeps_the_rest_in_float32(
+    precision: str, dtype: torch.dtype, nprocs: int, strategy: str
+) -> None:
+    """Inner activations are small; outputs in any nesting, weights and gradients are float32, as is evaluation."""
+
+    def body() -> None:
+        model = dw.wrap_model(Probe())
+        outputs = model(torch.randn(2, 4))
+        assert model.seen == dtype
+        assert outputs["y"].dtype == outputs["hidden"][0].dtype == torch.float32
+        assert outputs["name"] == "probe"
+        dw.backward(outputs["y"].sum())
+        assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.float32}
+        model.seen = None
+        with torch.no_grad():
+            assert model(torch.randn(2, 4))["y"].dtype == torch.float32
+        assert model.seen == dtype
+
+    under(precision, body, nprocs, strategy)
+
+
+def test_one_model_may_have_a_precision_of_its_own() -> None:
+    """``wrap_model(precision=…)`` wins over the run's."""
+
+    def body() -> None:
+        model = dw.wrap_model(Probe(), precision="32")
+        model(torch.ones(1, 4))
+        assert model.seen == torch.float32
+
+    under("bf16", body)
+
+
+@pytest.mark.parametrize(
+    ("precision", "dtype"), [("32", torch.float32), ("bf16", torch.bfloat16), ("fp16", torch.float16)]
+)
+def test_autocast_is_that_of_the_run(precision: str, dtype: torch.dtype) -> None:
+    """Code outside of a wrapped model computes in the run's precision inside ``autocast()``."""
+
+    def body() -> None:
+        with dw.autocast():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == dtype
+
+    under(precision, body)
+
+
+def test_float32_clips_and_steps() -> None:
+    """In float32 ``optimizer_step`` clips to the norm, of the optimizer's or the given model's gradients, and steps."""
+
+    def body() -> None:
+        for given in (False, True):
+            model, optimizer = setting()
+            before = weights(model)
+            dw.backward(100 * model(torch.ones(1, 4)).sum())
+            assert dw.optimizer_step(optimizer, model=model if given else None, max_norm=0.5) is True
+            moved = torch.tensor(before) - torch.tensor(weights(model))
+            assert moved.norm().item() == pytest.approx(0.1 * 0.5, rel=1e-4)
+
+    under("32", body)
+
+
+def test_fp16_clips_the_unscaled_gradients() -> None:
+    """Under fp16 the norm is that of the true gradients: long ones are cut to it, short ones are left as they are."""
+
+    def body() -> list[float]:
+        lengths = []
+        for factor in (100.0, 0.01):
+            model, optimizer = setting()
+            before = weights(model)
+            dw.backward(factor * model(torch.ones(1, 4)).sum())
+            assert dw.optimizer_step(optimizer, max_norm=0.5) is True
+            lengths.append((torch.tensor(before) - torch.tensor(weights(model))).norm().item())
+        return lengths
+
+    [[long, short]] = under("fp16", body)
+    assert long == pytest.approx(0.1 * 0.5, rel=1e-3)
+    assert short == pytest.approx(0.1 * 0.01 * 5**0.5, rel=1e-2)
+
+
+def test_fp16_skips_a_step_that_overflowed() -> None:
+    """An infinite gradient skips the step on every rank: False, same weights, and half the scale from then on."""
+
+    def body() -> list[float]:
+        model, optimizer = setting()
+        before = weights(model)
+        dw.backward(model(torch.ones(1, 4)).sum() * (float("inf") if dw.rank() == dw.world_size() - 1 else 1.0))
+        scale = current_world().scaler.get_scale()
+        assert dw.optimizer_step(optimizer, max_norm=1.0) is False
+        assert weights(model) == before
+        optimizer.zero_grad()
+        dw.backward(model(torch.ones(1, 4)).sum())
+        assert current_world().scaler.get_scale() == scale / 2
+        assert dw.optimizer_step(optimizer) is True
+        assert weights(model) != before
+        return weights(model)
+
+    one, other = under("fp16", body, nprocs=2)
+    assert one == other
+    under("fp16", body)
+
+
+def test_fp16_refuses_a_plain_backward() -> None:
+    """``loss.backward()``, whose small gradients would vanish, is an error, and not one for a model in float32."""
+
+    def body() -> None:
+        model, _ = setting()
+        with pytest.raises(PrecisionError, match=r"(?s)loss\.backward\(\).*distwrap\.backward"):
+            model(torch.ones(1, 4)).sum().backward()
+        other = dw.wrap_model(nn.Linear(1, 1), precision="32")
+        other(torch.ones(1, 1)).sum().backward()
+
+    under("fp16", body)
+
+
+def test_fp16_refuses_a_plain_step_on_scaled_gradients() -> None:
+    """``optimizer.step()`` after ``backward(loss)`` is an error before any weight has changed."""
+
+    def body() -> None:
+        model, optimizer = setting()
+        before = weights(model)
+        dw.backward(model(torch.ones(1, 4)).sum())
+        with pytest.raises(PrecisionError, match=r"distwrap\.optimizer_step"):
+            optimizer.step()
+        assert weights(model) == before
+
+    under("fp16", body)
+
+
+def test_fp16_refuses_a_step_without_a_backward() -> None:
+    """``optimizer_step`` before the first backward, and twice after one, is an error."""
+
+    def body() -> None:
+        model, optimizer = setting()
+        with pytest.raises(PrecisionError, match="was not called since the last step"):
+            dw.optimizer_step(optimizer)
+        dw.backward(model(torch.ones(1, 4)).sum())
+        dw.optimizer_step(optimizer)
+        with pytest.raises(PrecisionError, match="was not called since the last step"):
+            dw.optimizer_step(optimizer)
+
+    under("fp16", body)
+
+
+def test_the_watch_over_steps_ends_with_the_run() -> None:
+    """After a run in fp16, optimizers in this process step as before, even where a step was left out."""
+
+    def body() -> None:
+        model, _ = setting()
+        dw.backward(model(torch.ones(1, 4)).sum())
+
+    dw.distributed(nprocs=1, precision="fp16")(body)()
+    weight = nn.Parameter(torch.ones(1))
+    weight.sum().backward()
+    torch.optim.SGD([weight], lr=0.5).step()
+    assert weight.item() == 0.5
+
+
+def test_torchs_own_gradient_scaler_works() -> None:
+    """The GradScaler idiom is not refused, and gives the same weights as `backward` and `optimizer_step`."""
+
+    def ours() -> list[float]:
+        model, optimizer = setting()
+        for x in batches():
+            optimizer.zero_grad()
+            dw.backward(model(x).pow(2).mean())
+            dw.optimizer_step(optimizer, max_norm=0.5)
+        return weights(model)
+
+    def theirs() -> list[float]:
+        model, optimizer = setting()
+        scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        for x in batches():
+            optimizer.zero_grad()
+            scaler.scale(model(x).pow(2).mean()).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            scaler.step(optimizer)
+            scaler.update()
+        return weights(model)
+
+    assert under("fp16", ours) == under("fp16", theirs)
+
+
+@pytest.mark.parametrize("precision", ["32", "fp16"])
+def test_gradients_accumulate_over_two_backwards(precision: str) -> None:
+    """Two backwards of half a batch, then one step, are one backward of the whole."""
+
+    def body() -> None:
+        results = []
+        for parts in (1, 2):
+            model, optimizer = setting()
+            for x in batches():
+                optimizer.zero_grad()
+                for part in x.chunk(parts):
+                    dw.backward(model(part).pow(2).mean() / parts)
+                assert dw.optimizer_step(optimizer)
+            results.append(weights(model))
+        torch.testing.assert_close(*map(torch.tensor, results), rtol=5e-3, atol=5e-3)
+
+    under(precision, body)
+
+
+def test_two_optimizers_with_a_backward_each() -> None:
+    """As in adversarial training: each loss has its own backward and step, and both models train."""
+
+    def body() -> None:
+        (one, of_one), (other, of_other) = setting(0), setting(1)
+        before = weights(one), weights(other)
+        for x in batches():
+            for model, optimizer in ((one, of_one), (other, of_other)):
+                optimizer.zero_grad()
+                dw.backward(model(x).pow(2).mean())
+                assert dw.optimizer_step(optimizer) is True
+        assert weights(one) != before[0]
+        assert weights(other) != before[1]
+
+    under("fp16", body)
+
+
+def test_two_optimizers_share_one_backward() -> None:
+    """One loss, two optimizers: both take the same scale off, also where the first one's step changes it."""
+
+    def body() -> None:
+        (one, of_one), (other, of_other) = setting(0), setting(0)
+        before = weights(one)
+        x = torch.ones(1, 4)
+        dw.backward(one(x).sum() * float("inf") + other(x).sum())
+        scale = current_world().scaler.get_scale()
+        assert dw.optimizer_step(of_one) is False
+        assert dw.optimizer_step(of_other) is True
+        assert weights(one) == before
+        torch.testing.assert_close(torch.tensor(weights(other)), torch.tensor(before) - 0.1, rtol=1e-3, atol=1e-4)
+        dw.backward(one(x).sum())
+        assert current_world().scaler.get_scale() == scale / 2
+
+    under("fp16", body)
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_two_ranks_train_as_one_process(precision: str) -> None:
+    """Two ranks with half of each batch end up where one process with the whole batch does, up to the small type."""
+
+    def body() -> list[float]:
+        model, optimizer = setting()
+        for x in batches():
+            optimizer.zero_grad()
+            dw.backward((model(x[dw.rank() :: dw.world_size()]) - 1).pow(2).mean())
+            assert dw.optimizer_step(optimizer, max_norm=1.0)
+        return weights(model)
+
+    one, other = under(precision, body, nprocs=2)
+    assert one == other
+    [alone] = under(precision, body)
+    tolerance = 2e-3 if precision == "fp16" else 2e-2
+    torch.testing.assert_close(torch.tensor(one), torch.tensor(alone), rtol=tolerance, atol=tolerance)

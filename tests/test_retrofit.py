@@ -1,0 +1,197 @@
+"""A function that knows nothing of distribution is made distributed, and the caller's own objects are trained."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import distwrap as dw
+from distwrap.errors import ModelError
+from distwrap.launch import meeting
+from distwrap.placement import Placement
+from distwrap.placement.torchrun import variables
+from tests import retrofitted
+
+ROOT = Path(__file__).parent.parent
+
+
+def plain(calls: int) -> dict[str, Any]:
+    """What one process without distwrap makes of it, at the same global batch."""
+    model, optimizer, loader, scheduler = retrofitted.objects(retrofitted.GLOBAL_BATCH)
+    for _ in range(calls):
+        retrofitted.train(model, optimizer, loader, scheduler)
+    return retrofitted.state(model, optimizer, scheduler)
+
+
+def same(one: object, other: object) -> None:
+    torch.testing.assert_close(one, other, rtol=0, atol=1e-9)
+
+
+def over_two_ranks(fn: Any, launcher: str = "forkserver") -> Any:
+    return dw.distributed(nprocs=2, launcher=launcher, retrofit=True, timeout=30)(fn)
+
+
+@pytest.mark.parametrize(("launcher", "calls"), [("fork", 2), ("forkserver", 2), ("spawn", 1)])
+def test_the_callers_objects_are_trained(launcher: str, calls: int) -> None:
+    """After a call over two ranks, and another, model, optimizer and scheduler are where one process would be."""
+    result = retrofitted.run(launcher, nprocs=2, calls=calls)
+    same(result, plain(calls))
+    assert result["optimizer"]["param_groups"][0]["lr"] == 0.05 / 4**calls
+    assert result["optimizer"]["state"][0]["step"] == 8 * calls
+
+
+def test_a_single_process_trains_in_place(reference: dict[str, Any]) -> None:
+    """With one process the very same call trains the same objects to the same state."""
+    same(retrofitted.run("auto", nprocs=1, calls=2), plain(calls=2))
+
+
+def run_script(launcher: str, path: Path, **env: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "-W", "error", "-m", "tests.retrofitted", launcher, str(path)]
+    return subprocess.Popen(command, env={**os.environ, **env}, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+
+
+def test_in_a_script_that_is_run_again(tmp_path: Path) -> None:
+    """Under the script launcher rank 0 is the caller, and its objects are trained, in two calls, without a warning."""
+    process = run_script("script", tmp_path / "state.pt")
+    assert process.communicate(timeout=90)[1] == ""
+    same(torch.load(tmp_path / "state.pt"), plain(calls=2))
+
+
+def test_under_an_outer_launcher(tmp_path: Path) -> None:
+    """In processes that torchrun's variables describe, each call joins, and the objects are trained in place."""
+    with meeting.store() as port:
+        processes = [
+            run_script("external", tmp_path / "state.pt", **variables(placement, "torchrun"))
+            for placement in (
+                Placement(rank, 2, rank, 2, master_addr=meeting.ADDRESS, master_port=port) for rank in (0, 1)
+            )
+        ]
+        assert [process.communicate(timeout=90)[1] for process in processes] == ["", ""]
+    same(torch.load(tmp_path / "state.pt"), plain(calls=2))
+
+
+def test_arguments_in_containers_and_the_return_value() -> None:
+    """Models in lists and dicts are wrapped and trained, and what is returned of them is the caller's own object."""
+
+    def fit(nets: dict[str, Any], optimizers: tuple[Any, ...]) -> tuple[Any, ...]:
+        assert all(isinstance(net, nn.parallel.DistributedDataParallel) for net in (nets["a"], nets["rest"][0]))
+        for net, optimizer in zip((nets["a"], nets["rest"][0]), optimizers, strict=True):
+            net(torch.full((1, 1), dw.rank() + 1.0)).sum().backward()
+            optimizer.step()
+        return nets["rest"][0], {"a": nets["a"], "optimizer": optimizers[1]}, 5
+
+    one, other = nn.Linear(1, 1, bias=False), nn.Linear(1, 1, bias=False)
+    before = one.weight.item(), other.weight.item()
+    optimizers = tuple(torch.optim.SGD(net.parameters(), lr=0.1) for net in (one, other))
+    for launcher in ("forkserver", "fork"):
+        returned = over_two_ranks(fit, launcher)({"a": one, "rest": [other]}, optimizers=optimizers)
+        assert returned[0] is other
+        assert returned[1]["a"] is one
+        assert returned[1]["optimizer"] is optimizers[1]
+        assert returned[2] == 5
+    moved = [was - net.weight.item() for was, net in zip(before, (one, other), strict=True)]
+    assert moved == pytest.approx([2 * 0.15] * 2)
+    everyones = over_two_ranks(fit).options(returns="all")({"a": one, "rest": [other]}, optimizers)
+    assert [value[0] is other for value in everyones] == [True, True]
+
+
+def test_a_frozen_teacher_passes_and_stays_as_it_is() -> None:
+    """A model with nothing to train, and a loss that is a module, are arguments like any other."""
+
+    def distill(student: nn.Module, teacher: nn.Module, loss_of: nn.Module, optimizer: Any) -> None:
+        x = torch.ones(2, 2)
+        loss_of(student(x), teacher(x)).backward()
+        optimizer.step()
+
+    student, teacher = nn.Linear(2, 1), nn.Linear(2, 1).requires_grad_(False)
+    before = student.weight.clone(), teacher.weight.clone()
+    optimizer = torch.optim.SGD(student.parameters(), lr=0.1)
+    over_two_ranks(distill)(student, teacher, nn.MSELoss(), optimizer)
+    assert not torch.equal(student.weight, before[0])
+    assert torch.equal(teacher.weight, before[1])
+
+
+def test_buffers_and_training_flags_come_home() -> None:
+    """Running statistics, and which parts were left in training mode, are those of rank 0."""
+
+    def fit(model: nn.Module) -> None:
+        for _ in range(3):
+            model(torch.full((2, 1), dw.rank() + 1.0))
+        model.eval()
+        model[1].train()
+
+    model = nn.Sequential(nn.BatchNorm1d(1), nn.Dropout())
+    over_two_ranks(fit)(model)
+    assert model[0].num_batches_tracked == 3
+    assert model[0].running_mean.item() == pytest.approx(1 - 0.9**3)
+    assert [model.training, model[0].training, model[1].training] == [False, False, True]
+
+
+def test_loaders_are_shared_out() -> None:
+    """A loader among the arguments yields this rank's share, each sample on one rank; the caller's stays whole."""
+
+    def collect(loaders: list[Any]) -> list[int]:
+        return [int(x) for batch in loaders[0] for x in batch]
+
+    loader = DataLoader(range(6), batch_size=2)  # type: ignore[arg-type]
+    one, other = over_two_ranks(collect).options(returns="all")([loader])
+    assert (one, other) == ([0, 2, 4], [1, 3, 5])
+    assert len(loader) == 3
+
+
+def test_a_changed_structure_is_refused() -> None:
+    """Where the function gives the model other layers, that is an error, and the caller's weights are as before."""
+
+    def grow(model: nn.Module) -> None:
+        nn.init.constant_(model[0].weight, 7)
+        dw.unwrap_model(model).append(nn.Linear(1, 1))
+
+    def widen(model: nn.Module) -> None:
+        dw.unwrap_model(model)[0] = nn.Linear(1, 2)
+
+    for change in (grow, widen):
+        model = nn.Sequential(nn.Linear(1, 1))
+        before = model[0].weight.item()
+        with pytest.raises(ModelError, match=r"changed the structure of Sequential.*Return the model instead"):
+            over_two_ranks(change)(model)
+        assert model[0].weight.item() == before
+
+
+def test_shared_parameters_are_refused() -> None:
+    """Two arguments that share parameters would exchange gradients twice, and are refused."""
+    body = nn.Linear(1, 1)
+    with pytest.raises(ModelError, match="the arguments Linear and Sequential share parameters"):
+        over_two_ranks(print)(body, nn.Sequential(body))
+
+
+def test_the_same_object_twice_is_one() -> None:
+    """A model that stands among the arguments twice is wrapped once, and is one object for the function too."""
+
+    def fit(model: nn.Module, models: list[nn.Module]) -> bool:
+        return model is models[0]
+
+    model = nn.Linear(1, 1)
+    assert over_two_ranks(fit)(model, [model]) is True
+
+
+def test_an_exception_leaves_the_callers_objects_alone() -> None:
+    """Where a rank fails, nothing of its training is written back."""
+
+    def fit(model: nn.Module) -> None:
+        with torch.no_grad():
+            model.weight.fill_(7)
+        raise ArithmeticError("diverged")
+
+    model = nn.Linear(1, 1)
+    before = model.weight.item()
+    with pytest.raises(ArithmeticError, match="diverged"):
+        over_two_ranks(fit)(model)
+    assert model.weight.item() == before

@@ -1,0 +1,101 @@
+"""Wrong input is refused with a clear error before any process starts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import distwrap as dw
+from distwrap import distributed
+from distwrap.errors import LaunchError, OptionError, PlacementError
+from distwrap.group.devices import Devices
+from distwrap.launch import local, processes
+
+
+@pytest.fixture(autouse=True)
+def no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Fail where anything is started."""
+
+    def started(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(local, "launch", started)
+    monkeypatch.setattr(processes.subprocess, "Popen", started)
+    monkeypatch.setattr("os.fork", started)
+
+
+def train() -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "ddpp"}, r"@distributed: unknown strategy 'ddpp'\. Did you mean 'ddp'\? Known: ddp, "),
+        ({"strategy": 3}, r"unknown strategy 3"),
+        ({"nprocs": 0}, r"nprocs=0: it must be 'auto' or a whole number of at least 1"),
+        ({"nprocs": -1}, r"nprocs=-1"),
+        ({"nprocs": 2.5}, r"nprocs=2\.5"),
+        ({"nprocs": True}, r"nprocs=True"),
+        ({"nprocs": "four"}, r"nprocs='four'"),
+        ({"precision": "bf61"}, r"unknown precision 'bf61'\. Did you mean 'bf16'\?"),
+        ({"precision": "bf16-true"}, r"unknown precision"),
+        ({"launcher": "frok"}, r"unknown launcher 'frok'\. Did you mean 'fork'\?"),
+        ({"launcher": "elastic"}, r"torchrun"),
+        ({"strategy": "ddp_spawn", "launcher": "fork"}, r"strategy='ddp_spawn' means launcher='spawn'"),
+        ({"strategy": "single", "nprocs": 2}, r"strategy='single' is one process"),
+        ({"returns": "both"}, r"unknown value for returns 'both'"),
+        ({"timeout": 0}, r"timeout=0"),
+        ({"timeout": float("nan")}, r"timeout=nan"),
+        ({"seed": -1}, r"seed=-1"),
+        ({"retrofit": "yes"}, r"retrofit='yes'"),
+        ({"nnodes": 2}, r"nnodes=2 is not here yet; .*torchrun --nnodes"),
+        ({"max_restarts": 1}, r"torchrun --max-restarts"),
+    ],
+)
+def test_options(options: dict[str, Any], message: str) -> None:
+    """A wrong option is refused where the function is decorated, and by `.options()` alike."""
+    with pytest.raises(OptionError, match=message):
+        distributed(**options)
+    with pytest.raises(ValueError, match=message.removeprefix("@distributed: ")):
+        distributed(train).options(**options)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("DISTWRAP_STRATEGY", "dpp", r"DISTWRAP_STRATEGY: unknown strategy 'dpp'"),
+        ("DISTWRAP_NPROCS", "two", r"DISTWRAP_NPROCS='two'"),
+        ("DISTWRAP_NPROCS", "0", r"DISTWRAP_NPROCS: nprocs=0"),
+        ("DISTWRAP_TIMEOUT", "soon", r"DISTWRAP_TIMEOUT='soon'"),
+        ("DISTWRAP_DISABLE", "maybe", r"DISTWRAP_DISABLE='maybe': say 1, true"),
+    ],
+)
+def test_environment(variable: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong override is refused by the variable's name."""
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(OptionError, match=message):
+        distributed(nprocs=2)(train)()
+
+
+def test_more_processes_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More processes than accelerators are refused."""
+    monkeypatch.setattr("distwrap.launch.visible_devices", lambda: Devices("cuda", 2))
+    with pytest.raises(OptionError, match=r"nprocs=4, but this machine shows 2 cuda device\(s\)"):
+        distributed(nprocs=4)(train)()
+
+
+def test_half_set_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """RANK without WORLD_SIZE is refused, listing what is there and what is missing."""
+    monkeypatch.setenv("RANK", "0")
+    message = r"half set .*RANK=0, but not WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"
+    with pytest.raises(PlacementError, match=message):
+        distributed(nprocs=2)(train)()
+    with pytest.raises(PlacementError, match=message):
+        dw.setup_process_group()
+
+
+def test_external_without_a_launcher() -> None:
+    """launcher="external" runs only under an outer launcher."""
+    with pytest.raises(LaunchError, match=r"none has started this process.*torchrun"):
+        distributed(nprocs=2, launcher="external")(train)()
