@@ -140,15 +140,18 @@ def _forked(rank: int, nprocs: int, port: int, writable: int) -> int:
 def fabric(strategy: str, nprocs: int) -> Launch:
     from lightning.fabric import Fabric
 
+    leave = strategy == "ddp_spawn"  # Fabric leaves the group open, and spawned ranks now and then abort over it
+
     def launch() -> object:
-        return Fabric(accelerator="cpu", devices=nprocs, strategy=strategy).launch(_in_fabric)
+        return Fabric(accelerator="cpu", devices=nprocs, strategy=strategy).launch(_in_fabric, leave)
 
     return launch
 
 
-def _in_fabric(_: object) -> float:
+def _in_fabric(_: object, leave: bool) -> float:
     value = body()
-    dist.destroy_process_group()  # Fabric leaves it open, and now and then a rank aborts as the other goes
+    if leave:
+        dist.destroy_process_group()
     return value
 
 

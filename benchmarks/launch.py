@@ -126,7 +126,8 @@ def peer(theirs: str, ours: str, rounds: int) -> Row | str:
             return f"{theirs}: failed ({str(error).strip().splitlines()[-1]})"
     times = taken["theirs"].median / taken["ours"].median
     what = f"repeat launch, 2 ranks: {ours.removeprefix('distwrap ')}, {theirs}"
-    return Row(what, taken["ours"], taken["theirs"], "s", f"{times:.1f} times faster")
+    figure = f"{times:.1f} times faster" if times >= 1 else f"{1 / times:.1f} times slower"
+    return Row(what, taken["ours"], taken["theirs"], "s", figure)
 
 
 @contextmanager

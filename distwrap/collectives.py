@@ -264,9 +264,9 @@ def _compare(descriptions: list[Any], what: str) -> None:
 
 
 def _words(description: tuple[str, list[Any]]) -> str:
-    return (
-        ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in description[1]) or "nothing"
-    )
+    structure, rows = description
+    leaves = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in rows) or "nothing"
+    return leaves if structure == str(tree_flatten(0)[1]) else f"{leaves} in {structure}"
 
 
 def _gather_leaf(leaf: torch.Tensor, sizes: list[int]) -> torch.Tensor:

@@ -144,7 +144,8 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     Args:
         fn: the function, method, class or static method.
         strategy: how the model is replicated: ``"ddp"``, ``"dp"``, ``"single"``; or ``"ddp_spawn"``, ``"ddp_fork"``,
-            ``"ddp_forkserver"``, ``"ddp_script"``, ``"ddp_notebook"``: ``"ddp"`` with that launcher.
+            ``"ddp_forkserver"``, ``"ddp_script"``, ``"ddp_notebook"``: ``"ddp"`` with that launcher. ``"dp"`` is one
+            process over all devices it sees, whatever `nprocs` says.
         nprocs: processes on this machine; ``"auto"`` is one an accelerator, else 1.
         launcher: ``"auto"`` (fork where that is safe, else forkserver), ``"forkserver"``, ``"fork"``, ``"spawn"``,
             ``"script"``, or ``"external"``, which refuses to run unless an outer launcher is there.

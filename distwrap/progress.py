@@ -32,7 +32,10 @@ def progress(iterable: Iterable[Item], *, desc: str | None = None, **tqdm_option
     if importlib.util.find_spec("tqdm") is not None:
         from tqdm.auto import tqdm
 
-        return tqdm(iterable, desc=desc, **tqdm_options)  # type: ignore[no-any-return]
+        class Bar(tqdm):  # type: ignore[misc]
+            monitor_interval = 0  # tqdm's monitor is a thread that outlives the bar, and forbids to fork
+
+        return Bar(iterable, desc=desc, **tqdm_options)
     if tqdm_options.get("disable"):
         return iterable
     return _in_text(iterable, desc or "progress")

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from distwrap.errors import OptionError
-from distwrap.group.world import active_world
+from distwrap.group.world import current_world
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,7 @@ def seed_everything(seed: int) -> int:
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**63:
         raise OptionError(f"seed={seed!r}: it must be a whole number from 0 to 2**63 - 1.")
     seed = int(seed)
-    world = active_world()
-    if world is not None:
-        world.seed = seed
+    current_world().seed = seed
     _seed_generators(seed)
     return seed
 

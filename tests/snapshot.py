@@ -46,8 +46,9 @@ class Snapshot:
     def differences(self) -> list[str]:
         """Say what is not as it was; give threads and children of the system a moment to be gone."""
         for pause in (0, 0.05, 0.2, 0.5, 1):
-            time.sleep(pause)
-            gc.collect()
+            if pause:
+                time.sleep(pause)
+                gc.collect()
             now = Snapshot.take()
             if now == self:
                 return []

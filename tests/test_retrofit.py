@@ -48,7 +48,7 @@ def test_the_callers_objects_are_trained(launcher: str, calls: int) -> None:
     assert result["optimizer"]["state"][0]["step"] == 8 * calls
 
 
-def test_a_single_process_trains_in_place(reference: dict[str, Any]) -> None:
+def test_a_single_process_trains_in_place() -> None:
     """With one process the very same call trains the same objects to the same state."""
     same(retrofitted.run("auto", nprocs=1, calls=2), plain(calls=2))
 

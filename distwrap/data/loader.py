@@ -183,7 +183,7 @@ def _sharded(
                 f"the loader fetches item by item (batch_size=None), so {_length(items)} items over {place.world_size} "
                 f"ranks cannot be taken in equally many steps with each once. Say mode='pad' or mode='drop'."
             )
-    changed["generator"] = _worker_generator(loader, world, order_seed)
+    changed["generator"] = _worker_generator(loader, world)
     changed["_shard_sampler"] = sampler
     return _changed(loader, changed, where, (place.rank, place.world_size))
 
@@ -210,7 +210,7 @@ def _per_rank(size: int, world_size: int, meaning: BatchSize) -> int:
     return size // world_size
 
 
-def _worker_generator(loader: DataLoader[Any], world: World, seed: int) -> torch.Generator:
+def _worker_generator(loader: DataLoader[Any], world: World) -> torch.Generator:
     """Seed the loader's workers, and so the augmentation, apart on each rank: torch seeds them from this generator."""
     world.loaders += 1
     base = loader.generator.initial_seed() if loader.generator is not None else torch.initial_seed()

@@ -91,6 +91,8 @@ def join(
     global _generation
     if timeout <= 0:
         raise OptionError(f"timeout={timeout}: it must be a positive number of seconds.")
+    if run.get("seed") is None:
+        run["seed"] = current_world().seed  # of a seed_everything() before
     device = device or devices.choose_device(placement, devices.visible_devices())
     devices.use(device)
     backend = devices.choose_backend(backend, device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 import threading
 import traceback
@@ -41,8 +42,22 @@ def _remember() -> None:
         _first_use.append("".join(traceback.format_list(frames[-3:])))
 
 
+def _cuda_driver_initialised() -> bool:
+    """Ask CUDA's driver itself: a mere ``torch.cuda.is_available()`` starts it, and a fork cannot use it then.
+
+    Source: CUDA driver API, error 3 (CUDA_ERROR_NOT_INITIALIZED) of any call before cuInit.
+    """
+    if torch.version.cuda is None:
+        return False
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0)
+
+
 def _accelerator_initialised() -> bool:
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+    if torch.cuda.is_initialized() or _cuda_driver_initialised():  # type: ignore[no-untyped-call]
         return True
     accelerator = torch.accelerator.current_accelerator()
     if accelerator is None or accelerator.type in ("cpu", "cuda", "mps"):

@@ -57,7 +57,7 @@ def launch(call: Call, run: Run, launcher: str, nprocs: int, *, everybody: bool,
             _assignment(launcher, run, threads),
             surroundings=Surroundings.capture(),
             payload=payload,
-            main_path=_main_path(call, launcher),
+            main_path=_main_path(call, launcher, payload),
         )
     outcomes = _run(_starter(launcher, call), common, nprocs, everybody, seconds)
     return _bring_home(outcomes, found, everybody)
@@ -124,15 +124,14 @@ def _bring_home(outcomes: list[Outcome], found: list[retrofit.Retrofitted], ever
     return values if everybody else values[0]
 
 
-def _main_path(call: Call, launcher: str) -> str | None:
+def _main_path(call: Call, launcher: str, payload: bytes) -> str | None:
     """The script that a rank must import first, where something goes by reference and lives in the script."""
-    function = getattr(call.function, "__func__", call.function)
-    if pickling.by_value() or getattr(function, "__module__", None) != "__main__":
+    if pickling.by_value() or b"__main__" not in payload:
         return None
     path: str | None = getattr(sys.modules["__main__"], "__file__", None)
     if path is None or not os.path.exists(path):
         raise SerializationError(
-            f"{call.name} is defined interactively, and launcher={launcher!r} sends functions by name. "
+            f"{call.name} or an argument is defined interactively, and launcher={launcher!r} sends things by name. "
             f"Install cloudpickle (pip install 'distwrap[notebook]') to send it by value."
         )
     return os.path.abspath(path)

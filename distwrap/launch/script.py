@@ -34,6 +34,8 @@ from distwrap.placement.torchrun import variables
 
 FD = "DISTWRAP_SCRIPT_FD"
 
+_LEAVE_SECONDS = 5.0  # for the other ranks' exit handlers
+
 _parked: list[CommandProcess] = []
 _last_value: Any = None
 _conn: Connection | None = None
@@ -160,12 +162,22 @@ def _others(nprocs: int, port: int) -> list[CommandProcess]:
             process.conn.send(data)
     else:
         command = _command()
+        atexit.register(_let_the_parked_leave)
         for rank in range(1, nprocs):
             env = {**os.environ, **variables(_placement(rank, nprocs, port), "script")}
             _parked.append(_start(rank, command, env))
     for process in _parked:
         process.conn.send(port)
     return list(_parked)
+
+
+def _let_the_parked_leave() -> None:
+    """At this process's end, wait for the others to run their own exit handlers: they would be killed with it."""
+    for process in _parked:
+        process.close()
+    if any(process.exitcode(_LEAVE_SECONDS) is None for process in _parked):
+        stop(_parked)
+    _parked.clear()
 
 
 def _start(rank: int, command: list[str], env: dict[str, str]) -> CommandProcess:

@@ -26,6 +26,8 @@ IDLE_SECONDS = 0.2
 
 def main(fd: int) -> None:
     """Serve until the caller goes."""
+    # torch then asks NVML, and not the driver, whether there is a GPU: a started driver does not survive a fork.
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     from distwrap.launch import worker  # imports torch, here and not in every rank
 
     control = socket.socket(fileno=fd)

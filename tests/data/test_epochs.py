@@ -6,7 +6,7 @@ import pytest
 from torch.utils.data import DataLoader, DistributedSampler, Sampler, SubsetRandomSampler
 
 from distwrap import shard_loader
-from tests.data.ranks import batches, standing_on
+from tests.data.ranks import batches, interleaved, on_each_rank, standing_on
 
 DATA: Any = list(range(24))
 
@@ -27,6 +27,15 @@ def test_epochs_advance_by_themselves() -> None:
     """Each run over the loader is the next epoch, without a call of set_epoch."""
     loader = shuffled()
     assert [batches(loader) for _ in range(3)] == [[order(epoch)] for epoch in range(3)]
+
+
+def test_exact_epochs_are_shuffled_as_by_distributed_sampler() -> None:
+    """In exact mode too each epoch has DistributedSampler's order, of which the ranks take turns."""
+    loaders = on_each_rank(2, lambda: shard_loader(DataLoader(DATA, shuffle=True, batch_size=12), mode="exact"))
+    whole: DistributedSampler[Any] = DistributedSampler(DATA, 1, 0, seed=0)
+    for epoch in range(2):
+        whole.set_epoch(epoch)
+        assert interleaved([batches(loader)[0] for loader in loaders]) == list(whole)
 
 
 def test_an_explicit_epoch_wins() -> None:

@@ -209,7 +209,7 @@ class TestRefusals:
 
     def test_class(self) -> None:
         """A class, and what is not callable at all."""
-        with pytest.raises(ValueError, match="not the class .*Trainer"):
+        with pytest.raises(ValueError, match=r"not the class .*Trainer"):
             distributed(Trainer)
         with pytest.raises(ValueError, match="not 3"):
             distributed(3)  # type: ignore[call-overload]
