@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ SAMPLES, GLOBAL_BATCH = 32, 8
 
 def train(model: nn.Module, optimizer: Optimizer, loader: DataLoader[Any], scheduler: LRScheduler) -> float:
     """Train two epochs, and return the last loss."""
+    warnings.simplefilter("error")  # pytest's filters do not reach the ranks
     model.train()
     for _ in range(2):
         for x, y in loader:

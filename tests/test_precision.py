@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import distwrap as dw
 from distwrap.errors import PrecisionError
@@ -206,7 +207,9 @@ def test_the_watch_over_steps_ends_with_the_run() -> None:
         model, _ = setting()
         dw.backward(model(torch.ones(1, 4)).sum())
 
+    watching = len(_global_optimizer_pre_hooks)
     dw.distributed(nprocs=1, precision="fp16")(body)()
+    assert len(_global_optimizer_pre_hooks) == watching
     weight = nn.Parameter(torch.ones(1))
     weight.sum().backward()
     torch.optim.SGD([weight], lr=0.5).step()
