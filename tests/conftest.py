@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from distwrap.group import world
-from distwrap.launch import local, meeting
+from distwrap.launch import local
 from distwrap.launch.processes import warm_server
 from tests.snapshot import Snapshot, random_state
 
@@ -27,8 +27,6 @@ def _warm() -> None:
     """Start once what stays on purpose: the fork server, and the one pipe that torch's store keeps for a process."""
     torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first one imports torch's compiler, which sets a variable
     warm_server()
-    with meeting.store():
-        pass
 
 
 @pytest.fixture(autouse=True)

@@ -17,12 +17,12 @@ import torch.distributed as dist
 # Imported before there is a group: default arguments in it take the group of that moment, and would keep its threads
 # alive to the end of the interpreter, where they now and then abort it.
 import torch.distributed.nn.functional
-from torch.distributed import PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
 
 from distwrap.errors import ArrivalError, OptionError, PlacementError
 from distwrap.group import devices
 from distwrap.group.world import World, activate, active_world, current_world, deactivate
-from distwrap.placement import Placement, detect
+from distwrap.placement import Placement, detect, own
 
 ARRIVAL_SECONDS = 120.0  # for all ranks to come; part of `timeout`, which is for a collective
 _LEAVE_SECONDS = 10.0  # for the others to leave before the rank that holds the store does
@@ -186,15 +186,19 @@ def _as_device(device: torch.device | str | int) -> torch.device:
 def _meet(placement: Placement, seconds: float) -> Store:
     """Open the store, say that we are here, and wait until everybody has."""
     limit = timedelta(seconds=seconds)
-    where = f"{placement.master_addr}:{placement.master_port}"
-    try:
-        handler = rendezvous("env://", placement.rank, placement.world_size, timeout=limit)
-        store: Store = next(iter(handler))[0]
-    except (dist.DistError, ValueError, OSError) as error:
-        raise ArrivalError(
-            f"rank {placement.rank} on {socket.gethostname()} found no meeting place at {where} within "
-            f"{seconds:.0f} s ({_first_line(error)}). Is rank 0 running, and MASTER_ADDR and MASTER_PORT right?"
-        ) from error
+    if own.STORE in os.environ:
+        where = "the launching process"
+        store: Store = FileStore(os.environ[own.STORE], placement.world_size)
+    else:
+        where = f"{placement.master_addr}:{placement.master_port}"
+        try:
+            handler = rendezvous("env://", placement.rank, placement.world_size, timeout=limit)
+            store = next(iter(handler))[0]
+        except (dist.DistError, ValueError, OSError) as error:
+            raise ArrivalError(
+                f"rank {placement.rank} on {socket.gethostname()} found no meeting place at {where} within "
+                f"{seconds:.0f} s ({_first_line(error)}). Is rank 0 running, and MASTER_ADDR and MASTER_PORT right?"
+            ) from error
     store = PrefixStore(f"distwrap/{_generation}", store)
     store.set(f"here/{placement.rank}", f"{socket.gethostname()}:{os.getpid()}")
     names = [f"here/{rank}" for rank in range(placement.world_size)]
@@ -214,8 +218,10 @@ def _leave(store: Store, placement: Placement) -> None:
     """Close the door behind us only when nobody stands in it.
 
     A rank may be done while another is still connecting to it; and rank 0, where it holds the store in its own
-    process, is the last to go.
+    process, is the last to go. Among ranks of ours the launching process sees to that.
     """
+    if own.STORE in os.environ:
+        return
     limit = timedelta(seconds=_LEAVE_SECONDS)
     ranks = range(placement.world_size)
     try:

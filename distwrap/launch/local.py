@@ -26,7 +26,7 @@ from distwrap.launch.processes import (
 from distwrap.launch.supervisor import stop, supervise
 from distwrap.launch.transport import Outcome
 from distwrap.launch.worker import Assignment, Surroundings
-from distwrap.placement import Placement
+from distwrap.placement import Placement, own
 
 Start = Callable[[int, list[Process]], Process]
 
@@ -64,7 +64,7 @@ def launch(call: Call, run: Run, launcher: str, nprocs: int, *, everybody: bool,
 
 
 def _assignment(launcher: str, run: Run, threads: int | None) -> Assignment:
-    return Assignment(Placement(), launcher, run, threads, wants_value=True)
+    return Assignment(Placement(), launcher, "", run, threads, wants_value=True)
 
 
 def _starter(launcher: str, call: Call) -> Start:
@@ -86,20 +86,11 @@ def _run(start: Start, common: Assignment, nprocs: int, everybody: bool, seconds
     except BaseException:
         stop(processes, all_they_started=True)
         raise
-    with meeting.store() as port:
+    with meeting.place() as store:
         try:
             for process in processes:
-                place = Placement(
-                    rank=process.rank,
-                    world_size=nprocs,
-                    local_rank=process.rank,
-                    local_world_size=nprocs,
-                    master_addr=meeting.ADDRESS,
-                    master_port=port,
-                    source="distwrap",
-                )
-                mine = replace(common, placement=place, wants_value=everybody or process.rank == 0)
-                _send(process, mine)
+                place = own.on_one_machine(process.rank, nprocs)
+                _send(process, replace(common, placement=place, store=store, wants_value=everybody or place.rank == 0))
         except BaseException:
             stop(processes, all_they_started=True)
             raise

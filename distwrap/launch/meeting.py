@@ -1,37 +1,26 @@
-"""The store where the ranks of one machine meet: held by the caller, on a loopback port that nobody had to pick."""
+"""Where the ranks of one machine meet: a file without a name, in the caller's memory.
+
+No port is needed that somebody would have to pick, or that a stranger could connect to; no name is looked up, so a
+slow name server delays nothing; and when the caller dies, nothing is left.
+"""
 
 from __future__ import annotations
 
-import socket
+import os
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-
-from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-ADDRESS = "127.0.0.1"
 
 
 @contextmanager
-def store() -> Iterator[int]:
-    """Hold a store open, and yield its port.
-
-    The socket is bound and listening before anybody learns its number, so no other process can take it in between;
-    it listens on loopback alone.
-    """
-    listener = socket.socket()
-    listener.bind((ADDRESS, 0))
-    listener.listen(1024)
-    port = listener.getsockname()[1]
-    held = TCPStore(
-        ADDRESS,
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        timeout=timedelta(seconds=30),
-        master_listen_fd=listener.detach(),
-    )
-    try:
-        yield port
-    finally:
-        del held
+def place() -> Iterator[str]:
+    """Hold the file for torch's FileStore, and yield the path under which this user's processes find it."""
+    if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
+        fd = os.memfd_create("distwrap-store")
+        try:
+            yield f"/proc/{os.getpid()}/fd/{fd}"
+        finally:
+            os.close(fd)
+        return
+    with tempfile.TemporaryDirectory(prefix="distwrap-") as folder:  # readable by this user alone
+        yield os.path.join(folder, "store")

@@ -28,9 +28,8 @@ from distwrap.launch.execute import Call, Run, execute
 from distwrap.launch.processes import CommandProcess
 from distwrap.launch.supervisor import SETTLE_SECONDS, is_echo, stop, supervise
 from distwrap.launch.transport import Outcome
-from distwrap.launch.worker import become_a_rank, failure, outcome
-from distwrap.placement import Placement
-from distwrap.placement.torchrun import variables
+from distwrap.launch.worker import become_a_rank, depart, failure, outcome
+from distwrap.placement import own
 
 FD = "DISTWRAP_SCRIPT_FD"
 
@@ -68,33 +67,29 @@ def launch(call: Call, run: Run, nprocs: int, *, everybody: bool) -> Any:
     global _last_value
     if threading.current_thread() is not threading.main_thread():
         raise LaunchError("launcher='script' runs rank 0 in the caller, so the call must be in the main thread.")
-    with meeting.store() as port:
-        processes = _others(nprocs, port)
-        place = _placement(0, nprocs, port)
+    with meeting.place() as store:
+        processes = _others(nprocs, store)
+        place = own.on_one_machine(0, nprocs)
         news = _News(processes)
         value: Any = None
         try:
-            with _environment(variables(place, "script")), _threads(nprocs):
+            with _environment(own.variables(place, "script", store)), _threads(nprocs):
                 news.start()
                 try:
                     world = join(place, backend=run.backend, timeout=run.timeout, **run.of_world())
                     announce(world, "script")
                     value, found = execute(call, run)
                     value = retrofit.unwrapped(value, found)
+                    outcomes = news.wait()
                 except BaseException:
                     abandon_process_group()
                     raise
                 teardown_process_group()
-            outcomes = news.wait()
         except BaseException as error:
             news.give_up(error)
             stop(processes, all_they_started=True)
             _parked.clear()
             raise
-        if news.error is not None:
-            stop(processes, all_they_started=True)
-            _parked.clear()
-            raise news.error
     _last_value = value
     if not everybody:
         return value
@@ -113,9 +108,8 @@ def join_from_child(call: Call, run: Run, *, everybody: bool) -> Any:
         _conn = Connection(int(os.environ[FD]))
         become_a_rank(_conn)
     rank = int(os.environ["RANK"])
-    port = _message(_conn)
-    os.environ["MASTER_PORT"] = str(port)
-    place = _placement(rank, int(os.environ["WORLD_SIZE"]), port)
+    os.environ[own.STORE] = _message(_conn)
+    place = own.on_one_machine(rank, int(os.environ["WORLD_SIZE"]))
     try:
         threads = choose_threads(place.local_world_size)
         if threads is not None:
@@ -124,12 +118,13 @@ def join_from_child(call: Call, run: Run, *, everybody: bool) -> Any:
         value, found = execute(call, run)
         value = retrofit.unwrapped(value, found)
         data = transport.pack_result(value, f"what {call.name} returned on rank {rank}") if everybody else None
-        teardown_process_group()
     except BaseException as error:  # noqa: BLE001 - SystemExit is told to rank 0 too
         abandon_process_group()
         _conn.send(failure(rank, error))
         _leave(1)
     _conn.send(outcome(rank, value=data))
+    if depart(_conn):
+        _leave(1)
     sys.stdout.flush()
     return transport.unpack_result(_message(_conn))
 
@@ -149,7 +144,7 @@ def _leave(code: int) -> Any:
     os._exit(code)
 
 
-def _others(nprocs: int, port: int) -> list[CommandProcess]:
+def _others(nprocs: int, store: str) -> list[CommandProcess]:
     """Wake the parked ranks, or start them."""
     if _parked:
         if len(_parked) != nprocs - 1:
@@ -164,10 +159,10 @@ def _others(nprocs: int, port: int) -> list[CommandProcess]:
         command = _command()
         atexit.register(_let_the_parked_leave)
         for rank in range(1, nprocs):
-            env = {**os.environ, **variables(_placement(rank, nprocs, port), "script")}
+            env = {**os.environ, **own.variables(own.on_one_machine(rank, nprocs), "script", store)}
             _parked.append(_start(rank, command, env))
     for process in _parked:
-        process.conn.send(port)
+        process.conn.send(store)
     return list(_parked)
 
 
@@ -201,18 +196,6 @@ def _command() -> list[str]:
     return rerun_command(sys.orig_argv, file, getattr(main, "__spec__", None) is not None)
 
 
-def _placement(rank: int, nprocs: int, port: int) -> Placement:
-    return Placement(
-        rank=rank,
-        world_size=nprocs,
-        local_rank=rank,
-        local_world_size=nprocs,
-        master_addr=meeting.ADDRESS,
-        master_port=port,
-        source="distwrap",
-    )
-
-
 class _News(threading.Thread):
     """Watches the other ranks while rank 0 works in the main thread, and interrupts it when one fails."""
 
@@ -237,13 +220,19 @@ class _News(threading.Thread):
         """Wait for the others' reports, after rank 0's own work."""
         self._rank_zero_is_done.set()
         self.join()
+        if self.error is not None:
+            raise self.error
         return self._outcomes
 
     def give_up(self, error: BaseException) -> None:
         """After a failure of rank 0: raise another rank's instead, where that came first and caused it."""
         self._rank_zero_is_done.set()
         self.join(SETTLE_SECONDS)
-        if self.error is not None and (isinstance(error, KeyboardInterrupt) or is_echo(failure(0, error))):
+        if (
+            self.error is not None
+            and self.error is not error
+            and (isinstance(error, KeyboardInterrupt) or is_echo(failure(0, error)))
+        ):
             raise self.error
 
 

@@ -78,6 +78,9 @@ def supervise(processes: Sequence[Process], *, seconds: float | None = None, par
                     deadline = settle if deadline is None else min(deadline, settle)
         if failures:
             raise_failure(first_cause(failures), failures)
+        for process in processes:
+            with contextlib.suppress(OSError):
+                process.conn.send_bytes(b"")  # see worker.depart
         if not parked:
             _all_leave(processes, time.monotonic() + EXIT_SECONDS)
             stop(processes)

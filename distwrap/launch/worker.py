@@ -21,8 +21,7 @@ import torch
 from distwrap.group.setup import abandon_process_group, announce, join, teardown_process_group
 from distwrap.launch import execute, pickling, transport
 from distwrap.launch.execute import Call
-from distwrap.placement import Placement
-from distwrap.placement.torchrun import variables
+from distwrap.placement import Placement, own
 from distwrap.seeding import RandomState
 
 
@@ -61,6 +60,7 @@ class Assignment:
     """What a rank is told.
 
     Attributes:
+        store: the file in which the ranks meet.
         surroundings: ``None`` for a fork, which has them.
         threads: how many to compute with; ``None`` leaves it to the user's variables.
         wants_value: whether this rank's return value is wanted.
@@ -70,6 +70,7 @@ class Assignment:
 
     placement: Placement
     launcher: str
+    store: str
     run: execute.Run
     threads: int | None
     wants_value: bool
@@ -95,14 +96,21 @@ def work(conn: Connection, call: Call | None = None) -> int:
         value = _run(assignment, call)
     except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are told to the caller too
         abandon_process_group()
-        told, code = failure(rank, error), 1
-    else:
-        told, code = outcome(rank, value=value), 0
+        conn.send(failure(rank, error))
+        return 1
+    conn.send(outcome(rank, value=value))
+    return depart(conn)
+
+
+def depart(conn: Connection) -> int:
+    """Take the group down when the caller says that every rank is done; before, a peer may still need us."""
     try:
-        conn.send(told)
-    except OSError:
-        code = 1
-    return code
+        conn.recv_bytes()
+    except (EOFError, OSError):
+        abandon_process_group()
+        return 1
+    teardown_process_group()
+    return 0
 
 
 def failure(rank: int, error: BaseException) -> transport.Outcome:
@@ -139,7 +147,7 @@ def _run(assignment: Assignment, call: Call | None) -> bytes | None:
         assignment.surroundings.restore()
     if assignment.threads is not None:
         torch.set_num_threads(assignment.threads)
-    os.environ.update(variables(assignment.placement, assignment.launcher))
+    os.environ.update(own.variables(assignment.placement, assignment.launcher, assignment.store))
     if assignment.main_path is not None:
         _import_main(assignment.main_path)
     if call is None:
@@ -155,7 +163,6 @@ def _run(assignment: Assignment, call: Call | None) -> bytes | None:
         what = f"what {call.name} returned on rank {world.placement.rank}"
         known = [(item.original, item.wrapped) for item in trained]
         data = transport.pack_result((value, states), what, known)
-    teardown_process_group()
     return data
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from distwrap.placement import torchrun
+from distwrap.placement import own, torchrun
 from distwrap.placement.base import Detector, Placement
 
 __all__ = ["DETECTORS", "Placement", "detect"]
 
-DETECTORS: dict[str, Detector] = {"torchrun": torchrun.detect}
+DETECTORS: dict[str, Detector] = {"distwrap": own.detect, "torchrun": torchrun.detect}
 
 
 def detect(env: Mapping[str, str]) -> Placement:

@@ -20,8 +20,8 @@ class Placement:
         local_world_size: how many of the processes are on this machine.
         node_rank: 0 … nnodes - 1, which machine this is.
         nnodes: how many machines there are.
-        master_addr: where the processes meet; ``None`` in a single process.
-        master_port: the port there; ``None`` in a single process.
+        master_addr: where the processes meet; ``None`` where no address is needed, as for ranks that distwrap started.
+        master_port: the port there; ``None`` likewise.
         source: who said so: ``"single"``, ``"distwrap"``, ``"torchrun"``, ``"torch.distributed"``.
     """
 

@@ -1,4 +1,4 @@
-"""torchrun's variables, which distwrap's own launchers set too.
+"""torchrun's variables.
 
 Source: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables
 """
@@ -11,7 +11,6 @@ from distwrap.errors import PlacementError
 from distwrap.placement.base import Placement
 
 REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-LAUNCHED = "DISTWRAP_LAUNCHED"  # set beside torchrun's variables by our own launchers; holds the launcher's name
 
 # MASTER_ADDR and MASTER_PORT alone claim nothing: people export them in a shell profile.
 _CLAIMS = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -47,25 +46,8 @@ def detect(env: Mapping[str, str]) -> Placement | None:
         nnodes=_integer(env, "GROUP_WORLD_SIZE", default=max(1, -(-world_size // each))),
         master_addr=env["MASTER_ADDR"],
         master_port=_integer(env, "MASTER_PORT"),
-        source="distwrap" if LAUNCHED in env else "torchrun",
+        source="torchrun",
     )
-
-
-def variables(placement: Placement, launcher: str) -> dict[str, str]:
-    """Write the variables that `detect` reads, for a rank that one of our launchers starts."""
-    return {
-        "RANK": str(placement.rank),
-        "WORLD_SIZE": str(placement.world_size),
-        "LOCAL_RANK": str(placement.local_rank),
-        "LOCAL_WORLD_SIZE": str(placement.local_world_size),
-        "GROUP_RANK": str(placement.node_rank),
-        "GROUP_WORLD_SIZE": str(placement.nnodes),
-        "MASTER_ADDR": str(placement.master_addr),
-        "MASTER_PORT": str(placement.master_port),
-        # The launching process holds the store, so every rank is a client of it, rank 0 too.
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        LAUNCHED: launcher,
-    }
 
 
 def _integer(env: Mapping[str, str], name: str, default: int | None = None) -> int:

@@ -105,17 +105,3 @@ def test_several_machines_without_their_size_are_refused() -> None:
     """A rank that is not its local rank is on another machine, and how many ranks are there is not guessed."""
     with pytest.raises(PlacementError, match=r"RANK=4 and LOCAL_RANK=0 .* several machines.*set LOCAL_WORLD_SIZE"):
         torchrun.detect(by_hand(4, 8, 0))
-
-
-@pytest.mark.parametrize("rank", range(6))
-def test_what_our_launchers_write_is_what_is_read(rank: int) -> None:
-    """A placement written as variables reads back the same, but for its source, which says that it was us."""
-    place = Placement(rank, 6, rank % 3, 3, rank // 3, 2, "127.0.0.1", 4321, "distwrap")
-    assert detect(torchrun.variables(place, "spawn")) == place
-
-
-def test_variables_are_text() -> None:
-    """The variables fit into an environment as they are, and tell which launcher set them."""
-    env = torchrun.variables(Placement(0, 2, 0, 2, master_addr="127.0.0.1", master_port=1), "fork")
-    assert all(isinstance(value, str) for value in env.values())
-    assert env[torchrun.LAUNCHED] == "fork"
