@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
+from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -188,7 +190,7 @@ def _meet(placement: Placement, seconds: float) -> Store:
     limit = timedelta(seconds=seconds)
     if own.STORE in os.environ:
         where = "the launching process"
-        store: Store = FileStore(os.environ[own.STORE], placement.world_size)
+        store: Store = FileStore(_opened(os.environ[own.STORE]), placement.world_size)
     else:
         where = f"{placement.master_addr}:{placement.master_port}"
         try:
@@ -202,16 +204,36 @@ def _meet(placement: Placement, seconds: float) -> Store:
     store = PrefixStore(f"distwrap/{_generation}", store)
     store.set(f"here/{placement.rank}", f"{socket.gethostname()}:{os.getpid()}")
     names = [f"here/{rank}" for rank in range(placement.world_size)]
-    try:
-        store.wait(names, limit)
-    except dist.DistError as error:
+    deadline = time.monotonic() + seconds
+    while not _all_set(store, names):
+        if time.monotonic() < deadline:
+            continue
         missing = [rank for rank, name in enumerate(names) if not store.check([name])]
         raise ArrivalError(
             f"rank {placement.rank} on {socket.gethostname()} waited {seconds:.0f} s at {where}: "
             f"{placement.world_size - len(missing)} of {placement.world_size} ranks are here, "
             f"missing {_ranks(missing)}. Look at what they printed; they did not reach setup_process_group()."
-        ) from error
+        )
     return store
+
+
+def _all_set(store: Store, names: list[str]) -> bool:
+    """Wait for keys, but only for a moment: no signal, as Ctrl-C, is heard while torch waits."""
+    try:
+        store.wait(names, timedelta(seconds=1))
+    except dist.DistError:
+        return False
+    return True
+
+
+@cache
+def _opened(path: str) -> str:
+    """Hold the launching process's file open ourselves, and return the path to it.
+
+    torch opens the path again at each access, the last one being when the store is deleted, whenever that is; the
+    number in the launching process may lead to another file by then.
+    """
+    return f"/proc/self/fd/{os.open(path, os.O_RDWR)}" if path.startswith("/proc/") else path
 
 
 def _leave(store: Store, placement: Placement) -> None:

@@ -45,9 +45,7 @@ def start(call: Call, options: Options) -> Any:
     if dist.is_initialized():
         return _in_users_group(call, run, everybody)
     placement = detect(os.environ)
-    if placement.source != "single":
-        if script.in_child():
-            return script.join_from_child(call, run, everybody=everybody)
+    if placement.source != "single" and not script.in_child():
         return _joining(call, run, placement, everybody)
     if options.launcher == "external":
         raise LaunchError(
@@ -60,6 +58,8 @@ def start(call: Call, options: Options) -> Any:
     if nprocs == 1:
         return _in_process(call, run, everybody)
     launcher = options.launcher
+    if script.in_child():
+        return script.join_from_child(call, run, launcher, everybody=everybody)
     if launcher == "script":
         return script.launch(call, run, nprocs, everybody=everybody)
     if launcher == "auto":

@@ -13,7 +13,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -36,7 +36,9 @@ FD = "DISTWRAP_SCRIPT_FD"
 _LEAVE_SECONDS = 5.0  # for the other ranks' exit handlers
 
 _parked: list[CommandProcess] = []
+_place = ""
 _last_value: Any = None
+_failed = ""
 _conn: Connection | None = None
 
 
@@ -64,36 +66,50 @@ def rerun_command(orig_argv: list[str], main_file: str | None, in_module: bool) 
 
 def launch(call: Call, run: Run, nprocs: int, *, everybody: bool) -> Any:
     """Run the call as rank 0, with `nprocs` - 1 others; return rank 0's value, or the list of all."""
-    global _last_value
+    global _last_value, _failed
+    if _failed:
+        raise LaunchError(
+            f"{_failed} has failed before, and with launcher='script' the other ranks, which run the script from its "
+            f"top, cannot come to {call.name} again. Use launcher='forkserver' to go on after a failure."
+        )
     if threading.current_thread() is not threading.main_thread():
         raise LaunchError("launcher='script' runs rank 0 in the caller, so the call must be in the main thread.")
-    with meeting.place() as store:
-        processes = _others(nprocs, store)
-        place = own.on_one_machine(0, nprocs)
-        news = _News(processes)
-        value: Any = None
+    # One place for all calls of this process: the parked ranks still hold it when the next call begins.
+    store = _place or _place_until_exit()
+    processes = _others(call, nprocs, store)
+    place = own.on_one_machine(0, nprocs)
+    news = _News(processes)
+    value: Any = None
+    with _environment(own.variables(place, "script", store)), _threads(nprocs):
+        news.start()
         try:
-            with _environment(own.variables(place, "script", store)), _threads(nprocs):
-                news.start()
-                try:
-                    world = join(place, backend=run.backend, timeout=run.timeout, **run.of_world())
-                    announce(world, "script")
-                    value, found = execute(call, run)
-                    value = retrofit.unwrapped(value, found)
-                    outcomes = news.wait()
-                except BaseException:
-                    abandon_process_group()
-                    raise
-                teardown_process_group()
+            world = join(place, backend=run.backend, timeout=run.timeout, **run.of_world())
+            announce(world, "script")
+            value, found = execute(call, run)
+            value = retrofit.unwrapped(value, found)
+            outcomes = news.wait()
         except BaseException as error:
-            news.give_up(error)
-            stop(processes, all_they_started=True)
+            _failed = call.name
+            cause = news.cause_of(error)
+            stop(processes, all_they_started=True)  # nobody is left then who could keep the teardown waiting
             _parked.clear()
-            raise
+            teardown_process_group()
+            if cause is error:
+                raise
+            raise cause from cause.__cause__
+        teardown_process_group()
     _last_value = value
     if not everybody:
         return value
     return [value, *(transport.unpack_result(o.value) for o in outcomes if o.value is not None)]
+
+
+def _place_until_exit() -> str:
+    global _place
+    stack = ExitStack()
+    _place = stack.enter_context(meeting.place())
+    atexit.register(stack.close)
+    return _place
 
 
 def in_child() -> bool:
@@ -101,16 +117,26 @@ def in_child() -> bool:
     return FD in os.environ
 
 
-def join_from_child(call: Call, run: Run, *, everybody: bool) -> Any:
+def join_from_child(call: Call, run: Run, launcher: str, *, everybody: bool) -> Any:
     """Take part in rank 0's call, and park at its end."""
     global _conn
+    if launcher != "script":
+        raise LaunchError(
+            f"{call.name} has launcher={launcher!r} in a script whose other calls have launcher='script', so each of "
+            f"its ranks would launch ranks of its own. Use the same launcher for all calls in a script."
+        )
     if _conn is None:
         _conn = Connection(int(os.environ[FD]))
         become_a_rank(_conn)
     rank = int(os.environ["RANK"])
-    os.environ[own.STORE] = _message(_conn)
+    os.environ[own.STORE], name = _message(_conn)
     place = own.on_one_machine(rank, int(os.environ["WORLD_SIZE"]))
     try:
+        if name != call.name:
+            raise LaunchError(
+                f"rank {rank} has come to {call.name}, but rank 0 is at {name}: with launcher='script' every rank must "
+                f"make the same decorated calls in the same order. Let no branch before them depend on the rank."
+            )
         threads = choose_threads(place.local_world_size)
         if threads is not None:
             torch.set_num_threads(threads)
@@ -144,7 +170,7 @@ def _leave(code: int) -> Any:
     os._exit(code)
 
 
-def _others(nprocs: int, store: str) -> list[CommandProcess]:
+def _others(call: Call, nprocs: int, store: str) -> list[CommandProcess]:
     """Wake the parked ranks, or start them."""
     if _parked:
         if len(_parked) != nprocs - 1:
@@ -162,7 +188,7 @@ def _others(nprocs: int, store: str) -> list[CommandProcess]:
             env = {**os.environ, **own.variables(own.on_one_machine(rank, nprocs), "script", store)}
             _parked.append(_start(rank, command, env))
     for process in _parked:
-        process.conn.send(store)
+        process.conn.send((store, call.name))
     return list(_parked)
 
 
@@ -224,16 +250,12 @@ class _News(threading.Thread):
             raise self.error
         return self._outcomes
 
-    def give_up(self, error: BaseException) -> None:
-        """After a failure of rank 0: raise another rank's instead, where that came first and caused it."""
+    def cause_of(self, error: BaseException) -> BaseException:
+        """After a failure of rank 0: return another rank's instead, where that came first and caused it."""
         self._rank_zero_is_done.set()
         self.join(SETTLE_SECONDS)
-        if (
-            self.error is not None
-            and self.error is not error
-            and (isinstance(error, KeyboardInterrupt) or is_echo(failure(0, error)))
-        ):
-            raise self.error
+        an_effect = isinstance(error, KeyboardInterrupt) or is_echo(failure(0, error))
+        return self.error if self.error is not None and an_effect else error
 
 
 @contextmanager

@@ -187,3 +187,39 @@ def test_interactive_session_is_refused() -> None:
     )
     assert "LaunchError" in done.stderr
     assert "interactive session or a notebook" in done.stderr
+
+
+def test_a_call_in_one_process_before(tmp_path: Path) -> None:
+    """A decorated call of one process, before the one that launches, is a plain call in every rank."""
+    (tmp_path / "mixed.py").write_text(
+        "import distwrap as dw\n"
+        "@dw.distributed(nprocs=1)\n"
+        "def prepare(): return dw.world_size()\n"
+        "@dw.distributed(nprocs=2, launcher='script')\n"
+        "def main(seen): return dw.gather(dw.rank() + seen).tolist()\n"
+        "print('got', main(prepare()))\n"
+    )
+    assert run(["mixed.py"], tmp_path).count("got [1, 2]") == 1
+
+
+def test_ranks_at_different_calls_are_told(tmp_path: Path) -> None:
+    """When a branch led another rank to another call, that is said, and nothing is mixed up."""
+    (tmp_path / "branch.py").write_text(
+        "import distwrap as dw\n"
+        "a = dw.distributed(nprocs=2, launcher='script')(dw.rank)\n"
+        "b = dw.distributed(nprocs=2, launcher='script')(dw.world_size)\n"
+        "a() if dw.is_rank_zero() else b()\n"
+    )
+    output = run(["branch.py"], tmp_path, code=1)
+    assert "rank 1 has come to world_size(), but rank 0 is at rank()" in output
+
+
+def test_a_call_after_a_failure_is_refused(tmp_path: Path) -> None:
+    """After a failed call the other ranks cannot be brought to the next one, and that is said."""
+    (tmp_path / "again.py").write_text(
+        "import distwrap as dw\n"
+        "def fails(): raise KeyError('x')\n"
+        "try: dw.distributed(nprocs=2, launcher='script')(fails)()\n"
+        "except KeyError: dw.distributed(nprocs=2, launcher='script')(dw.rank)()\n"
+    )
+    assert "fails() has failed before" in run(["again.py"], tmp_path, code=1)
