@@ -40,8 +40,9 @@ class ReleasedModel(TransparentModule):
     """What a `DistributedModel` is after its process group is gone."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the bare model."""
-        return self.module(*args, **kwargs)
+        """Run the bare model, in its precision."""
+        run: Forward = self.__dict__.get("_without_grad", self.module)
+        return run(*args, **kwargs)
 
 
 class DistributedModelInPrecision(DistributedModel):

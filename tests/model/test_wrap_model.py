@@ -209,3 +209,20 @@ def test_the_model_outlives_its_group() -> None:
         return model.weight.grad.flatten().tolist()
 
     assert run_ranks(on_rank, 2) == [[3.0], [3.0]]
+
+
+@pytest.mark.parametrize("precision", ["32", "bf16"])
+def test_after_teardown_it_is_the_bare_model(precision: str) -> None:
+    """When the process group is gone the wrapped model still runs and trains, in its precision, by itself."""
+
+    def outlive() -> None:
+        model = dw.wrap_model(nn.Linear(3, 2), precision=precision)
+        x = torch.full((1, 3), 1 / 3)
+        with torch.no_grad():
+            before = model(x)
+        dw.teardown_process_group()
+        torch.testing.assert_close(model(x), before, rtol=0, atol=0)
+        model(x).sum().backward()
+        assert model.weight.grad is not None
+
+    run_ranks(outlive, 2)
