@@ -99,3 +99,11 @@ def test_external_without_a_launcher() -> None:
     """launcher="external" runs only under an outer launcher."""
     with pytest.raises(LaunchError, match=r"none has started this process.*torchrun"):
         distributed(nprocs=2, launcher="external")(train)()
+
+
+def test_arguments_that_do_not_fit() -> None:
+    """Wrong arguments are a TypeError in the caller, with a hint where an option was meant."""
+    with pytest.raises(TypeError, match=r"train\(\): too many positional arguments"):
+        distributed(nprocs=2)(train)(3)  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"unexpected keyword argument 'nprocs'.*\.options\(nprocs=…\)"):
+        distributed(nprocs=2)(train)(nprocs=4)  # type: ignore[call-arg]

@@ -240,16 +240,16 @@ def _leave(store: Store, placement: Placement) -> None:
     """Close the door behind us only when nobody stands in it.
 
     A rank may be done while another is still connecting to it; and rank 0, where it holds the store in its own
-    process, is the last to go. Among ranks of ours the launching process sees to that.
+    process, is the last to go.
     """
-    if own.STORE in os.environ:
-        return
     limit = timedelta(seconds=_LEAVE_SECONDS)
     ranks = range(placement.world_size)
     try:
         store.wait([f"joined/{rank}" for rank in ranks], limit)
+        if own.STORE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return  # another process holds the store
         store.set(f"gone/{placement.rank}", "")
-        if placement.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if placement.rank == 0:
             store.wait([f"gone/{rank}" for rank in ranks], limit)
     except dist.DistError:
         pass  # whoever is gone without a goodbye has its own story to tell

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from typing import Any
 
@@ -58,6 +59,7 @@ def start(call: Call, options: Options) -> Any:
     if nprocs == 1:
         return _in_process(call, run, everybody)
     launcher = options.launcher
+    _check_arguments(call)
     if script.in_child():
         return script.join_from_child(call, run, launcher, everybody=everybody)
     if launcher == "script":
@@ -65,6 +67,20 @@ def start(call: Call, options: Options) -> Any:
     if launcher == "auto":
         launcher = "forkserver" if fork_safety.refusal() else "fork"
     return local.launch(call, run, launcher, nprocs, everybody=everybody)
+
+
+def _check_arguments(call: Call) -> None:
+    """Refuse arguments that do not fit the function before any process starts."""
+    try:
+        signature = inspect.signature(call.function)
+    except (TypeError, ValueError):
+        return  # of some builtins nobody knows
+    try:
+        signature.bind(*call.args, **call.kwargs)
+    except TypeError as error:
+        options = [name for name in call.kwargs if name in Options.__dataclass_fields__]
+        hint = f" Options are given with .options({options[0]}=…)(…)." if options else ""
+        raise TypeError(f"{call.name}: {error}.{hint}") from None
 
 
 def _here(call: Call, run: Run, everybody: bool) -> Any:

@@ -28,7 +28,7 @@ from distwrap.launch.execute import Call, Run, execute
 from distwrap.launch.processes import CommandProcess
 from distwrap.launch.supervisor import SETTLE_SECONDS, is_echo, stop, supervise
 from distwrap.launch.transport import Outcome
-from distwrap.launch.worker import become_a_rank, depart, failure, outcome
+from distwrap.launch.worker import become_a_rank, failure, outcome
 from distwrap.placement import own
 
 FD = "DISTWRAP_SCRIPT_FD"
@@ -87,6 +87,8 @@ def launch(call: Call, run: Run, nprocs: int, *, everybody: bool) -> Any:
             announce(world, "script")
             value, found = execute(call, run)
             value = retrofit.unwrapped(value, found)
+            news.rank_zero_is_done.set()
+            teardown_process_group()
             outcomes = news.wait()
         except BaseException as error:
             _failed = call.name
@@ -97,7 +99,6 @@ def launch(call: Call, run: Run, nprocs: int, *, everybody: bool) -> Any:
             if cause is error:
                 raise
             raise cause from cause.__cause__
-        teardown_process_group()
     _last_value = value
     if not everybody:
         return value
@@ -149,8 +150,7 @@ def join_from_child(call: Call, run: Run, launcher: str, *, everybody: bool) -> 
         _conn.send(failure(rank, error))
         _leave(1)
     _conn.send(outcome(rank, value=data))
-    if depart(_conn):
-        _leave(1)
+    teardown_process_group()
     sys.stdout.flush()
     return transport.unpack_result(_message(_conn))
 
@@ -228,23 +228,22 @@ class _News(threading.Thread):
     def __init__(self, processes: list[CommandProcess]) -> None:
         super().__init__(name="distwrap-script-watch", daemon=True)
         self._processes = processes
-        self._rank_zero_is_done = threading.Event()
+        self.rank_zero_is_done = threading.Event()
         self.error: BaseException | None = None
         self._outcomes: list[Outcome] = []
 
     def run(self) -> None:
         try:
-            self._outcomes = supervise(self._processes, parked=True)
+            self._outcomes = supervise(self._processes, rank_zero_is_done=self.rank_zero_is_done)
         except BaseException as error:  # noqa: BLE001 - it is raised in the main thread
             self.error = error
-            if not self._rank_zero_is_done.is_set():
+            if not self.rank_zero_is_done.is_set():
                 main = threading.main_thread().ident
                 assert main is not None
                 signal.pthread_kill(main, signal.SIGINT)  # wakes it from a sleep or a read as well
 
     def wait(self) -> list[Outcome]:
         """Wait for the others' reports, after rank 0's own work."""
-        self._rank_zero_is_done.set()
         self.join()
         if self.error is not None:
             raise self.error
@@ -252,7 +251,7 @@ class _News(threading.Thread):
 
     def cause_of(self, error: BaseException) -> BaseException:
         """After a failure of rank 0: return another rank's instead, where that came first and caused it."""
-        self._rank_zero_is_done.set()
+        self.rank_zero_is_done.set()
         self.join(SETTLE_SECONDS)
         an_effect = isinstance(error, KeyboardInterrupt) or is_echo(failure(0, error))
         return self.error if self.error is not None and an_effect else error

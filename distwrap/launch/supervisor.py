@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
+from typing import NoReturn
 
-from distwrap.errors import WorkerDiedError, WorkerError, WorkerTimeoutError, WorkerTraceback
+from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError, WorkerTimeoutError, WorkerTraceback
 from distwrap.launch import transport
 from distwrap.launch.processes import Process, kill
 from distwrap.launch.transport import Outcome
@@ -43,13 +45,16 @@ class Death:
     time: float
 
 
-def supervise(processes: Sequence[Process], *, seconds: float | None = None, parked: bool = False) -> list[Outcome]:
+def supervise(
+    processes: Sequence[Process], *, seconds: float | None = None, rank_zero_is_done: threading.Event | None = None
+) -> list[Outcome]:
     """Wait until every rank has reported and ended, and return the reports in rank order.
 
     Args:
         processes: the ranks' processes.
         seconds: how long they may take; ``None`` is as long as they like.
-        parked: leave the processes running after their reports, for the next call.
+        rank_zero_is_done: given where rank 0 is no process of these, but a thread of this one that sets the event.
+            The processes then go on running after their reports, for the next call.
 
     Raises:
         BaseException: what a rank raised first, in its own type, caused by a `WorkerTraceback`.
@@ -58,6 +63,7 @@ def supervise(processes: Sequence[Process], *, seconds: float | None = None, par
     """
     outcomes: dict[int, Outcome] = {}
     failures: list[Outcome | Death] = []
+    parked = rank_zero_is_done is not None
     waiting = {process.conn: process for process in processes}
     deadline = None if seconds is None else time.monotonic() + seconds
     try:
@@ -77,10 +83,10 @@ def supervise(processes: Sequence[Process], *, seconds: float | None = None, par
                     settle = time.monotonic() + SETTLE_SECONDS
                     deadline = settle if deadline is None else min(deadline, settle)
         if failures:
-            raise_failure(first_cause(failures), failures)
-        for process in processes:
-            with contextlib.suppress(OSError):
-                process.conn.send_bytes(b"")  # see worker.depart
+            finished = [rank for rank, outcome in outcomes.items() if not outcome.failed]
+            if rank_zero_is_done is not None and rank_zero_is_done.is_set():
+                finished.append(0)
+            raise_failure(first_cause(failures), failures, finished)
         if not parked:
             _all_leave(processes, time.monotonic() + EXIT_SECONDS)
             stop(processes)
@@ -106,7 +112,9 @@ def first_cause(failures: Sequence[Outcome | Death]) -> Outcome | Death:
     return min(failures, key=lambda failure: (is_echo(failure), failure.time))
 
 
-def raise_failure(cause: Outcome | Death, failures: Sequence[Outcome | Death]) -> None:
+def raise_failure(
+    cause: Outcome | Death, failures: Sequence[Outcome | Death], finished: Sequence[int] = ()
+) -> NoReturn:
     """Raise what happened on a rank here, in its own type where that can be."""
     others = sorted({failure.rank for failure in failures} - {cause.rank})
     also = f"\n(ranks that failed afterwards: {', '.join(map(str, others))})" if others else ""
@@ -126,6 +134,12 @@ def raise_failure(cause: Outcome | Death, failures: Sequence[Outcome | Death]) -
     over_there = WorkerTraceback(
         f"{where} raised:\n\n{cause.traceback}{also}", rank=cause.rank, host=cause.host, exitcode=1
     )
+    if finished and is_echo(cause):
+        done = ", ".join(map(str, sorted(finished)))
+        raise CollectiveError(
+            f"{where} waited in a collective for rank(s) {done}, which had left the function already. Every rank must "
+            f"call the same collectives: look for a branch, a break or a loop that differs between ranks, above."
+        ) from over_there
     error: BaseException | None = None
     if cause.error is not None:
         with contextlib.suppress(Exception):
@@ -155,6 +169,7 @@ def describe_exit(exitcode: int | None) -> str:
         signal.SIGSEGV: "a crash in native code",
         signal.SIGBUS: "most often a full /dev/shm",
         signal.SIGTERM: "somebody asked it to stop",
+        signal.SIGABRT: "native code gave up: gloo does when ranks call different collectives",
     }
     try:
         name = signal.Signals(-exitcode).name

@@ -98,17 +98,7 @@ def work(conn: Connection, call: Call | None = None) -> int:
         abandon_process_group()
         conn.send(failure(rank, error))
         return 1
-    conn.send(outcome(rank, value=value))
-    return depart(conn)
-
-
-def depart(conn: Connection) -> int:
-    """Take the group down when the caller says that every rank is done; before, a peer may still need us."""
-    try:
-        conn.recv_bytes()
-    except (EOFError, OSError):
-        abandon_process_group()
-        return 1
+    conn.send(outcome(rank, value=value))  # before the goodbye: who waits for us in vain can be told that we are done
     teardown_process_group()
     return 0
 

@@ -58,13 +58,14 @@ def test_readme_shows_the_difference_of_the_digits_examples() -> None:
     assert re.search(r"```diff\n(.*?)\n```", README, re.DOTALL)[1] == hunks
 
 
-@pytest.mark.parametrize(("launcher", "times"), [([], 1), (TORCHRUN, 2)], ids=["alone", "torchrun"])
-def test_readme_programs_run(launcher: list[str], times: int, tmp_path: Path) -> None:
+# torchrun starts unbuffered interpreters, whose lines may come out mixed: one rank's are enough.
+@pytest.mark.parametrize("launcher", [[], [*TORCHRUN, "--local-ranks-filter=0"]], ids=["alone", "torchrun"])
+def test_readme_programs_run(launcher: list[str], tmp_path: Path) -> None:
     """The README's Python blocks, one after the other, are a program that ends well, also under torchrun."""
     program = tmp_path / "readme.py"
     program.write_text("\n\n".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL)))
     losses = [float(word) for word in run(*launcher, program, folder=tmp_path).split()]
-    assert len(losses) == 2 * times
+    assert len(losses) == 2
     assert max(losses) < 0.5
 
 

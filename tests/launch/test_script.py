@@ -223,3 +223,14 @@ def test_a_call_after_a_failure_is_refused(tmp_path: Path) -> None:
         "except KeyError: dw.distributed(nprocs=2, launcher='script')(dw.rank)()\n"
     )
     assert "fails() has failed before" in run(["again.py"], tmp_path, code=1)
+
+
+def test_a_collective_without_rank_zero_is_explained(tmp_path: Path) -> None:
+    """When another rank waits for rank 0, which is done, the run ends and says so."""
+    (tmp_path / "uneven.py").write_text(
+        "import distwrap as dw\n"
+        "def main():\n"
+        "    if dw.rank() == 1: dw.barrier()\n"
+        "dw.distributed(nprocs=2, launcher='script')(main)()\n"
+    )
+    assert "waited in a collective for rank(s) 0, which had left" in run(["uneven.py"], tmp_path, code=1)

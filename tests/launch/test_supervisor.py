@@ -10,10 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 import distwrap as dw
 from distwrap import distributed
-from distwrap.errors import WorkerDiedError, WorkerTimeoutError
+from distwrap.errors import CollectiveError, WorkerDiedError, WorkerTimeoutError
 from distwrap.launch.supervisor import Death, describe_exit, first_cause
 from distwrap.launch.transport import Outcome
 from distwrap.testing import run_ranks
@@ -204,3 +205,31 @@ def is_alive(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return state != "Z"
+
+
+@pytest.mark.parametrize("launcher", ["fork", "forkserver"])
+def test_waiting_for_a_rank_that_is_done_is_explained(launcher: str) -> None:
+    """A collective that only some ranks call ends when the others are done, and says so."""
+
+    @distributed(nprocs=2, launcher=launcher)
+    def alone() -> None:
+        if dw.is_rank_zero():
+            dw.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(CollectiveError, match=r"rank 0 on .* waited in a collective for rank\(s\) 1, which had left"):
+        alone()
+    assert time.monotonic() - start < SOON
+
+
+def test_a_group_that_the_function_destroys() -> None:
+    """A function that takes the process group down itself, as hand-written code does, ends well."""
+
+    @distributed(nprocs=2, launcher="forkserver")
+    def destroys() -> int:
+        model = dw.wrap_model(torch.nn.Linear(3, 1))
+        model(torch.ones(2, 3)).sum().backward()
+        torch.distributed.destroy_process_group()
+        return 1
+
+    assert destroys() == 1
