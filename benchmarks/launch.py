@@ -8,14 +8,10 @@ Every launch does the same: start the ranks, form a gloo group, one all-reduce, 
 from __future__ import annotations
 
 import compileall
-import os
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -34,10 +30,10 @@ PEERS = {
 def main() -> None:
     args = arguments(__doc__)
     rounds, slow_rounds, fresh_rounds = (2, 1, 1) if args.quick else (30, 7, 9)
-    with _as_installed():
-        rows = [repeat_launch(nprocs, rounds, slow_rounds) for nprocs in ((2,) if args.quick else (2, 4))]
-        rows += [*first_launches(fresh_rounds), import_cost(fresh_rounds)]
-        peers = [peer(theirs, ours, slow_rounds) for theirs, ours in PEERS.items()]
+    compile_as_pip_does()
+    rows = [repeat_launch(nprocs, rounds, slow_rounds) for nprocs in ((2,) if args.quick else (2, 4))]
+    rows += [*first_launches(fresh_rounds), import_cost(fresh_rounds)]
+    peers = [peer(theirs, ours, slow_rounds) for theirs, ours in PEERS.items()]
     rows += [row for row in peers if isinstance(row, Row)]
     notes = [note for note in peers if isinstance(note, str)]
     report("launch: ranks on this machine, gloo", rows, notes, args)
@@ -130,24 +126,12 @@ def peer(theirs: str, ours: str, rounds: int) -> Row | str:
     return Row(what, taken["ours"], taken["theirs"], "s", figure)
 
 
-@contextmanager
-def _as_installed() -> Iterator[None]:
-    """Let what is started here find distwrap as pip installs it, with its byte code: a checkout may have none."""
+def compile_as_pip_does() -> None:
+    """Write distwrap's byte code, as pip does when it installs: a checkout may have none, and torch has its own."""
     spec = find_spec("distwrap")
     assert spec is not None
     assert spec.origin is not None
-    before = os.environ.get("PYTHONPATH")
-    with tempfile.TemporaryDirectory() as folder:
-        package = Path(folder, "distwrap")
-        shutil.copytree(Path(spec.origin).parent, package)
-        compileall.compile_dir(package, quiet=1)
-        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (folder, before)))
-        try:
-            yield
-        finally:
-            os.environ.pop("PYTHONPATH")
-            if before is not None:
-                os.environ["PYTHONPATH"] = before
+    compileall.compile_dir(Path(spec.origin).parent, quiet=1)
 
 
 def _warm(stack: ExitStack, way: str, nprocs: int) -> Contender:

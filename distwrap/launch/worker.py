@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from distwrap.group.setup import abandon_process_group, announce, join, teardown_process_group
+from distwrap.group.setup import abandon_process_group, announce, finish_process_group, join
 from distwrap.launch import execute, pickling, transport
 from distwrap.launch.execute import Call
 from distwrap.placement import Placement, own
@@ -99,7 +99,7 @@ def work(conn: Connection, call: Call | None = None) -> int:
         conn.send(failure(rank, error))
         return 1
     conn.send(outcome(rank, value=value))  # before the goodbye: who waits for us in vain can be told that we are done
-    teardown_process_group()
+    finish_process_group()
     return 0
 
 
@@ -115,7 +115,10 @@ def failure(rank: int, error: BaseException) -> transport.Outcome:
 
 
 def leave(code: int) -> None:
-    """End a process that was forked from the server, as the interpreter would: threads, exit handlers, buffers."""
+    """End a rank's process as the interpreter would, with threads, exit handlers and buffers, but for its clean-up.
+
+    The interpreter's own end takes longer, and while gloo's threads run it aborts now and then.
+    """
     try:
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
@@ -127,9 +130,7 @@ def leave(code: int) -> None:
 
 def spawned(fd: int) -> None:
     """Be a rank in a fresh interpreter."""
-    code = work(Connection(fd))
-    sys.stdout.flush()
-    sys.exit(code)
+    leave(work(Connection(fd)))
 
 
 def _run(assignment: Assignment, call: Call | None) -> bytes | None:
