@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import os
-import sys
 from collections.abc import Callable
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
@@ -13,6 +12,7 @@ import wrapt
 from distwrap.errors import OptionError
 from distwrap.launch import start
 from distwrap.launch.execute import Call
+from distwrap.launch.pickling import by_plain_name
 from distwrap.options import Options
 
 P = ParamSpec("P")
@@ -79,7 +79,7 @@ class DistributedFunction(wrapt.FunctionWrapper[..., Any]):
         return {**self._self_given, **options}
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.__module__ != "__main__" and _is_found(self, self.__module__, self.__qualname__):
+        if self.__module__ != "__main__" and by_plain_name(self.__module__, self.__qualname__) is self:
             return self.__qualname__  # pickle takes a string for a name in the module
         return DistributedFunction, (self.__wrapped__, self._self_base, self._self_given)
 
@@ -202,10 +202,3 @@ def _decorated(fn: Any, base: Options) -> DistributedFunction:
             f"one. Return a list instead."
         )
     return DistributedFunction(fn, base)
-
-
-def _is_found(obj: object, module: str, qualname: str) -> bool:
-    found: Any = sys.modules.get(module)
-    for part in qualname.split("."):
-        found = getattr(found, part, None)
-    return found is obj

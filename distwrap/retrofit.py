@@ -17,13 +17,14 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from distwrap.data import shard_loader
+from distwrap.data.loader import next_epoch, shard_loader
 from distwrap.errors import ModelError
 from distwrap.group.world import current_world
 from distwrap.model import TransparentModule
 from distwrap.strategies import wrap_model, wrap_optimizer
 
 _KINDS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader)
+_EPOCH = "_distwrap_next_epoch"  # what the caller's own loader remembers from call to call
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Retrofitted:
     def state(self) -> Any:
         """Return what training changed, without the wrapper's marks."""
         if isinstance(self.original, DataLoader):
-            return None
+            return next_epoch(self.wrapped)
         if isinstance(self.original, nn.Module):
             return self.original.state_dict(), [module.training for module in self.original.modules()]
         return self.original.state_dict()
@@ -44,6 +45,7 @@ class Retrofitted:
     def load(self, state: Any) -> None:
         """Put the state into the caller's own object."""
         if isinstance(self.original, DataLoader):
+            self.original.__dict__[_EPOCH] = state
             return
         if isinstance(self.original, nn.Module):
             weights, training = state
@@ -90,6 +92,8 @@ def wrap(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...]
             _watch_steps(item.original.optimizer)
         elif isinstance(item.original, DataLoader):
             item.wrapped = shard_loader(item.original)
+            if item.original.__dict__.get(_EPOCH):  # a call before this one has seen the first epochs' orders
+                item.wrapped.set_epoch(item.original.__dict__[_EPOCH])
     replacement = {id(item.original): item.wrapped for item in found}
     args, kwargs = _replaced((args, kwargs), lambda value: replacement.get(id(value), value))
     return args, kwargs, found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import random
@@ -69,8 +70,8 @@ def _children() -> set[int]:
     server = processes._server.pid if processes._server is not None else None
     found = set()
     for thread in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{thread}/children") as children:
-            found.update(map(int, children.read().split()))
+        with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{thread}/children") as children:
+            found.update(map(int, children.read().split()))  # a thread may end meanwhile
     return found - {server}
 
 

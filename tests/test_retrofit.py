@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 import distwrap as dw
 from distwrap.errors import ModelError
@@ -189,3 +189,18 @@ def test_an_exception_leaves_the_callers_objects_alone() -> None:
     with pytest.raises(ArithmeticError, match="diverged"):
         over_two_ranks(fit)(model)
     assert model.weight.item() == before
+
+
+@pytest.mark.parametrize("launcher", ["fork", "forkserver"])
+def test_shuffles_go_on_from_call_to_call(launcher: str) -> None:
+    """A second call with the same loader shuffles anew, as the next epochs of one call would."""
+
+    def orders(loader: DataLoader[Any], epochs: int) -> list[list[int]]:
+        return [torch.cat([batch for (batch,) in loader]).tolist() for _ in range(epochs)]
+
+    def loader() -> DataLoader[Any]:
+        return DataLoader(TensorDataset(torch.arange(20)), batch_size=5, shuffle=True)
+
+    run = dw.distributed(nprocs=2, launcher=launcher, retrofit=True)(orders)
+    mine = loader()
+    assert run(mine, 1) + run(mine, 2) == run(loader(), 3)

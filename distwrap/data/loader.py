@@ -55,6 +55,12 @@ class ShardedLoader(DataLoader[Any]):
         return _on_device(batches, self._shard_device)
 
 
+def next_epoch(loader: DataLoader[Any]) -> int:
+    """Say which epoch of a sharded loader comes next; 0 for any other loader."""
+    epochs = getattr(getattr(loader, "_shard_sampler", None), "epochs", None)
+    return 0 if epochs is None else int(epochs.next)
+
+
 def shard_loader(
     loader: Loader,
     *,

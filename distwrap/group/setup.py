@@ -5,11 +5,9 @@ from __future__ import annotations
 import os
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
-from functools import cache
 from types import TracebackType
 from typing import Any
 
@@ -19,17 +17,15 @@ import torch.distributed as dist
 # Imported before there is a group: default arguments in it take the group of that moment, and would keep its threads
 # alive to the end of the interpreter, where they now and then abort it.
 import torch.distributed.nn.functional
-from torch.distributed import FileStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
-from distwrap.errors import ArrivalError, OptionError, PlacementError
+from distwrap.errors import OptionError, PlacementError
 from distwrap.group import devices
+from distwrap.group.rendezvous import leave, meet
 from distwrap.group.world import World, activate, active_world, current_world, deactivate
-from distwrap.placement import Placement, detect, own
+from distwrap.placement import Placement, detect
 
 ARRIVAL_SECONDS = 120.0  # for all ranks to come; part of `timeout`, which is for a collective
-_LEAVE_SECONDS = 10.0  # for the others to leave before the rank that holds the store does
-
-_generation = 0  # a second group in the same processes must not read the first one's keys
 
 
 class ProcessGroup(AbstractContextManager["ProcessGroup"]):
@@ -90,7 +86,6 @@ def join(
     **run: Any,
 ) -> World:
     """Meet the other ranks and make their world the current one."""
-    global _generation
     if timeout <= 0:
         raise OptionError(f"timeout={timeout}: it must be a positive number of seconds.")
     if run.get("seed") is None:
@@ -98,11 +93,10 @@ def join(
     device = device or devices.choose_device(placement, devices.visible_devices())
     devices.use(device)
     backend = devices.choose_backend(backend, device)
-    _generation += 1
     with ExitStack() as cleanup:
         if placement.nnodes == 1:
             cleanup.enter_context(_loopback_only())
-        store = _meet(placement, min(timeout, ARRIVAL_SECONDS))
+        store = meet(placement, min(timeout, ARRIVAL_SECONDS))
         dist.init_process_group(
             backend,
             store=PrefixStore("group", store),
@@ -145,7 +139,7 @@ def _teardown(*, destroy: bool) -> None:
         for model in world.models if destroy else ():
             model.release()
         if world.store is not None:
-            _leave(world.store, world.placement)
+            leave(world.store, world.placement)
             if destroy and dist.is_initialized():
                 dist.destroy_process_group()
 
@@ -198,82 +192,6 @@ def _as_device(device: torch.device | str | int) -> torch.device:
     return torch.device(device)
 
 
-def _meet(placement: Placement, seconds: float) -> Store:
-    """Open the store, say that we are here, and wait until everybody has."""
-    limit = timedelta(seconds=seconds)
-    if own.STORE in os.environ:
-        where = "the launching process"
-        store: Store = FileStore(_opened(os.environ[own.STORE]), placement.world_size)
-    else:
-        where = f"{placement.master_addr}:{placement.master_port}"
-        try:
-            handler = rendezvous("env://", placement.rank, placement.world_size, timeout=limit)
-            store = next(iter(handler))[0]
-        except (dist.DistError, ValueError, OSError) as error:
-            raise ArrivalError(
-                f"rank {placement.rank} on {socket.gethostname()} found no meeting place at {where} within "
-                f"{seconds:.0f} s ({_first_line(error)}). Is rank 0 running, and MASTER_ADDR and MASTER_PORT right?"
-            ) from error
-    store = PrefixStore(f"distwrap/{_generation}", store)
-    store.set(f"here/{placement.rank}", f"{socket.gethostname()}:{os.getpid()}")
-    names = [f"here/{rank}" for rank in range(placement.world_size)]
-    deadline = time.monotonic() + seconds
-    while not _all_set(store, names):
-        if time.monotonic() < deadline:
-            continue
-        missing = [rank for rank, name in enumerate(names) if not store.check([name])]
-        raise ArrivalError(
-            f"rank {placement.rank} on {socket.gethostname()} waited {seconds:.0f} s at {where}: "
-            f"{placement.world_size - len(missing)} of {placement.world_size} ranks are here, "
-            f"missing {_ranks(missing)}. Look at what they printed; they did not reach setup_process_group()."
-        )
-    return store
-
-
-def _all_set(store: Store, names: list[str]) -> bool:
-    """Wait for keys, but only for a moment: no signal, as Ctrl-C, is heard while torch waits."""
-    for _ in range(20):  # torch looks into a file every 10 ms, and the ranks of one machine are quicker
-        if store.check(names):
-            return True
-        time.sleep(0.0005)
-    try:
-        store.wait(names, timedelta(seconds=1))
-    except dist.DistError:
-        return False
-    return True
-
-
-@cache
-def _opened(path: str) -> str:
-    """Hold the launching process's file open ourselves, and return the path to it.
-
-    torch opens the path again at each access, the last one being when the store is deleted, whenever that is; the
-    number in the launching process may lead to another file by then.
-    """
-    return f"/proc/self/fd/{os.open(path, os.O_RDWR)}" if path.startswith("/proc/") else path
-
-
-def _leave(store: Store, placement: Placement) -> None:
-    """Close the door behind us only when nobody stands in it.
-
-    A rank may be done while another is still connecting to it; and rank 0, where it holds the store in its own
-    process, is the last to go.
-    """
-    limit = timedelta(seconds=_LEAVE_SECONDS)
-    ranks = range(placement.world_size)
-    try:
-        joined = [f"joined/{rank}" for rank in ranks]
-        if not _all_set(store, joined):
-            store.wait(joined, limit)
-        if own.STORE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return  # another process holds the store
-        store.set(f"gone/{placement.rank}", "")
-        if placement.rank == 0:
-            store.wait([f"gone/{rank}" for rank in ranks], limit)
-    except dist.DistError:
-        pass  # whoever is gone without a goodbye has its own story to tell
-
-
 @contextmanager
 def _loopback_only() -> Iterator[None]:
     """Keep gloo's sockets on loopback, unless the user chose an interface."""
@@ -295,12 +213,3 @@ def require_group(what: str) -> None:
             f"{what} needs the process group, and rank {place.rank} of {place.world_size} "
             f"(started by {place.source}) has none yet: call setup_process_group() first."
         )
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16]))
-    return ("rank " if len(ranks) == 1 else "ranks ") + shown + (", …" if len(ranks) > 16 else "")

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch.utils.data import DataLoader
+
 from distwrap import retrofit
 from distwrap.group.world import Precision
 from distwrap.retrofit import Retrofitted
@@ -49,4 +51,8 @@ def execute(call: Call, run: Run) -> tuple[Any, list[Retrofitted]]:
     if not run.retrofit:
         return call.function(*call.args, **call.kwargs), []
     args, kwargs, found = retrofit.wrap(call.args, call.kwargs)
-    return call.function(*args, **kwargs), found
+    value = call.function(*args, **kwargs)
+    for item in found:
+        if isinstance(item.original, DataLoader):
+            item.load(item.state())  # where this process is the caller's own, nobody else brings it home
+    return value, found

@@ -71,6 +71,12 @@ class TransparentModule(nn.Module):
     def __getitem__(self, index: Any) -> Any:
         return self.module[index]  # type: ignore[index]
 
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __bool__(self) -> bool:
+        return True  # also where the model has no length
+
     def __copy__(self) -> nn.Module:
         return copy.copy(unwrap_model(self))
 
@@ -85,6 +91,11 @@ class TransparentModule(nn.Module):
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Load weights saved with or without a wrapper."""
         model = unwrap_model(self)
+        if isinstance(self, nn.parallel.DistributedDataParallel) and (kwargs.get("assign") or True in args[1:2]):
+            raise ModelError(
+                "load_state_dict(assign=True) on a wrapped model would exchange the parameters that DDP averages, and "
+                "the ranks would train apart. Load before wrap_model(), or leave assign out."
+            )
         given = state_dict if isinstance(state_dict, dict) else dict(state_dict)  # its _metadata must come along
         return model.load_state_dict(strip_module_prefix(given, target=model), *args, **kwargs)
 

@@ -226,3 +226,16 @@ def test_after_teardown_it_is_the_bare_model(precision: str) -> None:
         assert model.weight.grad is not None
 
     run_ranks(outlive, 2)
+
+
+def test_assigning_parameters_is_refused() -> None:
+    """load_state_dict(assign=True), which would take the parameters away from DDP, is refused."""
+
+    def assign() -> None:
+        model = dw.wrap_model(nn.Sequential(nn.Linear(3, 2)))
+        assert len(model) == 1
+        assert model
+        with pytest.raises(ModelError, match="assign=True"):
+            model.load_state_dict(model.state_dict(), assign=True)
+
+    run_ranks(assign, 2)
