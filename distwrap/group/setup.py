@@ -107,7 +107,14 @@ def join(
         )
         store.set(f"joined/{placement.rank}", "")
         world = World(
-            placement, device, backend=backend, timeout=timeout, store=store, cleanup=cleanup.pop_all(), **run
+            placement,
+            device,
+            backend=backend,
+            timeout=timeout,
+            group=dist.group.WORLD,
+            store=store,
+            cleanup=cleanup.pop_all(),
+            **run,
         )
     activate(world)
     return world

@@ -39,6 +39,8 @@ class World:
         user_scales: whether the loop was seen to use a gradient scaler of its own.
         loaders: how many loaders were sharded, so that each has a random stream of its own.
         models: those that hold on to the process group; released before it goes.
+        group: the process group, held so that no model of the user's is the last to hold it: torch ends it then with
+            the interpreter's lock taken, for which gloo's threads wait forever.
         store: where the ranks met.
         cleanup: what teardown undoes.
     """
@@ -56,6 +58,7 @@ class World:
     user_scales: bool = False
     loaders: int = 0
     models: WeakSet[Any] = field(default_factory=WeakSet)
+    group: object = None
     store: Store | None = None
     cleanup: ExitStack = field(default_factory=ExitStack)
 

@@ -223,7 +223,7 @@ def test_waiting_for_a_rank_that_is_done_is_explained(launcher: str) -> None:
 
 
 def test_a_group_that_the_function_destroys() -> None:
-    """A function that takes the process group down itself, as hand-written code does, ends well."""
+    """A function that takes the process group down itself, as hand-written code does, ends well, every time."""
 
     @distributed(nprocs=2, launcher="forkserver")
     def destroys() -> int:
@@ -232,4 +232,4 @@ def test_a_group_that_the_function_destroys() -> None:
         torch.distributed.destroy_process_group()
         return 1
 
-    assert destroys() == 1
+    assert [destroys() for _ in range(5)] == [1] * 5
