@@ -107,3 +107,9 @@ def test_arguments_that_do_not_fit() -> None:
         distributed(nprocs=2)(train)(3)  # type: ignore[call-arg]
     with pytest.raises(TypeError, match=r"unexpected keyword argument 'nprocs'.*\.options\(nprocs=…\)"):
         distributed(nprocs=2)(train)(nprocs=4)  # type: ignore[call-arg]
+
+
+def test_retrofit_with_nothing_to_wrap() -> None:
+    """retrofit=True on a function that takes no model, optimizer or loader is refused: every rank would train alone."""
+    with pytest.raises(OptionError, match=r"retrofit=True finds no model, optimizer or loader among the arguments"):
+        distributed(nprocs=2, retrofit=True)(train)()

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from distwrap import retrofit
 from distwrap.collectives import gather_object
-from distwrap.errors import LaunchError
+from distwrap.errors import LaunchError, OptionError
 from distwrap.group.devices import choose_nprocs, visible_devices
 from distwrap.group.setup import (
     abandon_process_group,
@@ -38,6 +38,12 @@ def start(call: Call, options: Options) -> Any:
     """
     local.refuse_launch_while_importing(call.name)
     everybody = options.returns == "all"
+    if options.retrofit and not retrofit.find(call.args, call.kwargs):
+        raise OptionError(
+            f"retrofit=True finds no model, optimizer or loader among the arguments of {call.name}, so each rank would "
+            f"train alone. Pass them as arguments (also in lists, tuples and dicts): what the function takes from its "
+            f"object, a closure or a global is not seen."
+        )
     run = Run(options.strategy, options.backend, options.precision, options.seed, options.timeout, options.retrofit)
     if active_world() is not None:
         return _here(call, run, everybody)
