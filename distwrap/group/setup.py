@@ -149,6 +149,8 @@ def _teardown(*, destroy: bool) -> None:
             leave(world.store, world.placement)
             if destroy and dist.is_initialized():
                 dist.destroy_process_group()
+        if destroy:
+            world.group = None
 
 
 def abandon_process_group() -> None:
