@@ -4,6 +4,7 @@ from distwrap._version import __version__
 from distwrap.checkpoint import load, save
 from distwrap.collectives import agree, barrier, broadcast, gather, gather_object, mean, reduce
 from distwrap.data import shard_loader
+from distwrap.debugging import breakpoint_on
 from distwrap.decorator import distributed
 from distwrap.errors import DistwrapError
 from distwrap.group import (
@@ -36,6 +37,7 @@ __all__ = [
     "autocast",
     "backward",
     "barrier",
+    "breakpoint_on",
     "broadcast",
     "device",
     "distributed",

@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 
-from distwrap.collectives import broadcast
 from distwrap.errors import CheckpointError
 from distwrap.group.world import current_world, is_rank_zero
 from distwrap.model import unwrap_model
+from distwrap.turns import share
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.Size, torch.dtype, torch.device)
 
@@ -26,7 +26,8 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch
 def save(state: Any, path: str | os.PathLike[str]) -> None:
     """Write a checkpoint on rank 0: whole, or not at all.
 
-    Every rank must call, and every rank learns of a failure. Models, optimizers and whatever else has a
+    When every rank calls, all of them wait until the file is there, and learn of a failure; rank 0 may also call it
+    alone. Models, optimizers and whatever else has a
     ``state_dict`` may stand anywhere in `state`; their state dicts are written, without a wrapper's prefix.
 
     Args:
@@ -42,16 +43,19 @@ def save(state: Any, path: str | os.PathLike[str]) -> None:
         >>> load(folder / "last.pt")["epoch"]
         3
     """
-    problem = None
-    cause: Exception | None = None
+    name = f"save {os.path.abspath(path)}"
+    if current_world().solo:  # a function of rank 0 alone; nobody else calls, or waits
+        name = ""
+    problem, cause = "", None
     if is_rank_zero():
         try:
             _write(_plain(state, ""), Path(path))
         except Exception as error:  # noqa: BLE001 - whatever is raised, the other ranks must hear of it
             problem = f"{error}" if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             cause = error
-    problem = broadcast(problem)
-    if problem is not None:
+    if name:
+        problem = share(name, 0, problem.encode() if is_rank_zero() else None).decode()
+    if problem:
         raise CheckpointError(
             f"the checkpoint {os.fspath(path)} was not written by rank 0 on {socket.gethostname()}: {problem}. "
             f"What was there before is untouched."

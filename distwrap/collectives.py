@@ -13,7 +13,9 @@ import torch.distributed as dist
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from distwrap.errors import CollectiveError, OptionError, unknown_name
+from distwrap.group.seals import opened, seal
 from distwrap.group.setup import require_group
+from distwrap.group.solo import refuse
 from distwrap.group.world import current_world
 
 Value = TypeVar("Value")
@@ -71,9 +73,19 @@ def gather_object(value: Value) -> list[Value]:
     """
     if _alone("gather_object"):
         return [value]
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, value)
-    return everyone
+    secret = current_world().secret
+    mine = _tensor_of(seal(value, secret))
+    sizes = [torch.zeros(1, dtype=torch.int64, device=mine.device) for _ in range(dist.get_world_size())]
+    dist.all_gather(sizes, torch.tensor([mine.numel()], device=mine.device))
+    longest = max(int(size) for size in sizes)
+    padded = torch.zeros(longest, dtype=torch.uint8, device=mine.device)
+    padded[: mine.numel()] = mine
+    received = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(received, padded)
+    return [
+        opened(_bytes_of(message[: int(size)]), secret, rank)
+        for rank, (message, size) in enumerate(zip(received, sizes, strict=True))
+    ]
 
 
 def reduce(value: Any, op: Op = "mean") -> Any:
@@ -159,9 +171,8 @@ def broadcast(value: Any, src: int = 0) -> Any:
         for leaf in leaves
     ]
     # The nesting itself travels, with its leaves described: a pickled TreeSpec warns in torch when it is read.
-    message: list[Any] = [tree_unflatten(described, spec) if mine else None]
-    dist.broadcast_object_list(message, src=src)
-    described, spec = tree_flatten(message[0])
+    message = _broadcast_object(tree_unflatten(described, spec) if mine else None, src)
+    described, spec = tree_flatten(message)
     received: list[Any] = []
     for index, what in enumerate(described):
         if isinstance(what, _Plain):
@@ -210,10 +221,35 @@ class _Plain:
         self.value = value
 
 
+def _broadcast_object(value: Any, src: int) -> Any:
+    world = current_world()
+    mine = world.placement.rank == src
+    sealed = _tensor_of(seal(value, world.secret)) if mine else torch.empty(0)
+    size = torch.tensor([sealed.numel()], device=_exchange_device())
+    dist.broadcast(size, src=src)
+    if not mine:
+        sealed = torch.empty(int(size), dtype=torch.uint8, device=_exchange_device())
+    dist.broadcast(sealed, src=src)
+    return value if mine else opened(_bytes_of(sealed), world.secret, src)
+
+
+def _tensor_of(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_exchange_device())
+
+
+def _bytes_of(tensor: torch.Tensor) -> bytes:
+    data = bytearray(tensor.numel())
+    torch.frombuffer(data, dtype=torch.uint8).copy_(tensor)
+    return bytes(data)
+
+
 def _alone(what: str) -> bool:
-    if current_world().placement.world_size == 1:
+    world = current_world()
+    if world.placement.world_size == 1:
         return True
     require_group(what)
+    refuse(f"{what}()")
+    world.crumbs.drop(what)
     return False
 
 

@@ -13,6 +13,8 @@ DistwrapError
 │   └── WorkerTimeoutError (TimeoutError) the ranks were not done in time
 ├── ArrivalError (TimeoutError)           not all ranks came to the rendezvous in time
 ├── CollectiveError (RuntimeError)        the ranks disagree about what they exchange
+│   ├── CollectiveTimeoutError (TimeoutError) not all ranks came to a collective in time
+│   └── CollectiveInRankZeroError         a collective where only some ranks are: the others would never come
 ├── LoaderError (ValueError)              a loader cannot be sharded safely
 ├── ModelError (RuntimeError)             a model cannot be wrapped, or is used in a way that would train wrongly
 ├── PrecisionError (RuntimeError)         a step that would be wrong in this precision
@@ -100,6 +102,14 @@ class ArrivalError(DistwrapError, TimeoutError):
 
 class CollectiveError(DistwrapError, RuntimeError):
     """The ranks disagree about what they exchange."""
+
+
+class CollectiveTimeoutError(CollectiveError, TimeoutError):
+    """Not all ranks came to a collective in time; says where each of them was."""
+
+
+class CollectiveInRankZeroError(CollectiveError):
+    """A collective was called where only some ranks are, as in ``rank_zero_only``: the others would never come."""
 
 
 class LoaderError(DistwrapError, ValueError):

@@ -11,9 +11,11 @@ from typing import Any, ParamSpec, TypeVar, overload
 
 import wrapt
 
-from distwrap.collectives import agree, broadcast, gather_object
+from distwrap.collectives import broadcast, gather_object
 from distwrap.errors import OptionError, WorkerError
+from distwrap.group.solo import refuse, solo
 from distwrap.group.world import current_world
+from distwrap.turns import share
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -32,11 +34,17 @@ def rank_zero_only(
 ) -> Any:
     """Run a function or method on rank 0 alone; the other ranks return `default`.
 
+    A collective inside it, ours or torch's, raises at once: the other ranks would never come to it.
+
     Args:
         fn: the function.
         default: what the other ranks return.
-        broadcast: give rank 0's return value, or the exception it raised, to every rank. All of them must call.
+        broadcast: give rank 0's return value, or the exception it raised, to every rank. All of them must call; they
+            wait as long as rank 0 works, and no longer than it lives.
         local: run on the first rank of every machine instead.
+
+    Raises:
+        CollectiveInRankZeroError: the function calls a collective.
 
     Example:
         >>> @rank_zero_only
@@ -74,9 +82,13 @@ class RankZeroFunction(wrapt.FunctionWrapper[..., Any]):
     def __init__(self, wrapped: Callable[..., Any], default: Any, everywhere: bool, local: bool) -> None:
         def run(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
             chosen = _is_chosen(local)
-            if not everywhere:
-                return wrapped(*args, **kwargs) if chosen else default
-            return _everywhere(lambda: wrapped(*args, **kwargs), chosen, local)
+            name = f"the rank-zero function {getattr(wrapped, '__qualname__', type(wrapped).__qualname__)}()"
+            if everywhere:
+                return _everywhere(name, lambda: wrapped(*args, **kwargs), chosen, local)
+            if not chosen:
+                return default
+            with solo(name):
+                return wrapped(*args, **kwargs)
 
         super().__init__(wrapped, run)
         self._self_options = (default, everywhere, local)
@@ -98,32 +110,39 @@ class RankZeroFunction(wrapt.FunctionWrapper[..., Any]):
 def rank_zero_first(local: bool = False) -> Iterator[None]:
     """Let rank 0 go first, and the others after it is done: to download or preprocess once.
 
+    The others wait as long as rank 0 works, whatever the timeout of collectives, and no longer than it lives.
+
     Args:
         local: the first rank of every machine goes first.
 
     Raises:
+        CollectiveInRankZeroError: a collective is called inside.
         WorkerError: on the other ranks, where the first one failed; none of them is left waiting.
 
     Example:
         >>> with rank_zero_first():
         ...     files = ["train.csv"]
     """
-    chosen = _is_chosen(local)
-    if chosen:
+    name, worker = "rank_zero_first()", _worker(local)
+    refuse(name)
+    if _is_chosen(local):
         try:
-            yield
-        except BaseException:
-            agree(True)
+            with solo(name):
+                yield
+        except BaseException as error:
+            share(name, worker, f"{type(error).__name__}: {error}".encode())
             raise
-        agree(False)
+        share(name, worker, b"")
         return
-    if agree(False):
+    problem = share(name, worker, None)
+    if problem:
         raise WorkerError(
-            f"the rank that goes first failed inside rank_zero_first(), so rank {current_world().placement.rank} "
-            f"does not enter. Its own error says why.",
-            rank=0,
+            f"rank {worker}, which goes first, failed inside {name}, so rank {current_world().placement.rank} does not "
+            f"enter: {problem.decode()}",
+            rank=worker,
         )
-    yield
+    with solo(name):
+        yield
 
 
 def on_rank_zero(factory: Callable[[], R]) -> R:
@@ -180,16 +199,31 @@ def _is_chosen(local: bool) -> bool:
     return (place.local_rank if local else place.rank) == 0
 
 
-def _everywhere(run: Callable[[], Any], chosen: bool, local: bool) -> Any:
+def _worker(local: bool) -> int:
+    """The rank that is chosen, as seen from this one."""
+    place = current_world().placement
+    return place.rank - place.local_rank if local else 0
+
+
+def _everywhere(name: str, run: Callable[[], Any], chosen: bool, local: bool) -> Any:
     """Run on the chosen rank, and share how it ended: a value, or an exception."""
     if current_world().placement.world_size == 1:
         return run()
+    refuse(name)
+    worker = _worker(local)
     result: tuple[Any, BaseException | None] = (None, None)
     if chosen:
         try:
-            result = (run(), None)
+            with solo(name):
+                result = (run(), None)
         except Exception as error:  # noqa: BLE001 - it is raised again, on every rank
             result = (None, error)
+        except BaseException as error:
+            share(name, worker, f"{type(error).__name__} {error}".encode())
+            raise
+    problem = share(name, worker, b"" if chosen else None)
+    if problem:
+        raise WorkerError(f"rank {worker} ended inside {name}: {problem.decode()}", rank=worker)
     shared = _shared(result, local)
     own_error = result[1]
     if own_error is not None:

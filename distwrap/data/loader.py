@@ -50,6 +50,7 @@ class ShardedLoader(DataLoader[Any]):
 
     def __iter__(self) -> Any:
         batches = super().__iter__()
+        current_world().crumbs.follow(batches)
         if self._shard_device.type == "cpu":
             return batches
         return _on_device(batches, self._shard_device)
@@ -103,6 +104,7 @@ def shard_loader(
     if batch_size not in get_args(BatchSize):
         raise OptionError(unknown_name("batch_size", batch_size, get_args(BatchSize)))
     world = current_world()
+    world.crumbs.drop("shard_loader")
     where = torch.device(device) if device is not None else world.device
     place = world.placement
     here = (place.rank, place.world_size)

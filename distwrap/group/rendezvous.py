@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
+import sys
 import time
 from datetime import timedelta
 from functools import cache
+from typing import Any
 
+import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, Store, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import FileStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
+from distwrap._version import __version__
 from distwrap.errors import ArrivalError
+from distwrap.group import stacks
+from distwrap.group.liveness import identity
 from distwrap.placement import Placement, own
 
+NOTICE_SECONDS = 20.0  # until those who are here say who is not
 _LEAVE_SECONDS = 10.0  # for the others to leave before the rank that holds the store does
+
+_PREFIX = "distwrap"
+_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 
 _generation = 0  # a second group in the same processes must not read the first one's keys
 
@@ -30,39 +41,135 @@ def meet(placement: Placement, seconds: float) -> Store:
     else:
         where = f"{placement.master_addr}:{placement.master_port}"
         try:
-            handler = rendezvous("env://", placement.rank, placement.world_size, timeout=limit)
-            store = next(iter(handler))[0]
+            store = _tcp_store(placement, limit)
         except (dist.DistError, ValueError, OSError) as error:
             raise ArrivalError(
                 f"rank {placement.rank} on {socket.gethostname()} found no meeting place at {where} within "
                 f"{seconds:.0f} s ({_first_line(error)}). Is rank 0 running, and MASTER_ADDR and MASTER_PORT right?"
             ) from error
-    store = PrefixStore(f"distwrap/{_generation}", store)
-    store.set(f"here/{placement.rank}", f"{socket.gethostname()}:{os.getpid()}")
-    names = [f"here/{rank}" for rank in range(placement.world_size)]
-    deadline = time.monotonic() + seconds
-    while not _all_set(store, names):
-        if time.monotonic() < deadline:
-            continue
-        missing = [rank for rank, name in enumerate(names) if not store.check([name])]
+    store = PrefixStore(f"{_PREFIX}/{_generation}", store)
+    store.set(f"here/{placement.rank}", json.dumps({**identity(), "versions": _versions()}))
+    try:
+        _wait_for_all(store, placement, seconds, where)
+    except dist.DistNetworkError as error:
         raise ArrivalError(
-            f"rank {placement.rank} on {socket.gethostname()} waited {seconds:.0f} s at {where}: "
-            f"{placement.world_size - len(missing)} of {placement.world_size} ranks are here, "
-            f"missing {_ranks(missing)}. Look at what they printed; they did not reach setup_process_group()."
-        )
+            f"rank {placement.rank} on {socket.gethostname()} lost the meeting place at {where} "
+            f"({_first_line(error)}): rank 0, or its launcher, which holds it, is gone. Look at what it printed."
+        ) from error
+    _compare_versions(placement, json.loads(store.get("here/0")))
     return store
 
 
+def _wait_for_all(store: Store, placement: Placement, seconds: float, where: str) -> None:
+    names = [f"here/{rank}" for rank in range(placement.world_size)]
+    start, noticed = time.monotonic(), False
+    while not _all_set(store, names):
+        waited = time.monotonic() - start
+        if waited > min(NOTICE_SECONDS, seconds) and not noticed:
+            noticed = True
+            hosts = _arrived(store, names)
+            if placement.rank == min(hosts):
+                print(f"distwrap: after {waited:.0f} s {_who_is_here(placement, hosts)}", file=sys.stderr, flush=True)
+        others_gave_up = store.check(["gave up"])
+        if waited > seconds or others_gave_up:
+            here = _who_is_here(placement, _arrived(store, names))
+            if not others_gave_up:
+                store.set("gave up", "")
+            if placement.rank == 0 and own.STORE not in os.environ:
+                time.sleep(1.5)  # it may hold the store, in which the others are to read this
+            raise ArrivalError(
+                f"rank {placement.rank} on {socket.gethostname()} waited {waited:.0f} s at {where}: {here}. Look at "
+                f"what the missing ones printed; they did not reach setup_process_group()."
+            )
+
+
+def _tcp_store(placement: Placement, limit: timedelta) -> Store:
+    """Connect to torchrun's store, or to one of rank 0's own."""
+    if os.environ.get(_AGENT) == "True":
+        store: Store = next(iter(rendezvous("env://", placement.rank, placement.world_size, timeout=limit)))[0]
+        return store
+    assert placement.master_addr is not None
+    assert placement.master_port is not None
+    # As torch does for "env://", but torch's rank 0 would wait for the others without being able to say who is missing.
+    return TCPStore(
+        placement.master_addr,
+        placement.master_port,
+        placement.world_size,
+        is_master=placement.rank == 0,
+        timeout=limit,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+
+
+def side_store(path: str) -> Store:
+    """Open the store as the ranks of a launch have it, for the process that has launched them and is none of them.
+
+    It may live only as long as the file: torch looks at the file once more when a store is deleted.
+    """
+    return PrefixStore(f"{_PREFIX}/1", FileStore(path))
+
+
+def count_meetings_anew() -> None:
+    """Begin with the first meeting again, in a process that a launch has started."""
+    global _generation
+    _generation = 0
+
+
+def _versions() -> dict[str, str]:
+    return {"distwrap": __version__, "torch": torch.__version__}
+
+
+def _compare_versions(placement: Placement, theirs: dict[str, Any]) -> None:
+    if theirs["versions"] == _versions():
+        return
+    raise ArrivalError(
+        f"rank {placement.rank} on {socket.gethostname()} runs {_words(_versions())}, but rank 0 on {theirs['host']} "
+        f"runs {_words(theirs['versions'])}. Install the same versions on all machines."
+    )
+
+
+def _words(versions: dict[str, str]) -> str:
+    return " and ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _arrived(store: Store, names: list[str]) -> dict[int, str]:
+    """Return the hosts of those ranks that are here."""
+    return {rank: json.loads(store.get(name))["host"] for rank, name in enumerate(names) if store.check([name])}
+
+
+def _who_is_here(placement: Placement, hosts: dict[int, str]) -> str:
+    """Say how many ranks are here, and which are missing on which machine.
+
+    Example:
+        >>> place = Placement(0, 8, local_rank=0, local_world_size=4, nnodes=2)
+        >>> _who_is_here(place, {0: "n1", 1: "n1", 2: "n1", 3: "n1", 6: "n2", 7: "n2"})
+        '6 of 8 ranks are here; missing: ranks 4, 5 (n2)'
+        >>> _who_is_here(place, {0: "n1", 1: "n1", 2: "n1"})
+        '3 of 8 ranks are here; missing: rank 3 (n1), ranks 4-7 (node 1, of which nobody is here)'
+    """
+    size = placement.local_world_size
+    missing: dict[int, list[int]] = {}
+    for rank in range(placement.world_size):
+        if rank not in hosts:
+            missing.setdefault(rank // size, []).append(rank)
+    parts = []
+    for node, members in missing.items():
+        host = next((hosts[rank] for rank in range(node * size, node * size + size) if rank in hosts), None)
+        place = host or f"node {node}, of which nobody is here"
+        parts.append(stacks.ranks(members) + (f" ({place})" if placement.nnodes > 1 else ""))
+    return f"{len(hosts)} of {placement.world_size} ranks are here; missing: {', '.join(parts)}"
+
+
 def _all_set(store: Store, names: list[str]) -> bool:
-    """Wait for keys, but only for a moment: no signal, as Ctrl-C, is heard while torch waits."""
-    for _ in range(20):  # torch looks into a file every 10 ms, and the ranks of one machine are quicker
-        if store.check(names):
-            return True
-        time.sleep(0.0005)
-    try:
-        store.wait(names, timedelta(seconds=1))
-    except dist.DistError:
-        return False
+    """Wait for keys, but only for a moment: no signal, as Ctrl-C, is heard while torch itself waits."""
+    pause, longest = 0.0005, min(0.25, 0.01 * max(1.0, len(names) / 8))
+    deadline = time.monotonic() + 1.0
+    while not store.check(names):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
     return True
 
 
@@ -88,7 +195,7 @@ def leave(store: Store, placement: Placement) -> None:
         joined = [f"joined/{rank}" for rank in ranks]
         if not _all_set(store, joined):
             store.wait(joined, limit)
-        if own.STORE in os.environ or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        if own.STORE in os.environ or os.environ.get(_AGENT) == "True":
             return  # another process holds the store
         store.set(f"gone/{placement.rank}", "")
         if placement.rank == 0:
@@ -99,8 +206,3 @@ def leave(store: Store, placement: Placement) -> None:
 
 def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def _ranks(ranks: list[int]) -> str:
-    shown = ", ".join(map(str, ranks[:16]))
-    return ("rank " if len(ranks) == 1 else "ranks ") + shown + (", …" if len(ranks) > 16 else "")

@@ -20,10 +20,12 @@ import torch.distributed.nn.functional
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from distwrap.errors import OptionError, PlacementError
-from distwrap.group import devices
+from distwrap.group import devices, failures
+from distwrap.group.channel import Channel
 from distwrap.group.rendezvous import leave, meet
+from distwrap.group.seals import agree_on_secret
 from distwrap.group.world import World, activate, active_world, current_world, deactivate
-from distwrap.placement import Placement, detect
+from distwrap.placement import Placement, detect, own
 
 ARRIVAL_SECONDS = 120.0  # for all ranks to come; part of `timeout`, which is for a collective
 
@@ -37,7 +39,10 @@ class ProcessGroup(AbstractContextManager["ProcessGroup"]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if self._ours:
+        if self._ours and error is not None and failures.is_failure(error):
+            failures.tell(error)
+            abandon_process_group()
+        elif self._ours:
             teardown_process_group()
 
 
@@ -73,7 +78,8 @@ def setup_process_group(
     if placement.source == "single":
         return ProcessGroup(ours=False)
     chosen = None if device is None else _as_device(device)
-    join(placement, backend=backend, timeout=600.0 if timeout is None else timeout, device=chosen)
+    world = join(placement, backend=backend, timeout=600.0 if timeout is None else timeout, device=chosen)
+    world.cleanup.callback(failures.tell_uncaught())
     return ProcessGroup(ours=True)
 
 
@@ -97,6 +103,9 @@ def join(
         if placement.nnodes == 1:
             cleanup.enter_context(_loopback_only())
         store = meet(placement, min(timeout, ARRIVAL_SECONDS))
+        # Now, since the store is certainly there. Where torch cannot clone one (before 2.8) the channel's thread waits
+        # now and then for the main thread's look-ups.
+        side = store.clone() if hasattr(store, "clone") else store
         dist.init_process_group(
             backend,
             store=PrefixStore("group", store),
@@ -113,10 +122,13 @@ def join(
             timeout=timeout,
             group=dist.group.WORLD,
             store=store,
+            secret=agree_on_secret(store, placement.rank),
             cleanup=cleanup.pop_all(),
             **run,
         )
     activate(world)
+    world.channel = Channel(side, placement, world.crumbs, own.STORE in os.environ, timeout)
+    world.channel.start()
     return world
 
 
@@ -142,6 +154,8 @@ def _teardown(*, destroy: bool) -> None:
     if world is None:
         return
     deactivate()
+    if world.channel is not None:
+        world.channel.stop()
     with world.cleanup:
         for model in world.models if destroy else ():
             model.release()
@@ -158,6 +172,8 @@ def abandon_process_group() -> None:
     world = active_world()
     deactivate()
     if world is not None:
+        if world.channel is not None:
+            world.channel.stop()
         world.cleanup.close()
 
 

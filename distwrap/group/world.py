@@ -7,6 +7,7 @@ variables, or a process group that the user made, say about this process.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,11 +17,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from distwrap.group.breadcrumbs import Breadcrumbs
 from distwrap.group.devices import choose_device, visible_devices
 from distwrap.placement import Placement, detect
 
 if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler
+
+    from distwrap.group.channel import Channel
 
 Precision = Literal["32", "bf16", "fp16"]
 
@@ -42,6 +46,11 @@ class World:
         group: the process group, held so that no model of the user's is the last to hold it: torch ends it then with
             the interpreter's lock taken, for which gloo's threads wait forever.
         store: where the ranks met.
+        secret: of the run, by which objects from its ranks are known.
+        channel: the side channel to the other ranks, where distwrap made the group.
+        crumbs: what this rank did last.
+        solo: the function in which only some ranks are at this moment, so that a collective would wait forever.
+        turns: how often ranks have waited for each kind of work of another rank.
         cleanup: what teardown undoes.
     """
 
@@ -60,6 +69,11 @@ class World:
     models: WeakSet[Any] = field(default_factory=WeakSet)
     group: object = None
     store: Store | None = None
+    secret: bytes = b""
+    channel: Channel | None = None
+    crumbs: Breadcrumbs = field(default_factory=Breadcrumbs)
+    solo: str = ""
+    turns: Counter[str] = field(default_factory=Counter)
     cleanup: ExitStack = field(default_factory=ExitStack)
 
 

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from distwrap import retrofit
 from distwrap.collectives import gather_object
 from distwrap.errors import LaunchError, OptionError
+from distwrap.group import failures
 from distwrap.group.devices import choose_nprocs, visible_devices
 from distwrap.group.setup import (
     abandon_process_group,
@@ -115,8 +116,12 @@ def _joining(call: Call, run: Run, placement: Placement, everybody: bool) -> Any
     announce(world, placement.source)
     try:
         value = _here(call, run, everybody)
-    except BaseException:
+    except BaseException as error:
+        told = failures.explained(error)
+        failures.tell(told)
         abandon_process_group()
-        raise
+        if told is error:
+            raise
+        raise told from None
     teardown_process_group()
     return value

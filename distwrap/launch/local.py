@@ -94,7 +94,7 @@ def _run(start: Start, common: Assignment, nprocs: int, everybody: bool, seconds
         except BaseException:
             stop(processes, all_they_started=True)
             raise
-        return supervise(processes, seconds=seconds)
+        return supervise(processes, store=store, seconds=seconds)
 
 
 def _send(process: Process, assignment: Assignment) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -39,11 +40,11 @@ class Process(Protocol):
         """Give back what this end holds."""
 
 
-def kill(process: Process, number: int) -> None:
-    """Send a signal to a rank and all that it started."""
+def kill(process: Process, number: int, *, with_children: bool = True) -> None:
+    """Send a signal to a rank, and to all that it started."""
     with contextlib.suppress(ProcessLookupError):
         try:
-            os.killpg(process.pid, number)
+            (os.killpg if with_children else os.kill)(process.pid, number)
         except (ProcessLookupError, PermissionError):  # it has not made its own group yet
             os.kill(process.pid, number)
 
@@ -52,18 +53,22 @@ class ForkedProcess:
     """A copy of this process."""
 
     def __init__(self, rank: int, call: Call, earlier: Sequence[Process]) -> None:
-        from distwrap.launch.worker import work
+        from distwrap.launch import worker
 
         self.rank = rank
         self.conn, theirs = Pipe()
         foreign = [self.conn, *(process.conn for process in earlier)]
+        stdin = os.dup(_standard_streams()[0])
 
         def run() -> None:
+            os.dup2(stdin, 0)  # multiprocessing has put /dev/null there
+            os.close(stdin)
+            sys.stdin = open(0, closefd=False)  # noqa: SIM115
             for conn in foreign:
                 conn.close()
-            code = work(theirs, call)
-            if code:
-                os._exit(code)
+            atexit._clear()  # the caller's own exit handlers are the caller's
+            atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+            worker.leave(worker.work(theirs, call))
 
         context = multiprocessing.get_context("fork")
         self._process = context.Process(target=run, name=f"distwrap-rank-{rank}")
@@ -71,6 +76,7 @@ class ForkedProcess:
             # Python >= 3.12 warns of any native thread; which ones matter was checked before.
             warnings.simplefilter("ignore", DeprecationWarning)
             self._process.start()
+        os.close(stdin)
         theirs.close()
         assert self._process.pid is not None
         self.pid = self._process.pid

@@ -5,34 +5,29 @@ from __future__ import annotations
 import contextlib
 import signal
 import socket
+import sys
 import threading
 import time
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import NoReturn
 
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError, WorkerTimeoutError, WorkerTraceback
+from distwrap.group import failures, reports
+from distwrap.group.rendezvous import side_store
 from distwrap.launch import transport
+from distwrap.launch.exits import OomCount, describe_exit
 from distwrap.launch.processes import Process, kill
+from distwrap.launch.signals import passed_on
 from distwrap.launch.transport import Outcome
 
 SETTLE_SECONDS = 0.3  # after a failure, for the other ranks' accounts of it
+CAUSE_SECONDS = 4.0  # after the mere echo of a failure, for the failure itself
 EXIT_SECONDS = 5.0  # for a rank that has reported to end by itself
 GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL
-
-# What torch.distributed says on a rank whose peer is gone: an effect, not the cause.
-_ECHOES = (
-    "Connection closed by peer",
-    "Connection reset by peer",
-    "Broken pipe",
-    "Socket closed",
-    "Socket Timeout",
-    "connectFullMesh",
-    "NCCL",
-    "remote process exited",
-    "Failed to recv",
-)
+INTERRUPT_SECONDS = 2.0  # between SIGINT and SIGTERM
 
 
 @dataclass(frozen=True)
@@ -43,15 +38,24 @@ class Death:
     pid: int
     exitcode: int | None
     time: float
+    oom_kills: int | None = None
+    last_seen: str = ""
 
 
 def supervise(
-    processes: Sequence[Process], *, seconds: float | None = None, rank_zero_is_done: threading.Event | None = None
+    processes: Sequence[Process],
+    *,
+    store: str = "",
+    seconds: float | None = None,
+    rank_zero_is_done: threading.Event | None = None,
 ) -> list[Outcome]:
     """Wait until every rank has reported and ended, and return the reports in rank order.
 
+    Meanwhile SIGTERM and SIGUSR2 are passed on to the ranks, and SIGQUIT prints where all of them are.
+
     Args:
         processes: the ranks' processes.
+        store: the file in which they have met.
         seconds: how long they may take; ``None`` is as long as they like.
         rank_zero_is_done: given where rank 0 is no process of these, but a thread of this one that sets the event.
             The processes then go on running after their reports, for the next call.
@@ -59,71 +63,103 @@ def supervise(
     Raises:
         BaseException: what a rank raised first, in its own type, caused by a `WorkerTraceback`.
         WorkerDiedError: a rank's process ended without a word.
-        WorkerTimeoutError: they were not done in time.
+        WorkerTimeoutError: they were not done in time, or none of them moved any more.
     """
-    outcomes: dict[int, Outcome] = {}
-    failures: list[Outcome | Death] = []
     parked = rank_zero_is_done is not None
+    ranks = len(processes) + parked
+    with passed_on(processes, lambda: _print_where_all_are(store, ranks)):
+        try:
+            outcomes = _all_report(processes, store, seconds, rank_zero_is_done)
+            if not parked:
+                _all_end(processes)
+            return [outcomes[process.rank] for process in processes]
+        except KeyboardInterrupt as interrupt:
+            by_hand = not hasattr(interrupt, "rank")  # else it is a rank's own
+            stop(processes, all_they_started=True, interrupt=by_hand)
+            raise
+        except BaseException:
+            stop(processes, all_they_started=True)
+            raise
+
+
+def _all_report(
+    processes: Sequence[Process], store: str, seconds: float | None, rank_zero_is_done: threading.Event | None
+) -> dict[int, Outcome]:
+    outcomes: dict[int, Outcome] = {}
+    failed: list[Outcome | Death] = []
     waiting = {process.conn: process for process in processes}
     deadline = None if seconds is None else time.monotonic() + seconds
-    try:
-        while waiting:
-            ready = wait(list(waiting), _remaining(deadline))
-            if not ready and failures:
-                break  # the others had their time to add to it
-            if not ready:
-                raise _out_of_time(processes, outcomes, seconds)
-            for conn in ready:
-                process = waiting.pop(conn)  # type: ignore[call-overload]
-                told = _report(process)
-                if isinstance(told, Outcome):
-                    outcomes[process.rank] = told
-                if isinstance(told, Death) or told.failed:
-                    failures.append(told)
-                    settle = time.monotonic() + SETTLE_SECONDS
-                    deadline = settle if deadline is None else min(deadline, settle)
-        if failures:
-            finished = [rank for rank, outcome in outcomes.items() if not outcome.failed]
-            if rank_zero_is_done is not None and rank_zero_is_done.is_set():
-                finished.append(0)
-            raise_failure(first_cause(failures), failures, finished)
-        if not parked:
-            _all_leave(processes, time.monotonic() + EXIT_SECONDS)
-            stop(processes)
-        return [outcomes[process.rank] for process in processes]
-    except BaseException:
-        stop(processes, all_they_started=True)
-        raise
+    oom_kills = OomCount()
+    while waiting:
+        ready = wait(list(waiting), _remaining(deadline))
+        if not ready and failed:
+            break  # the others had their time to add to it
+        if not ready:
+            raise _out_of_time(processes, outcomes, seconds, store)
+        for conn in ready:
+            process = waiting.pop(conn)  # type: ignore[call-overload]
+            told = _report(process, oom_kills, store)
+            if isinstance(told, Outcome):
+                outcomes[process.rank] = told
+            if isinstance(told, Death) or told.failed:
+                failed.append(told)
+                patience = SETTLE_SECONDS if not is_echo(first_cause(failed)) else CAUSE_SECONDS
+                settled = time.monotonic() + patience
+                deadline = settled if deadline is None else min(deadline, settled)
+    if failed:
+        finished = [rank for rank, outcome in outcomes.items() if not outcome.failed]
+        if rank_zero_is_done is not None and rank_zero_is_done.is_set():
+            finished.append(0)
+        raise_failure(first_cause(failed), failed, finished)
+    return outcomes
 
 
-def _report(process: Process) -> Outcome | Death:
+def _report(process: Process, oom_kills: OomCount, store: str) -> Outcome | Death:
     try:
         told: Outcome = process.conn.recv()
     except (EOFError, OSError):
-        return Death(process.rank, process.pid, process.exitcode(EXIT_SECONDS), time.time())
+        code = process.exitcode(EXIT_SECONDS)
+        return Death(process.rank, process.pid, code, time.time(), oom_kills(), _last_seen(store, process.rank))
     return told
 
 
-def first_cause(failures: Sequence[Outcome | Death]) -> Outcome | Death:
+def _all_end(processes: Sequence[Process]) -> None:
+    """Wait for the ends of ranks that have all reported success, and warn of those that end badly."""
+    _all_leave(processes, time.monotonic() + EXIT_SECONDS)
+    codes = {process.rank: process.exitcode(0) for process in processes}
+    stop(processes, all_they_started=None in codes.values())
+    for rank, code in codes.items():
+        if code:
+            how = describe_exit(code)
+        elif code is None:
+            how = f"did not end within {EXIT_SECONDS:g} s, and was stopped: look at its exit handlers and threads"
+        else:
+            continue
+        warnings.warn(
+            f"rank {rank} on {socket.gethostname()} had done its work, and its result is whole, but then: {how}.",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+
+
+def first_cause(failed: Sequence[Outcome | Death]) -> Outcome | Death:
     """Pick the failure that explains the others: the earliest that is not a mere echo of a lost peer.
 
     A rank that dies silently is noticed after its peers' complaints, so an echo never wins over it.
     """
-    return min(failures, key=lambda failure: (is_echo(failure), failure.time))
+    return min(failed, key=lambda failure: (is_echo(failure), failure.time))
 
 
-def raise_failure(
-    cause: Outcome | Death, failures: Sequence[Outcome | Death], finished: Sequence[int] = ()
-) -> NoReturn:
+def raise_failure(cause: Outcome | Death, failed: Sequence[Outcome | Death], finished: Sequence[int] = ()) -> NoReturn:
     """Raise what happened on a rank here, in its own type where that can be."""
-    others = sorted({failure.rank for failure in failures} - {cause.rank})
+    others = sorted({failure.rank for failure in failed} - {cause.rank})
     also = f"\n(ranks that failed afterwards: {', '.join(map(str, others))})" if others else ""
     if isinstance(cause, Death):
         number = -cause.exitcode if cause.exitcode is not None and cause.exitcode < 0 else None
         host = socket.gethostname()
         raise WorkerDiedError(
             f"rank {cause.rank} on {host} (pid {cause.pid}) ended without a word: "
-            f"{describe_exit(cause.exitcode)}. What it printed last is above.{also}",
+            f"{describe_exit(cause.exitcode, cause.oom_kills)}{cause.last_seen}. What it printed last is above.{also}",
             rank=cause.rank,
             host=host,
             exitcode=cause.exitcode,
@@ -155,44 +191,40 @@ def raise_failure(
         if not hasattr(error, name):
             with contextlib.suppress(AttributeError, TypeError):
                 setattr(error, name, value)
+    if isinstance(error, SystemExit) and error.code not in (None, 0):
+        print(f"distwrap: {where} called sys.exit({error.code!r})", file=sys.stderr, flush=True)
     raise error from over_there
 
 
-def describe_exit(exitcode: int | None) -> str:
-    """Put an exit code into words."""
-    if exitcode is None:
-        return "it still runs, but let go of its connection"
-    if exitcode >= 0:
-        return f"exit code {exitcode}"
-    hints = {
-        signal.SIGKILL: "most likely for want of memory, if nobody killed it by hand",
-        signal.SIGSEGV: "a crash in native code",
-        signal.SIGBUS: "most often a full /dev/shm",
-        signal.SIGTERM: "somebody asked it to stop",
-        signal.SIGABRT: "native code gave up: gloo does when ranks call different collectives",
-    }
+def stop(processes: Sequence[Process], *, all_they_started: bool = False, interrupt: bool = False) -> None:
+    """End every rank that still runs: SIGTERM, a grace, SIGKILL.
+
+    Args:
+        processes: the ranks' processes.
+        all_they_started: end what the ranks have started as well, also of those that have ended.
+        interrupt: begin with SIGINT, so that a rank's own ``except KeyboardInterrupt`` and ``finally`` run.
+    """
+    grace = [(signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, EXIT_SECONDS)]
+    if interrupt:
+        grace = [(signal.SIGINT, INTERRUPT_SECONDS), (signal.SIGTERM, INTERRUPT_SECONDS / 2), grace[-1]]
     try:
-        name = signal.Signals(-exitcode).name
-    except ValueError:
-        return f"killed by signal {-exitcode}"
-    hint = hints.get(signal.Signals(-exitcode))
-    return f"killed by {name}" + (f" ({hint})" if hint else "")
-
-
-def stop(processes: Sequence[Process], *, all_they_started: bool = False) -> None:
-    """End every rank that still runs: SIGTERM, a grace, SIGKILL; on wish what the ranks had started too."""
-    running = [process for process in processes if process.exitcode(0) is None]
-    for number, seconds in ((signal.SIGTERM, GRACE_SECONDS), (signal.SIGKILL, EXIT_SECONDS)):
-        if not running:
-            break
-        for process in running:
-            kill(process, number)
-        _all_leave(running, time.monotonic() + seconds)
-        running = [process for process in running if process.exitcode(0) is None]
-    for process in processes:
-        if all_they_started:
+        for number, seconds in grace:
+            running = [process for process in processes if process.exitcode(0) is None]
+            if not running:
+                break
+            for process in running:
+                kill(process, number, with_children=number != signal.SIGINT)
+            _all_leave(running, time.monotonic() + seconds)
+    except KeyboardInterrupt:  # the second Ctrl-C
+        for process in processes:
             kill(process, signal.SIGKILL)
-        process.close()
+        _all_leave(processes, time.monotonic() + EXIT_SECONDS)
+        raise
+    finally:
+        for process in processes:
+            if all_they_started:
+                kill(process, signal.SIGKILL)
+            process.close()
 
 
 def _all_leave(processes: Sequence[Process], deadline: float) -> bool:
@@ -205,20 +237,38 @@ def _remaining(deadline: float | None) -> float | None:
 
 def is_echo(failure: Outcome | Death) -> bool:
     """Say whether a failure is the mere echo of a lost peer."""
-    return isinstance(failure, Outcome) and any(echo in failure.summary for echo in _ECHOES)
+    return isinstance(failure, Outcome) and failures.is_echo(failure.summary)
 
 
 def _out_of_time(
-    processes: Sequence[Process], outcomes: dict[int, Outcome], seconds: float | None
+    processes: Sequence[Process], outcomes: dict[int, Outcome], seconds: float | None, store: str
 ) -> WorkerTimeoutError:
     late = [process for process in processes if process.rank not in outcomes]
+    places = _where_all_are(store, len(processes))
     for process in late:
         kill(process, signal.SIGABRT)  # faulthandler prints the Python stacks of all its threads
     _all_leave(late, time.monotonic() + 1)
     ranks = ", ".join(str(process.rank) for process in late)
     return WorkerTimeoutError(
-        f"rank(s) {ranks} of {len(processes)} on {socket.gethostname()} did not finish within {seconds:g} s; "
-        f"the stack of each is above, on standard error.",
+        f"rank(s) {ranks} of {len(processes)} on {socket.gethostname()} did not finish within {seconds:g} s:\n"
+        f"{places}\nThe whole stack of each is above, on standard error.",
         rank=late[0].rank if late else None,
         host=socket.gethostname(),
     )
+
+
+def _where_all_are(store: str, ranks: int) -> str:
+    if not store:
+        return "  nobody can be asked"
+    try:
+        return reports.where_all_are(side_store(store), ranks)
+    except RuntimeError as error:
+        return f"  nobody can be asked: {error}"
+
+
+def _print_where_all_are(store: str, ranks: int) -> None:
+    print(f"distwrap: where the ranks are:\n{_where_all_are(store, ranks)}", file=sys.stderr, flush=True)
+
+
+def _last_seen(store: str, rank: int) -> str:
+    return reports.last_seen(side_store(store), rank) if store else ""

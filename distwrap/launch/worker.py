@@ -18,6 +18,9 @@ from typing import Any
 
 import torch
 
+from distwrap.errors import WorkerTimeoutError
+from distwrap.group import failures
+from distwrap.group.rendezvous import count_meetings_anew
 from distwrap.group.setup import abandon_process_group, announce, finish_process_group, join
 from distwrap.launch import execute, pickling, transport
 from distwrap.launch.execute import Call
@@ -85,6 +88,7 @@ importing_main = False  # while the script is imported in a rank, a decorated ca
 def work(conn: Connection, call: Call | None = None) -> int:
     """Be a rank: read the assignment from `conn`, run the call, write an `Outcome`, and return the exit code."""
     become_a_rank(conn)
+    count_meetings_anew()
     if call is not None:
         pickling.mark_as_forked()
     try:
@@ -93,10 +97,11 @@ def work(conn: Connection, call: Call | None = None) -> int:
         return 1  # the caller is gone, and nobody is left to tell
     rank = assignment.placement.rank
     try:
-        value = _run(assignment, call)
+        value = _run(assignment, call, conn)
     except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are told to the caller too
+        report = failure(rank, failures.explained(error))
         abandon_process_group()
-        conn.send(failure(rank, error))
+        conn.send(report)
         return 1
     conn.send(outcome(rank, value=value))  # before the goodbye: who waits for us in vain can be told that we are done
     finish_process_group()
@@ -133,7 +138,7 @@ def spawned(fd: int) -> None:
     leave(work(Connection(fd)))
 
 
-def _run(assignment: Assignment, call: Call | None) -> bytes | None:
+def _run(assignment: Assignment, call: Call | None, conn: Connection) -> bytes | None:
     if assignment.surroundings is not None:
         assignment.surroundings.restore()
     if assignment.threads is not None:
@@ -147,6 +152,8 @@ def _run(assignment: Assignment, call: Call | None) -> bytes | None:
     run = assignment.run
     world = join(assignment.placement, backend=run.backend, timeout=run.timeout, **run.of_world())
     announce(world, assignment.launcher)
+    assert world.channel is not None
+    world.channel.on_stall = lambda report: _stalled(report, conn, assignment.placement.rank)
     value, trained = execute.execute(call, run)
     data = None
     if assignment.wants_value:
@@ -155,6 +162,12 @@ def _run(assignment: Assignment, call: Call | None) -> bytes | None:
         known = [(item.original, item.wrapped) for item in trained]
         data = transport.pack_result((value, states), what, known)
     return data
+
+
+def _stalled(report: str, conn: Connection, rank: int) -> None:
+    """Tell the caller, from the side channel's thread, since the main thread does not move."""
+    conn.send(failure(rank, WorkerTimeoutError(report, rank=rank, host=socket.gethostname())))
+    os._exit(1)
 
 
 def _import_main(path: str) -> None:

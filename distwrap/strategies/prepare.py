@@ -62,6 +62,7 @@ def wrap_model(
             f"wrap a model once, or hand over unwrap_model(model)."
         )
     world = current_world()
+    world.crumbs.drop("wrap_model")
     chosen = STRATEGIES[check_strategy(strategy if strategy is not None else world.strategy)]
     where = torch.device(device) if device is not None else world.device
     what = check_precision(precision) if precision is not None else world.precision

@@ -15,7 +15,8 @@ import torch
 import distwrap as dw
 from distwrap import distributed
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerTimeoutError
-from distwrap.launch.supervisor import Death, describe_exit, first_cause
+from distwrap.launch.exits import describe_exit
+from distwrap.launch.supervisor import Death, first_cause
 from distwrap.launch.transport import Outcome
 from distwrap.testing import run_ranks
 

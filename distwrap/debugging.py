@@ -1,0 +1,94 @@
+"""A debugger on one rank, while the others wait for it as long as it takes."""
+
+from __future__ import annotations
+
+import os
+import pdb
+import sys
+from collections.abc import Callable
+from typing import TextIO
+
+from distwrap.errors import OptionError, PlacementError
+from distwrap.group.world import current_world
+from distwrap.turns import share
+
+
+def breakpoint_on(rank: int = 0) -> None:
+    """Stop here, and give the terminal to one rank's debugger (pdb); the others wait without a timeout.
+
+    Every rank calls it. The others go on when the debugger is told to ``continue``; until then, leave alone what needs
+    them, as a collective. In a single process it is Python's `breakpoint`.
+
+    Args:
+        rank: whose debugger.
+
+    Raises:
+        OptionError: there is no such rank.
+        PlacementError: there is no terminal.
+        WorkerDiedError: the rank died, on the others.
+    """
+    world = current_world()
+    if not 0 <= rank < world.placement.world_size:
+        raise OptionError(f"breakpoint_on({rank}): ranks are 0 to {world.placement.world_size - 1}.")
+    frame = sys._getframe(1)
+    name = f"breakpoint_on({rank})"
+    if world.placement.world_size > 1 and world.placement.rank != rank:
+        share(name, rank, None)
+        return
+    if world.placement.world_size == 1:
+        pdb.Pdb().set_trace(frame)
+        return
+    stdin, stdout = _terminal()
+    if world.channel is not None:
+        world.channel.excuse(True)
+
+    def let_others_go_on() -> None:
+        if world.channel is not None:
+            world.channel.excuse(False)
+        share(name, rank, b"on")
+
+    print(f"distwrap: rank {rank} stops, and the others wait until you say 'continue'", file=stdout, flush=True)
+    _Debugger(stdin, stdout, let_others_go_on).set_trace(frame)
+
+
+class _Debugger(pdb.Pdb):
+    """A debugger that says once when it is left."""
+
+    def __init__(self, stdin: TextIO, stdout: TextIO, when_left: Callable[[], None]) -> None:
+        super().__init__(stdin=stdin, stdout=stdout, nosigint=True)
+        self._when_left: Callable[[], None] | None = when_left
+
+    def set_continue(self) -> None:
+        super().set_continue()
+        self._leave()
+
+    def set_quit(self) -> None:
+        super().set_quit()
+        self._leave()
+
+    def _leave(self) -> None:
+        when_left, self._when_left = self._when_left, None
+        if when_left is not None:
+            when_left()
+
+
+def _terminal() -> tuple[TextIO, TextIO]:
+    """Open the terminal, which is standard input's even where this process is in a session of its own."""
+    for path in _names():
+        try:
+            fd = os.open(path, os.O_RDWR | os.O_NOCTTY)
+        except OSError:
+            continue
+        return open(fd, closefd=False), open(fd, "w", closefd=False)
+    raise PlacementError(
+        f"breakpoint_on() finds no terminal on rank {current_world().placement.rank}: in a notebook or a batch job run "
+        f"with nprocs=1, and use breakpoint()."
+    )
+
+
+def _names() -> list[str]:
+    names = ["/dev/tty"]
+    for fd in (0, 1, 2):
+        if os.isatty(fd):
+            names.append(os.ttyname(fd))
+    return names

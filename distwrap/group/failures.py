@@ -1,0 +1,108 @@
+"""A failure of this rank: found out why, told to the others, and left without a goodbye that could block."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import traceback
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any
+
+from distwrap.errors import CollectiveTimeoutError, DistwrapError, WorkerError
+from distwrap.group import stacks
+from distwrap.group.world import active_world
+
+CAUSE_SECONDS = 1.5  # for the word of a rank that failed first
+
+# What torch.distributed says on a rank whose peer is gone: an effect, not the cause.
+_ECHOES = (
+    "Connection closed by peer",
+    "Connection reset by peer",
+    "Broken pipe",
+    "Socket closed",
+    "Socket Timeout",
+    "connectFullMesh",
+    "NCCL",
+    "remote process exited",
+    "Failed to recv",
+)
+
+# What it says when not all ranks came to a collective in time.
+_TIMEOUTS = ("Timed out waiting", "wait timeout after", "monitoredBarrier", "Timeout waiting for key")
+
+
+def is_echo(summary: str) -> bool:
+    """Say whether an error's words are the mere echo of a lost peer."""
+    return any(echo in summary for echo in _ECHOES)
+
+
+def explained(error: BaseException) -> BaseException:
+    """Return what the user should read in place of an error of this rank: the cause, where torch tells an effect.
+
+    A collective that timed out comes with the places of all ranks. Where no launcher of ours finds the first cause, an
+    echo of a lost peer becomes the word of the rank that failed first.
+    """
+    world = active_world()
+    torchs_own = isinstance(error, RuntimeError) and not isinstance(error, DistwrapError)
+    if world is None or world.channel is None or not torchs_own:
+        return error
+    channel, place, text = world.channel, world.placement, str(error)
+    here = f"rank {place.rank} on {socket.gethostname()}"
+    if any(words in text for words in _TIMEOUTS):
+        channel.failed_at(stacks.of_traceback(error.__traceback__))
+        better: BaseException = CollectiveTimeoutError(
+            f"{here} waited {world.timeout:g} s in a collective, and not all ranks came to it:\n"
+            f"{channel.where_all_are()}\nEvery rank must call the same collectives in the same order. For work of "
+            f"one rank that takes longer use rank_zero_first() or rank_zero_only(broadcast=True), or raise timeout=."
+        )
+    elif is_echo(text) and not channel.supervised:
+        first = channel.another_failure(CAUSE_SECONDS)
+        if first is None:
+            return error
+        better = WorkerError(f"{here} lost a rank that failed first: {first}", rank=first.rank, host=first.host)
+    else:
+        return error
+    better.__suppress_context__ = True
+    return better.with_traceback(error.__traceback__)
+
+
+def tell(error: BaseException) -> None:
+    """Let the other ranks, and torchrun, know of a failure, where no launcher of ours does."""
+    world = active_world()
+    if world is None or world.channel is None or world.channel.supervised or not is_failure(error):
+        return
+    summary = "".join(traceback.format_exception_only(type(error), error)).strip()
+    world.channel.tell_failure(summary, "".join(traceback.format_exception(error)))
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        trace = error.__traceback__
+        try:
+            raise error from None  # it writes down the exception that is being handled
+        except BaseException:  # noqa: BLE001
+            get_error_handler().record_exception(error)
+            error.__traceback__ = trace
+
+
+def is_failure(error: BaseException) -> bool:
+    """Say whether an exception that leaves a rank's function is a failure: ``sys.exit(0)`` is none."""
+    return not (isinstance(error, SystemExit) and error.code in (None, 0))
+
+
+def tell_uncaught() -> Callable[[], None]:
+    """Tell of exceptions that end the interpreter, until the function that this returns is called."""
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:
+        tell(error)
+        return before(kind, error, trace)
+
+    sys.excepthook = hook
+
+    def undo() -> None:
+        if sys.excepthook is hook:
+            sys.excepthook = before
+
+    return undo

@@ -1,0 +1,69 @@
+"""Whether a process lives, and whether it moves."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from typing import Any
+
+from distwrap.group import stacks
+
+IDLE_CPU = 0.05  # of a core; who uses less, and stays in the same line, does not move
+
+
+def identity() -> dict[str, Any]:
+    """Say which process this is, so that others on this machine can see whether it lives."""
+    return {"host": socket.gethostname(), "machine": machine(), "pid": os.getpid(), "born": _born(os.getpid())}
+
+
+def machine() -> str:
+    """Name the machine, or the container, in which process numbers mean the same."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as boot:
+            return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def lives(home: dict[str, Any]) -> bool:
+    """Say whether a process of this machine lives, by its `identity`."""
+    try:
+        os.kill(home["pid"], 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return bool(_born(home["pid"]) == home["born"])
+
+
+def _born(pid: int) -> str:
+    """When a process started, where the system says so: its number may be another's by now. Empty for a zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            fields = stat.read().rpartition(")")[2].split()
+    except OSError:
+        return "unknown" if sys.platform != "linux" else ""
+    return fields[19] if fields[0] not in "ZX" else ""
+
+
+class Watch:
+    """Notices when the main thread does not move: the same place, and hardly any CPU time of the process."""
+
+    def __init__(self) -> None:
+        self.still_since = time.monotonic()
+        self.told = False
+        self._mark: tuple[int, int] | None = None
+        self._cpu = time.process_time()
+        self._time = time.monotonic()
+
+    def look(self) -> tuple[bool, float]:
+        """Say whether it has moved since the last look, and for how many seconds it has not."""
+        frame = sys._current_frames().get(stacks.main_thread())
+        mark = (id(frame), frame.f_lasti) if frame is not None else None
+        del frame
+        cpu, now = time.process_time(), time.monotonic()
+        moved = mark != self._mark or cpu - self._cpu > IDLE_CPU * (now - self._time)
+        self._mark, self._cpu, self._time = mark, cpu, now
+        return moved, now - self.still_since

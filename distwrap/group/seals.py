@@ -1,0 +1,56 @@
+"""Objects between ranks, sealed: nothing is unpickled that did not come from a rank of this run.
+
+Each run has a secret, which its ranks find in the store where they meet; for ranks that distwrap started, nobody else
+can read that. gloo's sockets ask nobody who they are, so an object that came through them is unpickled only if its
+seal (HMAC-SHA256, RFC 2104) was made with the secret.
+"""
+
+from __future__ import annotations
+
+import hmac
+import pickle
+import secrets
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from distwrap.errors import CollectiveError
+
+_SIZE = 32
+
+
+def agree_on_secret(store: Store, rank: int) -> bytes:
+    """Return the run's secret: rank 0 makes it, the others wait for it."""
+    if rank == 0:
+        store.set("secret", secrets.token_hex(_SIZE))
+    return bytes.fromhex(store.get("secret").decode())
+
+
+def seal(value: Any, secret: bytes) -> bytes:
+    """Pickle an object, and put the seal in front."""
+    data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    return _of(data, secret) + data
+
+
+def opened(message: bytes, secret: bytes, source: int) -> Any:
+    """Check the seal, and unpickle the object only then.
+
+    Args:
+        message: what was received.
+        secret: the run's.
+        source: the rank it is said to come from, for the error.
+
+    Raises:
+        CollectiveError: the seal is not of this run.
+    """
+    given, data = message[:_SIZE], message[_SIZE:]
+    if not hmac.compare_digest(given, _of(data, secret)):
+        raise CollectiveError(
+            f"what came in place of rank {source}'s object was not made by a rank of this run, and was not read: "
+            f"another process writes to this machine's ports, or a collective was not called on every rank."
+        )
+    return pickle.loads(data)
+
+
+def _of(data: bytes, secret: bytes) -> bytes:
+    return hmac.digest(secret, data, "sha256")
