@@ -15,7 +15,6 @@ import torch
 import distwrap as dw
 from distwrap import distributed
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerTimeoutError
-from distwrap.launch.exits import describe_exit
 from distwrap.launch.supervisor import Death, first_cause
 from distwrap.launch.transport import Outcome
 from distwrap.testing import run_ranks
@@ -41,15 +40,6 @@ def test_an_echo_is_never_the_cause() -> None:
     assert first_cause([echo, death]) is death
     assert first_cause([echo, error]) is error
     assert first_cause([echo]) is echo
-
-
-def test_exit_codes_in_words() -> None:
-    """Exit codes are put into words, with the usual reason for a signal."""
-    assert describe_exit(3) == "exit code 3"
-    assert "SIGKILL" in describe_exit(-signal.SIGKILL)
-    assert "memory" in describe_exit(-signal.SIGKILL)
-    assert "/dev/shm" in describe_exit(-signal.SIGBUS)
-    assert describe_exit(-99) == "killed by signal 99"
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -151,28 +141,6 @@ def test_run_ranks_ends_in_time(capfd: pytest.CaptureFixture[str]) -> None:
         run_ranks(hangs, 2, timeout=1)
     assert time.monotonic() - start < SOON
     assert "in hangs" in capfd.readouterr().err
-
-
-def test_ctrl_c_stops_the_ranks(tmp_path: Path) -> None:
-    """A Ctrl-C in the caller is a KeyboardInterrupt there, and no rank is left."""
-    script = tmp_path / "waits.py"
-    script.write_text(
-        "import time, os, distwrap as dw\n"
-        "@dw.distributed(nprocs=2, launcher='forkserver')\n"
-        "def main():\n"
-        "    print('rank', os.getpid(), flush=True)\n"
-        "    time.sleep(100)\n"
-        "main()\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, script], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdout is not None
-    pids = [int(process.stdout.readline().split()[1]) for _ in range(2)]
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=SOON)
-    assert "KeyboardInterrupt" in errors
-    assert not any(map(is_alive, pids))
 
 
 def test_no_rank_outlives_a_killed_caller(tmp_path: Path) -> None:
