@@ -3,7 +3,7 @@
 from distwrap._version import __version__
 from distwrap.checkpoint import load, save
 from distwrap.collectives import agree, barrier, broadcast, gather, gather_object, mean, reduce
-from distwrap.data import shard_loader
+from distwrap.data import Preemption, lockstep, shard_loader
 from distwrap.debugging import breakpoint_on
 from distwrap.decorator import distributed
 from distwrap.errors import DistwrapError
@@ -31,6 +31,7 @@ from distwrap.strategies import wrap_model, wrap_optimizer
 __all__ = [
     "DistwrapError",
     "Placement",
+    "Preemption",
     "__version__",
     "add_module_prefix",
     "agree",
@@ -47,6 +48,7 @@ __all__ = [
     "load",
     "local_rank",
     "local_world_size",
+    "lockstep",
     "mean",
     "node_rank",
     "on_rank_zero",

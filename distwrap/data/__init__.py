@@ -1,7 +1,9 @@
-"""Each sample where it belongs."""
+"""The data: each rank's share of a loader, and steps that all ranks take together."""
 
 from __future__ import annotations
 
 from distwrap.data.loader import shard_loader
+from distwrap.data.lockstep import Lockstep, lockstep
+from distwrap.data.preemption import Preemption
 
-__all__ = ["shard_loader"]
+__all__ = ["Lockstep", "Preemption", "lockstep", "shard_loader"]

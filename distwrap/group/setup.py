@@ -24,7 +24,7 @@ from distwrap.group import devices, failures
 from distwrap.group.channel import Channel
 from distwrap.group.rendezvous import leave, meet
 from distwrap.group.seals import agree_on_secret
-from distwrap.group.world import World, activate, active_world, current_world, deactivate
+from distwrap.group.world import World, activate, active_world, current_world, deactivate, say
 from distwrap.placement import Placement, detect, own
 
 ARRIVAL_SECONDS = 120.0  # for all ranks to come; part of `timeout`, which is for a collective
@@ -164,7 +164,7 @@ def _teardown(*, destroy: bool) -> None:
             if destroy and dist.is_initialized():
                 dist.destroy_process_group()
         if destroy:
-            world.group = None
+            world.group = world.status_group = None
 
 
 def abandon_process_group() -> None:
@@ -195,19 +195,15 @@ def single_world(**run: Any) -> World:
 
 
 def announce(world: World, launcher: str) -> None:
-    """Say in one line on rank 0 what was decided; ``DISTWRAP_QUIET=1`` keeps it quiet."""
+    """Say in one line on rank 0 what was decided."""
     place = world.placement
-    if place.rank != 0 or os.environ.get("DISTWRAP_QUIET", "0") not in ("", "0"):
-        return
     nodes = f"{place.nnodes} node{'s' if place.nnodes > 1 else ''}"
     ranks = f"{place.world_size} rank{'s' if place.world_size > 1 else ''}"
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     through = f" on {interface}" if interface and "gloo" in str(world.backend) else ""
-    print(
-        f"distwrap: {ranks} on {nodes} ({socket.gethostname()}), {world.device.type}, {world.backend}{through}, "
-        f"precision {world.precision}, started by {launcher}, {torch.get_num_threads()} thread(s) a rank",
-        file=sys.stderr,
-        flush=True,
+    say(
+        f"{ranks} on {nodes} ({socket.gethostname()}), {world.device.type}, {world.backend}{through}, "
+        f"precision {world.precision}, started by {launcher}, {torch.get_num_threads()} thread(s) a rank"
     )
 
 

@@ -7,6 +7,7 @@ variables, or a process group that the user made, say about this process.
 from __future__ import annotations
 
 import os
+import sys
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -51,6 +52,9 @@ class World:
         crumbs: what this rank did last.
         solo: the function in which only some ranks are at this moment, so that a collective would wait forever.
         turns: how often ranks have waited for each kind of work of another rank.
+        preempted: how the machine was wanted back, once it was.
+        status_group: in which `lockstep` exchanges its status.
+        noted: what was said already, and need not be said again.
         cleanup: what teardown undoes.
     """
 
@@ -74,6 +78,9 @@ class World:
     crumbs: Breadcrumbs = field(default_factory=Breadcrumbs)
     solo: str = ""
     turns: Counter[str] = field(default_factory=Counter)
+    preempted: Any = None
+    status_group: Any = None
+    noted: set[str] = field(default_factory=set)
     cleanup: ExitStack = field(default_factory=ExitStack)
 
 
@@ -131,6 +138,12 @@ def _placement_of_group() -> Placement:
         nnodes=int(env.get("GROUP_WORLD_SIZE", max(1, world_size // local_world_size))),
         source="torch.distributed",
     )
+
+
+def say(text: str) -> None:
+    """Print a line on rank 0's standard error; ``DISTWRAP_QUIET=1`` keeps it quiet."""
+    if current_world().placement.rank == 0 and os.environ.get("DISTWRAP_QUIET", "0") in ("", "0"):
+        print(f"distwrap: {text}", file=sys.stderr, flush=True)
 
 
 def placement() -> Placement:
