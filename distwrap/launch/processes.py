@@ -94,11 +94,17 @@ class ForkedProcess:
 class CommandProcess:
     """A fresh interpreter."""
 
-    def __init__(self, rank: int, command: Callable[[int], list[str]], env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        command: Callable[[int], list[str]],
+        env: Mapping[str, str] | None = None,
+        directory: str | None = None,
+    ) -> None:
         self.rank = rank
         self.conn, theirs = Pipe()
         fd = theirs.fileno()
-        self._process = subprocess.Popen(command(fd), pass_fds=(fd,), env=env, start_new_session=True)
+        self._process = subprocess.Popen(command(fd), pass_fds=(fd,), env=env, cwd=directory, start_new_session=True)
         theirs.close()
         self.pid = self._process.pid
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import os
 import signal
+import socket
 import sys
 import threading
 from collections.abc import Iterator
@@ -20,15 +21,24 @@ from typing import Any
 import torch
 
 from distwrap import retrofit
-from distwrap.errors import LaunchError
+from distwrap.errors import LaunchError, WorkerTimeoutError
+from distwrap.group import failures
 from distwrap.group.devices import choose_threads
 from distwrap.group.setup import abandon_process_group, announce, join, teardown_process_group
-from distwrap.launch import meeting, transport
+from distwrap.launch import meeting, rerun, transport
 from distwrap.launch.execute import Call, Run, execute
-from distwrap.launch.processes import CommandProcess
-from distwrap.launch.supervisor import SETTLE_SECONDS, is_echo, stop, supervise
+from distwrap.launch.interrupts import Interrupts
+from distwrap.launch.processes import CommandProcess, kill
+from distwrap.launch.supervisor import (
+    INTERRUPT_SECONDS,
+    SETTLE_SECONDS,
+    is_echo,
+    print_where_all_are,
+    stop,
+    supervise,
+)
 from distwrap.launch.transport import Outcome
-from distwrap.launch.worker import become_a_rank, failure, outcome
+from distwrap.launch.worker import become_a_rank, failure, outcome, stalled
 from distwrap.placement import own
 
 FD = "DISTWRAP_SCRIPT_FD"
@@ -40,28 +50,6 @@ _place = ""
 _last_value: Any = None
 _failed = ""
 _conn: Connection | None = None
-
-
-def rerun_command(orig_argv: list[str], main_file: str | None, in_module: bool) -> list[str]:
-    """Rebuild the command line of this process.
-
-    Args:
-        orig_argv: ``sys.orig_argv``.
-        main_file: ``__main__.__file__``, absolute; takes the place of the script, so that a script that has changed
-            its working directory is found again.
-        in_module: whether it was started with ``-m``.
-
-    Example:
-        >>> rerun_command(["python", "-X", "dev", "train.py", "--lr", "1"], "/home/me/train.py", False)[1:]
-        ['-X', 'dev', '/home/me/train.py', '--lr', '1']
-    """
-    command = [sys.executable, *orig_argv[1:]]
-    if main_file is not None and not in_module:
-        for index, word in enumerate(command[1:], start=1):
-            if word == main_file or os.path.basename(word) == os.path.basename(main_file):
-                command[index] = main_file
-                break
-    return command
 
 
 def launch(call: Call, run: Run, nprocs: int, *, everybody: bool) -> Any:
@@ -78,13 +66,19 @@ def launch(call: Call, run: Run, nprocs: int, *, everybody: bool) -> Any:
     store = _place or _place_until_exit()
     processes = _others(call, nprocs, store)
     place = own.on_one_machine(0, nprocs)
-    news = _News(processes)
+    news = _News(processes, store)
     value: Any = None
-    with _environment(own.variables(place, "script", store)), _threads(nprocs):
+    with (
+        _environment(own.variables(place, "script", store)),
+        _threads(nprocs),
+        Interrupts(news.interrupt, news.print_where_all_are),
+    ):
         news.start()
         try:
             world = join(place, backend=run.backend, timeout=run.timeout, **run.of_world())
             announce(world, "script")
+            assert world.channel is not None
+            world.channel.on_stall = news.stall
             value, found = execute(call, run)
             value = retrofit.unwrapped(value, found)
             news.rank_zero_is_done.set()
@@ -92,10 +86,13 @@ def launch(call: Call, run: Run, nprocs: int, *, everybody: bool) -> Any:
             outcomes = news.wait()
         except BaseException as error:
             _failed = call.name
-            cause = news.cause_of(error)
-            stop(processes, all_they_started=True)  # nobody is left then who could keep the teardown waiting
-            _parked.clear()
-            teardown_process_group()
+            cause: BaseException
+            try:
+                cause = news.cause_of(failures.explained(error))
+            except KeyboardInterrupt as pending:  # of a Ctrl-C that was not heard inside a collective
+                cause = pending
+            finally:
+                _end(news)
             if cause is error:
                 raise
             raise cause from cause.__cause__
@@ -103,6 +100,17 @@ def launch(call: Call, run: Run, nprocs: int, *, everybody: bool) -> Any:
     if not everybody:
         return value
     return [value, *(transport.unpack_result(o.value) for o in outcomes if o.value is not None)]
+
+
+def _end(news: _News) -> None:
+    """After a failure: stop the others, so that nobody is left who could keep the teardown waiting."""
+    try:
+        stop(_parked, all_they_started=True, interrupt=news.interrupted)
+    except KeyboardInterrupt:
+        pass  # the failure itself is on its way, and nobody is left
+    finally:
+        _parked.clear()
+        teardown_process_group()
 
 
 def _place_until_exit() -> str:
@@ -129,7 +137,7 @@ def join_from_child(call: Call, run: Run, launcher: str, *, everybody: bool) -> 
     if _conn is None:
         _conn = Connection(int(os.environ[FD]))
         become_a_rank(_conn)
-    rank = int(os.environ["RANK"])
+    own_conn, rank = _conn, int(os.environ["RANK"])
     os.environ[own.STORE], name = _message(_conn)
     place = own.on_one_machine(rank, int(os.environ["WORLD_SIZE"]))
     try:
@@ -141,13 +149,16 @@ def join_from_child(call: Call, run: Run, launcher: str, *, everybody: bool) -> 
         threads = choose_threads(place.local_world_size)
         if threads is not None:
             torch.set_num_threads(threads)
-        join(place, backend=run.backend, timeout=run.timeout, **run.of_world())
+        world = join(place, backend=run.backend, timeout=run.timeout, **run.of_world())
+        assert world.channel is not None
+        world.channel.on_stall = lambda report: stalled(report, own_conn, rank)
         value, found = execute(call, run)
         value = retrofit.unwrapped(value, found)
         data = transport.pack_result(value, f"what {call.name} returned on rank {rank}") if everybody else None
     except BaseException as error:  # noqa: BLE001 - SystemExit is told to rank 0 too
+        report = failure(rank, failures.explained(error))
         abandon_process_group()
-        _conn.send(failure(rank, error))
+        _conn.send(report)
         _leave(1)
     _conn.send(outcome(rank, value=data))
     teardown_process_group()
@@ -182,11 +193,16 @@ def _others(call: Call, nprocs: int, store: str) -> list[CommandProcess]:
         for process in _parked:
             process.conn.send(data)
     else:
-        command = _command()
+        commands = [rerun.command(rank) for rank in range(1, nprocs)]
         atexit.register(_let_the_parked_leave)
-        for rank in range(1, nprocs):
-            env = {**os.environ, **own.variables(own.on_one_machine(rank, nprocs), "script", store)}
-            _parked.append(_start(rank, command, env))
+        try:
+            for rank, command in enumerate(commands, start=1):
+                env = {**os.environ, **own.variables(own.on_one_machine(rank, nprocs), "script", store)}
+                _parked.append(_start(rank, command, env))
+        except BaseException:
+            stop(_parked, all_they_started=True)
+            _parked.clear()
+            raise
     for process in _parked:
         process.conn.send((store, call.name))
     return list(_parked)
@@ -206,41 +222,55 @@ def _start(rank: int, command: list[str], env: dict[str, str]) -> CommandProcess
         env[FD] = str(fd)
         return command
 
-    return CommandProcess(rank, with_descriptor, env)
-
-
-def _command() -> list[str]:
-    main = sys.modules["__main__"]
-    file = getattr(main, "__file__", None)
-    inline = "-c" in sys.orig_argv[:-1]
-    typed = file is None or os.path.basename(file).startswith("<")
-    if typed and not inline:
-        raise LaunchError(
-            "launcher='script' runs the script again, and there is none: this is an interactive session or a notebook. "
-            "Use launcher='forkserver' (with the 'notebook' extra)."
-        )
-    return rerun_command(sys.orig_argv, file, getattr(main, "__spec__", None) is not None)
+    return CommandProcess(rank, with_descriptor, env, rerun.directory())
 
 
 class _News(threading.Thread):
     """Watches the other ranks while rank 0 works in the main thread, and interrupts it when one fails."""
 
-    def __init__(self, processes: list[CommandProcess]) -> None:
+    def __init__(self, processes: list[CommandProcess], store: str) -> None:
         super().__init__(name="distwrap-script-watch", daemon=True)
-        self._processes = processes
+        self._processes, self._store = processes, store
         self.rank_zero_is_done = threading.Event()
         self.error: BaseException | None = None
+        self.interrupted = False
         self._outcomes: list[Outcome] = []
 
     def run(self) -> None:
         try:
-            self._outcomes = supervise(self._processes, rank_zero_is_done=self.rank_zero_is_done)
+            self._outcomes = supervise(self._processes, store=self._store, rank_zero_is_done=self.rank_zero_is_done)
         except BaseException as error:  # noqa: BLE001 - it is raised in the main thread
-            self.error = error
-            if not self.rank_zero_is_done.is_set():
-                main = threading.main_thread().ident
-                assert main is not None
-                signal.pthread_kill(main, signal.SIGINT)  # wakes it from a sleep or a read as well
+            self._fail(error)
+
+    def stall(self, report: str) -> None:
+        """End the run, in which no rank moves."""
+        self._fail(WorkerTimeoutError(report, rank=0, host=socket.gethostname()))
+
+    def _fail(self, error: BaseException) -> None:
+        if self.error is not None or self.interrupted:
+            return
+        self.error = error
+        if not self.rank_zero_is_done.is_set():
+            main = threading.main_thread().ident
+            assert main is not None
+            signal.pthread_kill(main, signal.SIGINT)  # wakes it from a sleep or a read as well
+
+    def interrupt(self) -> None:
+        """End a rank 0 that a Ctrl-C does not reach: without peers a collective ends."""
+        if self.error is not None:
+            return  # it was our own
+        seconds = 0.0 if self.interrupted else INTERRUPT_SECONDS
+        self.interrupted = True
+        threading.Thread(target=self._leave_it_alone, args=(seconds,), daemon=True).start()
+
+    def _leave_it_alone(self, seconds: float) -> None:
+        if not self.rank_zero_is_done.wait(seconds):
+            for process in self._processes:
+                kill(process, signal.SIGKILL)
+
+    def print_where_all_are(self) -> None:
+        """Answer SIGQUIT."""
+        print_where_all_are(self._store, len(self._processes) + 1)
 
     def wait(self) -> list[Outcome]:
         """Wait for the others' reports, after rank 0's own work."""

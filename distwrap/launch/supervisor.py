@@ -67,7 +67,7 @@ def supervise(
     """
     parked = rank_zero_is_done is not None
     ranks = len(processes) + parked
-    with passed_on(processes, lambda: _print_where_all_are(store, ranks)):
+    with passed_on(processes, lambda: print_where_all_are(store, ranks)):
         try:
             outcomes = _all_report(processes, store, seconds, rank_zero_is_done)
             if not parked:
@@ -266,7 +266,8 @@ def _where_all_are(store: str, ranks: int) -> str:
         return f"  nobody can be asked: {error}"
 
 
-def _print_where_all_are(store: str, ranks: int) -> None:
+def print_where_all_are(store: str, ranks: int) -> None:
+    """Print where each rank is, in answer to SIGQUIT."""
     print(f"distwrap: where the ranks are:\n{_where_all_are(store, ranks)}", file=sys.stderr, flush=True)
 
 

@@ -153,7 +153,7 @@ def _run(assignment: Assignment, call: Call | None, conn: Connection) -> bytes |
     world = join(assignment.placement, backend=run.backend, timeout=run.timeout, **run.of_world())
     announce(world, assignment.launcher)
     assert world.channel is not None
-    world.channel.on_stall = lambda report: _stalled(report, conn, assignment.placement.rank)
+    world.channel.on_stall = lambda report: stalled(report, conn, assignment.placement.rank)
     value, trained = execute.execute(call, run)
     data = None
     if assignment.wants_value:
@@ -164,7 +164,7 @@ def _run(assignment: Assignment, call: Call | None, conn: Connection) -> bytes |
     return data
 
 
-def _stalled(report: str, conn: Connection, rank: int) -> None:
+def stalled(report: str, conn: Connection, rank: int) -> None:
     """Tell the caller, from the side channel's thread, since the main thread does not move."""
     conn.send(failure(rank, WorkerTimeoutError(report, rank=rank, host=socket.gethostname())))
     os._exit(1)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distwrap.launch.script import rerun_command
+from distwrap.launch.rerun import again
 
 LIMIT = 60.0
 
@@ -27,7 +27,7 @@ LIMIT = 60.0
 )
 def test_command_line(argv: list[str], file: str | None, in_module: bool, expected: list[str]) -> None:
     """Interpreter flags, modules, inline code and arguments are repeated; a script goes by its full path."""
-    assert rerun_command(argv, file, in_module) == [sys.executable, *expected]
+    assert again(argv, file, in_module) == [sys.executable, *expected]
 
 
 def run(arguments: list[str], folder: Path, code: int | None = 0) -> str:
@@ -186,7 +186,7 @@ def test_interactive_session_is_refused() -> None:
         check=False,
     )
     assert "LaunchError" in done.stderr
-    assert "interactive session or a notebook" in done.stderr
+    assert "this one came through standard input" in done.stderr
 
 
 def test_a_call_in_one_process_before(tmp_path: Path) -> None:

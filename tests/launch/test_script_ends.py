@@ -1,0 +1,188 @@
+"""launcher="script": how a run ends, when rank 0 is the caller and may sit in native code."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+LIMIT = 60.0
+
+PROGRAM = """
+import atexit, os, queue, signal, sys, time
+import distwrap as dw
+
+def say(*words):  # in one piece
+    os.write(1, (" ".join(map(str, words)) + "\\n").encode())
+
+@dw.distributed(nprocs=2, launcher="script", timeout=20)
+def main(what):
+    rank = dw.rank()
+    say("rank", rank, os.getpid())
+    dw.barrier()
+    if what == "zero fails" and rank == 0:
+        raise ValueError("the first cause")
+    if what.startswith("one fails") and rank == 1:
+        time.sleep(0.5)
+        raise ValueError("the first cause")
+    if what == "one fails, zero sleeps":
+        time.sleep(100)
+    if what == "one is killed" and rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if what == "zero in a collective" and rank == 1:
+        time.sleep(100)
+    if what == "one in a collective" and rank == 0:
+        try:
+            time.sleep(100)
+        finally:
+            say("clean-up of rank 0")
+    if what == "exits":
+        sys.exit(5)
+    dw.barrier()
+    dw.barrier()
+    return what
+
+if __name__ == "__main__":
+    what = sys.argv[1]
+    if what == "fails midway":
+        import distwrap.launch.script as script
+        start = script._start
+        def fails_midway(rank, command, env):
+            if rank == 2:
+                raise OSError("no more processes")
+            process = start(rank, command, env)
+            say("started", process.pid)
+            return process
+        script._start = fails_midway
+        main.options(nprocs=3)(what)
+    if what == "exits between":
+        main("")
+        if dw.is_rank_zero():
+            atexit.register(say, "the exit handler of rank 0")
+        sys.exit(0)
+    result = main(what)
+    say("result", result)
+"""
+
+
+class Run:
+    """The program, under way."""
+
+    def __init__(self, folder: Path, what: str, *, ranks: int = 2) -> None:
+        program = folder / "program.py"
+        program.write_text(PROGRAM)
+        self.process = subprocess.Popen(
+            [sys.executable, program, what],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": ""},
+        )
+        assert self.process.stdout is not None
+        self.pids = [int(self.process.stdout.readline().split()[-1]) for _ in range(ranks)]
+        self.began = time.monotonic()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+    def ended(self, within: float) -> tuple[int, str, str]:
+        """Wait for the end; return exit code, output and errors, and see that no rank is left."""
+        output, errors = self.process.communicate(timeout=LIMIT)
+        assert time.monotonic() - self.began < within
+        deadline = time.monotonic() + 2
+        while [pid for pid in self.pids if Path(f"/proc/{pid}").exists()]:
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        return self.process.returncode, output, errors
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("zero fails", "ValueError: the first cause"),
+        ("one fails, zero waits", "rank 1 on .* raised:(?s:.*)\n.*ValueError: the first cause"),
+        ("one fails, zero sleeps", "rank 1 on .* raised:(?s:.*)\n.*ValueError: the first cause"),
+        ("one is killed", "WorkerDiedError: rank 1 on .* killed by SIGKILL"),
+    ],
+)
+def test_a_failure(what: str, words: str, tmp_path: Path) -> None:
+    """A failure of either rank ends the script with its exception, whatever the other one is doing."""
+    with Run(tmp_path, what) as run:
+        code, output, errors = run.ended(within=5)
+    assert code == 1
+    assert re.search(words, errors), errors
+    assert "result" not in output
+
+
+@pytest.mark.parametrize("what", ["zero in a collective", "one in a collective"])
+def test_ctrl_c(what: str, tmp_path: Path) -> None:
+    """A Ctrl-C ends the run within seconds, also where rank 0 waits in native code."""
+    with Run(tmp_path, what) as run:
+        time.sleep(0.5)
+        os.killpg(run.process.pid, signal.SIGINT)
+        code, output, errors = run.ended(within=6)
+    assert code == -signal.SIGINT, errors
+    assert errors.rstrip().endswith("KeyboardInterrupt"), errors
+    assert ("clean-up of rank 0" in output) == (what == "one in a collective")
+
+
+def test_a_second_ctrl_c(tmp_path: Path) -> None:
+    """The second Ctrl-C does not wait."""
+    with Run(tmp_path, "zero in a collective") as run:
+        time.sleep(0.5)
+        os.killpg(run.process.pid, signal.SIGINT)
+        time.sleep(0.3)
+        os.killpg(run.process.pid, signal.SIGINT)
+        code, _, errors = run.ended(within=2.5)
+    assert code == -signal.SIGINT, errors
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_the_caller_is_ended(number: signal.Signals, tmp_path: Path) -> None:
+    """When a signal ends rank 0, the others end with it."""
+    with Run(tmp_path, "zero in a collective") as run:
+        run.process.send_signal(number)
+        assert run.ended(within=4)[0] == -number
+
+
+def test_where_are_they(tmp_path: Path) -> None:
+    """SIGQUIT prints where the ranks are, though rank 0 is in native code."""
+    with Run(tmp_path, "zero in a collective") as run:
+        time.sleep(0.5)
+        run.process.send_signal(signal.SIGQUIT)
+        assert run.process.stderr is not None
+        lines = [run.process.stderr.readline() for _ in range(4)]
+    assert re.search(r"where the ranks are:\n  rank 0 in barrier at program\.py:\d+\n  rank 1 in main", "".join(lines))
+
+
+def test_sys_exit(tmp_path: Path) -> None:
+    """`sys.exit` in the function is the script's exit code."""
+    with Run(tmp_path, "exits") as run:
+        assert run.ended(within=5)[0] == 5
+
+
+def test_exit_between_calls(tmp_path: Path) -> None:
+    """A script that exits after its last call takes the parked ranks along, and exit handlers run."""
+    with Run(tmp_path, "exits between") as run:
+        code, output, errors = run.ended(within=8)
+    assert (code, errors.count("Traceback")) == (0, 0), errors
+    assert output.count("the exit handler of rank 0") == 1
+
+
+def test_a_start_that_fails_midway(tmp_path: Path) -> None:
+    """When a rank cannot be started, those before it are ended."""
+    with Run(tmp_path, "fails midway", ranks=1) as run:
+        code, _, errors = run.ended(within=8)
+    assert code == 1
+    assert "OSError: no more processes" in errors
