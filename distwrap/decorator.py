@@ -110,7 +110,7 @@ def distributed(
     timeout: float = 600,
     max_restarts: int = 0,
     retrofit: bool = False,
-    log_dir: str | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
 ) -> Callable[[Callable[P, R]], Distributed[P, list[R]]]: ...
 @overload
 def distributed(
@@ -130,7 +130,7 @@ def distributed(
     max_restarts: int = 0,
     returns: Literal["rank0"] = "rank0",
     retrofit: bool = False,
-    log_dir: str | None = None,
+    log_dir: str | os.PathLike[str] | None = None,
 ) -> Callable[[Callable[P, R]], Distributed[P, R]]: ...
 
 
@@ -156,7 +156,9 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         returns: ``"rank0"``, or ``"all"`` for the list of all ranks' values.
         retrofit: wrap models, optimizers and loaders among the arguments before the function sees them, and write the
             trained weights and optimizer state back into the caller's own objects.
-        nnodes, node_rank, rdzv_endpoint, max_restarts, log_dir: torchrun's, for now; anything but their defaults is
+        log_dir: a folder for what each rank prints, besides the console: ``rank_0.stdout.log``, ``rank_0.stderr.log``,
+            …, appended to. Left to an outer launcher where there is one.
+        nnodes, node_rank, rdzv_endpoint, max_restarts: torchrun's, for now; anything but their defaults is
             refused with the torchrun option to use.
 
     Returns:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numbers
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
@@ -59,7 +60,6 @@ _LEFT_TO_TORCHRUN: dict[str, tuple[object, str]] = {
     "node_rank": (None, "start the script on every machine with torchrun --node-rank=…"),
     "rdzv_endpoint": (None, "start the script on every machine with torchrun --rdzv-endpoint=…"),
     "max_restarts": (0, "start the script with torchrun --max-restarts=…"),
-    "log_dir": (None, "start the script with torchrun --log-dir=… --tee=3"),
 }
 
 
@@ -79,6 +79,7 @@ class Options:
     timeout: float = 600.0
     returns: Returns = "rank0"
     retrofit: bool = False
+    log_dir: str | None = None
 
     def updated(self, given: Mapping[str, Any], where: str = "@distributed") -> Options:
         """Return these options with `given` over them.
@@ -219,6 +220,12 @@ def _check_retrofit(value: object) -> bool:
     return value
 
 
+def _check_log_dir(value: object) -> str | None:
+    if value is not None and not isinstance(value, (str, os.PathLike)):
+        raise OptionError(f"log_dir={value!r}: it must be None or the path of a folder.")
+    return None if value is None else str(os.fspath(value))
+
+
 _CHECKS: dict[str, Any] = {
     "strategy": _check_strategy,
     "nprocs": _check_nprocs,
@@ -229,6 +236,7 @@ _CHECKS: dict[str, Any] = {
     "timeout": _check_timeout,
     "returns": _check_returns,
     "retrofit": _check_retrofit,
+    "log_dir": _check_log_dir,
 }
 
 

@@ -156,7 +156,6 @@ def test_a_wrong_value_is_refused(options: dict[str, Any], message: str) -> None
         ({"node_rank": 0}, "torchrun --node-rank"),
         ({"rdzv_endpoint": "head:29400"}, "torchrun --rdzv-endpoint"),
         ({"max_restarts": 3}, "torchrun --max-restarts"),
-        ({"log_dir": "logs"}, "torchrun --log-dir"),
     ],
     ids=str,
 )

@@ -21,7 +21,7 @@ from distwrap.group.setup import (
     teardown_process_group,
     temporary_world,
 )
-from distwrap.group.world import World, active_world, current_world
+from distwrap.group.world import World, active_world, current_world, say
 from distwrap.launch import fork_safety, local, script
 from distwrap.launch.execute import Call, Run, execute
 from distwrap.options import Options, switched_on
@@ -45,7 +45,15 @@ def start(call: Call, options: Options) -> Any:
             f"train alone. Pass them as arguments (also in lists, tuples and dicts): what the function takes from its "
             f"object, a closure or a global is not seen."
         )
-    run = Run(options.strategy, options.backend, options.precision, options.seed, options.timeout, options.retrofit)
+    run = Run(
+        options.strategy,
+        options.backend,
+        options.precision,
+        options.seed,
+        options.timeout,
+        options.retrofit,
+        options.log_dir,
+    )
     if active_world() is not None:
         return _here(call, run, everybody)
     if switched_on(os.environ, "DISTWRAP_DISABLE"):
@@ -114,6 +122,8 @@ def _in_users_group(call: Call, run: Run, everybody: bool) -> Any:
 def _joining(call: Call, run: Run, placement: Placement, everybody: bool) -> Any:
     world = join(placement, backend=run.backend, timeout=run.timeout, **run.of_world())
     announce(world, placement.source)
+    if run.log_dir is not None:
+        say(f"log_dir={run.log_dir!r} is left to {placement.source}, which holds the output: torchrun has --log-dir")
     try:
         value = _here(call, run, everybody)
     except BaseException as error:

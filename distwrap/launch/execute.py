@@ -38,6 +38,7 @@ class Run:
     seed: int | None
     timeout: float
     retrofit: bool
+    log_dir: str | None = None
 
     def of_world(self) -> dict[str, Any]:
         """Those that the current world keeps."""

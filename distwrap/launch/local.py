@@ -15,6 +15,7 @@ from distwrap.errors import ForkError, MainGuardError, SerializationError
 from distwrap.group.devices import choose_threads
 from distwrap.launch import fork_safety, meeting, openmp, pickling, transport, worker
 from distwrap.launch.execute import Call, Run
+from distwrap.launch.logs import Logs, Streams
 from distwrap.launch.processes import (
     CommandProcess,
     ForkedProcess,
@@ -59,7 +60,12 @@ def launch(call: Call, run: Run, launcher: str, nprocs: int, *, everybody: bool,
             payload=payload,
             main_path=_main_path(call, launcher, payload),
         )
-    outcomes = _run(_starter(launcher, call), common, nprocs, everybody, seconds)
+    logs = Logs(run.log_dir, nprocs) if run.log_dir is not None else None
+    try:
+        outcomes = _run(_starter(launcher, call, logs), common, nprocs, everybody, seconds, logs)
+    finally:
+        if logs is not None:
+            logs.close()
     return _bring_home(outcomes, found, everybody)
 
 
@@ -67,16 +73,21 @@ def _assignment(launcher: str, run: Run, threads: int | None) -> Assignment:
     return Assignment(Placement(), launcher, "", run, threads, wants_value=True)
 
 
-def _starter(launcher: str, call: Call) -> Start:
+def _starter(launcher: str, call: Call, logs: Logs | None) -> Start:
+    def streams(rank: int) -> Streams | None:
+        return None if logs is None else logs.streams(rank)
+
     if launcher == "fork":
-        return lambda rank, earlier: ForkedProcess(rank, call, earlier)
+        return lambda rank, earlier: ForkedProcess(rank, call, earlier, streams(rank))
     if launcher == "spawn":
-        return lambda rank, earlier: CommandProcess(rank, spawn_command)
+        return lambda rank, earlier: CommandProcess(rank, spawn_command, streams=streams(rank))
     server = warm_server()
-    return lambda rank, earlier: ServedProcess(rank, server)
+    return lambda rank, earlier: ServedProcess(rank, server, streams(rank))
 
 
-def _run(start: Start, common: Assignment, nprocs: int, everybody: bool, seconds: float | None) -> list[Outcome]:
+def _run(
+    start: Start, common: Assignment, nprocs: int, everybody: bool, seconds: float | None, logs: Logs | None
+) -> list[Outcome]:
     sys.stdout.flush()
     sys.stderr.flush()
     processes: list[Process] = []
@@ -86,6 +97,8 @@ def _run(start: Start, common: Assignment, nprocs: int, everybody: bool, seconds
     except BaseException:
         stop(processes, all_they_started=True)
         raise
+    if logs is not None:
+        logs.start()
     with meeting.place() as store:
         try:
             for process in processes:

@@ -23,6 +23,7 @@ from typing import Protocol
 
 from distwrap.errors import LaunchError
 from distwrap.launch.execute import Call
+from distwrap.launch.logs import Streams
 from distwrap.launch.server import DESCRIPTORS, STATUS
 
 
@@ -52,7 +53,7 @@ def kill(process: Process, number: int, *, with_children: bool = True) -> None:
 class ForkedProcess:
     """A copy of this process."""
 
-    def __init__(self, rank: int, call: Call, earlier: Sequence[Process]) -> None:
+    def __init__(self, rank: int, call: Call, earlier: Sequence[Process], streams: Streams | None = None) -> None:
         from distwrap.launch import worker
 
         self.rank = rank
@@ -64,6 +65,11 @@ class ForkedProcess:
             os.dup2(stdin, 0)  # multiprocessing has put /dev/null there
             os.close(stdin)
             sys.stdin = open(0, closefd=False)  # noqa: SIM115
+            if streams is not None:
+                os.dup2(streams[0], 1)
+                os.dup2(streams[1], 2)
+                # The caller's own may lead elsewhere, as in a notebook.
+                sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
             for conn in foreign:
                 conn.close()
             atexit._clear()  # the caller's own exit handlers are the caller's
@@ -100,11 +106,15 @@ class CommandProcess:
         command: Callable[[int], list[str]],
         env: Mapping[str, str] | None = None,
         directory: str | None = None,
+        streams: Streams | None = None,
     ) -> None:
         self.rank = rank
         self.conn, theirs = Pipe()
         fd = theirs.fileno()
-        self._process = subprocess.Popen(command(fd), pass_fds=(fd,), env=env, cwd=directory, start_new_session=True)
+        stdout, stderr = streams or (None, None)
+        self._process = subprocess.Popen(
+            command(fd), pass_fds=(fd,), env=env, cwd=directory, stdout=stdout, stderr=stderr, start_new_session=True
+        )
         theirs.close()
         self.pid = self._process.pid
 
@@ -121,13 +131,14 @@ class CommandProcess:
 class ServedProcess:
     """A fork of the warm server."""
 
-    def __init__(self, rank: int, server: ForkServer) -> None:
+    def __init__(self, rank: int, server: ForkServer, streams: Streams | None = None) -> None:
         self.rank = rank
         self.conn, theirs = Pipe()
         self._status, status = os.pipe()
         self._exitcode: int | None = None
         try:
-            server.fork([*_standard_streams(), theirs.fileno(), status])
+            stdin, *own = _standard_streams()
+            server.fork([stdin, *(streams or own), theirs.fileno(), status])
         finally:
             theirs.close()
             os.close(status)

@@ -28,6 +28,7 @@ from distwrap.group.setup import abandon_process_group, announce, join, teardown
 from distwrap.launch import meeting, rerun, transport
 from distwrap.launch.execute import Call, Run, execute
 from distwrap.launch.interrupts import Interrupts
+from distwrap.launch.logs import Logs, redirected
 from distwrap.launch.processes import CommandProcess, kill
 from distwrap.launch.supervisor import (
     INTERRUPT_SECONDS,
@@ -49,6 +50,7 @@ _parked: list[CommandProcess] = []
 _place = ""
 _last_value: Any = None
 _failed = ""
+_logs: Logs | None = None
 _conn: Connection | None = None
 
 
@@ -64,13 +66,14 @@ def launch(call: Call, run: Run, nprocs: int, *, everybody: bool) -> Any:
         raise LaunchError("launcher='script' runs rank 0 in the caller, so the call must be in the main thread.")
     # One place for all calls of this process: the parked ranks still hold it when the next call begins.
     store = _place or _place_until_exit()
-    processes = _others(call, nprocs, store)
+    processes = _others(call, nprocs, store, run.log_dir)
     place = own.on_one_machine(0, nprocs)
     news = _News(processes, store)
     value: Any = None
     with (
         _environment(own.variables(place, "script", store)),
         _threads(nprocs),
+        redirected(_logs.streams(0) if _logs is not None else None),
         Interrupts(news.interrupt, news.print_where_all_are),
     ):
         news.start()
@@ -181,8 +184,9 @@ def _leave(code: int) -> Any:
     os._exit(code)
 
 
-def _others(call: Call, nprocs: int, store: str) -> list[CommandProcess]:
+def _others(call: Call, nprocs: int, store: str, log_dir: str | None) -> list[CommandProcess]:
     """Wake the parked ranks, or start them."""
+    global _logs
     if _parked:
         if len(_parked) != nprocs - 1:
             raise LaunchError(
@@ -193,6 +197,7 @@ def _others(call: Call, nprocs: int, store: str) -> list[CommandProcess]:
         for process in _parked:
             process.conn.send(data)
     else:
+        _logs = Logs(log_dir, nprocs) if log_dir is not None else None
         commands = [rerun.command(rank) for rank in range(1, nprocs)]
         atexit.register(_let_the_parked_leave)
         try:
@@ -202,7 +207,10 @@ def _others(call: Call, nprocs: int, store: str) -> list[CommandProcess]:
         except BaseException:
             stop(_parked, all_they_started=True)
             _parked.clear()
+            _close_logs()
             raise
+        if _logs is not None:
+            _logs.start(keep=1)
     for process in _parked:
         process.conn.send((store, call.name))
     return list(_parked)
@@ -215,6 +223,14 @@ def _let_the_parked_leave() -> None:
     if any(process.exitcode(_LEAVE_SECONDS) is None for process in _parked):
         stop(_parked)
     _parked.clear()
+    _close_logs()
+
+
+def _close_logs() -> None:
+    global _logs
+    if _logs is not None:
+        _logs.close()
+    _logs = None
 
 
 def _start(rank: int, command: list[str], env: dict[str, str]) -> CommandProcess:
@@ -222,7 +238,7 @@ def _start(rank: int, command: list[str], env: dict[str, str]) -> CommandProcess
         env[FD] = str(fd)
         return command
 
-    return CommandProcess(rank, with_descriptor, env, rerun.directory())
+    return CommandProcess(rank, with_descriptor, env, rerun.directory(), _logs.streams(rank) if _logs else None)
 
 
 class _News(threading.Thread):
