@@ -7,6 +7,7 @@ sampler and batch sampler are exchanged for ones that take a share of the same o
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal, TypeVar, get_args
 
@@ -19,11 +20,13 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
+from distwrap.data import workers
 from distwrap.data.samplers import ExactBatches, MergedBatches, Share, TorchOrder
 from distwrap.data.streams import Mode
 from distwrap.errors import LoaderError, OptionError, unknown_name
 from distwrap.group.world import World, current_world
 from distwrap.model.wrapped import to_device
+from distwrap.placement import own
 from distwrap.seeding import mix
 
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
@@ -49,6 +52,8 @@ class ShardedLoader(DataLoader[Any]):
         return _sharded_again, (type(self).__bases__[1], {**self.__dict__, "_iterator": None})
 
     def __iter__(self) -> Any:
+        if self.num_workers:
+            _tidy(current_world())
         batches = super().__iter__()
         current_world().crumbs.follow(batches)
         if self._shard_device.type == "cpu":
@@ -248,6 +253,12 @@ def _length(sampler: Any) -> int:
             f"mode='exact' needs to know how many items {type(sampler).__name__} yields, but it has no len(). "
             f"Give it a __len__, or say mode='pad' or mode='drop'."
         ) from None
+
+
+def _tidy(world: World) -> None:
+    undo = workers.tidy(os.environ.get(own.STORE, ""))
+    if undo is not None:
+        world.cleanup.callback(undo)
 
 
 def _on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:

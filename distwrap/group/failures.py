@@ -10,7 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from distwrap.errors import CollectiveTimeoutError, DistwrapError, WorkerError
+from distwrap.errors import CollectiveTimeoutError, DistwrapError, WorkerDiedError, WorkerError
 from distwrap.group import stacks
 from distwrap.group.world import active_world
 
@@ -45,6 +45,13 @@ def explained(error: BaseException) -> BaseException:
     echo of a lost peer becomes the word of the rank that failed first.
     """
     world = active_world()
+    if isinstance(error, (OSError, EOFError)) and world is not None and _fetches_a_batch(error):
+        return WorkerDiedError(
+            f"a DataLoader worker of rank {world.placement.rank} on {socket.gethostname()} ended while a batch was "
+            f"fetched from it ({type(error).__name__}: {error}). Look at what it printed last.",
+            rank=world.placement.rank,
+            host=socket.gethostname(),
+        ).with_traceback(error.__traceback__)
     torchs_own = isinstance(error, RuntimeError) and not isinstance(error, DistwrapError)
     if world is None or world.channel is None or not torchs_own:
         return error
@@ -66,6 +73,10 @@ def explained(error: BaseException) -> BaseException:
         return error
     better.__suppress_context__ = True
     return better.with_traceback(error.__traceback__)
+
+
+def _fetches_a_batch(error: BaseException) -> bool:
+    return stacks.locate(stacks.of_traceback(error.__traceback__))[0] == "DataLoader"
 
 
 def tell(error: BaseException) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from distwrap import retrofit
+from distwrap.data import workers
 from distwrap.errors import ForkError, MainGuardError, SerializationError
 from distwrap.group.devices import choose_threads
 from distwrap.launch import fork_safety, meeting, openmp, pickling, transport, worker
@@ -107,7 +108,10 @@ def _run(
         except BaseException:
             stop(processes, all_they_started=True)
             raise
-        return supervise(processes, store=store, seconds=seconds)
+        try:
+            return supervise(processes, store=store, seconds=seconds)
+        finally:
+            workers.remove_what_is_left(store)
 
 
 def _send(process: Process, assignment: Assignment) -> None:

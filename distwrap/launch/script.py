@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from distwrap import retrofit
+from distwrap.data import workers
 from distwrap.errors import LaunchError, WorkerTimeoutError
 from distwrap.group import failures
 from distwrap.group.devices import choose_threads
@@ -113,6 +114,7 @@ def _end(news: _News) -> None:
         pass  # the failure itself is on its way, and nobody is left
     finally:
         _parked.clear()
+        workers.remove_what_is_left(_place)
         teardown_process_group()
 
 
@@ -223,6 +225,7 @@ def _let_the_parked_leave() -> None:
     if any(process.exitcode(_LEAVE_SECONDS) is None for process in _parked):
         stop(_parked)
     _parked.clear()
+    workers.remove_what_is_left(_place)
     _close_logs()
 
 

@@ -99,13 +99,20 @@ def work(conn: Connection, call: Call | None = None) -> int:
     try:
         value = _run(assignment, call, conn)
     except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are told to the caller too
-        report = failure(rank, failures.explained(error))
-        abandon_process_group()
-        conn.send(report)
+        try:
+            _tell(conn, rank, error)
+        except RuntimeError:  # a handler of torch's that raises when a loader's worker ends
+            _tell(conn, rank, error)
         return 1
     conn.send(outcome(rank, value=value))  # before the goodbye: who waits for us in vain can be told that we are done
     finish_process_group()
     return 0
+
+
+def _tell(conn: Connection, rank: int, error: BaseException) -> None:
+    report = failure(rank, failures.explained(error))
+    abandon_process_group()
+    conn.send(report)
 
 
 def failure(rank: int, error: BaseException) -> transport.Outcome:

@@ -1,0 +1,77 @@
+"""Loader workers that leave nothing behind, also where they, their rank or its launcher are killed.
+
+multiprocessing gives each worker a folder of its own for sockets, and a worker that is killed leaves it. Here all
+workers of a rank share one. The rank removes it when it ends; its launcher, when the rank did not come to that; and
+when both are gone the workers do, which then end themselves.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import multiprocessing.util
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_KEY = "tempdir"  # where multiprocessing keeps the folder's name
+_LOOK_SECONDS = 0.5
+
+
+def tidy(launch: str) -> Callable[[], None] | None:
+    """Let the loader workers that this process starts from now on leave nothing; return how to undo it.
+
+    Args:
+        launch: a name of the launch, by which its launcher finds what is left; empty where there is no such launcher.
+    """
+    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+    if config.get(_KEY) is not None:
+        return None
+    folder = config[_KEY] = tempfile.mkdtemp(prefix=_prefix(launch))
+    orphans = [_Orphan(folder, os.getpid())]
+    multiprocessing.util.register_after_fork(orphans[0], _Orphan.watch)
+
+    def undo() -> None:
+        orphans.clear()  # multiprocessing holds it weakly
+        config.pop(_KEY, None)
+        _remove(folder)
+        atexit.unregister(undo)
+
+    atexit.register(undo)
+    return undo
+
+
+def remove_what_is_left(launch: str) -> None:
+    """Remove what the workers of a launch have left, when all its ranks have ended."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_prefix(launch)}*"):
+        _remove(folder)
+
+
+def _prefix(launch: str) -> str:
+    return f"distwrap-{'-'.join(filter(str.isdigit, launch.split('/')))}-"
+
+
+def _remove(folder: str | Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+class _Orphan:
+    """In a worker: a thread that removes the folder and ends the worker when its rank is gone."""
+
+    def __init__(self, folder: str, rank: int) -> None:
+        self._folder, self._rank = folder, rank
+
+    def watch(self) -> None:
+        if os.getppid() == self._rank:  # a worker itself, and nothing that it starts
+            threading.Thread(target=self._run, name="distwrap-orphan", daemon=True).start()
+
+    def _run(self) -> None:
+        while os.getppid() == self._rank:
+            time.sleep(_LOOK_SECONDS)
+        _remove(self._folder)
+        os._exit(1)

@@ -1,0 +1,280 @@
+"""Run cells of the fault matrix as real processes, and check what the caller sees and what is left behind.
+
+python -m tests.faults.run                  the whole matrix, as a table
+python -m tests.faults.run --only fork SIGKILL --jobs 2 --write benchmarks/faults-matrix.md
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from tests.faults.cells import LIMIT, WHEN, Cell, all_cells, expected, meaningless
+
+ROOT = Path(__file__).parent.parent.parent
+PROGRAM = Path(__file__).parent / "program.py"
+PATIENCE = 60.0  # seconds for a program to end, from its start
+
+PR_SET_CHILD_SUBREAPER = 36
+
+
+@dataclass
+class Seen:
+    """What came of a cell.
+
+    Attributes:
+        seconds: from the fault to the moment when the caller knew.
+        wrong: what was not as expected, in words.
+    """
+
+    cell: Cell
+    seconds: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+    output: str = ""
+
+    @property
+    def entry(self) -> str:
+        """A word for the table."""
+        return f"{self.seconds:.1f} s" if not self.wrong else "**fails**"
+
+
+def run(cell: Cell) -> Seen:
+    """Run a cell."""
+    adopt_orphans()
+    shared = set(os.listdir("/dev/shm"))
+    with tempfile.TemporaryDirectory(prefix="faults-") as name:
+        folder = Path(name)
+        temporary = folder / "temporary"
+        temporary.mkdir()
+        start = time.monotonic()
+        pid = _start(cell, folder)
+        code = _wait(pid, start + PATIENCE)
+        ended = time.time()
+        seen = Seen(cell)
+        gone = _wait_for_descendants(ended + LIMIT)
+        seen.output = (folder / "output").read_text(errors="replace")
+        try:
+            _judge(seen, code, folder, ended)
+        except Exception:  # noqa: BLE001 - a cell that cannot be judged has failed
+            seen.wrong.append(traceback.format_exc())
+        seen.wrong += [f"left: process {line}" for line in gone]
+        seen.wrong += [f"left: file {path.name}" for path in temporary.iterdir() if not path.name.startswith("torch")]
+        seen.wrong += [
+            f"left: shared memory {name}" for name in set(os.listdir("/dev/shm")) - shared if "torch" in name
+        ]
+    return seen
+
+
+def _judge(seen: Seen, code: int | None, folder: Path, ended: float) -> None:
+    cell, wanted = seen.cell, expected(seen.cell)
+    if code is None:
+        seen.wrong.append(f"it did not end within {PATIENCE:g} s")
+        return
+    note = folder / "seen"
+    told: dict[str, Any] = json.loads(note.read_text()) if note.exists() and note.read_text() else {}
+    struck = folder / "struck"
+    if not struck.exists() or not struck.read_text():
+        seen.wrong.append("the fault did not strike")
+        return
+    known = told["time"] if "raises" in told else ended
+    seen.seconds = max(0.0, known - float(struck.read_text()))
+    if seen.seconds > wanted.seconds:
+        seen.wrong.append(f"known after {seen.seconds:.1f} s, not within {wanted.seconds:g} s")
+    if cell.launcher != "torchrun" and told.get("raises", "") not in wanted.raises.split("|"):
+        seen.wrong.append(f"raised {told.get('raises') or 'nothing'}, not {wanted.raises or 'nothing'}")
+    if cell.launcher != "torchrun" and not wanted.raises and wanted.code == 0 and told.get("value") != "whole":
+        seen.wrong.append(f"returned {told.get('value')!r}")
+    if code != wanted.code:
+        seen.wrong.append(f"exit code {code}, not {wanted.code}")
+    text = told.get("text", "") + "\n" + seen.output
+    seen.wrong += [f"{words!r} is nowhere" for words in wanted.words if not re.search(words, text)]
+    if told.get("environ"):
+        seen.wrong.append(f"left: variables {told['environ']}")
+
+
+def _start(cell: Cell, folder: Path) -> int:
+    """Start the caller: a fork of this process where that does no harm, else a fresh interpreter."""
+    arguments = [cell.launcher, cell.who, cell.fault, cell.when]
+    env = {"TMPDIR": str(folder / "temporary"), "DISTWRAP_QUIET": "1", "PYTHONUNBUFFERED": "", "PYTHONWARNINGS": ""}
+    with open(folder / "output", "wb") as output:
+        if cell.launcher in ("fork", "forkserver"):
+            return _fork(cell, folder, env, output.fileno())
+        command = [sys.executable, str(PROGRAM), *arguments]
+        if cell.launcher == "torchrun":
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                port = free.getsockname()[1]
+            command[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+        return subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, **env, "PYTHONPATH": str(ROOT)},
+            stdout=output,
+            stderr=output,
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        ).pid
+
+
+def _fork(cell: Cell, folder: Path, env: dict[str, str], output: int) -> int:
+    import tests.faults.program as program
+
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        os.setsid()
+        for number in (1, 2):
+            os.dup2(output, number)
+        sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.update(env)
+        tempfile.tempdir = None
+        os.chdir(folder)
+        import atexit
+
+        atexit._clear()
+        code = _as_an_interpreter_would(program, cell)
+        atexit._run_exitfuncs()
+    finally:
+        os._exit(code)
+
+
+def _as_an_interpreter_would(program: Any, cell: Cell) -> int:
+    try:
+        program.main(cell)
+    except SystemExit as error:
+        return int(error.code or 0)
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def adopt_orphans() -> None:
+    """Become the parent of whatever a caller leaves behind, to find it (Linux)."""
+    ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1)
+
+
+def _wait(pid: int, deadline: float) -> int | None:
+    while time.monotonic() < deadline:
+        found, status = os.waitpid(pid, os.WNOHANG)
+        if found:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+    return None
+
+
+def _wait_for_descendants(deadline: float) -> list[str]:
+    """Wait until all that the caller has started is gone; end what is not, and return it."""
+    while True:
+        with contextlib.suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        alive = list(_descendants(os.getpid()))
+        if not alive:
+            return []
+        if time.time() > deadline:
+            break
+        time.sleep(0.02)
+    for pid, _ in alive:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+    return [f"{pid}: {command}" for pid, command in alive]
+
+
+def _descendants(pid: int) -> Iterator[tuple[int, str]]:
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            for child in map(int, Path(f"/proc/{pid}/task/{thread}/children").read_text().split()):
+                with contextlib.suppress(OSError):
+                    command = Path(f"/proc/{child}/cmdline").read_bytes().replace(b"\0", b" ").decode()
+                    if Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX":
+                        yield child, command[:200]
+                yield from _descendants(child)
+
+
+def table(results: Sequence[Seen]) -> str:
+    """The matrix: a row for launcher, who and fault, a column for when; seconds until the caller knew."""
+    by_cell = {seen.cell: seen for seen in results}
+    rows: dict[tuple[str, str, str], None] = {}
+    for cell in all_cells():
+        if any(Cell(cell.launcher, cell.who, cell.fault, when) in by_cell for when in WHEN):
+            rows[cell.launcher, cell.who, cell.fault] = None
+    lines = ["| launcher | who | fault | " + " | ".join(WHEN) + " |", "|---" * (3 + len(WHEN)) + "|"]
+    for launcher, who, fault in rows:
+        entries = []
+        for when in WHEN:
+            cell = Cell(launcher, who, fault, when)
+            entries.append(by_cell[cell].entry if cell in by_cell else meaningless(cell) and f"({meaningless(cell)})")
+        lines.append(f"| {launcher} | {who} | {fault} | " + " | ".join(entries) + " |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Run the matrix, and print it."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", default=[], help="words that a cell must hold")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
+    parser.add_argument("--write", type=Path)
+    options = parser.parse_args()
+    cells = [cell for cell in all_cells() if not meaningless(cell)]
+    cells = [cell for cell in cells if all(word in str(cell).replace(" | ", "|").split("|") for word in options.only)]
+    results = []
+    start = time.monotonic()
+    # Each worker has its own orphans, and forks callers of its own.
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=60) as pool:
+        for seen in pool.map(run, cells):
+            results.append(seen)
+            print(f"{'fails' if seen.wrong else 'ok':5} {seen.seconds:5.1f} s  {seen.cell}", flush=True)
+            if seen.wrong:
+                print("      " + "\n      ".join(seen.wrong), flush=True)
+    failed = [seen for seen in results if seen.wrong]
+    slowest = max((seen.seconds for seen in results), default=0.0)
+    summary = (
+        f"{len(results)} cells in {(time.monotonic() - start) / 60:.0f} minutes, {len(failed)} fail; the caller knew "
+        f"after {sorted(seen.seconds for seen in results)[len(results) // 2]:.1f} s (median), {slowest:.1f} s at most."
+    )
+    print(table(results))
+    print(summary)
+    if options.write:
+        options.write.write_text(f"{HEAD}\n\n{summary}\n\n{table(results)}\n")
+    return bool(failed)
+
+
+HEAD = f"""# The fault matrix
+
+Written by `make faults`: every meaningful combination of launcher, culprit, fault and moment, on real processes. An
+entry is the time from the fault until the caller knew, with the exception or exit code that `tests/faults/cells.py`
+expects (rank and first cause named), at most {LIMIT:g} s, and nothing left behind: no process, file, shared memory or
+variable. An infinite loop is known {3:g} s later than other faults, since that is the time limit of its collectives."""
+
+
+if __name__ == "__main__":
+    sys.exit(main())
