@@ -25,7 +25,8 @@ from distwrap.launch.processes import (
     spawn_command,
     warm_server,
 )
-from distwrap.launch.supervisor import stop, supervise
+from distwrap.launch.signals import PassedOn
+from distwrap.launch.supervisor import print_where_all_are, stop, supervise
 from distwrap.launch.transport import Outcome
 from distwrap.launch.worker import Assignment, Surroundings
 from distwrap.placement import Placement, own
@@ -61,12 +62,14 @@ def launch(call: Call, run: Run, launcher: str, nprocs: int, *, everybody: bool,
             payload=payload,
             main_path=_main_path(call, launcher, payload),
         )
-    logs = Logs(run.log_dir, nprocs) if run.log_dir is not None else None
-    try:
-        outcomes = _run(_starter(launcher, call, logs), common, nprocs, everybody, seconds, logs)
-    finally:
-        if logs is not None:
-            logs.close()
+    with PassedOn() as signals:
+        logs = Logs(run.log_dir, nprocs) if run.log_dir is not None else None
+        try:
+            start = _starter(launcher, call, logs)
+            outcomes = _run(start, common, nprocs, everybody=everybody, seconds=seconds, logs=logs, signals=signals)
+        finally:
+            if logs is not None:
+                logs.close()
     return _bring_home(outcomes, found, everybody)
 
 
@@ -87,7 +90,14 @@ def _starter(launcher: str, call: Call, logs: Logs | None) -> Start:
 
 
 def _run(
-    start: Start, common: Assignment, nprocs: int, everybody: bool, seconds: float | None, logs: Logs | None
+    start: Start,
+    common: Assignment,
+    nprocs: int,
+    *,
+    everybody: bool,
+    seconds: float | None,
+    logs: Logs | None,
+    signals: PassedOn,
 ) -> list[Outcome]:
     sys.stdout.flush()
     sys.stderr.flush()
@@ -108,8 +118,9 @@ def _run(
         except BaseException:
             stop(processes, all_they_started=True)
             raise
+        signals.listen(processes, lambda: print_where_all_are(store, nprocs))
         try:
-            return supervise(processes, store=store, seconds=seconds)
+            return supervise(processes, store=store, seconds=seconds, signals=signals)
         finally:
             workers.remove_what_is_left(store)
 

@@ -25,7 +25,7 @@ from distwrap.data import workers
 from distwrap.errors import LaunchError, WorkerTimeoutError
 from distwrap.group import failures
 from distwrap.group.devices import choose_threads
-from distwrap.group.setup import abandon_process_group, announce, join, teardown_process_group
+from distwrap.group.setup import announce, join, teardown_process_group
 from distwrap.launch import meeting, rerun, transport
 from distwrap.launch.execute import Call, Run, execute
 from distwrap.launch.interrupts import Interrupts
@@ -40,7 +40,7 @@ from distwrap.launch.supervisor import (
     supervise,
 )
 from distwrap.launch.transport import Outcome
-from distwrap.launch.worker import become_a_rank, failure, outcome, stalled
+from distwrap.launch.worker import become_a_rank, failure, outcome, stalled, tell_failure
 from distwrap.placement import own
 
 FD = "DISTWRAP_SCRIPT_FD"
@@ -161,9 +161,7 @@ def join_from_child(call: Call, run: Run, launcher: str, *, everybody: bool) -> 
         value = retrofit.unwrapped(value, found)
         data = transport.pack_result(value, f"what {call.name} returned on rank {rank}") if everybody else None
     except BaseException as error:  # noqa: BLE001 - SystemExit is told to rank 0 too
-        report = failure(rank, failures.explained(error))
-        abandon_process_group()
-        _conn.send(report)
+        tell_failure(_conn, rank, error)
         _leave(1)
     _conn.send(outcome(rank, value=data))
     teardown_process_group()

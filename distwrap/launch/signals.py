@@ -5,9 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import FrameType
+from collections.abc import Callable, Sequence
+from types import FrameType, TracebackType
 from typing import Any
 
 from distwrap.launch.processes import Process, kill
@@ -15,41 +14,57 @@ from distwrap.launch.processes import Process, kill
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR2)  # the ways in which clusters announce that they want the machine back
 
 
-@contextmanager
-def passed_on(processes: Sequence[Process], report: Callable[[], None]) -> Iterator[None]:
-    """Pass SIGTERM and SIGUSR2 on to the ranks for the time of a ``with``, and answer SIGQUIT with a report.
+class PassedOn:
+    """Until the end of a ``with`` pass SIGTERM and SIGUSR2 on to the ranks, and answer SIGQUIT with a report.
 
     A rank that iterates over `lockstep` stops in step with the others; any other is ended by the signal. If the ranks
-    fail of it, this process ends by the same signal, as it would have without ranks. A handler of the user's own runs
-    too, and one that ignores the signal is left alone.
+    fail of it, this process ends by the same signal when all else is done, as it would have without ranks. A handler
+    of the user's own runs too, and one that ignores the signal is left alone. Nothing happens outside of the main
+    thread, where Python handles no signals.
     """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before: dict[signal.Signals, Any] = {}
-    heard: list[int] = []
 
-    def pass_on(number: int, frame: FrameType | None) -> None:
-        heard.append(number)
-        for process in processes:
+    def __init__(self) -> None:
+        self._processes: Sequence[Process] = ()
+        self._report: Callable[[], None]
+        self._before: dict[int, Any] = {}
+        self._heard: list[int] = []
+        self._unheeded = False
+
+    def __enter__(self) -> PassedOn:
+        return self
+
+    def listen(self, processes: Sequence[Process], report: Callable[[], None]) -> None:
+        """Begin, now that all ranks are started: a fork would inherit the handlers.
+
+        Args:
+            processes: the ranks' processes.
+            report: answers SIGQUIT.
+        """
+        self._processes, self._report = processes, report
+        if threading.current_thread() is threading.main_thread():
+            for number in PASSED_ON:
+                if signal.getsignal(number) not in (signal.SIG_IGN, None):
+                    self._before[number] = signal.signal(number, self._pass_on)
+            if signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL:
+                self._before[signal.SIGQUIT] = signal.signal(signal.SIGQUIT, lambda *_: self._report())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._heard and (error is not None or self._unheeded):
+            number = self._heard[0]
+            if self._before[number] == signal.SIG_DFL:
+                os.kill(os.getpid(), number)
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self._heard.append(number)
+        for process in self._processes:
             kill(process, number, with_children=False)
-        if callable(before[signal.Signals(number)]):
-            before[signal.Signals(number)](number, frame)
+        if callable(self._before[number]):
+            self._before[number](number, frame)
 
-    def answer(number: int, frame: FrameType | None) -> None:
-        report()
-
-    for number in PASSED_ON:
-        if signal.getsignal(number) not in (signal.SIG_IGN, None):
-            before[number] = signal.signal(number, pass_on)
-    if signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL:
-        before[signal.SIGQUIT] = signal.signal(signal.SIGQUIT, answer)
-    failed = True
-    try:
-        yield
-        failed = False
-    finally:
-        for known, handler in before.items():
-            signal.signal(known, handler)
-        if failed and heard and before[signal.Signals(heard[0])] == signal.SIG_DFL:
-            os.kill(os.getpid(), heard[0])
+    def ended(self, codes: list[int | None]) -> None:
+        """Take the exit codes of ranks that had done their work, and so had no ear for a signal any more."""
+        self._unheeded = any(-number in codes for number in self._heard)

@@ -20,7 +20,7 @@ from distwrap.group.rendezvous import side_store
 from distwrap.launch import transport
 from distwrap.launch.exits import OomCount, describe_exit
 from distwrap.launch.processes import Process, kill
-from distwrap.launch.signals import passed_on
+from distwrap.launch.signals import PassedOn
 from distwrap.launch.transport import Outcome
 
 SETTLE_SECONDS = 0.3  # after a failure, for the other ranks' accounts of it
@@ -47,16 +47,16 @@ def supervise(
     *,
     store: str = "",
     seconds: float | None = None,
+    signals: PassedOn | None = None,
     rank_zero_is_done: threading.Event | None = None,
 ) -> list[Outcome]:
     """Wait until every rank has reported and ended, and return the reports in rank order.
-
-    Meanwhile SIGTERM and SIGUSR2 are passed on to the ranks, and SIGQUIT prints where all of them are.
 
     Args:
         processes: the ranks' processes.
         store: the file in which they have met.
         seconds: how long they may take; ``None`` is as long as they like.
+        signals: is told how the ranks have ended.
         rank_zero_is_done: given where rank 0 is no process of these, but a thread of this one that sets the event.
             The processes then go on running after their reports, for the next call.
 
@@ -65,21 +65,20 @@ def supervise(
         WorkerDiedError: a rank's process ended without a word.
         WorkerTimeoutError: they were not done in time, or none of them moved any more.
     """
-    parked = rank_zero_is_done is not None
-    ranks = len(processes) + parked
-    with passed_on(processes, lambda: print_where_all_are(store, ranks)):
-        try:
-            outcomes = _all_report(processes, store, seconds, rank_zero_is_done)
-            if not parked:
-                _all_end(processes)
-            return [outcomes[process.rank] for process in processes]
-        except KeyboardInterrupt as interrupt:
-            by_hand = not hasattr(interrupt, "rank")  # else it is a rank's own
-            stop(processes, all_they_started=True, interrupt=by_hand)
-            raise
-        except BaseException:
-            stop(processes, all_they_started=True)
-            raise
+    try:
+        outcomes = _all_report(processes, store, seconds, rank_zero_is_done)
+    except KeyboardInterrupt as interrupt:
+        by_hand = not hasattr(interrupt, "rank")  # else it is a rank's own
+        stop(processes, all_they_started=True, interrupt=by_hand)
+        raise
+    except BaseException:
+        stop(processes, all_they_started=True)
+        raise
+    if rank_zero_is_done is None:
+        codes = _all_end(processes)
+        if signals is not None:
+            signals.ended(codes)
+    return [outcomes[process.rank] for process in processes]
 
 
 def _all_report(
@@ -123,11 +122,18 @@ def _report(process: Process, oom_kills: OomCount, store: str) -> Outcome | Deat
     return told
 
 
-def _all_end(processes: Sequence[Process]) -> None:
-    """Wait for the ends of ranks that have all reported success, and warn of those that end badly."""
-    _all_leave(processes, time.monotonic() + EXIT_SECONDS)
-    codes = {process.rank: process.exitcode(0) for process in processes}
-    stop(processes, all_they_started=None in codes.values())
+def _all_end(processes: Sequence[Process]) -> list[int | None]:
+    """Wait for the ends of ranks that have all reported success, and warn of those that end badly.
+
+    Returns:
+        The exit codes; ``None`` for a rank that had to be stopped.
+    """
+    codes: dict[int, int | None] = {}
+    try:
+        _all_leave(processes, time.monotonic() + EXIT_SECONDS)
+        codes = {process.rank: process.exitcode(0) for process in processes}
+    finally:
+        stop(processes, all_they_started=not codes or None in codes.values())
     for rank, code in codes.items():
         if code:
             how = describe_exit(code)
@@ -140,6 +146,7 @@ def _all_end(processes: Sequence[Process]) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
+    return list(codes.values())
 
 
 def first_cause(failed: Sequence[Outcome | Death]) -> Outcome | Death:

@@ -6,6 +6,7 @@ import atexit
 import faulthandler
 import os
 import pickle
+import signal
 import socket
 import sys
 import threading
@@ -99,17 +100,23 @@ def work(conn: Connection, call: Call | None = None) -> int:
     try:
         value = _run(assignment, call, conn)
     except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are told to the caller too
-        try:
-            _tell(conn, rank, error)
-        except RuntimeError:  # a handler of torch's that raises when a loader's worker ends
-            _tell(conn, rank, error)
+        tell_failure(conn, rank, error)
         return 1
     conn.send(outcome(rank, value=value))  # before the goodbye: who waits for us in vain can be told that we are done
     finish_process_group()
     return 0
 
 
+def tell_failure(conn: Connection, rank: int, error: BaseException) -> None:
+    """Report a failure of this rank to the caller, and forget the process group."""
+    try:
+        _tell(conn, rank, error)
+    except RuntimeError:  # see below: it may have come before it could be kept away
+        _tell(conn, rank, error)
+
+
 def _tell(conn: Connection, rank: int, error: BaseException) -> None:
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises wherever we are when a loader's worker ends
     report = failure(rank, failures.explained(error))
     abandon_process_group()
     conn.send(report)
@@ -210,7 +217,6 @@ def _die_with_parent() -> None:
     """Ask the kernel to kill this process when its parent dies, also when it is stuck in native code (Linux)."""
     if sys.platform == "linux":
         import ctypes
-        import signal
 
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

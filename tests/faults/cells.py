@@ -98,6 +98,8 @@ def meaningless(cell: Cell) -> str:
     after_the_run = cell.launcher == "torchrun" or cell.is_callers_own
     if cell.when == "in teardown" and cell.fault == "infinite loop" and after_the_run:
         return "after the run"
+    if cell.when == "before setup" and in_caller and cell.launcher == "fork":
+        return "no code of the user's there"
     if cell.when == "before setup" and not in_caller:
         if cell.launcher == "fork" and (cell.fault in EXCEPTIONS or cell.fault in ("sys.exit(3)", "Ctrl-C")):
             return "Python ignores exceptions there"

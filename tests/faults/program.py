@@ -58,8 +58,10 @@ def at(place: str, cell: Cell, rank: int) -> None:
     """Be at a place: break there, if this is it."""
     if place != cell.when or rank != cell.rank:
         return
-    with open(STRUCK, "w") as file:
-        file.write(str(time.time()))
+    if not os.path.exists(STRUCK):  # a loader's worker may come here again
+        with open(f"{STRUCK} {os.getpid()}", "w") as file:
+            file.write(str(time.time()))
+        os.replace(file.name, STRUCK)
     if cell.who == "caller" and cell.launcher != "torchrun":
         os.kill(int(os.environ["FAULT_CALLER"]), SIGNALS.get(cell.fault, signal.SIGUSR1))
         compute()

@@ -249,7 +249,7 @@ def main() -> int:
     results = []
     start = time.monotonic()
     # Each worker has its own orphans, and forks callers of its own.
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn"), max_tasks_per_child=60) as pool:
+    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for seen in pool.map(run, cells):
             results.append(seen)
             print(f"{'fails' if seen.wrong else 'ok':5} {seen.seconds:5.1f} s  {seen.cell}", flush=True)

@@ -1,0 +1,91 @@
+"""Many launches, many ranks, and two runs at once."""
+
+from __future__ import annotations
+
+import gc
+import os
+import resource
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+import distwrap as dw
+from distwrap import distributed
+from distwrap.testing import run_ranks
+
+LAUNCHES = int(os.environ.get("FAULTS_LAUNCHES", "100"))  # 1,000 in `make faults`
+MEGABYTES = 10.0
+
+
+def _resident() -> float:
+    with open("/proc/self/statm") as statm:
+        return int(statm.read().split()[1]) * resource.getpagesize() / 1e6
+
+
+def _held() -> tuple[int, int, int, int]:
+    threads = Path("/proc/self/task").iterdir()
+    children = sum(len((thread / "children").read_text().split()) for thread in threads)
+    return len(os.listdir("/proc/self/fd")), threading.active_count(), children, len(os.listdir("/dev/shm"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("launcher", ["fork", "forkserver"])
+def test_launches_in_a_row(launcher: str) -> None:
+    """Launch after launch, a failure now and then, nothing is left: process, thread, file or memory."""
+
+    @distributed(nprocs=2, launcher=launcher)
+    def once(number: int) -> int:
+        if number % 50 == 49 and dw.rank() == 1:
+            raise ValueError("the fault")
+        return number
+
+    for number in range(10):
+        once(number)
+    gc.collect()
+    held, resident = _held(), _resident()
+    for number in range(LAUNCHES):
+        if number % 50 == 49:
+            with pytest.raises(ValueError, match="the fault"):
+                once(number)
+        else:
+            assert once(number) == number
+    gc.collect()
+    assert _held() == held
+    assert _resident() - resident < MEGABYTES
+
+
+def _token(mine: str) -> list[str]:
+    time.sleep(0.02)
+    return dw.gather_object(f"{mine} {dw.rank()}")
+
+
+def test_two_runs_at_once() -> None:
+    """Two runs side by side on one machine never meet."""
+
+    def runs(mine: str) -> set[tuple[str, ...]]:
+        return {tuple(run_ranks(_token, 3, mine, timeout=60)[0]) for _ in range(10)}
+
+    with ThreadPoolExecutor(2) as pool:
+        seen = list(pool.map(runs, ["a", "b"]))
+    assert seen == [{tuple(f"{mine} {rank}" for rank in range(3))} for mine in ("a", "b")]
+
+
+@pytest.mark.slow
+def test_64_ranks() -> None:
+    """64 ranks start, exchange, and stop; and with a fault in one of them they stop too."""
+
+    @distributed(nprocs=64, launcher="forkserver", timeout=60)
+    def many(fault: bool) -> int:
+        if fault and dw.rank() == 63:
+            raise ValueError("the fault")
+        return int(dw.reduce(1, "sum"))
+
+    assert many(False) == 64
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="the fault"):
+        many(True)
+    assert time.monotonic() - start < 30
