@@ -1,4 +1,5 @@
 # make demo: train over two ranks.  make test: the tests.  Both build their own virtual environment first.
+# make faults: the whole fault matrix, of which make test runs a tenth; takes the better part of an hour.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -8,13 +9,17 @@ PIP_FLAGS ?=
 bin := $(VENV)/bin
 install := $(bin)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 
-.PHONY: demo test check bench clean
+.PHONY: demo test faults check bench clean
 
 demo: $(VENV)/.installed-demo
 	$(bin)/python examples/digits.py --nprocs 2
 
 test: $(VENV)/.installed-test
 	$(bin)/python -m pytest
+
+faults: $(VENV)/.installed-test
+	FAULTS_LAUNCHES=1000 $(bin)/python -m pytest tests/faults/test_scale.py
+	$(bin)/python -m tests.faults.run --jobs 2 --write benchmarks/faults-matrix.md
 
 check: $(VENV)/.installed-dev
 	$(bin)/ruff check .
@@ -25,6 +30,7 @@ check: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-bench
 	$(bin)/python benchmarks/launch.py
 	$(bin)/python benchmarks/step.py
+	$(bin)/python benchmarks/faults.py
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis digits.pt digits_retrofit.pt

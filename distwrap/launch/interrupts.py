@@ -9,6 +9,8 @@ import threading
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
+_END = b"\0"  # no signal has this number
+
 
 class Interrupts:
     """Hears SIGINT and SIGQUIT on a thread for the time of a ``with`` in the main thread.
@@ -31,6 +33,7 @@ class Interrupts:
         self._has_quit = signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL
         if self._has_quit:
             signal.signal(signal.SIGQUIT, _do_nothing)  # without a handler nothing is written to the pipe
+        _begin_forgetting_in_forks()
         self._thread.start()
         return self
 
@@ -40,16 +43,30 @@ class Interrupts:
         signal.set_wakeup_fd(self._before)
         if self._has_quit:
             signal.signal(signal.SIGQUIT, signal.SIG_DFL)
-        os.close(self._writable)
+        os.write(self._writable, _END)
         self._thread.join()
+        os.close(self._writable)
         os.close(self._readable)
 
     def _listen(self) -> None:
-        while numbers := os.read(self._readable, 64):
+        numbers = b""
+        while _END not in numbers:
+            numbers = os.read(self._readable, 64)
             for number in numbers:
                 if number in self._calls:
                     with contextlib.suppress(Exception):  # nobody could catch it here
                         self._calls[signal.Signals(number)]()
+
+
+_forgets = False
+
+
+def _begin_forgetting_in_forks() -> None:
+    """Keep forks, as a loader's workers, from writing their signals into our pipe."""
+    global _forgets
+    if not _forgets:
+        _forgets = True
+        os.register_at_fork(after_in_child=lambda: signal.set_wakeup_fd(-1))
 
 
 def _do_nothing(number: int, frame: FrameType | None) -> None: ...

@@ -58,6 +58,7 @@ class Seen:
 def run(cell: Cell) -> Seen:
     """Run a cell."""
     adopt_orphans()
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and hand that down
     shared = set(os.listdir("/dev/shm"))
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         folder = Path(name)

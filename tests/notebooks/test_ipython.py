@@ -1,0 +1,39 @@
+"""In IPython at a terminal."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+LIMIT = 60
+
+LINES = """
+import distwrap as dw
+five = 5
+@dw.distributed(nprocs=2, returns='all')
+def main():
+    return dw.rank(), five
+
+main()
+dw.distributed(nprocs=2)(lambda: dw.world_size() + five)()
+%time dw.distributed(nprocs=2, launcher='spawn')(lambda: 'spawned')()
+"""
+
+
+def test_ipython(tmp_path: Path) -> None:
+    """Functions and lambdas that were typed into IPython are launched, also by a magic."""
+    done = subprocess.run(
+        [sys.executable, "-m", "IPython", "--simple-prompt", "--no-banner", "--colors=NoColor"],
+        input=LINES,
+        cwd=tmp_path,
+        env={**os.environ, "IPYTHONDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert "[(0, 5), (1, 5)]" in done.stdout, done.stdout + done.stderr
+    assert ": 7\n" in done.stdout
+    assert "'spawned'" in done.stdout
