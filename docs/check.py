@@ -20,8 +20,10 @@ ROOT = Path(__file__).parent.parent
 # They return one number of the surroundings, or nothing: an example would say less than their first line.
 WITHOUT_EXAMPLE = {
     "DistwrapError",
+    "Preemption",
     "Placement",
     "barrier",
+    "breakpoint_on",
     "is_rank_zero",
     "local_rank",
     "local_world_size",

@@ -95,6 +95,8 @@ def meaningless(cell: Cell) -> str:
         return "a file a rank" if in_caller else "torchrun's files"
     if cell.when == "in teardown" and cell.fault == "raise while others compute":
         return "the others are done"
+    if cell.when == "in teardown" and cell.fault == "full disk" and cell.is_callers_own:
+        return "after the run"
     after_the_run = cell.launcher == "torchrun" or cell.is_callers_own
     if cell.when == "in teardown" and cell.fault == "infinite loop" and after_the_run:
         return "after the run"
