@@ -180,7 +180,7 @@ def measure(tool: str, fault: str) -> dict[str, object]:
     """Let a fault strike under a tool, and look at what comes of it."""
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         folder = Path(name)
-        command = [sys.executable, os.path.abspath(__file__), "--run", tool, fault, name]
+        command = [sys.executable, os.path.abspath(__file__), "--inside", tool, fault, name]
         if tool == "torchrun":
             command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={NPROCS}"]
         with open(folder / "output", "wb") as output:
@@ -269,10 +269,10 @@ def main() -> None:
     parser.add_argument("--tools", nargs="*", default=list(TOOLS), choices=list(TOOLS))
     parser.add_argument("--faults", nargs="*", default=list(FAULTS), choices=list(FAULTS))
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--run", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--inside", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.run:
-        tool, fault, folder = options.run
+    if options.inside:
+        tool, fault, folder = options.inside
         TOOLS[tool][1](fault, folder)
         return
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what a caller leaves behind becomes ours (Linux)

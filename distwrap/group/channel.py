@@ -13,6 +13,7 @@ import contextlib
 import json
 import multiprocessing
 import os
+import shutil
 import socket
 import sys
 import threading
@@ -297,4 +298,7 @@ class Channel:
         print(f"distwrap: rank {self._place.rank} ends, because {why}", file=sys.stderr, flush=True)
         for child in multiprocessing.active_children():  # loader workers
             child.kill()
+        folder = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
@@ -15,6 +16,7 @@ from distwrap.group import stacks
 from distwrap.group.world import active_world
 
 CAUSE_SECONDS = 1.5  # for the word of a rank that failed first
+NOTICE_SECONDS = 0.5  # for whoever started the ranks to notice it before this rank's end
 
 # What torch.distributed says on a rank whose peer is gone: an effect, not the cause.
 _ECHOES = (
@@ -68,6 +70,7 @@ def explained(error: BaseException) -> BaseException:
         first = channel.another_failure(CAUSE_SECONDS)
         if first is None:
             return error
+        time.sleep(NOTICE_SECONDS)
         better = WorkerError(f"{here} lost a rank that failed first: {first}", rank=first.rank, host=first.host)
     else:
         return error
@@ -86,7 +89,8 @@ def tell(error: BaseException) -> None:
         return
     summary = "".join(traceback.format_exception_only(type(error), error)).strip()
     world.channel.tell_failure(summary, "".join(traceback.format_exception(error)))
-    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+    an_effect = isinstance(error, WorkerError) and error.rank not in (None, world.placement.rank)
+    if "TORCHELASTIC_ERROR_FILE" in os.environ and not an_effect:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         trace = error.__traceback__

@@ -213,7 +213,7 @@ def _under_torchrun(cell: Cell) -> Expected:
         # Ctrl-C and SIGTERM it passes on, and reports; its exit code is its own.
         return Expected(code=1 if cell.fault in ("Ctrl-C", "SIGTERM") else -SIGNALS[cell.fault], seconds=LIMIT)
     if cell.fault == "failing __del__":
-        return Expected(words=("Exception ignored in",))
+        return Expected(words=("Exception ignored in",), seconds=LIMIT)
     quiet = ("raise", "unpicklable exception", "exception while unpickling", "sys.exit(3)", "Ctrl-C")
     if cell.when == "in teardown" and cell.fault in quiet:
         return Expected(seconds=LIMIT)

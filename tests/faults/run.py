@@ -76,7 +76,9 @@ def run(cell: Cell) -> Seen:
         except Exception:  # noqa: BLE001 - a cell that cannot be judged has failed
             seen.wrong.append(traceback.format_exc())
         seen.wrong += [f"left: process {line}" for line in gone]
-        seen.wrong += [f"left: file {path.name}" for path in temporary.iterdir() if not path.name.startswith("torch")]
+        # torchrun leaves its log folder, and ends loader workers without letting anybody clean up.
+        theirs = ("torch", "distwrap-") if cell.launcher == "torchrun" else ("torchinductor",)
+        seen.wrong += [f"left: file {path.name}" for path in temporary.iterdir() if not path.name.startswith(theirs)]
         seen.wrong += [
             f"left: shared memory {name}" for name in set(os.listdir("/dev/shm")) - shared if "torch" in name
         ]

@@ -70,3 +70,9 @@ for batch in dw.progress([1, 2]):
     assert_type(batch, int)
 with dw.setup_process_group(timeout=3), dw.rank_zero_first(), dw.autocast():
     pass
+
+steps = dw.lockstep([1, 2], skip=lambda number: number > 1, on_preempt=lambda preemption: preemption.seconds_left())
+for number in steps:
+    assert_type(number, int)
+assert_type(steps.preempted, dw.Preemption | None)
+dw.lockstep([1], uneven="longest")  # type: ignore[arg-type]
