@@ -30,8 +30,8 @@ _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 _generation = 0  # a second group in the same processes must not read the first one's keys
 
 
-def meet(placement: Placement, seconds: float) -> Store:
-    """Open the store, say that we are here, and wait until everybody has."""
+def meet(placement: Placement, seconds: float, device: torch.device | None = None) -> Store:
+    """Open the store, say who we are, and wait until everybody has."""
     global _generation
     _generation += 1
     limit = timedelta(seconds=seconds)
@@ -48,7 +48,7 @@ def meet(placement: Placement, seconds: float) -> Store:
                 f"{seconds:.0f} s ({_first_line(error)}). Is rank 0 running, and MASTER_ADDR and MASTER_PORT right?"
             ) from error
     store = PrefixStore(f"{_PREFIX}/{_generation}", store)
-    store.set(f"here/{placement.rank}", json.dumps({**identity(), "versions": _versions()}))
+    store.set(f"here/{placement.rank}", json.dumps(_registration(device)))
     try:
         _wait_for_all(store, placement, seconds, where)
     except dist.DistNetworkError as error:
@@ -56,7 +56,7 @@ def meet(placement: Placement, seconds: float) -> Store:
             f"rank {placement.rank} on {socket.gethostname()} lost the meeting place at {where} "
             f"({_first_line(error)}): rank 0, or its launcher, which holds it, is gone. Look at what it printed."
         ) from error
-    _compare_versions(placement, json.loads(store.get("here/0")))
+    _compare(placement, json.loads(store.get("here/0")))
     return store
 
 
@@ -116,17 +116,27 @@ def count_meetings_anew() -> None:
     _generation = 0
 
 
-def _versions() -> dict[str, str]:
-    return {"distwrap": __version__, "torch": torch.__version__}
+def _registration(device: torch.device | None) -> dict[str, Any]:
+    versions = {"distwrap": __version__, "torch": torch.__version__}
+    script = os.path.basename(sys.argv[0]) if sys.argv else ""
+    return {**identity(), "device": str(device), "script": script, "versions": versions}
 
 
-def _compare_versions(placement: Placement, theirs: dict[str, Any]) -> None:
-    if theirs["versions"] == _versions():
-        return
-    raise ArrivalError(
-        f"rank {placement.rank} on {socket.gethostname()} runs {_words(_versions())}, but rank 0 on {theirs['host']} "
-        f"runs {_words(theirs['versions'])}. Install the same versions on all machines."
-    )
+def _compare(placement: Placement, theirs: dict[str, Any]) -> None:
+    """Refuse to run with other versions than rank 0, and remark on another script."""
+    mine = _registration(None)
+    here, there = f"rank {placement.rank} on {mine['host']}", f"rank 0 on {theirs['host']}"
+    if theirs["versions"] != mine["versions"]:
+        raise ArrivalError(
+            f"{here} runs {_words(mine['versions'])}, but {there} runs {_words(theirs['versions'])}. "
+            f"Install the same versions on all machines."
+        )
+    if own.STORE not in os.environ and theirs["script"] != mine["script"]:
+        print(
+            f"distwrap: {here} runs {mine['script']}, but {there} runs {theirs['script']}: is that meant?",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _words(versions: dict[str, str]) -> str:

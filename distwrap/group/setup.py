@@ -102,7 +102,7 @@ def join(
     with ExitStack() as cleanup:
         if placement.nnodes == 1:
             cleanup.enter_context(_loopback_only())
-        store = meet(placement, min(timeout, ARRIVAL_SECONDS))
+        store = meet(placement, min(timeout, ARRIVAL_SECONDS), device)
         # Now, since the store is certainly there. Where torch cannot clone one (before 2.8) the channel's thread waits
         # now and then for the main thread's look-ups.
         side = store.clone() if hasattr(store, "clone") else store

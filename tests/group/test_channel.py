@@ -45,6 +45,22 @@ def test_a_collective_that_times_out_says_where_all_are() -> None:
     assert caught.value.rank in (0, 2)
 
 
+def test_a_rank_that_cannot_answer() -> None:
+    """Of a rank whose native code never lets go of the interpreter the report says so, and where it was last seen."""
+
+    @distributed(nprocs=2, launcher="fork", timeout=4)
+    def hangs() -> None:
+        if dw.rank() == 1:
+            time.sleep(1.5)  # until it was seen once
+            re.match(r"(a+)+$", "a" * 40 + "b")  # takes years, and holds the lock
+        dw.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 1 does not answer: native code .* ago it was in hangs at"):
+        hangs()
+    assert time.monotonic() - start < SOON
+
+
 def test_the_step_is_told() -> None:
     """The report counts the batches that each rank's loader has given."""
 
@@ -284,6 +300,20 @@ def test_versions_that_differ(tmp_path: Path) -> None:
     program.write_text(VERSIONS)
     assert "ArrivalError: rank 1 on" in (output := by_hand(program, "")[1][1])
     assert "runs distwrap 0.0.1 and torch" in output
+
+
+def test_scripts_that_differ(tmp_path: Path) -> None:
+    """A rank that runs another script than rank 0 remarks on it."""
+    for name in ("first.py", "second.py"):
+        (tmp_path / name).write_text("import distwrap as dw\nwith dw.setup_process_group(timeout=20): pass\n")
+    program = tmp_path / "either.py"
+    program.write_text(
+        "import os, sys, runpy\nname = ['first.py', 'second.py'][int(os.environ['RANK'])]\n"
+        "path = os.path.join(os.path.dirname(__file__), name)\nsys.argv[0] = path\nrunpy.run_path(path)\n"
+    )
+    ended = by_hand(program, "")
+    assert [code for code, _ in ended] == [0, 0]
+    assert re.search(r"rank 1 on .* runs second\.py, but rank 0 on .* runs first\.py: is that meant\?", ended[1][1])
 
 
 UNCAUGHT = """
