@@ -189,7 +189,7 @@ def measure(tool: str, fault: str) -> dict[str, object]:
         start = time.time()
         while not note.exists() and process.poll() is None and time.time() - start < 2 * PATIENCE:
             time.sleep(0.01)
-        if fault in ("Ctrl-C", "caller is killed"):
+        if fault in ("Ctrl-C", "caller is killed") and process.poll() is None:
             time.sleep(0.2)
             os.kill(process.pid, signal.SIGINT if fault == "Ctrl-C" else signal.SIGKILL)
         moment = float(note.read_text()) if note.exists() else start
@@ -275,6 +275,7 @@ def main() -> None:
         tool, fault, folder = options.inside
         TOOLS[tool][1](fault, folder)
         return
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and hand that down
     ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER: what a caller leaves behind becomes ours (Linux)
     missing = [tool for tool in options.tools if find_spec(TOOLS[tool][0]) is None]
     for tool in missing:

@@ -89,6 +89,9 @@ def meaningless(cell: Cell) -> str:
         return "the caller is rank 0"
     if in_caller and cell.launcher == "torchrun" and cell.fault not in SIGNALS:
         return "the agent's code is torch's"
+    ours = cell.when not in ("before setup", "in teardown")
+    if in_caller and cell.launcher == "torchrun" and cell.fault in ("SIGKILL", "SIGSEGV") and not ours:
+        return "distwrap is not at work"
     if in_caller and (cell.fault == "infinite loop" or "pickl" in cell.fault or "del" in cell.fault):
         return "the caller waits"
     if cell.fault == "full disk" and (in_caller or cell.launcher == "torchrun"):
