@@ -33,16 +33,18 @@ PATIENCE = 40.0  # seconds from the fault; who does not know by then counts as h
 SETTLE = 3.0  # seconds after the caller's end until what is left counts as left
 NPROCS = 2
 
+CULPRIT = r"rank\W*1\b|(?i:process 1|worker 1)"
+
 # What the caller must print to have said why: the culprit, and what happened to it.
 FAULTS: dict[str, tuple[str, str]] = {
-    "rank raises": (r"rank\W*1\b", r"ValueError: the fault"),
-    "rank raises, the other computes": (r"rank\W*1\b", r"ValueError: the fault"),
-    "rank raises what cannot be pickled": (r"rank\W*1\b", r"Unpicklable"),
-    "rank exits (os._exit)": (r"rank\W*1\b|(?i:process 1|worker 1)", r"(?i)exit ?code\W*3"),
-    "rank is killed (out of memory)": (r"rank\W*1\b|(?i:process 1|worker 1)", r"SIGKILL|-9|signal 9"),
-    "rank crashes (SIGSEGV)": (r"rank\W*1\b|(?i:process 1|worker 1)", r"SIGSEGV|Segmentation|-11|signal 11"),
-    "rank loops forever": (r"rank\W*1\b", r"faults\.py:\d+|line \d+, in endless"),
-    "loader worker is killed": (r"rank\W*1\b", r"DataLoader worker"),
+    "rank raises": (CULPRIT, r"ValueError: the fault"),
+    "rank raises, the other computes": (CULPRIT, r"ValueError: the fault"),
+    "rank raises what cannot be pickled": (CULPRIT, r"Unpicklable"),
+    "rank exits (os._exit)": (CULPRIT, r"(?i)exit ?code\W*3"),
+    "rank is killed (out of memory)": (CULPRIT, r"SIGKILL|-9|signal 9"),
+    "rank crashes (SIGSEGV)": (CULPRIT, r"SIGSEGV|Segmentation|-11|signal 11"),
+    "rank loops forever": (CULPRIT, r"faults\.py:\d+|line \d+, in endless"),
+    "loader worker is killed": (CULPRIT, r"DataLoader worker"),
     "Ctrl-C": (r"", r"KeyboardInterrupt|SIGINT|signal 2|interrupt"),
     "caller is killed": (r"", r""),
 }
@@ -162,9 +164,10 @@ def _in_accelerate(fault: str, folder: str) -> None:
 def with_torchrunx(fault: str, folder: str) -> None:
     from torchrunx import Launcher
 
-    # Its time limit is in whole seconds.
-    launcher = Launcher(hostnames=["localhost"], workers_per_host=NPROCS, backend="gloo", timeout=int(COLLECTIVE))
-    launcher.run(body, fault, folder)
+    host = ["localhost"]
+    Launcher(hostnames=host, workers_per_host=NPROCS, backend="gloo", worker_timeout=int(COLLECTIVE)).run(
+        body, fault, folder
+    )
 
 
 TOOLS: dict[str, tuple[str, Callable[[str, str], None]]] = {

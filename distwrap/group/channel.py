@@ -33,6 +33,7 @@ from distwrap.placement import Placement
 
 TICK_SECONDS = 0.25
 NEWS_SECONDS = 1.0  # for a rank to end by itself once another has failed
+COLLECTIVE_SECONDS = 1.0  # after the time limit, for a collective to say itself that it has timed out
 SILENT_SECONDS = 120.0  # without a beat, after which a working rank on another machine counts as gone
 
 
@@ -271,7 +272,7 @@ class Channel:
                 self._watch.told = False
                 self._store.set(key, "")
             return
-        if still < self._timeout:
+        if still < self._timeout + COLLECTIVE_SECONDS:
             return
         if not self._watch.told:
             self._watch.told = True

@@ -1,0 +1,64 @@
+"""The end of a run says nothing: no warning of torch's, on no path."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+LIMIT = 60.0
+
+PROGRAM = """
+import sys
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+import distwrap as dw
+
+def main():
+    model = dw.wrap_model(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = dw.shard_loader(DataLoader(torch.ones(8, 1), batch_size=2, num_workers=1, persistent_workers=True))
+    for batch in dw.lockstep(loader):
+        model(batch).sum().backward()
+        optimizer.step()
+    dw.save({"model": model}, "last.pt")
+    return model
+
+if __name__ == "__main__":
+    launcher = sys.argv[1]
+    if launcher == "by hand":
+        with dw.setup_process_group():
+            kept = main()
+    else:
+        kept = dw.distributed(nprocs=2, launcher=launcher)(main)()
+    if launcher == "auto":
+        dw.setup_process_group()
+        other = main()  # a script that forgets the teardown, and holds the model to its end
+        dw.barrier()
+"""
+
+
+@pytest.mark.parametrize("how", ["fork", "forkserver", "spawn", "script", "torchrun", "torchrun by hand"])
+def test_nothing_is_said(how: str, tmp_path: Path) -> None:
+    """A run that ends well leaves standard error empty, under every launcher, with warnings on."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    python = [sys.executable, "-W", "always", "-W", "ignore:`torch.jit:DeprecationWarning"]
+    launcher = {"torchrun": "auto", "torchrun by hand": "by hand"}.get(how, how)
+    if how.startswith("torchrun"):
+        python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*python, program, launcher],
+        cwd=tmp_path,
+        env={**os.environ, "DISTWRAP_QUIET": "1", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
