@@ -240,29 +240,40 @@ def table(results: Sequence[Seen]) -> str:
     return "\n".join(lines)
 
 
+def _passed_before(path: Path | None, cells: Sequence[Cell]) -> list[Seen]:
+    if path is None or not path.exists():
+        return []
+    kept = [Seen(Cell(*parts), seconds) for *parts, seconds in json.loads(path.read_text())]
+    return [seen for seen in kept if seen.cell in set(cells)]
+
+
 def main() -> int:
     """Run the matrix, and print it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="words that a cell must hold")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
-    parser.add_argument("--write", type=Path)
+    parser.add_argument("--write", type=Path, help="write the table there")
+    parser.add_argument("--resume", type=Path, help="keep results there, and run only what has not passed before")
     options = parser.parse_args()
     cells = [cell for cell in all_cells() if not meaningless(cell)]
     cells = [cell for cell in cells if all(word in str(cell).replace(" | ", "|").split("|") for word in options.only)]
-    results = []
-    start = time.monotonic()
+    results = _passed_before(options.resume, cells)
+    cells = [cell for cell in cells if cell not in {seen.cell for seen in results}]
     # Each worker has its own orphans, and forks callers of its own.
     with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for seen in pool.map(run, cells):
             results.append(seen)
             print(f"{'fails' if seen.wrong else 'ok':5} {seen.seconds:5.1f} s  {seen.cell}", flush=True)
+            if options.resume:
+                kept = [[*vars(seen.cell).values(), seen.seconds] for seen in results if not seen.wrong]
+                options.resume.write_text(json.dumps(kept))
             if seen.wrong:
                 print("      " + "\n      ".join(seen.wrong), flush=True)
     failed = [seen for seen in results if seen.wrong]
     slowest = max((seen.seconds for seen in results), default=0.0)
     summary = (
-        f"{len(results)} cells in {(time.monotonic() - start) / 60:.0f} minutes, {len(failed)} fail; the caller knew "
-        f"after {sorted(seen.seconds for seen in results)[len(results) // 2]:.1f} s (median), {slowest:.1f} s at most."
+        f"{len(results)} cells, of which {len(failed)} fail; the caller knew after "
+        f"{sorted(seen.seconds for seen in results)[len(results) // 2]:.1f} s (median), {slowest:.1f} s at most."
     )
     print(table(results))
     print(summary)
@@ -276,7 +287,8 @@ HEAD = f"""# The fault matrix
 Written by `make faults`: every meaningful combination of launcher, culprit, fault and moment, on real processes. An
 entry is the time from the fault until the caller knew, with the exception or exit code that `tests/faults/cells.py`
 expects (rank and first cause named), at most {LIMIT:g} s, and nothing left behind: no process, file, shared memory or
-variable. An infinite loop is known {3:g} s later than other faults, since that is the time limit of its collectives."""
+variable (under torchrun its log folder, and the sockets of loader workers that it ends, are not counted). An infinite
+loop is known {3:g} s later than other faults, since that is the time limit of its collectives."""
 
 
 if __name__ == "__main__":
