@@ -10,6 +10,7 @@ one set it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import os
@@ -224,17 +225,16 @@ def _left_behind(deadline: float) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    for pid in _descendants(os.getpid()):
-        try:
-            os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
+    """End all that is left, what is started meanwhile too."""
+    while alive := list(_descendants(os.getpid())):
+        for pid in alive:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.05)
     process.wait()
-    try:
-        while True:
-            os.waitpid(-1, 0)
-    except ChildProcessError:
-        pass
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _descendants(pid: int) -> Iterator[int]:

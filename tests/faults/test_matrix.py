@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -51,8 +52,9 @@ def test_every_cell_has_an_expectation() -> None:
 @pytest.fixture(scope="module")
 def runner() -> Iterator[subprocess.Popen[str]]:
     """A process that runs cells."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}  # its ranks find this package too
     with subprocess.Popen(
-        [sys.executable, "-c", ONE], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", ONE], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     ) as process:
         yield process
         process.stdin.close()
