@@ -195,7 +195,10 @@ def measure(tool: str, fault: str) -> dict[str, object]:
             time.sleep(0.01)
         if fault in ("Ctrl-C", "caller is killed") and process.poll() is None:
             time.sleep(0.2)
-            os.kill(process.pid, signal.SIGINT if fault == "Ctrl-C" else signal.SIGKILL)
+            if fault == "Ctrl-C":
+                os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            else:
+                process.kill()
         moment = float(note.read_text()) if note.exists() else start
         try:
             process.wait(max(0.1, moment + PATIENCE - time.time()))
