@@ -44,8 +44,10 @@ def _last_seen(store: Store, rank: int) -> str:
     """Where a rank was when it last said so, in words."""
     if not store.check([f"seen/{rank}"]):
         return ""
-    moment, position = json.loads(store.get(f"seen/{rank}"))
-    return f"; {max(0.0, time.time() - moment):.0f} s ago it was {Position(*position)}"
+    moment, parts = json.loads(store.get(f"seen/{rank}"))
+    position = Position(*parts)
+    after = f", after {position.last}" if position.last else ""
+    return f"; {max(0.0, time.time() - moment):.0f} s ago it was {position}{after}"
 
 
 def last_seen(store: Store, rank: int) -> str:
