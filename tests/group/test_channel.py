@@ -57,9 +57,7 @@ def test_a_rank_that_cannot_answer() -> None:
         dw.barrier()
 
     start = time.monotonic()
-    with pytest.raises(
-        CollectiveTimeoutError, match=r"rank 1 does not answer.* ago it was in hangs at .*, after agree at"
-    ):
+    with pytest.raises(CollectiveTimeoutError, match=r"rank 1 does not answer.* ago it was in hangs .*, after agree"):
         hangs()
     assert time.monotonic() - start < SOON
 
