@@ -1,4 +1,4 @@
-"""Where a process stands among the others."""
+"""Where a process stands among the others, or which machine it is on that should have some."""
 
 from __future__ import annotations
 
@@ -20,9 +20,11 @@ class Placement:
         local_world_size: how many of the processes are on this machine.
         node_rank: 0 … nnodes - 1, which machine this is.
         nnodes: how many machines there are.
-        master_addr: where the processes meet; ``None`` where no address is needed, as for ranks that distwrap started.
-        master_port: the port there; ``None`` likewise.
-        source: who said so: ``"single"``, ``"distwrap"``, ``"torchrun"``, ``"torch.distributed"``.
+        master_addr: where the processes meet; ``None`` where no address is needed, as for ranks that distwrap started
+            on one machine.
+        master_port: the port there; ``None`` where one is derived from `job`.
+        source: who said so: ``"single"``, ``"distwrap"``, ``"torchrun"``, ``"slurm"``, ``"open_mpi"``, …
+        job: what tells this run from others on the same machines, where no port is given.
     """
 
     rank: int = 0
@@ -34,6 +36,7 @@ class Placement:
     master_addr: str | None = None
     master_port: int | None = None
     source: str = "single"
+    job: str = ""
 
     def __post_init__(self) -> None:
         for name, index, size in (
@@ -49,10 +52,33 @@ class Placement:
             )
 
 
-class Detector(Protocol):
-    """Reads one launcher's variables: a placement, or ``None`` where that launcher did not start us.
+@dataclass(frozen=True)
+class Machine:
+    """Which machine this is, where a launcher starts one process a machine and leaves its ranks to us.
 
-    Raises PlacementError where the launcher's variables are there but incomplete or contradictory.
+    Attributes:
+        nnodes: how many machines there are, or ``"MIN:MAX"``.
+        node_rank: which one this is; ``None`` where the machines agree on it themselves.
+        nprocs: how many ranks to start here; ``None`` leaves it to the options.
+        endpoint: where the machines meet, ``"host:port"``; ``None`` on one machine.
+        max_restarts: ``None`` leaves it to the options.
+        source: who said so.
     """
 
-    def __call__(self, env: Mapping[str, str], /) -> Placement | None: ...
+    nnodes: int | str
+    node_rank: int | None
+    nprocs: int | None
+    endpoint: str | None
+    source: str
+    max_restarts: int | None = None
+
+
+class Detector(Protocol):
+    """Reads one launcher's variables.
+
+    Returns a placement where that launcher started this process as a rank, a machine where it started it to start
+    ranks, and else the reason why it was not that launcher, in words. Raises PlacementError where the launcher's
+    variables are there but incomplete or contradictory.
+    """
+
+    def __call__(self, env: Mapping[str, str], /) -> Placement | Machine | str: ...

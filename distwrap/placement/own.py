@@ -6,14 +6,15 @@ from collections.abc import Mapping
 
 from distwrap.placement.base import Placement
 
-STORE = "DISTWRAP_STORE"  # the file in which the ranks meet
+STORE = "DISTWRAP_STORE"  # the file in which the ranks meet; on several machines tcp://host:port/launch
 LAUNCHER = "DISTWRAP_LAUNCHED"  # which launcher started them
 
 
-def detect(env: Mapping[str, str]) -> Placement | None:
+def detect(env: Mapping[str, str]) -> Placement | str:
     """Read what `variables` has written."""
     if STORE not in env:
-        return None
+        return f"no {STORE}"
+    host, port = address(env[STORE])
     return Placement(
         rank=int(env["RANK"]),
         world_size=int(env["WORLD_SIZE"]),
@@ -21,8 +22,23 @@ def detect(env: Mapping[str, str]) -> Placement | None:
         local_world_size=int(env["LOCAL_WORLD_SIZE"]),
         node_rank=int(env["GROUP_RANK"]),
         nnodes=int(env["GROUP_WORLD_SIZE"]),
+        master_addr=host,
+        master_port=port,
         source="distwrap",
     )
+
+
+def address(store: str) -> tuple[str | None, int | None]:
+    """Take a host and a port out of a place to meet; neither where it is a file.
+
+    Example:
+        >>> address("tcp://[fd00::2]:29400/17")
+        ('fd00::2', 29400)
+    """
+    if not store.startswith("tcp://"):
+        return None, None
+    host, _, port = store.removeprefix("tcp://").rpartition("/")[0].rpartition(":")
+    return host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def variables(placement: Placement, launcher: str, store: str) -> dict[str, str]:
