@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 from distwrap.errors import OptionError, unknown_name
 from distwrap.group.world import Precision
 
-Launcher = Literal["auto", "forkserver", "fork", "spawn", "script", "external"]
+Launcher = Literal["auto", "forkserver", "fork", "spawn", "script", "elastic", "external"]
 Returns = Literal["rank0", "all"]
 
 LAUNCHERS: tuple[str, ...] = get_args(Launcher)
@@ -52,15 +52,15 @@ _ENVIRONMENT = {
     "DISTWRAP_BACKEND": "backend",
     "DISTWRAP_PRECISION": "precision",
     "DISTWRAP_TIMEOUT": "timeout",
+    "DISTWRAP_NNODES": "nnodes",
+    "DISTWRAP_NODE_RANK": "node_rank",
+    "DISTWRAP_RDZV_ENDPOINT": "rdzv_endpoint",
+    "DISTWRAP_MAX_RESTARTS": "max_restarts",
+    "DISTWRAP_LOG_DIR": "log_dir",
 }
 
-# What the contract names and this version leaves to torchrun, under which a decorated script runs unedited.
-_LEFT_TO_TORCHRUN: dict[str, tuple[object, str]] = {
-    "nnodes": (1, "start the script on every machine with torchrun --nnodes=…"),
-    "node_rank": (None, "start the script on every machine with torchrun --node-rank=…"),
-    "rdzv_endpoint": (None, "start the script on every machine with torchrun --rdzv-endpoint=…"),
-    "max_restarts": (0, "start the script with torchrun --max-restarts=…"),
-}
+_SWITCHES = ("DISTWRAP_DISABLE", "DISTWRAP_QUIET")
+_OURS = ("DISTWRAP_STORE", "DISTWRAP_LAUNCHED", "DISTWRAP_SCRIPT_FD")  # between a launch and its ranks
 
 
 @dataclass(frozen=True)
@@ -72,11 +72,15 @@ class Options:
 
     strategy: str = "ddp"
     nprocs: int | Literal["auto"] = "auto"
+    nnodes: int | str = 1
+    node_rank: int | None = None
+    rdzv_endpoint: str | None = None
     launcher: Launcher = "auto"
     backend: str = "auto"
     precision: Precision = "32"
     seed: int | None = None
     timeout: float = 600.0
+    max_restarts: int = 0
     returns: Returns = "rank0"
     retrofit: bool = False
     log_dir: str | None = None
@@ -94,11 +98,6 @@ class Options:
         known = {field.name for field in fields(self)}
         checked: dict[str, Any] = {}
         for name, value in given.items():
-            if name in _LEFT_TO_TORCHRUN:
-                default, instead = _LEFT_TO_TORCHRUN[name]
-                if value != default:
-                    raise OptionError(f"{where}: {name}={value!r} is not here yet; {instead}: it joins as it is.")
-                continue
             if name not in known:
                 raise OptionError(f"{where}: {unknown_name('option', name, known)}")
             try:
@@ -121,7 +120,14 @@ class Options:
         return result
 
     def with_environment(self, env: Mapping[str, str]) -> Options:
-        """Return these options with the ``DISTWRAP_…`` variables over them."""
+        """Return these options with the ``DISTWRAP_…`` variables over them.
+
+        Raises:
+            OptionError: a value is wrong, or a variable is none of ours, as one that is misspelt.
+        """
+        for variable in env:
+            if variable.startswith("DISTWRAP_") and variable not in (*_ENVIRONMENT, *_SWITCHES, *_OURS):
+                raise OptionError(unknown_name("variable", variable, (*_ENVIRONMENT, *_SWITCHES)))
         found = {variable: name for variable, name in _ENVIRONMENT.items() if env.get(variable)}
         given = {name: _from_text(variable, name, env[variable]) for variable, name in found.items()}
         for variable, name in found.items():
@@ -145,11 +151,12 @@ def switched_on(env: Mapping[str, str], variable: str) -> bool:
 
 
 def _from_text(variable: str, name: str, text: str) -> object:
-    if name == "nprocs" and text != "auto":
+    if (name == "nprocs" and text != "auto") or name in ("node_rank", "max_restarts"):
         try:
             return int(text)
         except ValueError:
-            raise OptionError(f"{variable}={text!r}: it must be 'auto' or a whole number.") from None
+            auto = "'auto' or " if name == "nprocs" else ""
+            raise OptionError(f"{variable}={text!r}: it must be {auto}a whole number.") from None
     if name == "timeout":
         try:
             return float(text)
@@ -173,9 +180,33 @@ def _check_nprocs(value: object) -> int | str:
     return int(value)
 
 
+def _check_nnodes(value: object) -> int | str:
+    text = str(value) if not isinstance(value, bool) else ""
+    fewest, colon, most = text.partition(":")
+    if not fewest.isdigit() or (colon and not most.isdigit()) or not 1 <= int(fewest) <= int(most or fewest):
+        raise OptionError(f"nnodes={value!r}: it must be a number of machines, or 'MIN:MAX', as '1:4'.")
+    return int(fewest) if int(fewest) == int(most or fewest) else text
+
+
+def _check_node_rank(value: object) -> int | None:
+    if value is not None and (isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0):
+        raise OptionError(f"node_rank={value!r}: it must be None or a whole number from 0.")
+    return None if value is None else int(value)
+
+
+def _check_rdzv_endpoint(value: object) -> str | None:
+    if value is not None and (not isinstance(value, str) or not value.strip()):
+        raise OptionError(f"rdzv_endpoint={value!r}: it must be None or 'host:port', as 'node1:29400'.")
+    return None if value is None else value.strip()
+
+
+def _check_max_restarts(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral) or value < 0:
+        raise OptionError(f"max_restarts={value!r}: it must be a whole number from 0.")
+    return int(value)
+
+
 def _check_launcher(value: object) -> str:
-    if value == "elastic":
-        raise OptionError("launcher='elastic' is not here yet; start the script with torchrun: it joins as it is.")
     if value not in LAUNCHERS:
         raise OptionError(unknown_name("launcher", value, LAUNCHERS))
     return str(value)
@@ -229,6 +260,10 @@ def _check_log_dir(value: object) -> str | None:
 _CHECKS: dict[str, Any] = {
     "strategy": _check_strategy,
     "nprocs": _check_nprocs,
+    "nnodes": _check_nnodes,
+    "node_rank": _check_node_rank,
+    "rdzv_endpoint": _check_rdzv_endpoint,
+    "max_restarts": _check_max_restarts,
     "launcher": _check_launcher,
     "backend": _check_backend,
     "precision": _check_precision,

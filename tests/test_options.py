@@ -126,7 +126,16 @@ def test_known_launchers_are_taken(launcher: Any) -> None:
     ("options", "message"),
     [
         ({"launcher": "frok"}, "unknown launcher 'frok'. Did you mean 'fork'?"),
-        ({"launcher": "elastic"}, "launcher='elastic' is not here yet; start the script with torchrun"),
+        ({"nnodes": 0}, "nnodes=0: it must be a number of machines, or 'MIN:MAX', as '1:4'"),
+        ({"nnodes": "4:1"}, "nnodes='4:1'"),
+        ({"nnodes": "many"}, "nnodes='many'"),
+        ({"nnodes": True}, "nnodes=True"),
+        ({"node_rank": -1}, "node_rank=-1: it must be None or a whole number from 0"),
+        ({"node_rank": "0"}, "node_rank='0'"),
+        ({"rdzv_endpoint": ""}, "rdzv_endpoint='': it must be None or 'host:port', as 'node1:29400'"),
+        ({"rdzv_endpoint": 29400}, "rdzv_endpoint=29400"),
+        ({"max_restarts": -1}, "max_restarts=-1: it must be a whole number from 0"),
+        ({"max_restarts": 1.5}, "max_restarts=1.5"),
         ({"backend": ""}, "backend='': it must be 'auto' or a name that torch.distributed knows"),
         ({"backend": None}, "backend=None: it must be"),
         ({"seed": -1}, "seed=-1: it must be None or a whole number from 0"),
@@ -148,25 +157,10 @@ def test_a_wrong_value_is_refused(options: dict[str, Any], message: str) -> None
     assert message in refusal(**options)
 
 
-@pytest.mark.parametrize(
-    ("options", "instead"),
-    [
-        ({"nnodes": 2}, "torchrun --nnodes"),
-        ({"nnodes": "1:4"}, "torchrun --nnodes"),
-        ({"node_rank": 0}, "torchrun --node-rank"),
-        ({"rdzv_endpoint": "head:29400"}, "torchrun --rdzv-endpoint"),
-        ({"max_restarts": 3}, "torchrun --max-restarts"),
-    ],
-    ids=str,
-)
-def test_what_torchrun_does_is_left_to_it(options: dict[str, Any], instead: str) -> None:
-    """An option that is not here yet is refused with torchrun's own, and its default is fine."""
-    assert instead in refusal(**options)
-
-
-def test_defaults_of_what_is_left_to_torchrun_are_taken() -> None:
-    """Spelling out a default changes nothing."""
-    assert given(nnodes=1, node_rank=None, rdzv_endpoint=None, max_restarts=0, log_dir=None) == Options()
+@pytest.mark.parametrize(("text", "nnodes"), [(3, 3), ("3", 3), ("2:2", 2), ("1:4", "1:4")])
+def test_numbers_of_machines(text: int | str, nnodes: int | str) -> None:
+    """A number, also as text, and a range whose ends differ."""
+    assert given(nnodes=text).nnodes == nnodes
 
 
 def test_an_update_keeps_what_it_does_not_name() -> None:
@@ -184,10 +178,17 @@ def test_the_environment_overrides_the_decorator() -> None:
         "DISTWRAP_BACKEND": "gloo",
         "DISTWRAP_PRECISION": "bf16",
         "DISTWRAP_TIMEOUT": "2.5",
+        "DISTWRAP_NNODES": "1:4",
+        "DISTWRAP_NODE_RANK": "1",
+        "DISTWRAP_RDZV_ENDPOINT": "head:29400",
+        "DISTWRAP_MAX_RESTARTS": "3",
+        "DISTWRAP_LOG_DIR": "logs",
     }
     options = given(strategy="single", seed=1, nprocs="auto").with_environment(env)
     assert options == given(
-        strategy="ddp", launcher="fork", nprocs=3, backend="gloo", precision="bf16", timeout=2.5, seed=1
+        **{"strategy": "ddp", "launcher": "fork", "nprocs": 3, "backend": "gloo", "precision": "bf16", "timeout": 2.5},
+        **{"seed": 1, "nnodes": "1:4", "node_rank": 1, "rdzv_endpoint": "head:29400", "max_restarts": 3},
+        log_dir="logs",
     )
 
 
@@ -207,6 +208,10 @@ def test_an_empty_variable_is_none(variable: str) -> None:
     [
         ("DISTWRAP_NPROCS", "two", "DISTWRAP_NPROCS='two': it must be 'auto' or a whole number"),
         ("DISTWRAP_NPROCS", "0", "DISTWRAP_NPROCS: nprocs=0: it must be"),
+        ("DISTWRAP_NODE_RANK", "first", "DISTWRAP_NODE_RANK='first': it must be a whole number"),
+        ("DISTWRAP_MAX_RESTARTS", "-1", "DISTWRAP_MAX_RESTARTS: max_restarts=-1"),
+        ("DISTWRAP_NNODES", "0", "DISTWRAP_NNODES: nnodes='0'"),
+        ("DISTWRAP_NPROC", "4", "unknown variable 'DISTWRAP_NPROC'. Did you mean 'DISTWRAP_NPROCS'?"),
         ("DISTWRAP_TIMEOUT", "soon", "DISTWRAP_TIMEOUT='soon': it must be a number of seconds"),
         ("DISTWRAP_TIMEOUT", "-1", "DISTWRAP_TIMEOUT: timeout=-1.0: it must be"),
         ("DISTWRAP_STRATEGY", "ddq", "DISTWRAP_STRATEGY: unknown strategy 'ddq'. Did you mean 'ddp'?"),

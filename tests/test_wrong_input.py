@@ -41,7 +41,6 @@ def train() -> None: ...
         ({"precision": "bf61"}, r"unknown precision 'bf61'\. Did you mean 'bf16'\?"),
         ({"precision": "bf16-true"}, r"unknown precision"),
         ({"launcher": "frok"}, r"unknown launcher 'frok'\. Did you mean 'fork'\?"),
-        ({"launcher": "elastic"}, r"torchrun"),
         ({"strategy": "ddp_spawn", "launcher": "fork"}, r"strategy='ddp_spawn' means launcher='spawn'"),
         ({"strategy": "single", "nprocs": 2}, r"strategy='single' is one process"),
         ({"returns": "both"}, r"unknown value for returns 'both'"),
@@ -49,8 +48,8 @@ def train() -> None: ...
         ({"timeout": float("nan")}, r"timeout=nan"),
         ({"seed": -1}, r"seed=-1"),
         ({"retrofit": "yes"}, r"retrofit='yes'"),
-        ({"nnodes": 2}, r"nnodes=2 is not here yet; .*torchrun --nnodes"),
-        ({"max_restarts": 1}, r"torchrun --max-restarts"),
+        ({"nnodes": "two"}, r"nnodes='two': it must be a number of machines"),
+        ({"max_restarts": -1}, r"max_restarts=-1"),
     ],
 )
 def test_options(options: dict[str, Any], message: str) -> None:

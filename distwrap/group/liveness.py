@@ -15,7 +15,13 @@ IDLE_CPU = 0.05  # of a core; who uses less, and stays in the same line, does no
 
 def identity() -> dict[str, Any]:
     """Say which process this is, so that others on this machine can see whether it lives."""
-    return {"host": socket.gethostname(), "machine": machine(), "pid": os.getpid(), "born": _born(os.getpid())}
+    return {
+        "host": socket.gethostname(),
+        "machine": machine(),
+        "network": _network(),
+        "pid": os.getpid(),
+        "born": _born(os.getpid()),
+    }
 
 
 def machine() -> str:
@@ -25,6 +31,14 @@ def machine() -> str:
             return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return socket.gethostname()
+
+
+def _network() -> str:
+    """Name what shares its interfaces: the machine, a container, a namespace."""
+    try:
+        return f"{machine()} {os.readlink('/proc/self/ns/net')}"
+    except OSError:
+        return machine()
 
 
 def lives(home: dict[str, Any]) -> bool:

@@ -7,48 +7,52 @@ import os
 import socket
 import sys
 import time
+from collections.abc import Sequence
 from datetime import timedelta
-from functools import cache
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from distwrap._version import __version__
 from distwrap.errors import ArrivalError
-from distwrap.group import stacks
+from distwrap.group import network, stacks, stores
+from distwrap.group.devices import allowed_cpus
 from distwrap.group.liveness import identity
+from distwrap.group.stores import NOTICE_SECONDS
 from distwrap.placement import Placement, own
 
-NOTICE_SECONDS = 20.0  # until those who are here say who is not
 _LEAVE_SECONDS = 10.0  # for the others to leave before the rank that holds the store does
 
 _PREFIX = "distwrap"
-_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 
 _generation = 0  # a second group in the same processes must not read the first one's keys
 
 
-def meet(placement: Placement, seconds: float, device: torch.device | None = None) -> Store:
-    """Open the store, say who we are, and wait until everybody has."""
+def meet(placement: Placement, seconds: float, device: torch.device | None = None, gpu: str | None = None) -> Store:
+    """Open the store, say who we are, and wait until everybody has.
+
+    Args:
+        placement: who we are.
+        seconds: for all to come.
+        device: ours, for the others to see.
+        gpu: its unique name, where no other rank may have it too.
+    """
     global _generation
     _generation += 1
-    limit = timedelta(seconds=seconds)
-    if own.STORE in os.environ:
-        where = "the launching process"
-        store: Store = FileStore(_opened(os.environ[own.STORE]), placement.world_size)
-    else:
-        where = f"{placement.master_addr}:{placement.master_port}"
-        try:
-            store = _tcp_store(placement, limit)
-        except (dist.DistError, ValueError, OSError) as error:
-            raise ArrivalError(
-                f"rank {placement.rank} on {socket.gethostname()} found no meeting place at {where} within "
-                f"{seconds:.0f} s ({_first_line(error)}). Is rank 0 running, and MASTER_ADDR and MASTER_PORT right?"
-            ) from error
-    store = PrefixStore(f"{_PREFIX}/{_generation}", store)
-    store.set(f"here/{placement.rank}", json.dumps(_registration(device)))
+    store: Store = PrefixStore(f"{_PREFIX}/{_generation}", stores.open_store(placement, seconds))
+    where = stores.where(placement)
+    address = network.source_address(str(placement.master_addr)) if placement.nnodes > 1 else None
+    mine = json.dumps({**registration(device), "gpu": gpu, "address": address})
+    first = store.compare_set(f"here/{placement.rank}", "", mine).decode()
+    if first != mine:
+        other = json.loads(first)
+        raise ArrivalError(
+            f"there are two ranks {placement.rank}: this one (pid {os.getpid()} on {socket.gethostname()}) and pid "
+            f"{other['pid']} on {other['host']}, both said to be so by {placement.source}. Give each its own RANK or "
+            f"node rank; or was this process started by a rank, whose variables it has inherited?"
+        )
     try:
         _wait_for_all(store, placement, seconds, where)
     except dist.DistNetworkError as error:
@@ -58,6 +62,14 @@ def meet(placement: Placement, seconds: float, device: torch.device | None = Non
         ) from error
     _compare(placement, json.loads(store.get("here/0")))
     return store
+
+
+def who_came(store: Store, ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """Return what ranks have said of themselves."""
+    names = [f"here/{rank}" for rank in ranks]
+    if store.has_extended_api():  # type: ignore[attr-defined]
+        return [json.loads(text) for text in store.multi_get(names)]
+    return [json.loads(store.get(name)) for name in names]
 
 
 def _wait_for_all(store: Store, placement: Placement, seconds: float, where: str) -> None:
@@ -75,7 +87,7 @@ def _wait_for_all(store: Store, placement: Placement, seconds: float, where: str
             here = _who_is_here(placement, _arrived(store, names))
             if not others_gave_up:
                 store.set("gave up", "")
-            if placement.rank == 0 and own.STORE not in os.environ:
+            if placement.rank == 0 and not stores.held_elsewhere():
                 time.sleep(1.5)  # it may hold the store, in which the others are to read this
             raise ArrivalError(
                 f"rank {placement.rank} on {socket.gethostname()} waited {waited:.0f} s at {where}: {here}. Look at "
@@ -83,31 +95,12 @@ def _wait_for_all(store: Store, placement: Placement, seconds: float, where: str
             )
 
 
-def _tcp_store(placement: Placement, limit: timedelta) -> Store:
-    """Connect to torchrun's store, or to one of rank 0's own."""
-    if os.environ.get(_AGENT) == "True":
-        store: Store = next(iter(rendezvous("env://", placement.rank, placement.world_size, timeout=limit)))[0]
-        return store
-    assert placement.master_addr is not None
-    assert placement.master_port is not None
-    # As torch does for "env://", but torch's rank 0 would wait for the others without being able to say who is missing.
-    return TCPStore(
-        placement.master_addr,
-        placement.master_port,
-        placement.world_size,
-        is_master=placement.rank == 0,
-        timeout=limit,
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
-
-
 def side_store(path: str) -> Store:
     """Open the store as the ranks of a launch have it, for the process that has launched them and is none of them.
 
-    It may live only as long as the file: torch looks at the file once more when a store is deleted.
+    It may live only as long as that: torch looks at a file once more when a store is deleted.
     """
-    return PrefixStore(f"{_PREFIX}/1", FileStore(path))
+    return PrefixStore(f"{_PREFIX}/1", stores.from_outside(path))
 
 
 def count_meetings_anew() -> None:
@@ -116,22 +109,30 @@ def count_meetings_anew() -> None:
     _generation = 0
 
 
-def _registration(device: torch.device | None) -> dict[str, Any]:
+def registration(device: torch.device | None) -> dict[str, Any]:
+    """What a process says of itself to those it meets."""
     versions = {"distwrap": __version__, "torch": torch.__version__}
     script = os.path.basename(sys.argv[0]) if sys.argv else ""
-    return {**identity(), "device": str(device), "script": script, "versions": versions}
+    return {**identity(), "device": str(device), "cpus": allowed_cpus(), "script": script, "versions": versions}
 
 
 def _compare(placement: Placement, theirs: dict[str, Any]) -> None:
     """Refuse to run with other versions than rank 0, and remark on another script."""
-    mine = _registration(None)
+    mine = registration(None)
     here, there = f"rank {placement.rank} on {mine['host']}", f"rank 0 on {theirs['host']}"
+    if own.STORE in os.environ:
+        mine["script"] = theirs["script"]  # the machines' callers have compared theirs
+    compare(mine, here, theirs, there)
+
+
+def compare(mine: dict[str, Any], here: str, theirs: dict[str, Any], there: str) -> None:
+    """Refuse to run with other versions than another process, and remark on another script."""
     if theirs["versions"] != mine["versions"]:
         raise ArrivalError(
             f"{here} runs {_words(mine['versions'])}, but {there} runs {_words(theirs['versions'])}. "
             f"Install the same versions on all machines."
         )
-    if own.STORE not in os.environ and theirs["script"] != mine["script"]:
+    if theirs["script"] != mine["script"]:
         print(
             f"distwrap: {here} runs {mine['script']}, but {there} runs {theirs['script']}: is that meant?",
             file=sys.stderr,
@@ -183,16 +184,6 @@ def _all_set(store: Store, names: list[str]) -> bool:
     return True
 
 
-@cache
-def _opened(path: str) -> str:
-    """Hold the launching process's file open ourselves, and return the path to it.
-
-    torch opens the path again at each access, the last one being when the store is deleted, whenever that is; the
-    number in the launching process may lead to another file by then.
-    """
-    return f"/proc/self/fd/{os.open(path, os.O_RDWR)}" if path.startswith("/proc/") else path
-
-
 def leave(store: Store, placement: Placement) -> None:
     """Close the door behind us only when nobody stands in it.
 
@@ -205,7 +196,7 @@ def leave(store: Store, placement: Placement) -> None:
         joined = [f"joined/{rank}" for rank in ranks]
         if not _all_set(store, joined):
             store.wait(joined, limit)
-        if own.STORE in os.environ or os.environ.get(_AGENT) == "True":
+        if stores.held_elsewhere():
             return  # another process holds the store
         store.set(f"gone/{placement.rank}", "")
         if placement.rank == 0:

@@ -7,6 +7,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -17,15 +18,15 @@ import torch.distributed as dist
 # Imported before there is a group: default arguments in it take the group of that moment, and would keep its threads
 # alive to the end of the interpreter, where they now and then abort it.
 import torch.distributed.nn.functional
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from distwrap.errors import OptionError, PlacementError
-from distwrap.group import devices, failures
+from distwrap.group import devices, failures, network
 from distwrap.group.channel import Channel
-from distwrap.group.rendezvous import leave, meet
+from distwrap.group.rendezvous import leave, meet, who_came
 from distwrap.group.seals import agree_on_secret
 from distwrap.group.world import World, activate, active_world, current_world, deactivate, say
-from distwrap.placement import Placement, detect, own
+from distwrap.placement import Machine, Placement, detect, own
 
 ARRIVAL_SECONDS = 120.0  # for all ranks to come; part of `timeout`, which is for a collective
 
@@ -74,13 +75,33 @@ def setup_process_group(
     """
     if active_world() is not None or dist.is_initialized():
         return ProcessGroup(ours=False)
-    placement = detect(os.environ)
+    found = detect(os.environ)
+    placement = found if isinstance(found, Placement) else _only_rank_of(found)
     if placement.source == "single":
         return ProcessGroup(ours=False)
     chosen = None if device is None else _as_device(device)
     world = join(placement, backend=backend, timeout=600.0 if timeout is None else timeout, device=chosen)
     world.cleanup.callback(failures.tell_uncaught())
     return ProcessGroup(ours=True)
+
+
+def _only_rank_of(machine: Machine) -> Placement:
+    """Be the one rank of a machine whose launcher leaves the ranks to us; refuse where there would be more.
+
+    Raises:
+        PlacementError: only the decorator starts ranks.
+    """
+    nprocs = machine.nprocs or max(1, devices.visible_devices().count)
+    if isinstance(machine.nnodes, str) or machine.node_rank is None or nprocs > 1:
+        raise PlacementError(
+            f"{machine.source} has started this process for a whole machine ({machine.nnodes} machines, {nprocs} "
+            f"rank(s) on each), and setup_process_group() starts none. Decorate the function with @distributed, which "
+            f"starts them, or run the script with torchrun."
+        )
+    host, _, port = (machine.endpoint or "127.0.0.1:29500").rpartition(":")
+    return Placement(
+        machine.node_rank, machine.nnodes, 0, 1, machine.node_rank, machine.nnodes, host, int(port), machine.source
+    )
 
 
 def join(
@@ -96,13 +117,14 @@ def join(
         raise OptionError(f"timeout={timeout}: it must be a positive number of seconds.")
     if run.get("seed") is None:
         run["seed"] = current_world().seed  # of a seed_everything() before
-    device = device or devices.choose_device(placement, devices.visible_devices())
+    chosen, device = device, device or devices.choose_device(placement, devices.visible_devices())
     devices.use(device)
     backend = devices.choose_backend(backend, device)
+    network.check_users_choice(os.environ, backend)
     with ExitStack() as cleanup:
-        if placement.nnodes == 1:
-            cleanup.enter_context(_loopback_only())
-        store = meet(placement, min(timeout, ARRIVAL_SECONDS), device)
+        gpu = devices.unique_name(device) if chosen is None else None
+        store = meet(placement, min(timeout, ARRIVAL_SECONDS), device, gpu)
+        placement = _look_around(placement, store, device, cleanup)
         # Now, since the store is certainly there. Where torch cannot clone one (before 2.8) the channel's thread waits
         # now and then for the main thread's look-ups.
         side = store.clone() if hasattr(store, "clone") else store
@@ -213,17 +235,63 @@ def _as_device(device: torch.device | str | int) -> torch.device:
     return torch.device(device)
 
 
-@contextmanager
-def _loopback_only() -> Iterator[None]:
-    """Keep gloo's sockets on loopback, unless the user chose an interface."""
-    if "GLOO_SOCKET_IFNAME" in os.environ:
-        yield
-        return
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo0" if sys.platform == "darwin" else "lo"
-    try:
-        yield
-    finally:
-        os.environ.pop("GLOO_SOCKET_IFNAME", None)
+def _look_around(placement: Placement, store: Store, device: torch.device, cleanup: ExitStack) -> Placement:
+    """Now that all ranks have said who they are: check the devices, share the CPUs, choose the network.
+
+    Returns:
+        The placement, with the machines counted off where the launcher does not number them.
+    """
+    if placement.nnodes == 1:
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            cleanup.enter_context(network.through("lo0" if sys.platform == "darwin" else "lo", "GLOO_SOCKET_IFNAME"))
+        if own.STORE in os.environ and device.type == "cpu":
+            return placement  # whoever has started them has looked already
+    came = dict(enumerate(who_came(store, range(placement.world_size))))
+    homes = [(said["host"], said["machine"]) for said in came.values()]
+    here = {rank: came[rank] for rank, home in enumerate(homes) if home == homes[placement.rank]}
+    devices.refuse_shared(placement.rank, device, here)
+    if own.STORE not in os.environ:
+        threads = devices.share_threads(placement.rank, here)
+        if threads is not None and threads != torch.get_num_threads():
+            cleanup.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(threads)
+    if placement.nnodes == 1:
+        return placement
+    cleanup.enter_context(network.through(_interface(placement, came)))
+    return _numbered(placement, homes)
+
+
+def _interface(placement: Placement, came: dict[int, dict[str, Any]]) -> str:
+    """Name the interface that leads to the other machines.
+
+    Raises:
+        PlacementError: the meeting place's name leads each machine to itself.
+    """
+    mine = came[placement.rank]
+    # The machine of rank 0 has to ask for the way to one of the others: its own name may lead to loopback.
+    away = [said["address"] for said in came.values() if said["network"] != mine["network"] and said["address"]]
+    towards = away[0] if away and mine["network"] == came[0]["network"] else str(placement.master_addr)
+    address = network.source_address(towards) or ""
+    if away and (network.is_loopback(address) or network.is_loopback(towards)):
+        raise PlacementError(
+            f"rank {placement.rank} on {mine['host']} cannot tell which network leads to the other machines: "
+            f"{placement.master_addr} leads to {towards}, which is loopback. {network.ADVICE}"
+        )
+    return network.interface_of(address) or ("lo0" if sys.platform == "darwin" else "lo")
+
+
+def _numbered(placement: Placement, homes: list[tuple[str, str]]) -> Placement:
+    """Count the machines off, by their lowest ranks, where no variable says which one this is.
+
+    Example:
+        >>> place = Placement(1, 4, 0, 2, 0, 2, source="open_mpi")
+        >>> _numbered(place, [("a", ""), ("b", ""), ("a", ""), ("b", "")]).node_rank
+        1
+    """
+    machines = list(dict.fromkeys(homes))
+    if placement.source not in ("open_mpi", "mvapich2", "mpich") or len(machines) != placement.nnodes:
+        return placement
+    return replace(placement, node_rank=machines.index(homes[placement.rank]))
 
 
 def require_group(what: str) -> None:

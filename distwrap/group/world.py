@@ -118,7 +118,8 @@ def _ambient_world() -> World:
     env = os.environ
     key = (group, env.get("RANK"), env.get("WORLD_SIZE"), env.get("LOCAL_RANK"))
     if _ambient is None or _ambient[0] != key:
-        placement = detect(env) if group is None else _placement_of_group()
+        found = detect(env) if group is None else _placement_of_group()
+        placement = found if isinstance(found, Placement) else Placement()  # a machine whose ranks are yet to start
         world = World(placement, choose_device(placement, visible_devices()))
         world.backend = None if group is None else dist.get_backend()
         _ambient = (key, world)
