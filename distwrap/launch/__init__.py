@@ -22,10 +22,11 @@ from distwrap.group.setup import (
     temporary_world,
 )
 from distwrap.group.world import World, active_world, current_world, say
-from distwrap.launch import fork_safety, local, script
+from distwrap.launch import elastic, fork_safety, local, script
 from distwrap.launch.execute import Call, Run, execute
+from distwrap.launch.machines import resolve
 from distwrap.options import Options, switched_on
-from distwrap.placement import Placement, detect
+from distwrap.placement import Machine, Placement, detect
 from distwrap.seeding import preserved
 from distwrap.strategies import STRATEGIES
 
@@ -60,28 +61,34 @@ def start(call: Call, options: Options) -> Any:
         return _in_process(call, run, everybody)
     if dist.is_initialized():
         return _in_users_group(call, run, everybody)
-    placement = detect(os.environ)
-    if placement.source != "single" and not script.in_child():
-        return _joining(call, run, placement, everybody)
+    found = detect(os.environ)
+    if isinstance(found, Placement) and found.source != "single" and not script.in_child():
+        return _joining(call, run, found, everybody, options.nprocs)
     if options.launcher == "external":
         raise LaunchError(
             "launcher='external' waits for an outer launcher, and none has started this process. Start the script "
             "with `torchrun --nproc-per-node=2 train.py`, or choose launcher='auto'."
         )
+    machines = resolve(options, found if isinstance(found, Machine) else None)
     if not STRATEGIES[options.strategy].launches:
+        if machines.several:
+            raise OptionError(f"strategy={options.strategy!r} is one process, but there are {machines.most} machines.")
         return _in_process(call, run, everybody)
-    nprocs = choose_nprocs(options.nprocs, visible_devices())
-    if nprocs == 1:
+    nprocs = choose_nprocs(machines.nprocs, visible_devices())
+    if nprocs == 1 and not machines.several and not machines.elastic:
         return _in_process(call, run, everybody)
     launcher = options.launcher
     _check_arguments(call)
+    if machines.elastic:
+        return elastic.launch(call, run, launcher, nprocs, machines, everybody=everybody)
     if script.in_child():
         return script.join_from_child(call, run, launcher, everybody=everybody)
     if launcher == "script":
         return script.launch(call, run, nprocs, everybody=everybody)
     if launcher == "auto":
-        launcher = "forkserver" if fork_safety.refusal() else "fork"
-    return local.launch(call, run, launcher, nprocs, everybody=everybody)
+        # To hold the store for other machines is a thread already, if only of torch's.
+        launcher = "forkserver" if machines.several or fork_safety.refusal() else "fork"
+    return local.launch(call, run, launcher, nprocs, everybody=everybody, machines=machines)
 
 
 def _check_arguments(call: Call) -> None:
@@ -119,9 +126,11 @@ def _in_users_group(call: Call, run: Run, everybody: bool) -> Any:
         return _here(call, run, everybody)
 
 
-def _joining(call: Call, run: Run, placement: Placement, everybody: bool) -> Any:
+def _joining(call: Call, run: Run, placement: Placement, everybody: bool, nprocs: int | str) -> Any:
     world = join(placement, backend=run.backend, timeout=run.timeout, **run.of_world())
     announce(world, placement.source)
+    if nprocs not in ("auto", placement.local_world_size):
+        say(f"nprocs={nprocs} is left to {placement.source}, which has started {placement.local_world_size} here")
     if run.log_dir is not None:
         say(f"log_dir={run.log_dir!r} is left to {placement.source}, which holds the output: torchrun has --log-dir")
     try:

@@ -14,9 +14,12 @@ from distwrap import retrofit
 from distwrap.data import workers
 from distwrap.errors import ForkError, MainGuardError, SerializationError
 from distwrap.group.devices import choose_threads
-from distwrap.launch import fork_safety, meeting, openmp, pickling, transport, worker
+from distwrap.group.setup import ARRIVAL_SECONDS
+from distwrap.launch import fork_safety, openmp, pickling, transport, worker
 from distwrap.launch.execute import Call, Run
 from distwrap.launch.logs import Logs, Streams
+from distwrap.launch.machines import Machines
+from distwrap.launch.meeting import Meeting, meeting
 from distwrap.launch.processes import (
     CommandProcess,
     ForkedProcess,
@@ -28,14 +31,25 @@ from distwrap.launch.processes import (
 from distwrap.launch.signals import PassedOn
 from distwrap.launch.supervisor import print_where_all_are, stop, supervise
 from distwrap.launch.transport import Outcome
-from distwrap.launch.worker import Assignment, Surroundings
-from distwrap.placement import Placement, own
+from distwrap.launch.worker import Assignment, Surroundings, Wanted
+from distwrap.placement import Placement
+
+ONE = Machines()
 
 Start = Callable[[int, list[Process]], Process]
 
 
-def launch(call: Call, run: Run, launcher: str, nprocs: int, *, everybody: bool, seconds: float | None = None) -> Any:
-    """Run the call on `nprocs` ranks, and return rank 0's value, or the list of all.
+def launch(
+    call: Call,
+    run: Run,
+    launcher: str,
+    nprocs: int,
+    *,
+    everybody: bool,
+    seconds: float | None = None,
+    machines: Machines = ONE,
+) -> Any:
+    """Run the call on `nprocs` ranks here, and return rank 0's value, or the list of all.
 
     Args:
         call: what to run.
@@ -44,6 +58,7 @@ def launch(call: Call, run: Run, launcher: str, nprocs: int, *, everybody: bool,
         nprocs: how many ranks.
         everybody: return every rank's value.
         seconds: how long it may take; ``None`` is as long as it likes.
+        machines: which take part; where rank 0 is on another one, the value is a `NodeSummary`.
     """
     found = retrofit.find(call.args, call.kwargs) if run.retrofit else []
     threads = choose_threads(nprocs)
@@ -60,21 +75,24 @@ def launch(call: Call, run: Run, launcher: str, nprocs: int, *, everybody: bool,
             _assignment(launcher, run, threads),
             surroundings=Surroundings.capture(),
             payload=payload,
-            main_path=_main_path(call, launcher, payload),
+            main_path=main_path(call, launcher, payload),
         )
-    with PassedOn() as signals:
-        logs = Logs(run.log_dir, nprocs) if run.log_dir is not None else None
+    with PassedOn() as signals, meeting(machines, nprocs, min(run.timeout, ARRIVAL_SECONDS)) as met:
+        logs = Logs(run.log_dir, met.ranks) if run.log_dir is not None else None
         try:
             start = _starter(launcher, call, logs)
-            outcomes = _run(start, common, nprocs, everybody=everybody, seconds=seconds, logs=logs, signals=signals)
+            outcomes = _run(start, common, met, everybody=everybody, seconds=seconds, logs=logs, signals=signals)
         finally:
             if logs is not None:
                 logs.close()
-    return _bring_home(outcomes, found, everybody)
+        if met.nodes is not None:
+            met.nodes.finish()
+    value = bring_home(outcomes, found, everybody and not machines.several)
+    return value if met.nodes is None or met.nodes.node_rank == 0 else met.nodes.summary()
 
 
 def _assignment(launcher: str, run: Run, threads: int | None) -> Assignment:
-    return Assignment(Placement(), launcher, "", run, threads, wants_value=True)
+    return Assignment(Placement(), launcher, "", run, threads)
 
 
 def _starter(launcher: str, call: Call, logs: Logs | None) -> Start:
@@ -92,7 +110,7 @@ def _starter(launcher: str, call: Call, logs: Logs | None) -> Start:
 def _run(
     start: Start,
     common: Assignment,
-    nprocs: int,
+    met: Meeting,
     *,
     everybody: bool,
     seconds: float | None,
@@ -103,26 +121,45 @@ def _run(
     sys.stderr.flush()
     processes: list[Process] = []
     try:
-        for rank in range(nprocs):
+        for rank in met.ranks:
             processes.append(start(rank, processes))
     except BaseException:
         stop(processes, all_they_started=True)
         raise
     if logs is not None:
         logs.start()
-    with meeting.place() as store:
-        try:
-            for process in processes:
-                place = own.on_one_machine(process.rank, nprocs)
-                _send(process, replace(common, placement=place, store=store, wants_value=everybody or place.rank == 0))
-        except BaseException:
-            stop(processes, all_they_started=True)
-            raise
-        signals.listen(processes, lambda: print_where_all_are(store, nprocs))
-        try:
-            return supervise(processes, store=store, seconds=seconds, signals=signals)
-        finally:
-            workers.remove_what_is_left(store)
+    if met.nodes is not None:
+        met.nodes.start()
+    try:
+        for process in processes:
+            place = met.placement(process.rank)
+            _send(
+                process,
+                replace(
+                    common,
+                    placement=place,
+                    store=met.place,
+                    value=wanted(place, everybody),
+                    everybody=everybody and place.nnodes > 1,
+                ),
+            )
+    except BaseException:
+        stop(processes, all_they_started=True)
+        raise
+    signals.listen(processes, lambda: print_where_all_are(met.place, met.world_size))
+    try:
+        return supervise(
+            processes, store=met.place, ranks=met.world_size, seconds=seconds, signals=signals, nodes=met.nodes
+        )
+    finally:
+        workers.remove_what_is_left(met.place)
+
+
+def wanted(place: Placement, everybody: bool) -> Wanted:
+    """Say what a rank is to send home: the first of each machine what it trained, and rank 0 the value."""
+    if place.rank == 0 or (everybody and place.nnodes == 1):
+        return "own"
+    return "trained" if place.local_rank == 0 else ""
 
 
 def _send(process: Process, assignment: Assignment) -> None:
@@ -130,20 +167,21 @@ def _send(process: Process, assignment: Assignment) -> None:
         process.conn.send_bytes(pickle.dumps(assignment, pickle.HIGHEST_PROTOCOL))
 
 
-def _bring_home(outcomes: list[Outcome], found: list[retrofit.Retrofitted], everybody: bool) -> Any:
+def bring_home(outcomes: list[Outcome], found: list[retrofit.Retrofitted], everybody: bool) -> Any:
+    """Unpack the value of the first rank, or all values, and write what was trained into the caller's objects."""
     own = [item.original for item in found]
     values = []
-    for outcome in outcomes if everybody else outcomes[:1]:
+    for i, outcome in enumerate(outcomes if everybody else outcomes[:1]):
         assert outcome.value is not None
         value, states = transport.unpack_result(outcome.value, own)
-        if outcome.rank == 0:
+        if i == 0:
             for item, state in zip(found, states, strict=True):
                 item.load(state)
         values.append(value)
     return values if everybody else values[0]
 
 
-def _main_path(call: Call, launcher: str, payload: bytes) -> str | None:
+def main_path(call: Call, launcher: str, payload: bytes) -> str | None:
     """The script that a rank must import first, where something goes by reference and lives in the script."""
     if pickling.by_value() or b"__main__" not in payload:
         return None

@@ -12,7 +12,7 @@ import selectors
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -30,20 +30,21 @@ class Logs:
 
     Args:
         folder: made where it is not there; files in it are appended to.
-        nprocs: how many ranks.
+        ranks: whose.
 
     Raises:
         OptionError: the folder or a file cannot be written.
     """
 
-    def __init__(self, folder: str, nprocs: int) -> None:
+    def __init__(self, folder: str, ranks: Sequence[int]) -> None:
+        self._ranks = list(ranks)
         self._copies: list[_Copy] = []
         self._given: list[Streams] = []
         self._thread = threading.Thread(target=self._pump, name="distwrap-logs", daemon=True)
         self._ended = threading.Event()
         try:
             Path(folder).mkdir(parents=True, exist_ok=True)
-            for rank in range(nprocs):
+            for rank in ranks:
                 self._given.append((self._open(folder, rank, 1), self._open(folder, rank, 2)))
         except OSError as error:
             self._close_all()
@@ -58,7 +59,7 @@ class Logs:
 
     def streams(self, rank: int) -> Streams:
         """Return the descriptors that are to be a rank's standard output and error."""
-        return self._given[rank]
+        return self._given[self._ranks.index(rank)]
 
     def start(self, keep: int = 0) -> None:
         """Begin to copy. All ranks are started: a thread before would make forking unsafe.

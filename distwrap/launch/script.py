@@ -197,7 +197,7 @@ def _others(call: Call, nprocs: int, store: str, log_dir: str | None) -> list[Co
         for process in _parked:
             process.conn.send(data)
     else:
-        _logs = Logs(log_dir, nprocs) if log_dir is not None else None
+        _logs = Logs(log_dir, range(nprocs)) if log_dir is not None else None
         commands = [rerun.command(rank) for rank in range(1, nprocs)]
         atexit.register(_let_the_parked_leave)
         try:

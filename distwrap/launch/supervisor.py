@@ -19,6 +19,7 @@ from distwrap.group import failures, reports
 from distwrap.group.rendezvous import side_store
 from distwrap.launch import transport
 from distwrap.launch.exits import OomCount, describe_exit
+from distwrap.launch.nodes import Nodes
 from distwrap.launch.processes import Process, kill
 from distwrap.launch.signals import PassedOn
 from distwrap.launch.transport import Outcome
@@ -46,19 +47,23 @@ def supervise(
     processes: Sequence[Process],
     *,
     store: str = "",
+    ranks: int | None = None,
     seconds: float | None = None,
     signals: PassedOn | None = None,
     rank_zero_is_done: threading.Event | None = None,
+    nodes: Nodes | None = None,
 ) -> list[Outcome]:
     """Wait until every rank has reported and ended, and return the reports in rank order.
 
     Args:
         processes: the ranks' processes.
-        store: the file in which they have met.
+        store: where they have met.
+        ranks: how many have met there; by default these.
         seconds: how long they may take; ``None`` is as long as they like.
         signals: is told how the ranks have ended.
         rank_zero_is_done: given where rank 0 is no process of these, but a thread of this one that sets the event.
             The processes then go on running after their reports, for the next call.
+        nodes: the callers on other machines, who may have news of a failure there.
 
     Raises:
         BaseException: what a rank raised first, in its own type, caused by a `WorkerTraceback`.
@@ -66,12 +71,14 @@ def supervise(
         WorkerTimeoutError: they were not done in time, or none of them moved any more.
     """
     try:
-        outcomes = _all_report(processes, store, seconds, rank_zero_is_done)
+        outcomes = _all_report(processes, store, ranks or len(processes), seconds, rank_zero_is_done, nodes)
     except KeyboardInterrupt as interrupt:
         by_hand = not hasattr(interrupt, "rank")  # else it is a rank's own
         stop(processes, all_they_started=True, interrupt=by_hand)
         raise
-    except BaseException:
+    except BaseException as error:
+        if nodes is not None:
+            nodes.tell(error)  # now, since the others have lost peers
         stop(processes, all_they_started=True)
         raise
     if rank_zero_is_done is None:
@@ -82,27 +89,40 @@ def supervise(
 
 
 def _all_report(
-    processes: Sequence[Process], store: str, seconds: float | None, rank_zero_is_done: threading.Event | None
+    processes: Sequence[Process],
+    store: str,
+    ranks: int,
+    seconds: float | None,
+    rank_zero_is_done: threading.Event | None,
+    nodes: Nodes | None,
 ) -> dict[int, Outcome]:
     outcomes: dict[int, Outcome] = {}
     failed: list[Outcome | Death] = []
     waiting = {process.conn: process for process in processes}
     deadline = None if seconds is None else time.monotonic() + seconds
     oom_kills = OomCount()
-    while waiting:
-        ready = wait(list(waiting), _remaining(deadline))
+    while waiting or _cause_is_elsewhere(failed, nodes):
+        news = [nodes.news] if nodes is not None and (not failed or _cause_is_elsewhere(failed, nodes)) else []
+        ready = wait([*waiting, *news], _remaining(deadline))
         if not ready and failed:
             break  # the others had their time to add to it
         if not ready:
-            raise _out_of_time(processes, outcomes, seconds, store)
+            raise _out_of_time(processes, outcomes, seconds, store, ranks)
         for conn in ready:
+            if nodes is not None and conn is nodes.news:
+                failed.append(nodes.news.recv())
+                deadline = 0.0
+                continue
             process = waiting.pop(conn)  # type: ignore[call-overload]
             told = _report(process, oom_kills, store)
             if isinstance(told, Outcome):
                 outcomes[process.rank] = told
             if isinstance(told, Death) or told.failed:
                 failed.append(told)
-                patience = SETTLE_SECONDS if not is_echo(first_cause(failed)) else CAUSE_SECONDS
+                echo = is_echo(first_cause(failed))
+                if echo and nodes is not None:
+                    nodes.hurry()
+                patience = CAUSE_SECONDS if echo else SETTLE_SECONDS
                 settled = time.monotonic() + patience
                 deadline = settled if deadline is None else min(deadline, settled)
     if failed:
@@ -111,6 +131,10 @@ def _all_report(
             finished.append(0)
         raise_failure(first_cause(failed), failed, finished)
     return outcomes
+
+
+def _cause_is_elsewhere(failed: Sequence[Outcome | Death], nodes: Nodes | None) -> bool:
+    return nodes is not None and bool(failed) and is_echo(first_cause(failed))
 
 
 def _report(process: Process, oom_kills: OomCount, store: str) -> Outcome | Death:
@@ -248,16 +272,16 @@ def is_echo(failure: Outcome | Death) -> bool:
 
 
 def _out_of_time(
-    processes: Sequence[Process], outcomes: dict[int, Outcome], seconds: float | None, store: str
+    processes: Sequence[Process], outcomes: dict[int, Outcome], seconds: float | None, store: str, ranks: int
 ) -> WorkerTimeoutError:
     late = [process for process in processes if process.rank not in outcomes]
-    places = _where_all_are(store, len(processes))
+    places = _where_all_are(store, ranks)
     for process in late:
         kill(process, signal.SIGABRT)  # faulthandler prints the Python stacks of all its threads
     _all_leave(late, time.monotonic() + 1)
-    ranks = ", ".join(str(process.rank) for process in late)
+    names = ", ".join(str(process.rank) for process in late)
     return WorkerTimeoutError(
-        f"rank(s) {ranks} of {len(processes)} on {socket.gethostname()} did not finish within {seconds:g} s:\n"
+        f"rank(s) {names} of {ranks} on {socket.gethostname()} did not finish within {seconds:g} s:\n"
         f"{places}\nThe whole stack of each is above, on standard error.",
         rank=late[0].rank if late else None,
         host=socket.gethostname(),

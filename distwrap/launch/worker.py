@@ -15,10 +15,11 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from distwrap.collectives import gather_object
 from distwrap.errors import WorkerTimeoutError
 from distwrap.group import failures
 from distwrap.group.rendezvous import count_meetings_anew
@@ -59,15 +60,19 @@ class Surroundings:
         self.random.restore()
 
 
+Wanted = Literal["own", "trained", ""]
+
+
 @dataclass(frozen=True)
 class Assignment:
     """What a rank is told.
 
     Attributes:
         store: the file in which the ranks meet.
+        everybody: whether the ranks bring their values together themselves.
         surroundings: ``None`` for a fork, which has them.
         threads: how many to compute with; ``None`` leaves it to the user's variables.
-        wants_value: whether this rank's return value is wanted.
+        value: what of this rank's is wanted: its value and what it trained, only what it trained, or nothing.
         main_path: the script to import first, where functions go by reference and one lives there.
         payload: the pickled call; ``None`` for a fork, which has it.
     """
@@ -77,7 +82,8 @@ class Assignment:
     store: str
     run: execute.Run
     threads: int | None
-    wants_value: bool
+    value: Wanted = ""
+    everybody: bool = False
     surroundings: Surroundings | None = None
     main_path: str | None = None
     payload: bytes | None = None
@@ -153,11 +159,29 @@ def spawned(fd: int) -> None:
 
 
 def _run(assignment: Assignment, call: Call | None, conn: Connection) -> bytes | None:
+    prepare(assignment)
+    os.environ.update(own.variables(assignment.placement, assignment.launcher, assignment.store))
+    return run(assignment, call, on_stall=lambda report: stalled(report, conn, assignment.placement.rank))
+
+
+def prepare(assignment: Assignment, keep: tuple[str, ...] = ()) -> None:
+    """Make this process like the caller's, but for variables that begin with one of those to keep."""
     if assignment.surroundings is not None:
+        kept = {name: value for name, value in os.environ.items() if name.startswith(keep)} if keep else {}
         assignment.surroundings.restore()
+        os.environ.update(kept)
     if assignment.threads is not None:
         torch.set_num_threads(assignment.threads)
-    os.environ.update(own.variables(assignment.placement, assignment.launcher, assignment.store))
+
+
+def run(assignment: Assignment, call: Call | None, on_stall: Callable[[str], None] | None = None) -> bytes | None:
+    """Join the others, run the call, and return what of it is wanted at home, pickled.
+
+    Args:
+        assignment: what to do.
+        call: what to run, where this process is a fork and has it.
+        on_stall: told when no rank moves any more.
+    """
     if assignment.main_path is not None:
         _import_main(assignment.main_path)
     if call is None:
@@ -167,11 +191,15 @@ def _run(assignment: Assignment, call: Call | None, conn: Connection) -> bytes |
     world = join(assignment.placement, backend=run.backend, timeout=run.timeout, **run.of_world())
     announce(world, assignment.launcher)
     assert world.channel is not None
-    world.channel.on_stall = lambda report: stalled(report, conn, assignment.placement.rank)
+    if on_stall is not None:
+        world.channel.on_stall = on_stall
     value, trained = execute.execute(call, run)
+    if assignment.everybody:
+        value = gather_object(value)
     data = None
-    if assignment.wants_value:
-        states = [item.state() for item in trained] if world.placement.rank == 0 else []
+    if assignment.value:
+        states = [item.state() for item in trained] if world.placement.local_rank == 0 else []
+        value = None if assignment.value == "trained" else value
         what = f"what {call.name} returned on rank {world.placement.rank}"
         known = [(item.original, item.wrapped) for item in trained]
         data = transport.pack_result((value, states), what, known)
@@ -200,11 +228,16 @@ def _import_main(path: str) -> None:
 
 
 def become_a_rank(conn: Connection) -> None:
-    """Tie this process's life to the caller's, and make it stoppable as a whole."""
+    """Be a rank whose caller holds the other end of `conn`."""
+    stand_alone()
+    os.register_at_fork(after_in_child=conn.close)  # the caller takes the end of `conn` for the end of the rank
+
+
+def stand_alone() -> None:
+    """Tie this process's life to its parent's, and make it stoppable as a whole."""
     _die_with_parent()
     if os.getpgrp() != os.getpid():
         os.setsid()  # a Ctrl-C reaches the caller alone, and a whole rank can be stopped at once
-    os.register_at_fork(after_in_child=conn.close)  # the caller takes the end of `conn` for the end of the rank
     faulthandler.enable()
     for stream in (sys.stdout, sys.stderr):
         reconfigure: Callable[..., Any] | None = getattr(stream, "reconfigure", None)

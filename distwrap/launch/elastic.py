@@ -1,0 +1,268 @@
+"""Ranks that are started again after a failure, on machines that may come and go: torch elastic watches them.
+
+torch's agent on each machine starts the ranks, ends them all when one fails or a machine comes or goes, and starts them
+again. Our worker is its entry, and results and failures come home in files, so that what the caller gets is the same
+as from the other launchers. Source: https://docs.pytorch.org/docs/stable/elastic/agent.html.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import pickle
+import signal
+import socket
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from distwrap import retrofit
+from distwrap.errors import ArrivalError, ForkError, WorkerDiedError
+from distwrap.group import failures, network
+from distwrap.group.devices import choose_threads
+from distwrap.group.rendezvous import count_meetings_anew
+from distwrap.group.setup import abandon_process_group, teardown_process_group
+from distwrap.group.world import say
+from distwrap.launch import fork_safety, local, openmp, pickling, transport, worker
+from distwrap.launch.execute import Call, Run
+from distwrap.launch.exits import OomCount, describe_exit
+from distwrap.launch.machines import Machines
+from distwrap.launch.nodes import NodeSummary
+from distwrap.launch.supervisor import first_cause, raise_failure
+from distwrap.launch.transport import Outcome
+from distwrap.launch.worker import Assignment, Surroundings
+from distwrap.placement import Placement, detect
+
+JOIN_SECONDS = 120.0  # for as many machines to come as are needed
+LAST_CALL_SECONDS = 5.0  # for more machines than these
+MONITOR_SECONDS = 0.1
+SHUTDOWN_SECONDS = 5  # for ranks that are to be ended, before SIGKILL
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+_AGENTS = ("TORCHELASTIC_", "TORCH_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")  # its variables
+
+
+def launch(call: Call, run: Run, launcher: str, nprocs: int, machines: Machines, *, everybody: bool) -> Any:
+    """Run the call under torch elastic, and return rank 0's value, or the list of all.
+
+    Args:
+        call: what to run.
+        run: how.
+        launcher: how the ranks start: ``"fork"``, ``"forkserver"``, ``"spawn"``; else whichever is safe.
+        nprocs: how many ranks here.
+        machines: which take part, and how often to start again.
+        everybody: return every rank's value.
+
+    Returns:
+        The value where rank 0 was on this machine in the end, else a `NodeSummary`.
+
+    Raises:
+        BaseException: what a rank raised in the last attempt, in its own type.
+        ArrivalError: fewer machines came than are needed.
+    """
+    found = retrofit.find(call.args, call.kwargs) if run.retrofit else []
+    method = _method(launcher)
+    threads = choose_threads(nprocs)
+    common = Assignment(Placement(), "elastic", "", run, threads, everybody=everybody)
+    if method == "fork":
+        common = replace(common, threads=threads if openmp.pause() else 1)
+    else:
+        payload = transport.pack(call.function, call.args, call.kwargs)
+        common = replace(
+            common,
+            surroundings=Surroundings.capture(),
+            payload=payload,
+            main_path=local.main_path(call, method, payload),
+        )
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="distwrap-elastic-") as folder, _as_it_was():
+        _run(common, call if method == "fork" else None, Path(folder), method, nprocs, machines)
+        return _bring_home(Path(folder), found, began)
+
+
+def _method(launcher: str) -> str:
+    refusal = fork_safety.refusal()
+    if launcher == "fork" and refusal:
+        raise ForkError(f"launcher='fork' is not safe here: {refusal}. Use launcher='forkserver' or 'spawn'.")
+    if launcher in ("fork", "forkserver", "spawn"):
+        return launcher
+    return "spawn" if refusal else "fork"
+
+
+def _run(common: Assignment, call: Call | None, folder: Path, method: str, nprocs: int, machines: Machines) -> None:
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import api
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    _hush()
+    oom_kills = OomCount()
+    rendezvous, local_addr = _rendezvous(machines, folder)
+    config = LaunchConfig(
+        min_nodes=machines.fewest,
+        max_nodes=machines.most,
+        nproc_per_node=nprocs,
+        run_id="distwrap",
+        rdzv_backend="c10d",
+        max_restarts=machines.max_restarts,
+        monitor_interval=MONITOR_SECONDS,
+        start_method=method,
+        local_addr=local_addr,
+        **rendezvous,
+    )
+    if hasattr(config, "shutdown_timeout"):
+        config.shutdown_timeout = SHUTDOWN_SECONDS
+    try:
+        elastic_launch(config, be_a_rank)(common, call, str(folder))
+    except ChildFailedError as error:
+        _raise_failure(folder, error, oom_kills())
+    except SignalException as error:
+        if error.sigval == signal.SIGINT:
+            raise KeyboardInterrupt from None
+        raise SystemExit(128 + error.sigval) from None
+    except (api.RendezvousTimeoutError, api.RendezvousConnectionError, api.RendezvousClosedError) as error:
+        _raise_what_ranks_told(folder)
+        raise ArrivalError(
+            f"{socket.gethostname()}: the machines did not come together at {machines.host}:{machines.port} "
+            f"({type(error).__name__}: {error}). At least {machines.fewest} must come within {JOIN_SECONDS:.0f} s: "
+            f"start the same command on every one. {network.ADVICE}"
+        ) from error
+
+
+def _rendezvous(machines: Machines, folder: Path) -> tuple[dict[str, Any], str]:
+    """Say where torch's agents meet, and this one's address."""
+    limits = {"join_timeout": JOIN_SECONDS, "last_call_timeout": LAST_CALL_SECONDS}
+    if not machines.several:  # no port that somebody could connect to
+        return {"rdzv_endpoint": str(folder / "agents"), "rdzv_configs": {**limits, "store_type": "file"}}, "127.0.0.1"
+    host, port = str(machines.host), machines.port
+    local_host = network.is_local(host)
+    holds = (
+        machines.node_rank == 0 if machines.node_rank is not None else local_host and not network.answers(host, port)
+    )
+    if not holds:
+        network.reach(host, [port], JOIN_SECONDS)
+    endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    address = network.source_address(host) or socket.gethostname()
+    return {"rdzv_endpoint": endpoint, "rdzv_configs": {**limits, "is_host": str(holds)}}, address
+
+
+def be_a_rank(common: Assignment, call: Call | None, folder: str) -> None:
+    """Be a rank that torch's agent has started; leave an `Outcome` in the folder, and fail where the call does."""
+    worker.stand_alone()
+    count_meetings_anew()
+    if call is not None:
+        pickling.mark_as_forked()
+    worker.prepare(common, keep=_AGENTS)
+    placement = detect(os.environ)
+    assert isinstance(placement, Placement)
+    rank, attempt = placement.rank, int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if rank == 0 and attempt > 0:
+        _tell_of_restart(Path(folder), attempt)
+    assignment = replace(common, placement=placement, value=local.wanted(placement, common.everybody))
+    try:
+        data = worker.run(assignment, call)
+    except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are told too
+        told = failures.explained(error)
+        _write(folder, attempt, worker.failure(rank, told))
+        failures.tell(told)
+        abandon_process_group()
+        raise told from None
+    _write(folder, attempt, worker.outcome(rank, value=data))
+    summary = [placement.world_size, placement.node_rank, placement.master_addr]
+    Path(folder, f"world.{rank}").write_text(json.dumps(summary))
+    teardown_process_group()
+
+
+def _tell_of_restart(folder: Path, attempt: int) -> None:
+    before = [told for told in _outcomes(folder, attempt - 1) if told.failed]
+    why = "a rank, or a machine, ended without a word"
+    if before:
+        cause = first_cause(before)
+        why = f"rank {cause.rank} on {cause.host} raised {cause.summary}" if isinstance(cause, Outcome) else why
+    limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
+    say(f"restart {attempt} of at most {limit}: {why}")
+
+
+def _write(folder: str, attempt: int, told: Outcome) -> None:
+    path = Path(folder, f"attempt-{attempt}.{told.rank}")
+    part = path.with_suffix(".part")
+    part.write_bytes(pickle.dumps(told))
+    part.rename(path)
+
+
+def _outcomes(folder: Path, attempt: int | None = None) -> list[Outcome]:
+    """Read what the ranks of an attempt, by default the last, have left, in rank order."""
+    attempts: dict[int, list[Outcome]] = {}
+    for path in folder.glob("attempt-*.[0-9]*"):
+        attempts.setdefault(int(path.stem.removeprefix("attempt-")), []).append(pickle.loads(path.read_bytes()))
+    which = max(attempts, default=0) if attempt is None else attempt
+    return sorted(attempts.get(which, []), key=lambda told: told.rank)
+
+
+def _bring_home(folder: Path, found: list[retrofit.Retrofitted], began: float) -> Any:
+    outcomes = _outcomes(folder)
+    value = local.bring_home(outcomes, found, everybody=False)
+    if outcomes[0].rank == 0:
+        return value
+    ranks = tuple(told.rank for told in outcomes)
+    world_size, node_rank, host = json.loads(Path(folder, f"world.{ranks[0]}").read_text())
+    return NodeSummary(node_rank, ranks, world_size, host, time.monotonic() - began)
+
+
+def _raise_failure(folder: Path, error: Any, oom_kills: int | None) -> NoReturn:
+    """Raise what has failed in the last attempt: the rank's own exception where it has left one."""
+    _raise_what_ranks_told(folder)
+    rank, failure = error.get_first_failure()
+    host = socket.gethostname()
+    raise WorkerDiedError(
+        f"rank {rank} on {host} (pid {failure.pid}) ended without a word: "
+        f"{describe_exit(failure.exitcode, oom_kills)}. What it printed last is above.",
+        rank=rank,
+        host=host,
+        exitcode=failure.exitcode,
+        signal=-failure.exitcode if failure.exitcode < 0 else None,
+    ) from None
+
+
+def _raise_what_ranks_told(folder: Path) -> None:
+    told = [outcome for outcome in _outcomes(folder) if outcome.failed]
+    if told:
+        raise_failure(first_cause(told), told)
+
+
+@contextlib.contextmanager
+def _as_it_was() -> Iterator[None]:
+    """Give the caller back its signal handlers, variables and log levels, which torch's agent changes."""
+    main = threading.current_thread() is threading.main_thread()
+    handlers = {number: signal.getsignal(number) for number in _SIGNALS} if main else {}
+    environ = dict(os.environ)
+    # A store of each round's own, so that a rank never reads what an earlier round has left.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    levels = {name: logging.getLogger(name).level for name in _loggers()}
+    try:
+        yield
+    finally:
+        for name in _loggers():
+            logging.getLogger(name).setLevel(levels.get(name, logging.NOTSET))
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        os.environ.clear()
+        os.environ.update(environ)
+
+
+def _hush() -> None:
+    """Keep torch's agent from printing what is raised in the caller, or told by `say`."""
+    if "LOGLEVEL" not in os.environ:
+        for name in _loggers():
+            logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def _loggers() -> list[str]:
+    names = ("torch.distributed.elastic", "torch.distributed.launcher", "torch.multiprocessing")
+    return [name for name in logging.root.manager.loggerDict if name.startswith(names)]
