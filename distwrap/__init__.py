@@ -19,17 +19,20 @@ from distwrap.group import (
     teardown_process_group,
     world_size,
 )
+from distwrap.launch.nodes import NodeSummary
 from distwrap.model import unwrap_model
 from distwrap.placement import Placement
 from distwrap.precision import autocast, backward, optimizer_step
 from distwrap.progress import progress
 from distwrap.rank_zero import on_rank_zero, rank_zero_first, rank_zero_only
+from distwrap.resume import resume_from
 from distwrap.seeding import seed_everything
 from distwrap.state_dict import add_module_prefix, strip_module_prefix
 from distwrap.strategies import wrap_model, wrap_optimizer
 
 __all__ = [
     "DistwrapError",
+    "NodeSummary",
     "Placement",
     "Preemption",
     "__version__",
@@ -59,6 +62,7 @@ __all__ = [
     "rank_zero_first",
     "rank_zero_only",
     "reduce",
+    "resume_from",
     "save",
     "seed_everything",
     "setup_process_group",

@@ -186,8 +186,17 @@ def test_the_environment_overrides_the_decorator() -> None:
     }
     options = given(strategy="single", seed=1, nprocs="auto").with_environment(env)
     assert options == given(
-        **{"strategy": "ddp", "launcher": "fork", "nprocs": 3, "backend": "gloo", "precision": "bf16", "timeout": 2.5},
-        **{"seed": 1, "nnodes": "1:4", "node_rank": 1, "rdzv_endpoint": "head:29400", "max_restarts": 3},
+        strategy="ddp",
+        launcher="fork",
+        nprocs=3,
+        backend="gloo",
+        precision="bf16",
+        timeout=2.5,
+        seed=1,
+        nnodes="1:4",
+        node_rank=1,
+        rdzv_endpoint="head:29400",
+        max_restarts=3,
         log_dir="logs",
     )
 

@@ -36,8 +36,8 @@ _TIMEOUTS = ("Timed out waiting", "wait timeout after", "monitoredBarrier", "Tim
 
 
 def is_echo(summary: str) -> bool:
-    """Say whether an error's words are the mere echo of a lost peer."""
-    return any(echo in summary for echo in _ECHOES)
+    """Say whether an error's words are the mere echo of a lost peer; our own errors are none."""
+    return not summary.startswith("distwrap.") and any(echo in summary for echo in _ECHOES)
 
 
 def explained(error: BaseException) -> BaseException:

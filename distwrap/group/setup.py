@@ -23,6 +23,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 from distwrap.errors import OptionError, PlacementError
 from distwrap.group import devices, failures, network
 from distwrap.group.channel import Channel
+from distwrap.group.probe import reach_each_other
 from distwrap.group.rendezvous import leave, meet, who_came
 from distwrap.group.seals import agree_on_secret
 from distwrap.group.world import World, activate, active_world, current_world, deactivate, say
@@ -257,8 +258,10 @@ def _look_around(placement: Placement, store: Store, device: torch.device, clean
             torch.set_num_threads(threads)
     if placement.nnodes == 1:
         return placement
-    cleanup.enter_context(network.through(_interface(placement, came)))
-    return _numbered(placement, homes)
+    placement, interface = _numbered(placement, homes), _interface(placement, came)
+    reach_each_other(store, placement, interface)
+    cleanup.enter_context(network.through(interface))
+    return placement
 
 
 def _interface(placement: Placement, came: dict[int, dict[str, Any]]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -13,7 +14,7 @@ from datetime import timedelta
 from functools import cache
 
 import torch.distributed as dist
-from torch.distributed import FileStore, PrefixStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
+from torch.distributed import FileStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from distwrap.errors import ArrivalError
 from distwrap.group import network
@@ -31,7 +32,7 @@ _ROUND_TRIP_SECONDS = 15.0
 
 def held_elsewhere() -> bool:
     """Say whether the store outlives the ranks, in their launcher's process."""
-    return own.STORE in os.environ or os.environ.get(_AGENT) == "True"
+    return own.STORE in os.environ or (os.environ.get(_AGENT) == "True" and not _may_restart())
 
 
 def where(placement: Placement) -> str:
@@ -53,8 +54,8 @@ def open_store(placement: Placement, seconds: float) -> Store:
     try:
         if os.environ.get(_AGENT) == "True":
             store: Store = next(iter(rendezvous("env://", placement.rank, placement.world_size, timeout=limit)))[0]
-        else:
-            store = _tcp_store(placement, seconds)
+            return _fresh_store(store, placement, seconds) if _may_restart() else store
+        return _tcp_store(placement, seconds)
     except (dist.DistError, ValueError, OSError) as error:
         if isinstance(error, ArrivalError):
             raise
@@ -62,9 +63,38 @@ def open_store(placement: Placement, seconds: float) -> Store:
             f"rank {placement.rank} on {socket.gethostname()} found no meeting place at {where(placement)} within "
             f"{seconds:.0f} s ({_first_line(error)}). Is rank 0 running, and MASTER_ADDR and MASTER_PORT right?"
         ) from error
-    # torch's agent may keep one store over its restarts.
-    restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"restart/{restart}", store) if restart != "0" else store
+
+
+def _may_restart() -> bool:
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def _fresh_store(agents: Store, placement: Placement, seconds: float) -> Store:
+    """Open a store of this attempt's own.
+
+    torchrun's agents keep one store over all restarts (torch 2.13), so that ranks would read what those of an earlier
+    attempt have left, and no two agents count the attempts alike. Rank 0 holds this one, and says in the agents' where
+    it is; an earlier attempt's is gone with its rank 0.
+    """
+    key, one_machine = "distwrap store", placement.nnodes == 1
+    if placement.rank == 0:
+        token = secrets.token_hex(8)
+        store, port = serve("127.0.0.1" if one_machine else None, [0], token, seconds)
+        agents.set(key, f"{port} {token}")
+        return store
+    address, deadline = "127.0.0.1" if one_machine else str(placement.master_addr), time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if agents.check([key]):
+            number, token = agents.get(key).decode().split()
+            if network.answers(address, int(number)):
+                found = _round_trip(address, int(number), token, seconds)
+                if found is not None:
+                    return found
+        time.sleep(0.02)
+    raise ArrivalError(
+        f"rank {placement.rank} on {socket.gethostname()} waited {seconds:.0f} s for rank 0 at {address}: it did not "
+        f"reach setup_process_group(). Look at what it printed."
+    )
 
 
 def from_outside(place: str, seconds: float = 10.0) -> Store:

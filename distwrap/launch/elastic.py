@@ -34,7 +34,7 @@ from distwrap.launch.execute import Call, Run
 from distwrap.launch.exits import OomCount, describe_exit
 from distwrap.launch.machines import Machines
 from distwrap.launch.nodes import NodeSummary
-from distwrap.launch.supervisor import first_cause, raise_failure
+from distwrap.launch.supervisor import first_cause, is_echo, raise_failure
 from distwrap.launch.transport import Outcome
 from distwrap.launch.worker import Assignment, Surroundings
 from distwrap.placement import Placement, detect
@@ -184,16 +184,16 @@ def _tell_of_restart(folder: Path, attempt: int) -> None:
     why = "a rank, or a machine, ended without a word"
     if before:
         cause = first_cause(before)
-        why = f"rank {cause.rank} on {cause.host} raised {cause.summary}" if isinstance(cause, Outcome) else why
+        if isinstance(cause, Outcome) and not is_echo(cause):
+            why = f"rank {cause.rank} on {cause.host} raised {cause.summary}"
     limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
     say(f"restart {attempt} of at most {limit}: {why}")
 
 
 def _write(folder: str, attempt: int, told: Outcome) -> None:
-    path = Path(folder, f"attempt-{attempt}.{told.rank}")
-    part = path.with_suffix(".part")
+    part = Path(folder, f"part-{attempt}.{told.rank}")
     part.write_bytes(pickle.dumps(told))
-    part.rename(path)
+    part.rename(Path(folder, f"attempt-{attempt}.{told.rank}"))
 
 
 def _outcomes(folder: Path, attempt: int | None = None) -> list[Outcome]:
@@ -206,7 +206,8 @@ def _outcomes(folder: Path, attempt: int | None = None) -> list[Outcome]:
 
 
 def _bring_home(folder: Path, found: list[retrofit.Retrofitted], began: float) -> Any:
-    outcomes = _outcomes(folder)
+    # Where machines came, torch counts no new attempt, and ranks that had to end may have left how they did.
+    outcomes = [outcome for outcome in _outcomes(folder) if not outcome.failed]
     value = local.bring_home(outcomes, found, everybody=False)
     if outcomes[0].rank == 0:
         return value

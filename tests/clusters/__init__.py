@@ -1,0 +1,1 @@
+"""Real launchers and real networks on one machine: Slurm, MPI, torchrun, network namespaces as hosts."""

@@ -1,0 +1,89 @@
+"""A user's script, the same under every launcher: trains, and tells what each rank was and what came out.
+
+Usage: job.py [the epochs] [the machine's failure], with the options from the environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import distwrap
+from distwrap import distributed, gather_object, placement, save, shard_loader, wrap_model
+
+SAMPLES = 48
+
+
+def data() -> TensorDataset:
+    """A line with noise, the same everywhere."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(SAMPLES, 4, generator=generator)
+    return TensorDataset(x, x @ torch.tensor([[1.0], [-2.0], [3.0], [0.5]]) + 0.1)
+
+
+def tell(**what: object) -> None:
+    """Print a line in one piece."""
+    os.write(1, f"TOLD {json.dumps(what)}\n".encode())
+
+
+def fail_if_asked(epoch: int, rank: int) -> None:
+    """Fail in the way that the environment asks for, once."""
+    kind, _, when = os.environ.get("JOB_FAILS", "").partition("@")
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not kind or int(when) != epoch or (again and kind != "always"):
+        return
+    if kind in ("raise", "always") and rank == 1:
+        raise ValueError(f"rank {rank} stumbles in epoch {epoch}")
+    if kind == "die" and rank == 1:
+        os.kill(os.getpid(), 9)
+
+
+@distributed(seed=0, timeout=60)
+def main(epochs: int, path: str | None) -> list[float]:
+    """Train a linear model, from where an earlier run has stopped; return the weights."""
+    model = wrap_model(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
+    loader = shard_loader(DataLoader(data(), batch_size=12, shuffle=False), mode="exact", batch_size="global")
+    first = 0
+    if path is not None:
+        state = distwrap.resume_from(path)
+        if state is not None:
+            model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            first = state["epoch"] + 1
+    place = placement()
+    tell(
+        start=place.rank,
+        first=first,
+        place=vars(place),
+        host=os.uname().nodename,
+        interface=os.environ.get("GLOO_SOCKET_IFNAME"),
+        threads=torch.get_num_threads(),
+    )
+    for epoch in range(first, epochs):
+        fail_if_asked(epoch, place.rank)
+        for x, y in loader:
+            loss = nn.functional.mse_loss(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if path is not None:
+            save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, path)
+        tell(epoch=epoch, rank=place.rank)
+        if "JOB_SLOW" in os.environ:
+            distwrap.barrier()
+            time.sleep(float(os.environ["JOB_SLOW"]))
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+    assert all(other == weights for other in gather_object(weights))
+    return weights
+
+
+if __name__ == "__main__":
+    value = main(int(sys.argv[1]) if len(sys.argv) > 1 else 3, sys.argv[2] if len(sys.argv) > 2 else None)
+    tell(value=value if isinstance(value, list) else str(value))

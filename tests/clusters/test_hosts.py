@@ -1,0 +1,233 @@
+"""The decorator and torchrun over two hosts, each with a network of its own, and what goes wrong between them."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+
+import pytest
+
+import distwrap
+from tests.clusters.namespaces import Hosts
+from tests.clusters.running import JOB, PYTHON, Ended, assert_like_one_process, ended, started, wait_for_line
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+
+ENDPOINT = "hosta:29444"
+BOTH = {"DISTWRAP_NNODES": "2", "DISTWRAP_RDZV_ENDPOINT": ENDPOINT, "DISTWRAP_NPROCS": "1", "DISTWRAP_TIMEOUT": "30"}
+
+
+@contextmanager
+def running(
+    hosts: Hosts, *command: str, each: dict[str, dict[str, str]] | None = None, **env: str
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Start a command on every host, with what is different on one of them."""
+    with ExitStack() as stack:
+        yield [
+            stack.enter_context(started(hosts.command(name, *command), **{**env, **(each or {}).get(name, {})}))
+            for name in hosts.names
+        ]
+
+
+def on_both(hosts: Hosts, *command: str, each: dict[str, dict[str, str]] | None = None, **env: str) -> list[Ended]:
+    """Run a command on every host to its end."""
+    with running(hosts, *command, each=each, **env) as processes:
+        return [ended(process) for process in processes]
+
+
+def test_the_same_command_on_both(two_hosts: Hosts) -> None:
+    """Without node ranks: the endpoint's host is node 0, gloo takes the interface that leads to the other."""
+    first, second = on_both(two_hosts, *JOB, **{**BOTH, "DISTWRAP_NPROCS": "2"})
+    assert first.code == second.code == 0, first.output + second.output
+    starts = sorted(first.starts() + second.starts(), key=lambda line: int(line["start"]))
+    assert [line["host"] for line in starts] == ["hosta", "hosta", "hostb", "hostb"]
+    assert {line["interface"] for line in starts} == {"eth0"}
+    assert_like_one_process(first.values()[0])
+    assert second.values()[0].startswith("node 1: rank(s) 2-3 of 4 done in ")
+    assert "4 ranks on 2 nodes (hosta), cpu, gloo on eth0" in first.output
+
+
+def test_hosts_with_other_numbers_of_ranks(two_hosts: Hosts) -> None:
+    """One host may start more ranks than the other."""
+    each = {"hosta": {"DISTWRAP_NPROCS": "1"}, "hostb": {"DISTWRAP_NPROCS": "2"}}
+    first, second = on_both(two_hosts, *JOB, "1", each=each, **BOTH)
+    assert first.code == second.code == 0, first.output + second.output
+    places = [line["place"] for line in sorted(first.starts() + second.starts(), key=lambda line: int(line["start"]))]
+    assert [(place["node_rank"], place["local_rank"], place["local_world_size"]) for place in places] == [
+        (0, 0, 1),
+        (1, 0, 2),
+        (1, 1, 2),
+    ]
+    assert_like_one_process(first.values()[0], 1)
+
+
+def test_the_recipe_that_people_type(two_hosts: Hosts) -> None:
+    """MASTER_ADDR, MASTER_PORT, WORLD_SIZE as the number of machines, NODE_RANK: each machine starts its ranks."""
+    recipe = {"MASTER_ADDR": "hosta", "MASTER_PORT": "29445", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
+    each = {name: {**recipe, "NODE_RANK": str(i)} for i, name in enumerate(two_hosts.names)}
+    first, second = on_both(two_hosts, *JOB, each=each, DISTWRAP_NPROCS="1")
+    assert first.code == second.code == 0, first.output + second.output
+    assert [line["place"]["world_size"] for line in first.starts() + second.starts()] == [2, 2]
+    assert_like_one_process(first.values()[0])
+
+
+def test_torchrun(two_hosts: Hosts) -> None:
+    """Under torchrun with an agent a host the script joins."""
+    with ExitStack() as stack:
+        processes = []
+        for i, name in enumerate(two_hosts.names):
+            words = [
+                "--nnodes=2",
+                "--nproc-per-node=1",
+                f"--node-rank={i}",
+                "--master-addr=hosta",
+                "--master-port=29446",
+            ]
+            command = [PYTHON, "-m", "torch.distributed.run", *words, JOB[1]]
+            processes.append(stack.enter_context(started(two_hosts.command(name, *command))))
+        both = [ended(process) for process in processes]
+    assert [each.code for each in both] == [0, 0], both
+    assert [line["interface"] for each in both for line in each.starts()] == ["eth0", "eth0"]
+    for each in both:
+        assert_like_one_process(each.values()[0])
+
+
+def test_an_exception_crosses_hosts(two_hosts: Hosts) -> None:
+    """What a rank on one host raises is raised in the callers on both, in its own type, with its traceback."""
+    first, second = on_both(two_hosts, *JOB, JOB_FAILS="raise@1", **BOTH)
+    for each in (first, second):
+        assert each.code == 1
+        assert each.output.rstrip().endswith("ValueError: rank 1 stumbles in epoch 1"), each.output
+        assert "rank 1 on hostb" in each.output
+        assert "in fail_if_asked" in each.output
+
+
+def test_a_killed_rank_is_told_on_both_hosts(two_hosts: Hosts) -> None:
+    """A rank that is killed on one host ends the run on both, with its name."""
+    start = time.monotonic()
+    for each in on_both(two_hosts, *JOB, JOB_FAILS="die@1", **BOTH):
+        assert "WorkerDiedError: rank 1 on hostb" in each.output, each.output
+        assert "killed by SIGKILL" in each.output
+    assert time.monotonic() - start < 40
+
+
+def test_a_lost_host_is_told(two_hosts: Hosts) -> None:
+    """When a whole host goes, the other knows within seconds, by its name."""
+    with running(two_hosts, *JOB, "40", JOB_SLOW="0.5", **BOTH) as (first, second):
+        wait_for_line(first, '"epoch": 1')
+        two_hosts.kill_all_on("hostb")
+        start = time.monotonic()
+        left = ended(first)
+        second.wait(10)
+    assert left.code == 1
+    assert "node 1 (hostb) is gone" in left.output, left.output
+    assert time.monotonic() - start < 20
+
+
+def test_a_lost_host_zero_is_told(two_hosts: Hosts) -> None:
+    """The same where it is the host that holds the store."""
+    with running(two_hosts, *JOB, "40", JOB_SLOW="0.5", **BOTH) as (first, second):
+        wait_for_line(second, '"epoch": 1')
+        two_hosts.kill_all_on("hosta")
+        left = ended(second)
+        first.wait(10)
+    assert left.code == 1
+    assert "node 0 (hosta) is gone" in left.output, left.output
+
+
+def test_a_ctrl_c_on_one_host_ends_both(two_hosts: Hosts) -> None:
+    """Who presses Ctrl-C on one host does not leave the other waiting."""
+    with running(two_hosts, *JOB, "60", JOB_SLOW="0.5", **BOTH) as (first, second):
+        wait_for_line(second, '"epoch": 1')
+        os.killpg(first.pid, signal.SIGINT)
+        left = ended(second)
+        ended(first)
+    assert left.code == 1
+    assert "KeyboardInterrupt" in left.output
+
+
+def test_a_missing_host(two_hosts: Hosts) -> None:
+    """A host that does not come is named after the time limit."""
+    with started(two_hosts.command("hosta", *JOB), **{**BOTH, "DISTWRAP_TIMEOUT": "3"}) as process:
+        alone = ended(process)
+    assert alone.code == 1
+    assert "1 of 2 machines are here (hosta); missing: node(s) 1" in alone.output, alone.output
+    assert "Start the same command on every machine." in alone.output
+
+
+def test_nobody_at_the_endpoint(two_hosts: Hosts) -> None:
+    """A host whose node 0 does not come says that nobody listens, and where it looked."""
+    with started(two_hosts.command("hostb", *JOB), **{**BOTH, "DISTWRAP_TIMEOUT": "3"}) as process:
+        alone = ended(process)
+    assert "the machine is there, but nobody listens (10.77.3.1 port 29444: refused)" in alone.output, alone.output
+
+
+def test_an_unreachable_master(two_hosts: Hosts) -> None:
+    """An address that nobody has is an error within the limit, with the addresses tried and this host's own."""
+    start = time.monotonic()
+    env = {**BOTH, "DISTWRAP_TIMEOUT": "600", "DISTWRAP_RDZV_ENDPOINT": "10.77.3.77:29444"}
+    with started(two_hosts.command("hostb", *JOB), **env) as process:
+        alone = ended(process)
+    assert "no machine answers (10.77.3.77 port 29444: " in alone.output, alone.output
+    assert "eth0 10.77.3.2" in alone.output
+    assert "NCCL_SOCKET_IFNAME" in alone.output
+    assert time.monotonic() - start < 15 + 3 + 10
+
+
+def test_a_name_that_does_not_resolve(two_hosts: Hosts) -> None:
+    """A name that nobody knows is an error that says how to try it."""
+    env = {**BOTH, "DISTWRAP_TIMEOUT": "3", "DISTWRAP_RDZV_ENDPOINT": "hostq:29444"}
+    with started(two_hosts.command("hostb", *JOB), **env) as process:
+        alone = ended(process)
+    assert "cannot resolve the name 'hostq'" in alone.output, alone.output
+
+
+@pytest.mark.parametrize(
+    ("interface", "message"),
+    [
+        ("wlan0", "has no interface wlan0 that is up. There are: lo (127.0.0.1 ::1), eth0 (10.77.3."),
+        ("^lo", "'^' is NCCL's way to write it"),
+        ("eth1", "node 0 (hosta) to node 1 (hostb) through eth1: 192.168.200.1 to 192.168.201.1"),
+    ],
+)
+def test_a_wrong_interface(two_hosts: Hosts, interface: str, message: str) -> None:
+    """An interface that is not there, is NCCL's syntax, or leads nowhere, is an error before gloo waits for it."""
+    start = time.monotonic()
+    first, _ = on_both(two_hosts, *JOB, GLOO_SOCKET_IFNAME=interface, **{**BOTH, "DISTWRAP_TIMEOUT": "600"})
+    assert message in first.output, first.output
+    assert time.monotonic() - start < 40
+
+
+def test_two_with_the_same_number(two_hosts: Hosts) -> None:
+    """Two machines with one node rank are both named, to the one that came second."""
+    each = {name: {"DISTWRAP_NODE_RANK": "1"} for name in two_hosts.names}
+    env = {**BOTH, "DISTWRAP_NNODES": "3", "DISTWRAP_TIMEOUT": "10"}
+    zero = two_hosts.command("hosta", *JOB)
+    with started(zero, **{**env, "DISTWRAP_NODE_RANK": "0"}):
+        first, second = on_both(two_hosts, *JOB, each=each, **env)
+    assert "there are two machines with node_rank=1: host" in first.output + second.output
+
+
+def test_a_zero_that_is_not_the_endpoint(two_hosts: Hosts) -> None:
+    """Node 0 on another machine than the endpoint's is refused at once."""
+    with started(two_hosts.command("hostb", *JOB), **{**BOTH, "DISTWRAP_NODE_RANK": "0"}) as process:
+        alone = ended(process)
+    assert "node_rank=0 on hostb, but rdzv_endpoint=hosta:29444 is not this machine" in alone.output
+
+
+def test_another_version_on_one_host(two_hosts: Hosts, tmp_path: Path) -> None:
+    """Two versions of distwrap do not run together; both are quoted."""
+    package = Path(distwrap.__file__).parent
+    shutil.copytree(package, tmp_path / "distwrap", ignore=shutil.ignore_patterns("__pycache__"))
+    (tmp_path / "distwrap" / "_version.py").write_text('__version__ = "0.0.1"\n')
+    other = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{package.parent}"}
+    first, second = on_both(two_hosts, *JOB, each={"hostb": other}, **BOTH)
+    assert "node 1 on hostb runs distwrap 0.0.1" in first.output, first.output
+    assert "node 1 on hostb runs distwrap 0.0.1" in second.output, second.output
+    assert f"node 0 on hosta runs distwrap {distwrap.__version__}" in second.output

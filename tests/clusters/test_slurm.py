@@ -1,0 +1,135 @@
+"""The same script under real Slurm."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.clusters.running import JOB, Ended, assert_like_one_process, environment
+from tests.clusters.slurm import Slurm
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+
+
+def srun(slurm: Slurm, *words: str, **env: str) -> Ended:
+    done = slurm.run("srun", *words, seconds=120, **environment(**env))
+    return Ended.of(done.returncode, done.stdout + done.stderr)
+
+
+def submit(slurm: Slurm, folder: Path, lines: str, *options: str) -> str:
+    """Submit a job script; return the job's number."""
+    script = folder / "job.sh"
+    script.write_text(f"#!/bin/sh\n{lines}\n")
+    done = slurm.run("sbatch", "--parsable", "-o", str(folder / "out"), "--open-mode=append", *options, str(script))
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def finished(slurm: Slurm, job: str, folder: Path, seconds: float = 150) -> Ended:
+    """Wait until a job is done for good, and read what it wrote."""
+    deadline = time.monotonic() + seconds
+    while (state := _state(slurm, job)) in ("PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "PREEMPTED", "REQUEUED"):
+        assert time.monotonic() < deadline, slurm.run("scontrol", "show", "job", job).stdout
+        time.sleep(0.2)
+    output = (folder / "out").read_text()
+    return Ended.of(0 if state == "COMPLETED" else 1, f"{output}{state}: {slurm.run('squeue').stdout}")
+
+
+def _state(slurm: Slurm, job: str) -> str:
+    shown = slurm.run("scontrol", "show", "job", job).stdout
+    return shown.partition("JobState=")[2].partition(" ")[0]
+
+
+def test_two_nodes_and_four_tasks(slurm: Slurm) -> None:
+    """`srun -N2 -n4` makes one world: each rank knows its node, and the weights are those of one process."""
+    done = srun(slurm, "-N2", "-n4", *JOB)
+    assert done.code == 0, done.output
+    places = [line["place"] for line in done.starts()]
+    assert [place["rank"] for place in places] == [0, 1, 2, 3]
+    assert [place["node_rank"] for place in places] in ([0, 0, 1, 1], [0, 0, 0, 1])
+    assert {place["source"] for place in places} == {"slurm"}
+    assert {place["nnodes"] for place in places} == {2}
+    assert len(done.values()) == 4  # the script goes on on every rank, as under any outer launcher
+    for value in done.values():
+        assert_like_one_process(value)
+
+
+def test_uneven_tasks(slurm: Slurm) -> None:
+    """Three tasks on two nodes: two here and one there."""
+    done = srun(slurm, "-N2", "-n3", *JOB, "1")
+    assert done.code == 0, done.output
+    places = [line["place"] for line in done.starts()]
+    assert [(place["local_rank"], place["local_world_size"], place["node_rank"]) for place in places] == [
+        (0, 2, 0),
+        (1, 2, 0),
+        (0, 1, 1),
+    ]
+    assert_like_one_process(done.values()[0], 1)
+
+
+def test_a_batch_script_with_a_step(slurm: Slurm, tmp_path: Path) -> None:
+    """sbatch with srun inside is the same as srun."""
+    job = submit(slurm, tmp_path, f"srun {' '.join(JOB)}", "-N2", "-n2", "--ntasks-per-node=1")
+    done = finished(slurm, job, tmp_path)
+    assert done.code == 0, done.output
+    assert [line["place"]["node_rank"] for line in done.starts()] == [0, 1]
+    assert_like_one_process(done.values()[0])
+
+
+def test_a_batch_script_without_a_step(slurm: Slurm, tmp_path: Path) -> None:
+    """In sbatch's own shell nobody has started tasks: the ranks are launched here, and do not wait for others."""
+    job = submit(slurm, tmp_path, f"DISTWRAP_NPROCS=2 {' '.join(JOB)}", "-N2", "-n4")
+    done = finished(slurm, job, tmp_path)
+    assert done.code == 0, done.output
+    places = [line["place"] for line in done.starts()]
+    assert [(place["world_size"], place["source"]) for place in places] == [(2, "distwrap")] * 2
+    assert_like_one_process(done.values()[0])
+
+
+def test_two_steps_at_once_do_not_meet(slurm: Slurm, tmp_path: Path) -> None:
+    """Two steps of one job on the same nodes are two worlds."""
+    step = f"srun --overlap -N2 -n2 {' '.join(JOB)}"
+    job = submit(slurm, tmp_path, f"{step} 1 & {step} 2 & wait", "-N2", "-n2")
+    done = finished(slurm, job, tmp_path)
+    assert done.code == 0, done.output
+    assert len({line["place"]["job"] for line in done.starts()}) == 2
+    assert len(done.values()) == 4
+    first = min(done.told, key=lambda line: str(line.get("place", {}).get("job", "~")))
+    assert first
+
+
+def test_a_rank_that_dies_ends_the_step(slurm: Slurm) -> None:
+    """A failure on one node reaches the others, with the first cause, though srun itself would wait."""
+    start = time.monotonic()
+    done = srun(slurm, "-N2", "-n2", "--ntasks-per-node=1", *JOB, JOB_FAILS="raise@1")
+    assert done.code != 0
+    assert "ValueError: rank 1 stumbles in epoch 1" in done.output
+    assert "rank 0 ends, because rank 1 on" in done.output or "rank 1 on" in done.output
+    assert time.monotonic() - start < 60
+
+
+def test_a_requeued_job_goes_on(slurm: Slurm, tmp_path: Path) -> None:
+    """A job that a job of a higher priority pushes out is queued again, and goes on from its checkpoint."""
+    last = tmp_path / "last.pt"
+    # A script that ended by itself within the grace time would count as failed, and not be queued again.
+    command = f"JOB_SLOW=0.5 srun {' '.join(JOB)} 12 {last} || sleep 60"
+    job = submit(slurm, tmp_path, command, "-N2", "-n2", "--ntasks-per-node=1", "-p", "low", "--exclusive", "--requeue")
+    _wait_for((tmp_path / "out"), '"epoch": 2', 60)
+    urgent = slurm.run("srun", "-p", "high", "-N3", "-n3", "--exclusive", "true", seconds=100)
+    assert urgent.returncode == 0, urgent.stderr
+    done = finished(slurm, job, tmp_path)
+    assert done.code == 0, done.output
+    firsts = [line["first"] for line in done.told if "start" in line]
+    assert firsts[:2] == [0, 0]
+    assert firsts[2:]
+    assert min(firsts[2:]) >= 2
+    assert_like_one_process(done.values()[-1], 12)
+
+
+def _wait_for(file: Path, text: str, seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while not file.exists() or text not in file.read_text():
+        assert time.monotonic() < deadline, file.read_text() if file.exists() else "no output"
+        time.sleep(0.1)
