@@ -25,6 +25,7 @@ os.environ["DISTWRAP_QUIET"] = "1"
 @pytest.fixture(scope="session", autouse=True)
 def _warm() -> None:
     """Start once what stays on purpose: the fork server, and the one pipe that torch's store keeps for a process."""
+    dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first one imports torch's compiler, which sets a variable
     warm_server()
 

@@ -119,8 +119,12 @@ class Nodes:
             except ArrivalError:
                 if machines.node_rank == 0:
                     raise
-        store, _ = stores.connect(self._host, [self._port], stores.GIVEN, seconds, who)
-        return store
+        while True:
+            left = seconds - (time.monotonic() - self._began)
+            store, _ = stores.connect(self._host, [self._port], stores.GIVEN, left, who)
+            if not store.check(["nodes/over"]):
+                return store
+            time.sleep(0.02)  # the store of the call before, which node 0 is about to close
 
     def _register(self, node_rank: int | None, nprocs: int) -> int:
         """Say who we are under our number, or under the next that is free."""
@@ -269,6 +273,7 @@ class Nodes:
             if thread.is_alive():
                 thread.join(2 * BEAT_SECONDS)
         with suppress(dist.DistError, RuntimeError):
+            self._store.set("over", "")
             self._store.set(f"bye/{self.node_rank}", "")
             if self.node_rank == 0:
                 lost = self._patience if self._store.check(["failure"]) else _LEAVE_SECONDS

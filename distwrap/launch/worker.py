@@ -238,7 +238,7 @@ def stand_alone() -> None:
     _die_with_parent()
     if os.getpgrp() != os.getpid():
         os.setsid()  # a Ctrl-C reaches the caller alone, and a whole rank can be stopped at once
-    faulthandler.enable()
+    faulthandler.enable(2)  # sys.stderr may be no file, as in a notebook or under pytest
     for stream in (sys.stdout, sys.stderr):
         reconfigure: Callable[..., Any] | None = getattr(stream, "reconfigure", None)
         if reconfigure is not None:

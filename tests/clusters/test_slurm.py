@@ -88,6 +88,16 @@ def test_a_batch_script_without_a_step(slurm: Slurm, tmp_path: Path) -> None:
     assert_like_one_process(done.values()[0])
 
 
+def test_the_doctor_speaks_for_the_whole_step(slurm: Slurm) -> None:
+    """Every task runs it, and one report comes out, with both nodes' ranks."""
+    done = srun(slurm, "-N2", "-n2", "--ntasks-per-node=1", JOB[0], "-m", "distwrap", "doctor")
+    assert done.code == 0, done.output
+    assert done.output.count("Who started this process: slurm") == 1
+    assert "2 on 2 machine(s), started by slurm; this is rank 0" in done.output
+    assert "Real test: 2 rank(s)" in done.output
+    assert "No problems found." in done.output
+
+
 def test_two_steps_at_once_do_not_meet(slurm: Slurm, tmp_path: Path) -> None:
     """Two steps of one job on the same nodes are two worlds."""
     step = f"srun --overlap -N2 -n2 {' '.join(JOB)}"

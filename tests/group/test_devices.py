@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -8,10 +10,13 @@ import torch
 from distwrap.errors import OptionError, PlacementError
 from distwrap.group.devices import (
     Devices,
+    _quota,
     choose_backend,
     choose_device,
     choose_nprocs,
     choose_threads,
+    refuse_shared,
+    share_threads,
     use,
     visible_devices,
 )
@@ -114,3 +119,57 @@ def test_counting_devices_touches_none() -> None:
 def test_using_the_cpu_is_nothing_to_do() -> None:
     """Making the CPU the current device needs no accelerator."""
     use(torch.device("cpu"))
+
+
+def test_two_ranks_on_one_device_are_refused() -> None:
+    """The same physical device under two ranks of a machine is named, with both ranks."""
+    came = {rank: {"host": "n1", "gpu": gpu} for rank, gpu in ((2, "GPU-a"), (3, "GPU-a"), (4, "GPU-b"))}
+    for rank in (2, 3):
+        with pytest.raises(PlacementError, match=r"ranks 2, 3 on n1 are all on the same physical device .*GPU-a"):
+            refuse_shared(rank, torch.device("cuda", 0), came)
+    refuse_shared(4, torch.device("cuda", 0), came)
+
+
+def test_sharing_that_was_asked_for_is_fine() -> None:
+    """A rank that chose its device itself, or is on the CPU, has no name to compare."""
+    came: dict[int, dict[str, Any]] = {rank: {"host": "n1", "gpu": None} for rank in range(2)}
+    refuse_shared(0, torch.device("cpu"), came)
+
+
+@pytest.mark.parametrize(
+    ("cpus", "threads"),
+    [
+        ([[0, 1, 2, 3], [0, 1, 2, 3]], 2),
+        ([[0, 1], [2, 3]], 2),
+        ([[0, 1, 2, 3], [2, 3, 4, 5]], 2),
+        ([[0], [0], [0]], 1),
+        ([[0, 1, 2, 3]], 4),
+    ],
+)
+def test_cpus_are_divided_among_those_who_share_them(
+    cpus: list[list[int]], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that a cluster has bound to CPUs of their own are not divided once more."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert share_threads(0, {rank: {"cpus": found} for rank, found in enumerate(cpus)}) == threads
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert share_threads(0, {rank: {"cpus": found} for rank, found in enumerate(cpus)}) is None
+
+
+@pytest.mark.parametrize(
+    ("files", "quota"),
+    [
+        ({"cpu.max": "150000 100000"}, 1.5),
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "200000", "cpu/cpu.cfs_period_us": "100000"}, 2.0),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({}, None),
+    ],
+)
+def test_the_control_groups_quota(files: dict[str, str], quota: float | None, tmp_path: Path) -> None:
+    """Both versions of control groups, with and without a limit."""
+    for name, text in files.items():
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text + "\n")
+    assert _quota(str(tmp_path)) == quota

@@ -1,0 +1,24 @@
+"""The command line: ``python -m distwrap doctor``."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from distwrap.cli import doctor
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command, and return the exit code.
+
+    Args:
+        arguments: by default those of the process.
+    """
+    parser = argparse.ArgumentParser(prog="python -m distwrap", description="Tools around distributed runs.")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    doctor.add_arguments(commands)
+    given = parser.parse_args(arguments)
+    run: int = given.run(given)
+    return run

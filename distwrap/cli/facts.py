@@ -1,0 +1,185 @@
+"""What this process sees, and what would be decided here. Looks only: starts nothing, touches no accelerator."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import shutil
+import socket
+import sys
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from distwrap._version import __version__
+from distwrap.errors import DistwrapError
+from distwrap.group import devices, network
+from distwrap.launch import fork_safety
+from distwrap.launch.machines import resolve
+from distwrap.options import Options
+from distwrap.placement import Machine, Placement, detect, explain
+
+SHARED_MEMORY_BYTES = 1 << 30  # below, loader workers may die of a bus error
+OPEN_FILES = 1024
+
+_OF_INTEREST = ("DISTWRAP_", "NCCL_", "GLOO_", "CUDA_VISIBLE", "HIP_VISIBLE", "OMP_NUM", "MASTER_", "TORCH_NCCL")
+
+
+@dataclass
+class Facts:
+    """One process's view.
+
+    Attributes:
+        launchers: what each detector says.
+        decided: what would be done, by heading.
+        problems: what would go wrong, with what to do.
+        remarks: what is worth knowing.
+        device: its unique name, once an accelerator is in use.
+    """
+
+    host: str
+    rank: int = 0
+    local_rank: int = 0
+    versions: dict[str, str] = field(default_factory=dict)
+    launchers: dict[str, str] = field(default_factory=dict)
+    decided: dict[str, str] = field(default_factory=dict)
+    variables: dict[str, str] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    remarks: list[str] = field(default_factory=list)
+    device: str | None = None
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+
+def look(nprocs: int | None = None) -> Facts:
+    """Collect the facts of this process.
+
+    Args:
+        nprocs: how many ranks the real test starts; by default as many as ``@distributed`` would.
+    """
+    env = dict(os.environ)
+    facts = Facts(socket.gethostname(), versions=_versions(), launchers=explain(env))
+    facts.variables = {name: env[name] for name in sorted(env) if name.startswith(_OF_INTEREST)}
+    found: Placement | Machine = Placement()
+    try:
+        found = detect(env)
+    except DistwrapError as error:
+        facts.problems.append(str(error))
+    options = Options()
+    try:
+        options = options.with_environment(env)
+    except DistwrapError as error:
+        facts.problems.append(str(error))
+    visible = devices.visible_devices()
+    if isinstance(found, Placement) and found.source != "single":
+        facts.rank, facts.local_rank = found.rank, found.local_rank
+        _joining(facts, found, visible)
+    else:
+        _launching(facts, found if isinstance(found, Machine) else None, options, visible, nprocs)
+    _machine(facts, visible)
+    return facts
+
+
+def _versions() -> dict[str, str]:
+    versions = {"distwrap": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    if torch.version.cuda is not None:
+        versions["cuda"] = torch.version.cuda
+        if torch.distributed.is_nccl_available():
+            versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+    return versions
+
+
+def _joining(facts: Facts, place: Placement, visible: devices.Devices) -> None:
+    """This process is a rank already."""
+    facts.decided["ranks"] = (
+        f"{place.world_size} on {place.nnodes} machine(s), started by {place.source}; this is rank {place.rank}, local "
+        f"rank {place.local_rank} of {place.local_world_size}, machine {place.node_rank}"
+    )
+    where = f"{place.master_addr}:{place.master_port or f'a port that follows from {place.job or place.source}'}"
+    facts.decided["meeting place"] = where if place.master_addr is not None else "the launching process"
+    _device(facts, place, visible)
+    _interface(facts, place.nnodes, place.master_addr)
+
+
+def _launching(
+    facts: Facts, machine: Machine | None, options: Options, visible: devices.Devices, nprocs: int | None
+) -> None:
+    """This process would launch."""
+    try:
+        machines = resolve(options, machine)
+        here = devices.choose_nprocs(machines.nprocs, visible)
+    except DistwrapError as error:
+        facts.problems.append(str(error))
+        return
+    why = f"{visible.count} {visible.kind} device(s) visible" if visible.count else "no accelerator visible"
+    several = f" on each of {machines.fewest} to {machines.most} machines" if machines.several else ""
+    facts.decided["ranks"] = f"{here}{several} by default ({why})" + (f"; {nprocs} in this test" if nprocs else "")
+    refusal = fork_safety.refusal()
+    if machines.elastic:
+        facts.decided["launcher"] = f"torch elastic, at most {machines.max_restarts} restarts"
+    elif options.launcher != "auto":
+        facts.decided["launcher"] = options.launcher
+    else:
+        facts.decided["launcher"] = f"forkserver ({refusal})" if refusal else "fork (it is safe here)"
+    local = nprocs or here
+    threads = devices.choose_threads(local)
+    set_by_user = f"{os.environ.get('OMP_NUM_THREADS')}, by OMP_NUM_THREADS"
+    cpus = len(devices.allowed_cpus())
+    facts.decided["threads"] = set_by_user if threads is None else f"{threads} a rank ({cpus} CPUs for {local} ranks)"
+    _device(facts, Placement(0, max(1, local), 0, max(1, local)), visible)
+    _interface(facts, machines.most, machines.host)
+
+
+def _device(facts: Facts, place: Placement, visible: devices.Devices) -> None:
+    try:
+        device = devices.choose_device(place, visible)
+    except DistwrapError as error:
+        facts.problems.append(str(error))
+        return
+    facts.decided["device"] = str(device)
+    facts.decided["backend"] = devices.choose_backend("auto", device)
+
+
+def _interface(facts: Facts, nnodes: int, master: str | None) -> None:
+    users = os.environ.get("GLOO_SOCKET_IFNAME")
+    here = "; ".join(f"{name} {' '.join(found)}" for name, found in network.interfaces().items())
+    facts.decided["interfaces"] = here
+    try:
+        network.check_users_choice(os.environ, facts.decided.get("backend", "gloo"))
+    except DistwrapError as error:
+        facts.problems.append(str(error))
+    if users:
+        facts.decided["network"] = f"{users}, by GLOO_SOCKET_IFNAME"
+    elif nnodes == 1:
+        facts.decided["network"] = "loopback: one machine"
+    else:
+        address = network.source_address(str(master))
+        name = network.interface_of(address) if address else None
+        facts.decided["network"] = f"{name or '?'} ({address or 'no way'} leads to {master})"
+        if address is None:
+            facts.problems.append(f"no way to {master} from {facts.host}. {network.ADVICE}")
+
+
+def _machine(facts: Facts, visible: devices.Devices) -> None:
+    if os.path.isdir("/dev/shm"):
+        memory = shutil.disk_usage("/dev/shm")
+        facts.decided["shared memory"] = f"{memory.free / 2**30:.1f} GiB free of {memory.total / 2**30:.1f}"
+        if memory.free < SHARED_MEMORY_BYTES:
+            facts.remarks.append(
+                f"little shared memory ({memory.free >> 20} MiB): loader workers may die of a bus error. In Docker, "
+                f"start with --shm-size=8g or --ipc=host; or use num_workers=0."
+            )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    facts.decided["open files"] = f"{soft} (could be {hard})" if soft != hard else str(soft)
+    if soft < OPEN_FILES:
+        facts.remarks.append(f"only {soft} open files allowed: raise it with `ulimit -n {min(hard, 65536)}`.")
+    if visible.count == 0 and os.path.exists("/dev/nvidiactl"):
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+        why = "CUDA_VISIBLE_DEVICES is empty" if hidden else f"torch {torch.__version__} sees none"
+        facts.remarks.append(f"there is an NVIDIA driver, but no device is used: {why}.")
+    if sys.platform not in ("linux", "darwin"):
+        facts.problems.append(f"{sys.platform} is not supported.")

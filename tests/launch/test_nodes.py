@@ -1,0 +1,137 @@
+"""Callers that meet: two on one machine stand in for two machines; tests/clusters/ has hosts of their own."""
+
+from __future__ import annotations
+
+import socket
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from distwrap import NodeSummary
+from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError
+from distwrap.launch import nodes
+from tests.clusters.running import JOB, PYTHON, Ended, assert_like_one_process, ended, started
+
+PROGRAM = [PYTHON, "-m", "tests.launch.machines_program"]
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def two_callers(command: list[str], *each: dict[str, str], **env: str) -> list[Ended]:
+    """Run a command twice at once, as two machines would."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    common = {"DISTWRAP_NNODES": "2", "DISTWRAP_RDZV_ENDPOINT": endpoint, "DISTWRAP_TIMEOUT": "20", **env}
+    with ExitStack() as stack:
+        running = [stack.enter_context(started(command, **{**common, **more})) for more in each or ({}, {})]
+        return [ended(process) for process in running]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["forkserver", "fork", "spawn"])
+def test_one_world_by_every_launcher(launcher: str) -> None:
+    """Two callers make one world, whichever way each starts its ranks; the value is on node 0."""
+    both = two_callers(JOB, DISTWRAP_NPROCS="1", DISTWRAP_LAUNCHER=launcher)
+    assert [each.code for each in both] == [0, 0], both
+    values = sorted((value for each in both for value in each.values()), key=lambda value: isinstance(value, str))
+    assert_like_one_process(values[0])
+    assert values[1].startswith("node 1: rank(s) 1 of 2 done in ")
+
+
+@pytest.mark.slow
+def test_what_comes_home(tmp_path: Path) -> None:
+    """returns="all" has every machine's values, trained weights are on both, each has the logs of its own ranks."""
+    each: list[dict[str, str]] = [
+        {"DISTWRAP_NODE_RANK": str(i), "DISTWRAP_LOG_DIR": str(tmp_path / str(i))} for i in range(2)
+    ]
+    first, second = two_callers_with_folders(tmp_path, each)
+    assert first.code == second.code == 0, first.output + second.output
+    told, other = ({name: value for line in each.told for name, value in line.items()} for each in (first, second))
+    assert told["all"] == [[10 * rank, [float(rank)] * 2] for rank in range(4)]
+    assert other["all"].startswith("node 1: rank(s) 2-3 of 4")
+    assert told["weights"] == other["weights"]
+    assert float(told["formatted"]) >= 0
+    assert other["formatted"].startswith("node 1")
+    assert told["logs"] == [f"rank_{rank}.{kind}.log" for rank in (0, 1) for kind in ("stderr", "stdout")]
+    assert set(other["logs"]) >= {f"rank_{rank}.stdout.log" for rank in (2, 3)}
+    assert "printed by rank 3" in (tmp_path / "1" / "rank_3.stdout.log").read_text()
+
+
+def two_callers_with_folders(folder: Path, each: list[dict[str, str]]) -> list[Ended]:
+    endpoint = f"127.0.0.1:{free_port()}"
+    common = {"DISTWRAP_NNODES": "2", "DISTWRAP_RDZV_ENDPOINT": endpoint, "DISTWRAP_TIMEOUT": "20"}
+    with ExitStack() as stack:
+        running = [
+            stack.enter_context(started([*PROGRAM, str(folder / str(i))], **{**common, **more}))
+            for i, more in enumerate(each)
+        ]
+        return [ended(process) for process in running]
+
+
+@pytest.mark.slow
+def test_a_third_is_one_too_many() -> None:
+    """A machine more than there should be is told so."""
+    three = two_callers(JOB, {}, {}, {}, DISTWRAP_NPROCS="1", JOB_SLOW="1")
+    assert sorted(each.code for each in three) == [0, 0, 1]
+    outcast = next(each for each in three if each.code)
+    assert "is one machine too many: all 2 are here already" in outcast.output, outcast.output
+
+
+class Custom(Exception):
+    """One that takes what JSON takes."""
+
+
+class Picky(Exception):
+    """One that cannot be made of its arguments."""
+
+    def __init__(self, what: str, *, detail: int) -> None:
+        super().__init__(what)
+        self.detail = detail
+
+
+def told(error: BaseException) -> dict[str, Any]:
+    return {
+        "type": [type(error).__module__, type(error).__qualname__],
+        "args": nodes._plain(error.args),
+        "summary": f"{type(error).__name__}: {error}",
+        "host": "n2",
+        "rank": 3,
+        "exitcode": 1,
+        "signal": None,
+    }
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("x"), KeyError("k", 3), Custom("a", 1), CollectiveError("c"), WorkerDiedError("d"), OSError(2, "no")],
+)
+def test_an_exception_comes_in_its_own_type(error: Exception) -> None:
+    """One whose type is known here, and whose arguments are plain, is made again, with rank and host."""
+    made = nodes.rebuilt(told(error))
+    assert type(made) is type(error)
+    assert made.args == error.args
+    assert (made.rank, made.host) == (3, "n2")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("error", [Picky("x", detail=1), ValueError(object()), KeyboardInterrupt(), SystemExit(3)])
+def test_what_cannot_be_made_again_is_told_in_words(error: BaseException) -> None:
+    """Others, and what is no exception to raise elsewhere, come as a WorkerError that quotes them."""
+    made = nodes.rebuilt(told(error))
+    assert type(made) is WorkerError
+    assert str(made).startswith(f"on n2: {type(error).__name__}: ")
+
+
+def test_nothing_is_imported_or_called_for_an_exception() -> None:
+    """A type that is not loaded, or is no exception, is not looked for."""
+    for kind in (["antigravity", "Error"], ["builtins", "print"], ["os", "system"], ["builtins", "object"]):
+        assert type(nodes.rebuilt({**told(ValueError("echo")), "type": kind})) is WorkerError
+
+
+def test_a_summary_takes_any_format() -> None:
+    """The one script that all machines run may format the value as a number."""
+    summary = NodeSummary(1, (2, 3), 4, "hosta", 1.25)
+    assert f"{summary:.3f}" == str(summary) == "node 1: rank(s) 2-3 of 4 done in 1.2 s; the result is on hosta"
