@@ -147,19 +147,23 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
             ``"ddp_forkserver"``, ``"ddp_script"``, ``"ddp_notebook"``: ``"ddp"`` with that launcher. ``"dp"`` is one
             process over all devices it sees, whatever `nprocs` says.
         nprocs: processes on this machine; ``"auto"`` is one an accelerator, else 1.
+        nnodes: machines, all of which run the same command; ``"1:4"`` lets them come and go. On machines other than
+            that of rank 0 the call returns a `NodeSummary`.
+        node_rank: which one this is; by default the one that `rdzv_endpoint` names is 0, and the others count off.
+        rdzv_endpoint: where they meet, ``"host:port"``: one of them, the same on all.
         launcher: ``"auto"`` (fork where that is safe, else forkserver), ``"forkserver"``, ``"fork"``, ``"spawn"``,
-            ``"script"``, or ``"external"``, which refuses to run unless an outer launcher is there.
+            ``"script"``, ``"elastic"`` (torch's agent, which `max_restarts` and ``"1:4"`` choose too), or
+            ``"external"``, which refuses to run unless an outer launcher is there.
         backend: of the process group; ``"auto"`` is NCCL on CUDA and gloo on the CPU.
         precision: ``"32"``, ``"bf16"`` or ``"fp16"``; Lightning's and Accelerate's spellings are taken too.
         seed: seeds all ranks alike, and their loaders' workers apart.
         timeout: seconds for a collective, at most 120 of them for all ranks to arrive.
+        max_restarts: how often all ranks are started again after one has failed; see `resume_from`.
         returns: ``"rank0"``, or ``"all"`` for the list of all ranks' values.
         retrofit: wrap models, optimizers and loaders among the arguments before the function sees them, and write the
             trained weights and optimizer state back into the caller's own objects.
         log_dir: a folder for what each rank prints, besides the console: ``rank_0.stdout.log``, ``rank_0.stderr.log``,
             …, appended to. Left to an outer launcher where there is one.
-        nnodes, node_rank, rdzv_endpoint, max_restarts: torchrun's, for now; anything but their defaults is
-            refused with the torchrun option to use.
 
     Returns:
         The function with the same signature, and ``.options(…)`` to change options for one call.
@@ -167,8 +171,9 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     Raises:
         OptionError: an option is wrong, or the function is of a kind that cannot be launched.
 
-    Environment: ``DISTWRAP_STRATEGY``, ``_LAUNCHER``, ``_NPROCS``, ``_BACKEND``, ``_PRECISION`` and ``_TIMEOUT``
-    override these arguments, ``.options()`` overrides both; ``DISTWRAP_DISABLE=1`` runs the function in this process.
+    Environment: ``DISTWRAP_STRATEGY``, ``_LAUNCHER``, ``_NPROCS``, ``_NNODES``, ``_NODE_RANK``, ``_RDZV_ENDPOINT``,
+    ``_BACKEND``, ``_PRECISION``, ``_TIMEOUT``, ``_MAX_RESTARTS`` and ``_LOG_DIR`` override these arguments,
+    ``.options()`` overrides both; ``DISTWRAP_DISABLE=1`` runs the function in this process.
 
     Example:
         >>> @distributed(nprocs=1)

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 # They return one number of the surroundings, or nothing: an example would say less than their first line.
 WITHOUT_EXAMPLE = {
     "DistwrapError",
+    "NodeSummary",
     "Preemption",
     "Placement",
     "barrier",
@@ -42,7 +43,7 @@ def problems() -> Iterator[str]:
     launchers = [name for name in options.LAUNCHERS if name != "auto"]
     yield from compare("README's table of launchers", table(readme, "| launcher |"), "the options", launchers)
     variables = {*options._ENVIRONMENT, "DISTWRAP_DISABLE", "DISTWRAP_QUIET"}
-    yield from compare("README's variables", re.findall(r"`(DISTWRAP_[A-Z]+)", readme), "the code's", variables)
+    yield from compare("README's variables", re.findall(r"`(DISTWRAP_[A-Z_]+)", readme), "the code's", variables)
     for name in re.findall(r"`([A-Za-z]+Error)`", readme):
         if not hasattr(errors, name) and not hasattr(builtins, name):
             yield f"README speaks of {name}, which distwrap.errors does not have."

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from distwrap import retrofit
-from distwrap.errors import ArrivalError, ForkError, WorkerDiedError
+from distwrap.errors import ArrivalError, ForkError, WorkerDiedError, WorkerTimeoutError
 from distwrap.group import failures, network
 from distwrap.group.devices import choose_threads
 from distwrap.group.rendezvous import count_meetings_anew
@@ -42,7 +42,6 @@ from distwrap.placement import Placement, detect
 JOIN_SECONDS = 120.0  # for as many machines to come as are needed
 LAST_CALL_SECONDS = 5.0  # for more machines than these
 MONITOR_SECONDS = 0.1
-SHUTDOWN_SECONDS = 5  # for ranks that are to be ended, before SIGKILL
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AGENTS = ("TORCHELASTIC_", "TORCH_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")  # its variables
@@ -116,8 +115,6 @@ def _run(common: Assignment, call: Call | None, folder: Path, method: str, nproc
         local_addr=local_addr,
         **rendezvous,
     )
-    if hasattr(config, "shutdown_timeout"):
-        config.shutdown_timeout = SHUTDOWN_SECONDS
     try:
         elastic_launch(config, be_a_rank)(common, call, str(folder))
     except ChildFailedError as error:
@@ -165,8 +162,14 @@ def be_a_rank(common: Assignment, call: Call | None, folder: str) -> None:
     if rank == 0 and attempt > 0:
         _tell_of_restart(Path(folder), attempt)
     assignment = replace(common, placement=placement, value=local.wanted(placement, common.everybody))
+
+    def stalled(report: str) -> None:  # in the side channel's thread, since the main thread does not move
+        error = WorkerTimeoutError(report, rank=rank, host=socket.gethostname())
+        _write(folder, attempt, worker.failure(rank, error))
+        os._exit(1)
+
     try:
-        data = worker.run(assignment, call)
+        data = worker.run(assignment, call, stalled)
     except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are told too
         told = failures.explained(error)
         _write(folder, attempt, worker.failure(rank, told))

@@ -7,7 +7,6 @@ where this process knows that type already.
 
 from __future__ import annotations
 
-import builtins
 import json
 import os
 import socket
@@ -23,10 +22,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from distwrap.errors import ArrivalError, WorkerDiedError, WorkerError
+from distwrap.errors import ArrivalError, WorkerDiedError
 from distwrap.group import network, stores
 from distwrap.group.rendezvous import compare, registration
-from distwrap.launch import transport
+from distwrap.launch import retold, transport
 from distwrap.launch.machines import Machines
 from distwrap.launch.transport import Outcome
 from distwrap.placement import Placement
@@ -34,7 +33,8 @@ from distwrap.placement import Placement
 BEAT_SECONDS = 0.5
 LOST_SECONDS = 30.0  # without a sign of life, after which a machine counts as lost
 SUSPECT_SECONDS = 2.0  # the same, once a rank has lost a peer
-_LEAVE_SECONDS = 10.0
+_LEAVE_SECONDS = 10.0  # for the others to leave before node 0 does
+_NEWS_SECONDS = 3.0  # for the others to read of a failure
 
 
 @dataclass(frozen=True)
@@ -238,19 +238,7 @@ class Nodes:
 
     def tell(self, error: BaseException) -> None:
         """Let the other machines know of a failure here; the first is believed to be the cause."""
-        cause = error.__cause__
-        told = {
-            "node": self.node_rank,
-            "rank": getattr(error, "rank", None),
-            "host": getattr(error, "host", None) or socket.gethostname(),
-            "type": [type(error).__module__, type(error).__qualname__],
-            "args": _plain(error.args),
-            "summary": f"{type(error).__name__}: {error}",
-            "traceback": str(cause).partition("raised:\n\n")[2] if cause is not None else "",
-            "exitcode": getattr(error, "exitcode", None),
-            "signal": getattr(error, "signal", None),
-            "time": time.time(),
-        }
+        told = {**retold.described(error), "node": self.node_rank}
         with suppress(dist.DistError, RuntimeError):
             self._store.compare_set("failure", "", json.dumps(told))
 
@@ -264,7 +252,8 @@ class Nodes:
         while not self._all_done.wait(0.05):
             if self.news.poll():
                 outcome: Outcome = self.news.recv()
-                raise failure_elsewhere(outcome)
+                assert outcome.error is not None
+                raise transport.unpack_result(outcome.error)
 
     def close(self) -> None:
         """Leave; node 0 last, since it holds the store."""
@@ -276,9 +265,8 @@ class Nodes:
             self._store.set("over", "")
             self._store.set(f"bye/{self.node_rank}", "")
             if self.node_rank == 0:
-                lost = self._patience if self._store.check(["failure"]) else _LEAVE_SECONDS
-                byes = [f"bye/{number}" for number in range(self._size)]
-                self._store.wait(byes, timedelta(seconds=lost))
+                seconds = _NEWS_SECONDS if self._store.check(["failure"]) else _LEAVE_SECONDS
+                self._store.wait([f"bye/{number}" for number in range(self._size)], timedelta(seconds=seconds))
         self.news.close()
         self._pipe.close()
 
@@ -326,60 +314,16 @@ class Nodes:
                 self._store.compare_set("failure", "", json.dumps(lost))
 
     def _lost(self, number: int, why: str) -> dict[str, Any]:
-        host = self.hosts[number]
+        host, rank = self.hosts[number], sum(self.counts[:number])
         text = f"node {number} ({host}) is gone: {why}. It, its network, or the command on it has ended."
-        return {
-            "node": number,
-            "rank": sum(self.counts[:number]),
-            "host": host,
-            "type": [WorkerDiedError.__module__, WorkerDiedError.__qualname__],
-            "args": [text],
-            "summary": text,
-            "traceback": "",
-            "exitcode": None,
-            "signal": None,
-            "time": time.time(),
-        }
+        return {**retold.described(WorkerDiedError(text, rank=rank, host=host)), "summary": text, "node": number}
 
     def _pass_on(self, told: dict[str, Any]) -> None:
         if told["node"] == self.node_rank:
             return
         rank = told["rank"] if told["rank"] is not None else sum(self.counts[: told["node"]])
-        error = transport.pack_error(rebuilt(told))
+        error = transport.pack_error(retold.rebuilt(told))
         with suppress(OSError):
             self._pipe.send(
                 Outcome(rank, told["host"], 0, told["time"], None, error, told["summary"], told["traceback"].strip())
             )
-
-
-def rebuilt(told: dict[str, Any]) -> BaseException:
-    """Make the exception that another machine tells of, in its own type where that type is known here already."""
-    module, name = told["type"]
-    found: Any = sys.modules.get(module) if module != "builtins" else builtins
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    error: BaseException | None = None
-    if isinstance(found, type) and issubclass(found, Exception) and told["args"] is not None:
-        with suppress(Exception):
-            error = found(*told["args"])
-    if error is None:
-        error = WorkerError(f"on {told['host']}: {told['summary']}")
-    for key in ("rank", "host", "exitcode", "signal"):
-        with suppress(AttributeError, TypeError):
-            setattr(error, key, told[key])
-    return error
-
-
-def failure_elsewhere(outcome: Outcome) -> BaseException:
-    """Return the exception that an outcome from another machine carries."""
-    assert outcome.error is not None
-    error: BaseException = transport.unpack_result(outcome.error)
-    return error
-
-
-def _plain(args: tuple[Any, ...]) -> list[Any] | None:
-    """The arguments of an exception, where they survive JSON as they are."""
-    with suppress(TypeError, ValueError):
-        if json.loads(json.dumps(args)) == list(args):
-            return list(args)
-    return None

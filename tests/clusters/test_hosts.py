@@ -67,21 +67,46 @@ def test_hosts_with_other_numbers_of_ranks(two_hosts: Hosts) -> None:
     assert_like_one_process(first.values()[0], 1)
 
 
-def test_the_recipe_that_people_type(two_hosts: Hosts) -> None:
-    """MASTER_ADDR, MASTER_PORT, WORLD_SIZE as the number of machines, NODE_RANK: each machine starts its ranks."""
-    recipe = {"MASTER_ADDR": "hosta", "MASTER_PORT": "29445", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    each = {name: {**recipe, "NODE_RANK": str(i)} for i, name in enumerate(two_hosts.names)}
-    first, second = on_both(two_hosts, *JOB, each=each, DISTWRAP_NPROCS="1")
+@pytest.mark.parametrize(
+    ("variables", "number"),
+    [
+        ({"WORLD_SIZE": "2", "LOCAL_RANK": "0", "DISTWRAP_NPROCS": "1"}, "NODE_RANK"),
+        ({"WORLD_SIZE": "2", "PET_NNODES": "2", "PET_NPROC_PER_NODE": "1", "PET_NODE_RANK": "9"}, "RANK"),
+        ({"WORLD_SIZE": "2", "NPROC_PER_NODE": "1"}, "RANK"),
+    ],
+    ids=["by hand", "kubeflow", "dlc"],
+)
+def test_a_process_is_a_machine(two_hosts: Hosts, variables: dict[str, str], number: str) -> None:
+    """Where the environment numbers machines, each starts its ranks."""
+    common = {"MASTER_ADDR": "hosta", "MASTER_PORT": "29445", **variables}
+    each = {name: {**common, number: str(i)} for i, name in enumerate(two_hosts.names)}
+    if "PET_NODE_RANK" in variables:
+        each = {name: {**env, "PET_NODE_RANK": env[number]} for name, env in each.items()}
+    first, second = on_both(two_hosts, *JOB, each=each)
     assert first.code == second.code == 0, first.output + second.output
     assert [line["place"]["world_size"] for line in first.starts() + second.starts()] == [2, 2]
     assert_like_one_process(first.values()[0])
 
 
-def test_torchrun(two_hosts: Hosts) -> None:
-    """Under torchrun with an agent a host the script joins."""
+def test_the_doctor_over_both(two_hosts: Hosts) -> None:
+    """The doctor starts ranks on both hosts, and names the interface and the hosts; node 1 points to node 0."""
+    first, second = on_both(two_hosts, PYTHON, "-m", "distwrap", "doctor", "--nprocs", "1", **_without_nprocs())
+    assert first.code == second.code == 0, first.output + second.output
+    assert "1 on each of 2 to 2 machines" in first.output
+    assert "network        eth0 (10.77.3.1 leads to hosta)" in first.output
+    assert "on hosta, hostb; all on the CPU" in first.output
+    assert "the result is on hosta" in second.output
+
+
+def _without_nprocs() -> dict[str, str]:
+    return {name: value for name, value in BOTH.items() if name != "DISTWRAP_NPROCS"}
+
+
+def by_torchrun(hosts: Hosts, **env: str) -> list[Ended]:
+    """Run the job with an agent a host."""
     with ExitStack() as stack:
         processes = []
-        for i, name in enumerate(two_hosts.names):
+        for i, name in enumerate(hosts.names):
             words = [
                 "--nnodes=2",
                 "--nproc-per-node=1",
@@ -90,12 +115,27 @@ def test_torchrun(two_hosts: Hosts) -> None:
                 "--master-port=29446",
             ]
             command = [PYTHON, "-m", "torch.distributed.run", *words, JOB[1]]
-            processes.append(stack.enter_context(started(two_hosts.command(name, *command))))
-        both = [ended(process) for process in processes]
+            processes.append(stack.enter_context(started(hosts.command(name, *command), **env)))
+        return [ended(process) for process in processes]
+
+
+def test_torchrun(two_hosts: Hosts) -> None:
+    """Under torchrun with an agent a host the script joins."""
+    both = by_torchrun(two_hosts)
     assert [each.code for each in both] == [0, 0], both
     assert [line["interface"] for each in both for line in each.starts()] == ["eth0", "eth0"]
     for each in both:
         assert_like_one_process(each.values()[0])
+
+
+def test_a_failure_under_torchrun_crosses_hosts(two_hosts: Hosts) -> None:
+    """Without a caller of ours the ranks tell each other: the cause is in both hosts' output."""
+    first, second = by_torchrun(two_hosts, JOB_FAILS="raise@1")
+    assert first.code != 0
+    assert second.code != 0
+    for each in (first, second):
+        assert "ValueError: rank 1 stumbles in epoch 1" in each.output, each.output
+    assert "rank 1 on hostb" in first.output
 
 
 def test_an_exception_crosses_hosts(two_hosts: Hosts) -> None:

@@ -85,6 +85,16 @@ def test_digits_learn_on_two_ranks(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_training_survives_an_accident(tmp_path: Path) -> None:
+    """The elastic example loses a rank in epoch 3, goes on there, and learns as well as without."""
+    printed = run(EXAMPLES / "elastic.py", folder=tmp_path)
+    assert "goes on with epoch 3" in printed
+    survived = last_number(printed, "accuracy")
+    undisturbed = last_number(run(EXAMPLES / "elastic.py", "--no-accident", folder=tmp_path), "accuracy")
+    assert survived == undisturbed > 0.9
+
+
+@pytest.mark.slow
 def test_digits_learn_without_distwrap(tmp_path: Path) -> None:
     """The plain digits example, which the other is compared with, learns as well."""
     assert last_number(run(EXAMPLES / "digits_plain.py", "--epochs", "4", folder=tmp_path), "accuracy") > 0.9

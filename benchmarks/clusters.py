@@ -1,0 +1,183 @@
+"""Who am I, the doctor, two machines, restarts: distwrap beside hand-written torch under torchrun.
+
+Two processes on this machine stand in for two machines. Every run does the same: meet, one all-reduce, come home.
+
+    python benchmarks/clusters.py [--quick] [--json FILE] [--plot FILE.png]
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from timing import Row, Samples, arguments, in_turns, per_call, report
+
+from distwrap.placement import detect
+
+SLURM = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "1024",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "0",
+    "SLURM_STEP_NODELIST": "n[0001-0128]",
+    "SLURM_STEP_TASKS_PER_NODE": "8(x128)",
+}
+
+OURS = """
+import os, sys, time, torch, distwrap
+@distwrap.distributed
+def main():
+    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    distwrap.reduce(torch.ones(1))
+    if again:
+        print(f"AGAIN {time.time()}", flush=True)
+    elif sys.argv[1:] and distwrap.rank() == 1:
+        print(f"DEAD {time.time()}", flush=True)
+        os.kill(os.getpid(), 9)
+    distwrap.barrier()
+if __name__ == "__main__":
+    main()
+"""
+
+THEIRS = """
+import os, sys, time, torch, torch.distributed as dist
+again = os.environ["TORCHELASTIC_RESTART_COUNT"] != "0"
+dist.init_process_group("gloo")
+dist.all_reduce(torch.ones(1))
+if again:
+    print(f"AGAIN {time.time()}", flush=True)
+elif sys.argv[1:] and dist.get_rank() == 1:
+    print(f"DEAD {time.time()}", flush=True)
+    os.kill(os.getpid(), 9)
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    rounds = 1 if args.quick else 7
+    with tempfile.TemporaryDirectory() as folder:
+        rows, notes = [detection(), doctor(rounds), two_machines(Path(folder), rounds)], []
+        again = restart(Path(folder), rounds)
+        if isinstance(again, Row):
+            rows.append(again)
+        else:
+            notes.append(again)
+    report("clusters: two processes on this machine stand in for two machines, gloo", rows, notes, args)
+
+
+def detection() -> Row:
+    """Time the question who started us, in a big Slurm step and where nobody has."""
+    taken = in_turns({"step": per_call(lambda: detect(SLURM), 200), "alone": per_call(lambda: detect({}), 200)}, 20)
+    slowest = max(taken.values(), key=lambda samples: samples.median)
+    figure = f"{slowest.median * 1e6:.0f} us"
+    met = slowest.median < 1e-3
+    return Row("who am I: the slower of a Slurm step, nobody", slowest, None, "us", figure, "< 1 ms", met)
+
+
+def doctor(rounds: int) -> Row:
+    """Time the doctor with two ranks, from the shell."""
+
+    def once() -> float:
+        return _timed([sys.executable, "-m", "distwrap", "doctor", "--nprocs", "2"])
+
+    taken = Samples(in_turns({"ours": once}, max(1, rounds // 2))["ours"].seconds)
+    return Row("doctor, 2 ranks", taken, None, "s", f"{taken.median:.1f} s", "< 15 s", taken.median < 15)
+
+
+def two_machines(folder: Path, rounds: int) -> Row:
+    """Time the same command on both, from the shell to the end of both."""
+    ours, theirs = _programs(folder)
+
+    def with_decorator() -> float:
+        env = {"DISTWRAP_NNODES": "2", "DISTWRAP_NPROCS": "1", "DISTWRAP_RDZV_ENDPOINT": f"127.0.0.1:{_free_port()}"}
+        return _timed(*[[sys.executable, str(ours)]] * 2, env=env)
+
+    def with_torchrun() -> float:
+        words = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={_free_port()}"]
+        return _timed(*([*TORCHRUN, *words, f"--node-rank={i}", str(theirs)] for i in range(2)))
+
+    taken = in_turns({"ours": with_decorator, "theirs": with_torchrun}, rounds)
+    ratio = taken["ours"].over(taken["theirs"])
+    what = "two machines, a rank each, from the shell to the end: decorator, torchrun"
+    return Row(what, taken["ours"], taken["theirs"], "s", f"{ratio:.2f} times", "<= 1", ratio <= 1)
+
+
+def restart(folder: Path, rounds: int) -> Row | str:
+    """Time from a rank's death to the first all-reduce of the next attempt."""
+    ours, theirs = _programs(folder)
+
+    def with_decorator() -> float:
+        env = {"DISTWRAP_NPROCS": "2", "DISTWRAP_MAX_RESTARTS": "1"}
+        return _between([sys.executable, str(ours), "die"], env)
+
+    def with_torchrun() -> float:
+        words = ["--standalone", "--nproc-per-node=2", "--max-restarts=1"]
+        return _between([*TORCHRUN, *words, str(theirs), "die"], {})
+
+    what = "restart, 2 ranks, from a death to the first all-reduce: decorator, torchrun"
+    try:
+        taken = in_turns({"ours": with_decorator, "theirs": with_torchrun}, rounds)
+    except RuntimeError as error:
+        mine = in_turns({"ours": with_decorator}, rounds)["ours"]
+        return f"{what}: {mine.text('s')} beside {error}"
+    times = taken["theirs"].median / taken["ours"].median
+    return Row(what, taken["ours"], taken["theirs"], "s", f"{times:.1f} times faster")
+
+
+def _programs(folder: Path) -> tuple[Path, Path]:
+    ours, theirs = folder / "ours.py", folder / "theirs.py"
+    ours.write_text(OURS)
+    theirs.write_text(THEIRS)
+    return ours, theirs
+
+
+def _timed(*commands: list[str], env: dict[str, str] | None = None) -> float:
+    start = time.perf_counter()
+    running = [_started(command, env or {}) for command in commands]
+    for process in running:
+        output = process.communicate(timeout=100)[0]
+        if process.returncode:
+            raise SystemExit(f"{' '.join(process.args)} ended with {process.returncode}:\n{output}")  # type: ignore[arg-type]
+    return time.perf_counter() - start
+
+
+def _between(command: list[str], env: dict[str, str]) -> float:
+    process = _started(command, env)
+    output = process.communicate(timeout=100)[0]
+    found = {what: float(when) for what, when in re.findall(r"(DEAD|AGAIN) ([\d.]+)", output)}
+    if process.returncode or "AGAIN" not in found:
+        lines = [line for line in output.splitlines() if "rror" in line]
+        raise RuntimeError(f"{command[2]} failed: {lines[-1] if lines else output[-300:]}")
+    return found["AGAIN"] - found["DEAD"]
+
+
+def _started(command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        command,
+        env={**os.environ, "OMP_NUM_THREADS": "1", **env},
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+if __name__ == "__main__":
+    main()

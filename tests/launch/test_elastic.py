@@ -1,0 +1,142 @@
+"""Restarts by torch elastic: what the caller gets is what every launcher gives, and nothing stays behind."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from distwrap import barrier, distributed, placement, rank, reduce
+from distwrap.errors import ForkError, WorkerDiedError, WorkerTimeoutError
+from tests.clusters.running import JOB, ended, started, wait_for_line
+
+pytestmark = pytest.mark.timeout(120)
+
+
+def attempt() -> int:
+    return int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+
+
+@distributed(nprocs=2, max_restarts=1, timeout=30)
+def work(kind: str, until: int = 1) -> tuple[int, float]:
+    """Fail in some way as long as the attempt's number is below a limit; then add the ranks up."""
+    barrier()
+    if attempt() < until and rank() == 1:
+        if kind == "raise":
+            raise KeyError("boom", 3)
+        if kind == "exit":
+            raise SystemExit(7)
+        if kind == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+    return attempt(), float(reduce(torch.tensor(rank() + 1.0), "sum"))
+
+
+@pytest.mark.parametrize(("kind", "attempts"), [("", 0), ("raise", 1), ("exit", 1), ("die", 1)])
+def test_the_value_after_a_restart(kind: str, attempts: int) -> None:
+    """Whatever ended the first attempt, the value of the second comes home."""
+    assert work(kind) == (attempts, 3.0)
+
+
+def test_the_last_exception_comes_in_its_own_type() -> None:
+    """With no restart left the caller has the exception, its arguments, rank and traceback."""
+    with pytest.raises(KeyError) as caught:
+        work("raise", 9)
+    assert caught.value.args == ("boom", 3)
+    assert caught.value.rank == 1  # type: ignore[attr-defined]
+    assert "in work" in str(caught.value.__cause__)
+
+
+def test_the_last_death_is_named() -> None:
+    """A rank that was killed in the last attempt is told with its signal."""
+    with pytest.raises(WorkerDiedError, match=r"rank 1 on .* ended without a word: killed by SIGKILL") as caught:
+        work("die", 9)
+    assert (caught.value.rank, caught.value.signal) == (1, signal.SIGKILL)
+
+
+def test_every_value() -> None:
+    """returns="all" is a list in rank order."""
+    assert work.options(returns="all")("raise") == [(1, 3.0)] * 2
+
+
+def test_by_name() -> None:
+    """launcher="elastic" without restarts is one attempt."""
+    assert work.options(launcher="elastic", max_restarts=0)("") == (0, 3.0)
+    with pytest.raises(KeyError):
+        work.options(launcher="elastic", max_restarts=0)("raise")
+
+
+@distributed(nprocs=2, max_restarts=1, retrofit=True, seed=0)
+def fit(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    if attempt() == 0 and rank() == 0:
+        raise RuntimeError("again, please")
+    (model(torch.ones(1, 2)) - 3).square().sum().backward()
+    optimizer.step()
+    return placement().world_size
+
+
+def test_the_callers_model_is_trained() -> None:
+    """retrofit writes home what the last attempt has trained, from where the caller's model was."""
+    model = nn.Linear(2, 1)
+    expected = nn.Linear(2, 1)
+    expected.load_state_dict(model.state_dict())
+    (expected(torch.ones(1, 2)) - 3).square().sum().backward()
+    torch.optim.SGD(expected.parameters(), lr=0.1).step()
+    assert fit(model, torch.optim.SGD(model.parameters(), lr=0.1)) == 2
+    assert torch.allclose(model.weight, expected.weight)
+
+
+@distributed(nprocs=2, max_restarts=0, launcher="elastic", timeout=2)
+def stand_still() -> None:
+    threading.Event().wait(60)
+
+
+def test_a_stall_is_reported() -> None:
+    """Ranks that wait for what does not come end with the place of each."""
+    with pytest.raises(WorkerTimeoutError, match=r"(?s)no rank has moved for 2 s:.*ranks 0, 1 .*test_elastic\.py"):
+        stand_still()
+
+
+def test_the_caller_is_as_it_was() -> None:
+    """Variables, signal handlers and log levels that torch's agent changes are given back, also after a failure."""
+    handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)]
+    environ, level = dict(os.environ), logging.getLogger("torch.distributed.elastic.agent.server.api").level
+    work("")
+    with pytest.raises(KeyError):
+        work("raise", 9)
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)] == handlers
+    assert dict(os.environ) == environ
+    assert logging.getLogger("torch.distributed.elastic.agent.server.api").level == level
+
+
+def test_fork_where_it_is_not_safe() -> None:
+    """launcher="fork" is refused with a thread around, as without restarts; auto spawns then."""
+    stop = threading.Event()
+    thread = threading.Thread(target=stop.wait, name="somebodys")
+    thread.start()
+    try:
+        with pytest.raises(ForkError, match="not safe here"):
+            work.options(launcher="fork")("")
+    finally:
+        stop.set()
+        thread.join()
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM)])
+def test_a_signal_ends_the_ranks_too(number: signal.Signals, code: int, tmp_path: Path) -> None:
+    """Ctrl-C and SIGTERM to the caller leave no rank."""
+    env: dict[str, Any] = {"DISTWRAP_NPROCS": "2", "DISTWRAP_MAX_RESTARTS": "1", "JOB_SLOW": "0.3"}
+    with started([*JOB, "60"], **env) as process:
+        wait_for_line(process, '"epoch": 1')
+        os.kill(process.pid, number)
+        start = time.monotonic()
+        left = ended(process)
+    assert left.code == code, left.output
+    assert time.monotonic() - start < 20
