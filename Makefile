@@ -31,6 +31,7 @@ bench: $(VENV)/.installed-bench
 	$(bin)/python benchmarks/launch.py
 	$(bin)/python benchmarks/step.py
 	$(bin)/python benchmarks/faults.py
+	$(bin)/python benchmarks/clusters.py
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis digits.pt digits_retrofit.pt

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -60,6 +61,8 @@ elif sys.argv[1:] and dist.get_rank() == 1:
 dist.barrier()
 dist.destroy_process_group()
 """
+
+HANGS_SECONDS = 30.0
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
@@ -155,11 +158,16 @@ def _timed(*commands: list[str], env: dict[str, str] | None = None) -> float:
 
 def _between(command: list[str], env: dict[str, str]) -> float:
     process = _started(command, env)
-    output = process.communicate(timeout=100)[0]
+    try:
+        output = process.communicate(timeout=HANGS_SECONDS)[0]
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        raise RuntimeError(f"{command[2]}, which failed: it hangs (> {HANGS_SECONDS:g} s)") from None
     found = {what: float(when) for what, when in re.findall(r"(DEAD|AGAIN) ([\d.]+)", output)}
     if process.returncode or "AGAIN" not in found:
-        lines = [line for line in output.splitlines() if "rror" in line]
-        raise RuntimeError(f"{command[2]} failed: {lines[-1] if lines else output[-300:]}")
+        told = re.findall(r"RuntimeError: (.*)|(Connection refused)", output)
+        raise RuntimeError(f"{command[2]}, which failed: {max(told[-1]) if told else output[-300:]}")
     return found["AGAIN"] - found["DEAD"]
 
 
@@ -171,6 +179,7 @@ def _started(command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        start_new_session=True,
     )
 
 

@@ -26,6 +26,13 @@ def test_step(tmp_path: Path) -> None:
     assert all(row in table for row in rows)
 
 
+def test_clusters(tmp_path: Path) -> None:
+    """The cluster benchmark runs; hand-written torch may fail to start again, and is then quoted."""
+    table, rows = run_quick("clusters.py", tmp_path, seconds=110)
+    assert all(row in table for row in rows)
+    assert len(rows) + table.count("which failed: ") == 4
+
+
 def test_launch(tmp_path: Path) -> None:
     """The launch benchmark starts every way to launch that is installed, and prints a line for each."""
     table, rows = run_quick("launch.py", tmp_path, seconds=110)

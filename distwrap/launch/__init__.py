@@ -86,8 +86,7 @@ def start(call: Call, options: Options) -> Any:
     if launcher == "script":
         return script.launch(call, run, nprocs, everybody=everybody)
     if launcher == "auto":
-        # To hold the store for other machines is a thread already, if only of torch's.
-        launcher = "forkserver" if machines.several or fork_safety.refusal() else "fork"
+        launcher = "forkserver" if fork_safety.refusal() else "fork"
     return local.launch(call, run, launcher, nprocs, everybody=everybody, machines=machines)
 
 
