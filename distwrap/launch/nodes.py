@@ -88,8 +88,9 @@ class Nodes:
         assert machines.host is not None
         self._host, self._port, self._size = machines.host, machines.port, machines.most
         self._began = time.monotonic()
-        self._store = PrefixStore("nodes", self._open(machines, seconds))
-        self.node_rank = self._register(machines.node_rank, nprocs)
+        store, holds_it = self._open(machines, seconds)
+        self._store: Store = PrefixStore("nodes", store)
+        self.node_rank = self._register(0 if holds_it else machines.node_rank, nprocs)
         self.counts, self.hosts = self._wait_for_all(seconds)
         self.news, self._pipe = Pipe(duplex=False)
         self._patience = LOST_SECONDS
@@ -103,8 +104,12 @@ class Nodes:
 
     # Meeting
 
-    def _open(self, machines: Machines, seconds: float) -> Store:
-        """Hold the store on node 0, which without a number is the first that comes on the endpoint's machine."""
+    def _open(self, machines: Machines, seconds: float) -> tuple[Store, bool]:
+        """Hold the store on node 0, which without a number is the first that comes on the endpoint's machine.
+
+        Returns:
+            The store, and whether this process holds it.
+        """
         who = "this machine" if machines.node_rank is None else f"node {machines.node_rank}"
         local = network.is_local(self._host)
         if machines.node_rank == 0 and not local:
@@ -114,23 +119,25 @@ class Nodes:
             )
         if machines.node_rank == 0 or (machines.node_rank is None and local):
             try:
-                store, _ = stores.serve(None, [self._port], stores.GIVEN, seconds)
-                return store
+                return stores.serve(None, [self._port], stores.GIVEN, seconds)[0], True
             except ArrivalError:
                 if machines.node_rank == 0:
                     raise
-        while True:
-            left = seconds - (time.monotonic() - self._began)
+        while (left := seconds - (time.monotonic() - self._began)) > 0:
             store, _ = stores.connect(self._host, [self._port], stores.GIVEN, left, who)
             if not store.check(["nodes/over"]):
-                return store
+                return store, False
             time.sleep(0.02)  # the store of the call before, which node 0 is about to close
+        raise ArrivalError(
+            f"{who} on {socket.gethostname()} found only the end of an earlier run at {self._host}:{self._port} within "
+            f"{seconds:.0f} s. Is node 0 still at it, or done? Start the same command on every machine."
+        )
 
     def _register(self, node_rank: int | None, nprocs: int) -> int:
-        """Say who we are under our number, or under the next that is free."""
+        """Say who we are under our number, or under the first that is free; 0 is who holds the store."""
         mine = registration(None)
         text = json.dumps({**mine, "nprocs": nprocs})
-        for number in [node_rank] if node_rank is not None else range(self._size):
+        for number in [node_rank] if node_rank is not None else range(1, self._size):
             first = self._store.compare_set(f"here/{number}", "", text).decode()
             if first == text:
                 return number
@@ -269,6 +276,7 @@ class Nodes:
                 self._store.wait([f"bye/{number}" for number in range(self._size)], timedelta(seconds=seconds))
         self.news.close()
         self._pipe.close()
+        del self._store  # who holds it must not hold its port until the traceback of a failure is gone
 
     def _beat(self) -> None:
         """Show the others that we live, and read what they tell."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from distwrap import NodeSummary
-from tests.clusters.running import JOB, PYTHON, Ended, assert_like_one_process, ended, started
+from tests.clusters.running import JOB, PYTHON, ROOT, Ended, assert_like_one_process, ended, started
 
 PROGRAM = [PYTHON, "-m", "tests.launch.machines_program"]
 
@@ -67,6 +67,23 @@ def two_callers_with_folders(folder: Path, each: list[dict[str, str]]) -> list[E
             for i, more in enumerate(each)
         ]
         return [ended(process) for process in running]
+
+
+@pytest.mark.slow
+def test_helpers_alone_on_machines() -> None:
+    """setup_process_group() is the rank of a machine that is to have one, and refuses to be one of several."""
+    script = [PYTHON, str(Path(ROOT, "examples", "helpers_only.py")), "--epochs", "1"]
+    recipe = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    with ExitStack() as stack:
+        running = [stack.enter_context(started(script, **recipe, NODE_RANK=str(i))) for i in range(2)]
+        first, second = (ended(process) for process in running)
+    assert first.code == second.code == 0, first.output + second.output
+    assert "on 2 rank(s)" in first.output
+    pod = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "4", "MASTER_ADDR": "127.0.0.1"}
+    with started(script, **pod) as process:
+        alone = ended(process)
+    assert "kubeflow has started this process for a whole machine (2 machines, 4 rank(s) on each)" in alone.output
+    assert "Decorate the function with @distributed" in alone.output
 
 
 @pytest.mark.slow
