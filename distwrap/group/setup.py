@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
-import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -18,13 +16,13 @@ import torch.distributed as dist
 # Imported before there is a group: default arguments in it take the group of that moment, and would keep its threads
 # alive to the end of the interpreter, where they now and then abort it.
 import torch.distributed.nn.functional
-from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from distwrap.errors import OptionError, PlacementError
 from distwrap.group import devices, failures, network
+from distwrap.group.arrangement import arrange
 from distwrap.group.channel import Channel
-from distwrap.group.probe import reach_each_other
-from distwrap.group.rendezvous import leave, meet, who_came
+from distwrap.group.rendezvous import leave, meet
 from distwrap.group.seals import agree_on_secret
 from distwrap.group.world import World, activate, active_world, current_world, deactivate, say
 from distwrap.placement import Machine, Placement, detect, own
@@ -125,7 +123,7 @@ def join(
     with ExitStack() as cleanup:
         gpu = devices.unique_name(device) if chosen is None else None
         store = meet(placement, min(timeout, ARRIVAL_SECONDS), device, gpu)
-        placement = _look_around(placement, store, device, cleanup)
+        placement = arrange(placement, store, device, cleanup)
         # Now, since the store is certainly there. Where torch cannot clone one (before 2.8) the channel's thread waits
         # now and then for the main thread's look-ups.
         side = store.clone() if hasattr(store, "clone") else store
@@ -234,67 +232,6 @@ def _as_device(device: torch.device | str | int) -> torch.device:
     if isinstance(device, int):
         return torch.device(devices.visible_devices().kind, device)
     return torch.device(device)
-
-
-def _look_around(placement: Placement, store: Store, device: torch.device, cleanup: ExitStack) -> Placement:
-    """Now that all ranks have said who they are: check the devices, share the CPUs, choose the network.
-
-    Returns:
-        The placement, with the machines counted off where the launcher does not number them.
-    """
-    if placement.nnodes == 1:
-        if "GLOO_SOCKET_IFNAME" not in os.environ:
-            cleanup.enter_context(network.through("lo0" if sys.platform == "darwin" else "lo", "GLOO_SOCKET_IFNAME"))
-        if own.STORE in os.environ and device.type == "cpu":
-            return placement  # whoever has started them has looked already
-    came = dict(enumerate(who_came(store, range(placement.world_size))))
-    homes = [(said["host"], said["machine"]) for said in came.values()]
-    here = {rank: came[rank] for rank, home in enumerate(homes) if home == homes[placement.rank]}
-    devices.refuse_shared(placement.rank, device, here)
-    if own.STORE not in os.environ:
-        threads = devices.share_threads(placement.rank, here)
-        if threads is not None and threads != torch.get_num_threads():
-            cleanup.callback(torch.set_num_threads, torch.get_num_threads())
-            torch.set_num_threads(threads)
-    if placement.nnodes == 1:
-        return placement
-    placement, interface = _numbered(placement, homes), _interface(placement, came)
-    reach_each_other(store, placement, interface)
-    cleanup.enter_context(network.through(interface))
-    return placement
-
-
-def _interface(placement: Placement, came: dict[int, dict[str, Any]]) -> str:
-    """Name the interface that leads to the other machines.
-
-    Raises:
-        PlacementError: the meeting place's name leads each machine to itself.
-    """
-    mine = came[placement.rank]
-    # The machine of rank 0 has to ask for the way to one of the others: its own name may lead to loopback.
-    away = [said["address"] for said in came.values() if said["network"] != mine["network"] and said["address"]]
-    towards = away[0] if away and mine["network"] == came[0]["network"] else str(placement.master_addr)
-    address = network.source_address(towards) or ""
-    if away and (network.is_loopback(address) or network.is_loopback(towards)):
-        raise PlacementError(
-            f"rank {placement.rank} on {mine['host']} cannot tell which network leads to the other machines: "
-            f"{placement.master_addr} leads to {towards}, which is loopback. {network.ADVICE}"
-        )
-    return network.interface_of(address) or ("lo0" if sys.platform == "darwin" else "lo")
-
-
-def _numbered(placement: Placement, homes: list[tuple[str, str]]) -> Placement:
-    """Count the machines off, by their lowest ranks, where no variable says which one this is.
-
-    Example:
-        >>> place = Placement(1, 4, 0, 2, 0, 2, source="open_mpi")
-        >>> _numbered(place, [("a", ""), ("b", ""), ("a", ""), ("b", "")]).node_rank
-        1
-    """
-    machines = list(dict.fromkeys(homes))
-    if placement.source not in ("open_mpi", "mvapich2", "mpich") or len(machines) != placement.nnodes:
-        return placement
-    return replace(placement, node_rank=machines.index(homes[placement.rank]))
 
 
 def require_group(what: str) -> None:

@@ -63,7 +63,7 @@ def start(call: Call, options: Options) -> Any:
         return _in_users_group(call, run, everybody)
     found = detect(os.environ)
     if isinstance(found, Placement) and found.source != "single" and not script.in_child():
-        return _joining(call, run, found, everybody, options.nprocs)
+        return _joining(call, run, found, everybody, options)
     if options.launcher == "external":
         raise LaunchError(
             "launcher='external' waits for an outer launcher, and none has started this process. Start the script "
@@ -125,13 +125,10 @@ def _in_users_group(call: Call, run: Run, everybody: bool) -> Any:
         return _here(call, run, everybody)
 
 
-def _joining(call: Call, run: Run, placement: Placement, everybody: bool, nprocs: int | str) -> Any:
+def _joining(call: Call, run: Run, placement: Placement, everybody: bool, options: Options) -> Any:
     world = join(placement, backend=run.backend, timeout=run.timeout, **run.of_world())
     announce(world, placement.source)
-    if nprocs not in ("auto", placement.local_world_size):
-        say(f"nprocs={nprocs} is left to {placement.source}, which has started {placement.local_world_size} here")
-    if run.log_dir is not None:
-        say(f"log_dir={run.log_dir!r} is left to {placement.source}, which holds the output: torchrun has --log-dir")
+    _say_what_is_left_to(placement, options)
     try:
         value = _here(call, run, everybody)
     except BaseException as error:
@@ -143,3 +140,14 @@ def _joining(call: Call, run: Run, placement: Placement, everybody: bool, nprocs
         raise told from None
     teardown_process_group()
     return value
+
+
+def _say_what_is_left_to(placement: Placement, options: Options) -> None:
+    """Say which options an outer launcher has decided already."""
+    source, here = placement.source, placement.local_world_size
+    if options.nprocs not in ("auto", here):
+        say(f"nprocs={options.nprocs} is left to {source}, which has started {here} here")
+    if options.max_restarts:
+        say(f"max_restarts={options.max_restarts} is left to {source}: torchrun has --max-restarts, sbatch --requeue")
+    if options.log_dir is not None:
+        say(f"log_dir={options.log_dir!r} is left to {source}, which holds the output: torchrun has --log-dir")

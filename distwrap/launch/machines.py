@@ -70,7 +70,8 @@ def resolve(options: Options, machine: Machine | None) -> Machines:
             f"them, and a port that is free there (or DISTWRAP_RDZV_ENDPOINT=host:port)."
         )
     if node_rank is not None and not 0 <= node_rank < high:
-        raise OptionError(f"node_rank={node_rank} of {high} machines: it must be 0 to {high - 1}.")
+        how_many = " Say how many there are with nnodes." if high == 1 else f" It must be 0 to {high - 1}."
+        raise OptionError(f"node_rank={node_rank}, but there are {high} machine(s).{how_many}")
     elastic = low < high or max_restarts > 0 or options.launcher == "elastic"
     if options.launcher == "script" and (elastic or high > 1):
         raise OptionError(

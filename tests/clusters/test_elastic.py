@@ -125,3 +125,11 @@ def test_too_few_hosts(two_hosts: Hosts) -> None:
     with started(two_hosts.command("hostb", *JOB), **env) as process:
         alone = ended(process)
     assert "no machine answers (10.77.3.77 port 29450" in alone.output, alone.output
+
+
+def test_what_an_outer_launcher_has_decided_is_said() -> None:
+    """Options that torchrun decides are left to it, with a line each, and what to use there."""
+    done = run(torchrun("--standalone", "--nproc-per-node=2"), DISTWRAP_NPROCS="3", DISTWRAP_MAX_RESTARTS="1")
+    assert done.code == 0, done.output
+    assert done.output.count("nprocs=3 is left to torchrun, which has started 2 here") == 1
+    assert done.output.count("max_restarts=1 is left to torchrun: torchrun has --max-restarts") == 1

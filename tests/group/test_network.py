@@ -31,6 +31,12 @@ def test_loopback_is_an_interface() -> None:
     assert network.source_address("127.0.0.1") == "127.0.0.1"
 
 
+def test_ipv4_is_tried_first() -> None:
+    """A name with both kinds of address leads to the IPv4 one, since many IPv6 addresses lead nowhere."""
+    found = network._resolve("localhost", time.monotonic(), 5)
+    assert found[0] == "127.0.0.1"
+
+
 def test_own_addresses_are_local() -> None:
     """Every address of an interface is local, and one of a documentation net is not."""
     assert network.is_local("localhost")

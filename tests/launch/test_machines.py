@@ -63,7 +63,12 @@ def test_endpoints(endpoint: str, host: str, port: int) -> None:
     ("machine", "options", "message"),
     [
         (None, {"nnodes": 2}, r"nnodes=2 needs rdzv_endpoint='host:port'"),
-        (None, {"nnodes": 2, "rdzv_endpoint": "h", "node_rank": 2}, r"node_rank=2 of 2 machines: it must be 0 to 1"),
+        (
+            None,
+            {"nnodes": 2, "rdzv_endpoint": "h", "node_rank": 2},
+            r"node_rank=2, but there are 2 machine\(s\). It must be 0 to 1",
+        ),
+        (None, {"node_rank": 1}, r"node_rank=1, but there are 1 machine\(s\). Say how many there are with nnodes"),
         (None, {"nnodes": 2, "rdzv_endpoint": "h:x"}, r"rdzv_endpoint='h:x': it must be 'host:port'"),
         (None, {"nnodes": 2, "rdzv_endpoint": "h:70000"}, r"rdzv_endpoint='h:70000'"),
         (None, {"nnodes": 2, "rdzv_endpoint": "h", "launcher": "script"}, r"'script' is for one machine"),

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distwrap.errors import PlacementError
-from distwrap.placement import DETECTORS, MACHINES, Machine, Placement, detect, explain, others
+from distwrap.placement import DETECTORS, MACHINES, Machine, Placement, detect, explain, others, own
 
 Env = dict[str, str]
 
@@ -285,6 +285,13 @@ def test_uneven_steps(tasks: str, node: int, size: int) -> None:
     place = detect({**env, "SLURM_LOCALID": "0", "SLURM_NODEID": str(node), "SLURM_STEP_NODELIST": "n[1-3]"})
     assert isinstance(place, Placement)
     assert (place.local_world_size, place.nnodes) == (size, len({"2,1": "ab", "1(x3)": "abc", "4(x2),3": "abc"}[tasks]))
+
+
+def test_ranks_of_ours_are_ours_inside_of_any_launcher() -> None:
+    """What a launch of ours tells its ranks wins over every variable that they have inherited."""
+    place = own.on_one_machine(1, 2)
+    inherited = {**STEP, **OPEN_MPI, **HYDRA, **TORCH, "TORCHELASTIC_RUN_ID": "x", "PET_NNODES": "2"}
+    assert detect({**inherited, **own.variables(place, "fork", "/proc/1/fd/3")}) == place
 
 
 def test_two_steps_of_a_job_meet_apart() -> None:
