@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from distwrap.data import workers
-from distwrap.data.samplers import ExactBatches, MergedBatches, Share, TorchOrder
+from distwrap.data.samplers import ExactBatches, MergedBatches, Order, Share
 from distwrap.data.streams import Mode
 from distwrap.errors import LoaderError, OptionError, unknown_name
 from distwrap.group.world import World, current_world
@@ -32,6 +32,9 @@ from distwrap.seeding import mix
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
 Modes = Literal["auto", "pad", "exact", "drop"]
 BatchSize = Literal["per_rank", "global"]
+Orders = Literal["auto", "torch", "stream"]
+
+TORCHS_MOST = 10**7  # samples, up to which order="auto" shuffles as torch does
 
 
 class ShardedLoader(DataLoader[Any]):
@@ -72,6 +75,7 @@ def shard_loader(
     *,
     mode: Modes = "auto",
     batch_size: BatchSize = "per_rank",
+    order: Orders = "auto",
     seed: int | None = None,
     device: torch.device | str | None = None,
 ) -> Loader:
@@ -88,6 +92,9 @@ def shard_loader(
             exact when it does not. The loader's own ``drop_last`` holds in every mode.
         batch_size: ``"per_rank"`` leaves the loader's batch size as it is, so the global batch grows with the ranks;
             ``"global"`` divides it by the number of ranks.
+        order: how a loader with ``shuffle=True`` shuffles: ``"torch"`` as ``DistributedSampler`` to the bit, in time
+            and memory that grow with the dataset; ``"stream"`` by a computed permutation, which costs the same at any
+            size; ``"auto"`` is torch's up to 10 million samples.
         seed: of the shuffle; by default the run's, else 0.
         device: where the batches go; by default this rank's device. ``"cpu"`` leaves them where they are.
 
@@ -108,6 +115,8 @@ def shard_loader(
         raise OptionError(unknown_name("mode", mode, get_args(Modes)))
     if batch_size not in get_args(BatchSize):
         raise OptionError(unknown_name("batch_size", batch_size, get_args(BatchSize)))
+    if order not in get_args(Orders):
+        raise OptionError(unknown_name("order", order, get_args(Orders)))
     world = current_world()
     world.crumbs.drop("shard_loader")
     where = torch.device(device) if device is not None else world.device
@@ -136,7 +145,7 @@ def shard_loader(
             f"n-th item in its __iter__: `islice(items, distwrap.rank(), None, distwrap.world_size())`, and count the "
             f"loader's workers in with torch.utils.data.get_worker_info()."
         )
-    return _sharded(loader, world, mode, batch_size, seed, where)
+    return _sharded(loader, world, mode, batch_size, order, seed, where)
 
 
 def _same_order(loader: Loader, where: torch.device, place: tuple[int, int]) -> Loader:
@@ -159,7 +168,13 @@ def _changed(loader: Loader, changed: dict[str, Any], where: torch.device, place
 
 
 def _sharded(
-    loader: Loader, world: World, mode: Modes, batch_size: BatchSize, seed: int | None, where: torch.device
+    loader: Loader,
+    world: World,
+    mode: Modes,
+    batch_size: BatchSize,
+    order: Orders,
+    seed: int | None,
+    where: torch.device,
 ) -> Loader:
     place = world.placement
     shuffles = not isinstance(_innermost(loader), SequentialSampler)
@@ -168,10 +183,10 @@ def _sharded(
     shard = (place.rank, place.world_size, chosen)
     batches: Any = loader.batch_sampler
     changed: dict[str, Any] = {}
-    sampler: TorchOrder | Share
+    sampler: Order | Share
     if type(batches) is BatchSampler:
         size = _per_rank(batches.batch_size, place.world_size, batch_size)
-        sampler = _share_of(batches.sampler, loader.dataset, shard, order_seed)
+        sampler = _share_of(batches.sampler, loader.dataset, shard, order_seed, order)
         changed["sampler"], changed["batch_size"] = sampler, size
         if chosen == "exact":
             changed["batch_sampler"] = ExactBatches(sampler, _length(batches.sampler), size, batches.drop_last)
@@ -189,7 +204,7 @@ def _sharded(
             sampler = whole = Share(items, *shard, order_seed)
             changed[kind] = MergedBatches(whole, _length(items)) if chosen == "exact" else whole
         else:
-            changed[kind] = sampler = _share_of(items, loader.dataset, shard, order_seed)
+            changed[kind] = sampler = _share_of(items, loader.dataset, shard, order_seed, order)
         if batches is None and chosen == "exact" and _length(items) % place.world_size:
             # Items of this loader are whole batches, or single samples: what they hold cannot be merged.
             raise LoaderError(
@@ -201,12 +216,20 @@ def _sharded(
     return _changed(loader, changed, where, (place.rank, place.world_size))
 
 
-def _share_of(sampler: Any, dataset: Any, shard: tuple[int, int, Mode], seed: int) -> TorchOrder | Share:
+def _share_of(sampler: Any, dataset: Any, shard: tuple[int, int, Mode], seed: int, order: Orders) -> Order | Share:
     # The sampler may run over something else than the dataset, as a part of it.
     plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
     if plain and hasattr(dataset, "__len__") and len(sampler) == len(sampler.data_source) == len(dataset):
-        rank, world_size, mode = shard
-        return TorchOrder(dataset, rank, world_size, mode, type(sampler) is RandomSampler, seed)
+        if type(sampler) is SequentialSampler:
+            return Order(dataset, *shard, seed, "")
+        if order == "auto":
+            order = "torch" if len(dataset) <= TORCHS_MOST else "stream"
+        return Order(dataset, *shard, seed, order)
+    if order != "auto":
+        raise LoaderError(
+            f"order={order!r} says how a loader with shuffle=True shuffles, but the order of this one is its "
+            f"{type(sampler).__name__}'s. Leave order at 'auto'."
+        )
     return Share(sampler, *shard, seed)
 
 

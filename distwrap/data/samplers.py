@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice
-from typing import Any
+from typing import Any, Literal
 
+import torch
 from torch.utils.data import DistributedSampler, Sampler
 
 from distwrap.data import streams
+from distwrap.data.permutation import Permutation
 from distwrap.data.streams import Mode
 from distwrap.seeding import BorrowedRandomness, mix
 
-_BLOCK = 4096  # how many items are drawn from a custom sampler at a time
+_BLOCK = 4096  # how many items are drawn, or computed, at a time
 
 
 class Epoch:
@@ -31,24 +33,29 @@ class Epoch:
         return now
 
 
-class TorchOrder(DistributedSampler[Any]):
-    """torch's `DistributedSampler` to the bit; the epoch advances by itself, and an explicit `set_epoch` wins.
+class Order(DistributedSampler[Any]):
+    """A rank's share of the whole dataset's order, as torch's `DistributedSampler` takes it.
+
+    torch's shuffle is that sampler's to the bit. The computed one costs the same at any size. The epoch advances by
+    itself, and an explicit `set_epoch` wins.
 
     Source: https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.DistributedSampler
     """
 
-    def __init__(self, dataset: Sized, rank: int, world_size: int, mode: Mode, shuffle: bool, seed: int) -> None:
+    def __init__(
+        self, dataset: Sized, rank: int, world_size: int, mode: Mode, seed: int, shuffle: Literal["", "torch", "stream"]
+    ) -> None:
         super().__init__(
             dataset,  # type: ignore[arg-type]
             num_replicas=world_size,
             rank=rank,
-            shuffle=shuffle,
+            shuffle=bool(shuffle),
             seed=seed,
             drop_last=mode == "drop",
         )
         self.epochs = Epoch()
-        self._exact = mode == "exact"
-        if self._exact:
+        self._order = shuffle
+        if mode == "exact":
             self.num_samples = streams.share_size(len(dataset), rank, world_size, "exact")
             self.total_size = len(dataset)
 
@@ -56,15 +63,20 @@ class TorchOrder(DistributedSampler[Any]):
         # A generator, as the other samplers here: a loader with workers asks for an iterator once more than it reads,
         # and an epoch begins when its first item is asked for.
         self.epoch = self.epochs.begin()
-        if not self._exact:
-            yield from super().__iter__()
-            return
-        # The whole order, as a world of one sees it, and then our share of it without padding.
-        whole: DistributedSampler[Any] = DistributedSampler(
-            self.dataset, num_replicas=1, rank=0, shuffle=self.shuffle, seed=self.seed
-        )
-        whole.set_epoch(self.epoch)
-        yield from islice(iter(whole), self.rank, None, self.num_replicas)
+        n, look_up = len(self.dataset), self._looks_up()  # type: ignore[arg-type]
+        for first in range(self.rank, self.total_size, _BLOCK * self.num_replicas):
+            positions = torch.arange(first, min(self.total_size, first + _BLOCK * self.num_replicas), self.num_replicas)
+            yield from look_up(positions % n).tolist()  # past the end the order begins again, to fill the last round
+
+    def _looks_up(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Return what says which samples stand at some positions of this epoch's order."""
+        n = len(self.dataset)  # type: ignore[arg-type]
+        if self._order == "torch":
+            shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed + self.epoch))
+            return lambda positions: shuffled[positions]
+        if self._order == "stream":
+            return Permutation(n, mix("order", self.seed, self.epoch))
+        return lambda positions: positions
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next."""
@@ -110,13 +122,13 @@ class Share(Sampler[Any]):
 class ExactBatches(Sampler[list[Any]]):
     """Batches of a rank's exact share: equally many on every rank, a left-over sample in the last one."""
 
-    def __init__(self, sampler: TorchOrder | Share, n: int, batch_size: int, drop_last: bool) -> None:
+    def __init__(self, sampler: Order | Share, n: int, batch_size: int, drop_last: bool) -> None:
         self.sampler, self.batch_size, self.drop_last = sampler, batch_size, drop_last
-        world_size = sampler.num_replicas if isinstance(sampler, TorchOrder) else sampler.world_size
+        world_size = sampler.num_replicas if isinstance(sampler, Order) else sampler.world_size
         self._count = streams.batch_count(n, world_size, batch_size, drop_last)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        yield from streams.exact_batches(list(self.sampler), self._count, self.batch_size, self.drop_last)
+        yield from streams.exact_batches(self.sampler, self._count, self.batch_size, self.drop_last)
 
     def __len__(self) -> int:
         return min(self._count, len(self.sampler))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Literal, TypeVar
 
@@ -63,17 +63,16 @@ def batch_count(n: int, world_size: int, batch_size: int, drop_last: bool) -> in
     return max(-(-fewest // batch_size), 1 if n else 0)
 
 
-def exact_batches(indices: Sequence[int], count: int, batch_size: int, drop_last: bool) -> Iterator[list[int]]:
+def exact_batches(indices: Iterable[int], count: int, batch_size: int, drop_last: bool) -> Iterator[list[int]]:
     """Cut a rank's indices into `count` batches; what is left over joins the last one, or is dropped.
 
     Example:
         >>> list(exact_batches([0, 2, 4, 6, 8], count=2, batch_size=2, drop_last=False))
         [[0, 2], [4, 6, 8]]
     """
+    stream = iter(indices)
     for number in range(count):
-        start = number * batch_size
-        end = start + batch_size if number < count - 1 or drop_last else len(indices)
-        batch = list(indices[start:end])
+        batch = list(islice(stream, batch_size if number < count - 1 or drop_last else None))
         if batch:
             yield batch
 
