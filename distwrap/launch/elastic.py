@@ -12,8 +12,10 @@ import json
 import logging
 import os
 import pickle
+import shutil
 import signal
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -43,6 +45,7 @@ JOIN_SECONDS = 120.0  # for as many machines to come as are needed
 LAST_CALL_SECONDS = 5.0  # for more machines than these
 MONITOR_SECONDS = 0.1
 
+_PREFIX = "distwrap-elastic-"
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AGENTS = ("TORCHELASTIC_", "TORCH_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")  # its variables
 
@@ -80,9 +83,18 @@ def launch(call: Call, run: Run, launcher: str, nprocs: int, machines: Machines,
             main_path=local.main_path(call, method, payload),
         )
     began = time.monotonic()
-    with tempfile.TemporaryDirectory(prefix="distwrap-elastic-") as folder, _as_it_was():
+    _remove_what_the_killed_left()
+    with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-") as folder, _as_it_was():
         _run(common, call if method == "fork" else None, Path(folder), method, nprocs, machines)
         return _bring_home(Path(folder), found, began)
+
+
+def _remove_what_the_killed_left() -> None:
+    """Remove the folders of earlier callers that were killed before they could."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
+        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
+        if pid.isdigit() and not os.path.exists(f"/proc/{pid}") and os.path.isdir("/proc/self"):
+            shutil.rmtree(folder, ignore_errors=True)
 
 
 def _method(launcher: str) -> str:
@@ -95,7 +107,7 @@ def _method(launcher: str) -> str:
 
 
 def _run(common: Assignment, call: Call | None, folder: Path, method: str, nprocs: int, machines: Machines) -> None:
-    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import api
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -112,6 +124,7 @@ def _run(common: Assignment, call: Call | None, folder: Path, method: str, nproc
         max_restarts=machines.max_restarts,
         monitor_interval=MONITOR_SECONDS,
         start_method=method,
+        logs_specs=DefaultLogsSpecs(log_dir=str(folder)),  # by default a folder that nobody removes
         local_addr=local_addr,
         **rendezvous,
     )
@@ -171,11 +184,17 @@ def be_a_rank(common: Assignment, call: Call | None, folder: str) -> None:
     try:
         data = worker.run(assignment, call, stalled)
     except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are told too
-        told = failures.explained(error)
-        _write(folder, attempt, worker.failure(rank, told))
-        failures.tell(told)
-        abandon_process_group()
-        raise told from None
+        try:
+            told = failures.explained(error)
+            _write(folder, attempt, worker.failure(rank, told))
+            failures.tell(told)
+            abandon_process_group()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            # Of an exception, also of the one that torch's agent sends to the other ranks, torch's own worker would
+            # leave a file that nobody removes. A forked process's exit handlers are its caller's.
+            os._exit(1)
     _write(folder, attempt, worker.outcome(rank, value=data))
     summary = [placement.world_size, placement.node_rank, placement.master_addr]
     Path(folder, f"world.{rank}").write_text(json.dumps(summary))

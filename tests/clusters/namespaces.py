@@ -6,6 +6,7 @@ Each host has eth0 on the bridge, and eth1, which leads nowhere.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-_SUBNET = "10.77.3"
+_SPACE = re.compile(r"dw(\d+)-")
 
 
 def missing() -> str:
@@ -38,20 +39,26 @@ class Hosts:
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self.names = names
-        self.bridge = f"dwbr{os.getpid() % 10000}"
+        self.bridge = f"dwbr{os.getpid()}"
+        self.subnet = _free_subnet()
 
     def address(self, name: str) -> str:
         """A host's address on the bridge."""
-        return f"{_SUBNET}.{self.names.index(name) + 1}"
+        return f"{self.subnet}.{self.names.index(name) + 1}"
+
+    @property
+    def nobody(self) -> str:
+        """An address on the bridge that no host has."""
+        return f"{self.subnet}.77"
 
     def start(self) -> None:
         """Make the bridge and the hosts."""
         _ip("link", "add", self.bridge, "type", "bridge")
         _ip("link", "set", self.bridge, "up")
         # The bridge has an address, for launchers that start ranks on the hosts from outside.
-        _ip("addr", "add", f"{_SUBNET}.254/24", "dev", self.bridge)
+        _ip("addr", "add", f"{self.subnet}.254/24", "dev", self.bridge)
         for i, name in enumerate(self.names):
-            space, veth = self.space(name), f"dwv{os.getpid() % 10000}-{i}"
+            space, veth = self.space(name), f"dwv{os.getpid()}-{i}"
             folder = Path("/etc/netns", space)
             folder.mkdir(parents=True)
             lines = ["127.0.0.1 localhost", *(f"{self.address(each)} {each}" for each in self.names)]
@@ -69,12 +76,7 @@ class Hosts:
 
     def stop(self) -> None:
         """Remove them."""
-        for name in self.names:
-            with suppress(subprocess.CalledProcessError):
-                _ip("netns", "del", self.space(name))
-            shutil.rmtree(Path("/etc/netns", self.space(name)), ignore_errors=True)
-        with suppress(subprocess.CalledProcessError):
-            _ip("link", "del", self.bridge)
+        _remove([self.space(name) for name in self.names], os.getpid())
         with suppress(OSError):
             Path("/etc/netns").rmdir()
 
@@ -106,6 +108,34 @@ class Hosts:
         return path
 
 
+def _free_subnet() -> str:
+    """Find a network that no interface here is in: two bridges in one would answer each other's questions."""
+    taken = subprocess.run(["ip", "-4", "-o", "addr"], capture_output=True, text=True, check=True, timeout=20).stdout
+    return next(f"10.77.{i}" for i in range(3, 255) if f" 10.77.{i}." not in taken)
+
+
+def _remove_what_the_killed_left() -> None:
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True, timeout=20).stdout
+    spaces: dict[int, list[str]] = {}
+    for name in listed.split():
+        if found := _SPACE.match(name):
+            spaces.setdefault(int(found[1]), []).append(name)
+    for pid, names in spaces.items():
+        if not Path("/proc", str(pid)).exists():
+            _remove(names, pid)
+
+
+def _remove(spaces: list[str], pid: int) -> None:
+    for i, space in enumerate(spaces):
+        with suppress(subprocess.CalledProcessError):
+            _ip("link", "del", f"dwv{pid}-{i}")
+        with suppress(subprocess.CalledProcessError):
+            _ip("netns", "del", space)
+        shutil.rmtree(Path("/etc/netns", space), ignore_errors=True)
+    with suppress(subprocess.CalledProcessError):
+        _ip("link", "del", f"dwbr{pid}")
+
+
 def _ip(*words: str) -> None:
     subprocess.run(["ip", *words], check=True, capture_output=True, timeout=20)
 
@@ -113,6 +143,7 @@ def _ip(*words: str) -> None:
 @contextmanager
 def hosts(*names: str) -> Iterator[Hosts]:
     """Make hosts, and remove them."""
+    _remove_what_the_killed_left()
     made = Hosts(names)
     try:
         made.start()

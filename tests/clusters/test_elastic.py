@@ -121,10 +121,10 @@ def test_a_host_that_comes_later_joins(two_hosts: Hosts, tmp_path: Path) -> None
 
 def test_too_few_hosts(two_hosts: Hosts) -> None:
     """A host alone at an endpoint that nobody holds says so."""
-    env = {"DISTWRAP_NNODES": "1:2", "DISTWRAP_RDZV_ENDPOINT": "10.77.3.77:29450", "DISTWRAP_NPROCS": "1"}
+    env = {"DISTWRAP_NNODES": "1:2", "DISTWRAP_RDZV_ENDPOINT": f"{two_hosts.nobody}:29450", "DISTWRAP_NPROCS": "1"}
     with started(two_hosts.command("hostb", *JOB), **env) as process:
         alone = ended(process)
-    assert "no machine answers (10.77.3.77 port 29450" in alone.output, alone.output
+    assert f"no machine answers ({two_hosts.nobody} port 29450" in alone.output, alone.output
 
 
 def test_what_an_outer_launcher_has_decided_is_said() -> None:

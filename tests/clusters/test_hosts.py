@@ -93,7 +93,7 @@ def test_the_doctor_over_both(two_hosts: Hosts) -> None:
     first, second = on_both(two_hosts, PYTHON, "-m", "distwrap", "doctor", "--nprocs", "1", **_without_nprocs())
     assert first.code == second.code == 0, first.output + second.output
     assert "1 on each of 2 to 2 machines" in first.output
-    assert "network        eth0 (10.77.3.1 leads to hosta)" in first.output
+    assert f"network        eth0 ({two_hosts.address('hosta')} leads to hosta)" in first.output
     assert "on hosta, hostb; all on the CPU" in first.output
     assert "the result is on hosta" in second.output
 
@@ -205,17 +205,18 @@ def test_nobody_at_the_endpoint(two_hosts: Hosts) -> None:
     """A host whose node 0 does not come says that nobody listens, and where it looked."""
     with started(two_hosts.command("hostb", *JOB), **{**BOTH, "DISTWRAP_TIMEOUT": "3"}) as process:
         alone = ended(process)
-    assert "the machine is there, but nobody listens (10.77.3.1 port 29444: refused)" in alone.output, alone.output
+    where = f"{two_hosts.address('hosta')} port 29444"
+    assert f"the machine is there, but nobody listens ({where}: refused)" in alone.output, alone.output
 
 
 def test_an_unreachable_master(two_hosts: Hosts) -> None:
     """An address that nobody has is an error within the limit, with the addresses tried and this host's own."""
     start = time.monotonic()
-    env = {**BOTH, "DISTWRAP_TIMEOUT": "600", "DISTWRAP_RDZV_ENDPOINT": "10.77.3.77:29444"}
+    env = {**BOTH, "DISTWRAP_TIMEOUT": "600", "DISTWRAP_RDZV_ENDPOINT": f"{two_hosts.nobody}:29444"}
     with started(two_hosts.command("hostb", *JOB), **env) as process:
         alone = ended(process)
-    assert "no machine answers (10.77.3.77 port 29444: " in alone.output, alone.output
-    assert "eth0 10.77.3.2" in alone.output
+    assert f"no machine answers ({two_hosts.nobody} port 29444: " in alone.output, alone.output
+    assert f"eth0 {two_hosts.address('hostb')}" in alone.output
     assert "NCCL_SOCKET_IFNAME" in alone.output
     assert time.monotonic() - start < 15 + 3 + 10
 
@@ -231,7 +232,7 @@ def test_a_name_that_does_not_resolve(two_hosts: Hosts) -> None:
 @pytest.mark.parametrize(
     ("interface", "message"),
     [
-        ("wlan0", "has no interface wlan0 that is up. There are: lo (127.0.0.1 ::1), eth0 (10.77.3."),
+        ("wlan0", "has no interface wlan0 that is up. There are: lo (127.0.0.1 ::1), eth0 (10.77."),
         ("^lo", "'^' is NCCL's way to write it"),
         ("eth1", "node 0 (hosta) to node 1 (hostb) through eth1: 192.168.200.1 to 192.168.201.1"),
     ],

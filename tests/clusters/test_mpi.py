@@ -61,7 +61,8 @@ def test_open_mpi_over_two_hosts(two_hosts: Hosts, tmp_path: Path) -> None:
     needs(OPEN_MPI[0])
     hosts = ",".join(f"{two_hosts.address(name)}:1" for name in two_hosts.names)
     shell = two_hosts.remote_shell(tmp_path)
-    mca = ["plm_rsh_agent", str(shell), "oob_tcp_if_include", "10.77.3.0/24", "btl_tcp_if_include", "10.77.3.0/24"]
+    network = f"{two_hosts.subnet}.0/24"
+    mca = ["plm_rsh_agent", str(shell), "oob_tcp_if_include", network, "btl_tcp_if_include", network]
     words = [word for i in range(0, len(mca), 2) for word in ("--mca", mca[i], mca[i + 1])]
     done = run(
         [*OPEN_MPI, "-np", "2", "--host", hosts, *words, "-x", "MASTER_ADDR=hosta", "-x", "PYTHONPATH", *JOB],

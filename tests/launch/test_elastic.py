@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import signal
+import subprocess
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -114,6 +116,17 @@ def test_the_caller_is_as_it_was() -> None:
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)] == handlers
     assert dict(os.environ) == environ
     assert logging.getLogger("torch.distributed.elastic.agent.server.api").level == level
+
+
+@pytest.mark.parametrize("kind", ["", "raise", "die"])
+def test_no_file_is_left(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither ours nor torch's, and what a killed caller has left is removed by the next."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    killed = subprocess.Popen(["true"])
+    killed.wait(10)
+    (tmp_path / f"distwrap-elastic-{killed.pid}-x").mkdir()
+    work(kind)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_fork_where_it_is_not_safe() -> None:
