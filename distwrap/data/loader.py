@@ -6,27 +6,21 @@ sampler and batch sampler are exchanged for ones that take a share of the same o
 
 from __future__ import annotations
 
-import copy
-import os
-from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
-from torch.utils.data import (
-    BatchSampler,
-    DataLoader,
-    IterableDataset,
-    RandomSampler,
-    SequentialSampler,
-)
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from distwrap.data import workers
-from distwrap.data.samplers import ExactBatches, MergedBatches, Order, Share
+from distwrap.data import parts
+from distwrap.data.parts import Split
+from distwrap.data.position import Position
+from distwrap.data.samplers import ExactBatches, MergedBatches, Order, RememberedShuffle, Share
+from distwrap.data.sharded import ShardedLoader, changed, innermost, remembering
 from distwrap.data.streams import Mode
+from distwrap.data.watch import Watch
 from distwrap.errors import LoaderError, OptionError, unknown_name
-from distwrap.group.world import World, current_world
-from distwrap.model.wrapped import to_device
-from distwrap.placement import own
+from distwrap.group.world import World, current_world, say
 from distwrap.seeding import mix
 
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
@@ -36,38 +30,17 @@ Orders = Literal["auto", "torch", "stream"]
 
 TORCHS_MOST = 10**7  # samples, up to which order="auto" shuffles as torch does
 
-
-class ShardedLoader(DataLoader[Any]):
-    """What a sharded loader is beside its own class."""
-
-    _shard_sampler: Any = None
-    _shard_device: torch.device
-    _shard_place: tuple[int, int]  # rank and world size
-
-    def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next; left alone, each one is one more than the last."""
-        sampler = self._shard_sampler if self._shard_sampler is not None else _innermost(self)
-        getattr(sampler, "set_epoch", _no_epoch)(epoch)
-        getattr(super(), "set_epoch", _no_epoch)(epoch)  # the user's own class may have a use for it
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        # Neither pickle nor copy would find this class by its name; but it follows from the user's own.
-        return _sharded_again, (type(self).__bases__[1], {**self.__dict__, "_iterator": None})
-
-    def __iter__(self) -> Any:
-        if self.num_workers:
-            _tidy(current_world())
-        batches = super().__iter__()
-        current_world().crumbs.follow(batches)
-        if self._shard_device.type == "cpu":
-            return batches
-        return _on_device(batches, self._shard_device)
+_IN_WORDS = {
+    "pad": "all ranks equally many, some samples twice where the ranks do not divide them",
+    "exact": "each sample once",
+    "drop": "what the ranks do not divide is left out",
+}
 
 
 def next_epoch(loader: DataLoader[Any]) -> int:
     """Say which epoch of a sharded loader comes next; 0 for any other loader."""
-    epochs = getattr(getattr(loader, "_shard_sampler", None), "epochs", None)
-    return 0 if epochs is None else int(epochs.next)
+    position = getattr(loader, "_shard_position", None)
+    return 0 if position is None else int(position.next.epoch)
 
 
 def shard_loader(
@@ -76,30 +49,40 @@ def shard_loader(
     mode: Modes = "auto",
     batch_size: BatchSize = "per_rank",
     order: Orders = "auto",
+    split: Split = "auto",
     seed: int | None = None,
     device: torch.device | str | None = None,
+    copy_ahead: bool = False,
 ) -> Loader:
     """Return the same loader for this rank's share of the data; in a single process on the CPU, the loader itself.
 
     The share is taken of the loader's own order: shuffled as by ``DistributedSampler``, or whatever its sampler or
-    batch sampler yields. A loader that has a ``DistributedSampler`` already is left alone.
+    batch sampler yields. A loader that has a ``DistributedSampler`` already is left alone. An iterable dataset is
+    divided by item among the ranks and their workers; ranks that end unevenly end together, as in `lockstep`.
 
     Args:
-        loader: a ``DataLoader``, or a subclass, over a map-style dataset.
+        loader: a ``DataLoader``, or a subclass.
         mode: ``"pad"`` (all ranks take equally many samples, a few of them twice), ``"exact"`` (each sample once; with
             at least one sample a rank all ranks still take equally many batches, a left-over sample joining the last),
             ``"drop"`` (the samples that do not go round are left out), or ``"auto"``: pad when the loader shuffles,
-            exact when it does not. The loader's own ``drop_last`` holds in every mode.
+            exact when it does not. The loader's own ``drop_last`` holds in every mode. Of an iterable dataset
+            ``"drop"``, which is also ``"auto"``, ends with the first rank that is out of data; ``"pad"`` with the
+            last, while the others begin theirs again; with ``"exact"`` each rank ends by itself.
         batch_size: ``"per_rank"`` leaves the loader's batch size as it is, so the global batch grows with the ranks;
             ``"global"`` divides it by the number of ranks.
         order: how a loader with ``shuffle=True`` shuffles: ``"torch"`` as ``DistributedSampler`` to the bit, in time
             and memory that grow with the dataset; ``"stream"`` by a computed permutation, which costs the same at any
-            size; ``"auto"`` is torch's up to 10 million samples.
-        seed: of the shuffle; by default the run's, else 0.
+            size; ``"auto"`` is torch's up to 10 million samples. In a single process only when asked for.
+        split: how an iterable dataset is divided: ``"items"``, every n-th item; ``"dataset"``, it takes its rank's part
+            itself; ``"auto"``, by ``datasets``' or webdataset's own means, else as ``"items"``, unless its code speaks
+            of ranks, which is an error.
+        seed: of the shuffle; by default the run's, else 0. In a single process only when given.
         device: where the batches go; by default this rank's device. ``"cpu"`` leaves them where they are.
+        copy_ahead: on CUDA, copy each batch while the step before still computes.
 
     Returns:
-        A loader of the same class. Its epochs advance by themselves; ``set_epoch(n)`` says which one comes next.
+        A loader of the same class. Its epochs advance by themselves; ``set_epoch(n)`` says which one comes next;
+        ``state_dict()`` and ``load_state_dict()`` hold the position in the middle of one, for any number of ranks.
 
     Raises:
         LoaderError: the loader cannot be sharded safely; says what to write instead.
@@ -108,21 +91,33 @@ def shard_loader(
         >>> loader = DataLoader(range(10), batch_size=2)
         >>> shard_loader(loader) is loader  # one process
         True
+        >>> for batch in loader:
+        ...     break
+        >>> position = loader.state_dict()
+        >>> again = shard_loader(DataLoader(range(10), batch_size=4))
+        >>> again.load_state_dict(position)
+        >>> list(again)
+        [tensor([2, 3, 4, 5]), tensor([6, 7, 8, 9])]
     """
     if not isinstance(loader, DataLoader):
-        raise LoaderError(f"shard_loader() takes a DataLoader, not a {type(loader).__qualname__}.")
-    if mode not in get_args(Modes):
-        raise OptionError(unknown_name("mode", mode, get_args(Modes)))
-    if batch_size not in get_args(BatchSize):
-        raise OptionError(unknown_name("batch_size", batch_size, get_args(BatchSize)))
-    if order not in get_args(Orders):
-        raise OptionError(unknown_name("order", order, get_args(Orders)))
+        raise LoaderError(
+            f"shard_loader() takes a DataLoader, not a {type(loader).__qualname__}."
+            + (" Its DataLoader is .pipeline[0]." if type(loader).__name__ == "WebLoader" else "")
+        )
+    for what, word, known in (
+        ("mode", mode, Modes),
+        ("batch_size", batch_size, BatchSize),
+        ("order", order, Orders),
+        ("split", split, Split),
+    ):
+        if word not in get_args(known):
+            raise OptionError(unknown_name(what, word, get_args(known)))
     world = current_world()
     world.crumbs.drop("shard_loader")
     where = torch.device(device) if device is not None else world.device
     place = world.placement
     here = (place.rank, place.world_size)
-    if isinstance(loader, ShardedLoader) and loader._shard_place != (0, 1):
+    if isinstance(loader, ShardedLoader) and (loader._shard_place != (0, 1) or loader._shard_sampler is not None):
         if loader._shard_place != here:
             rank, world_size = loader._shard_place
             raise LoaderError(
@@ -137,33 +132,72 @@ def shard_loader(
             f"{place.rank} of {place.world_size}. Hand shard_loader() a plain loader, or make the sampler after "
             f"setup_process_group()."
         )
-    if place.world_size == 1 or given is not None:
-        return _same_order(loader, where, here)
-    if isinstance(loader.dataset, IterableDataset):
+    iterable = isinstance(loader.dataset, IterableDataset)
+    if given is not None or (place.world_size == 1 and (iterable or (seed is None and order == "auto"))):
+        return _as_it_is(loader, where, copy_ahead)
+    moved = {"_shard_device": where, "_shard_ahead": copy_ahead, "_shard_place": here, "_shard_told": None}
+    if iterable:
+        return _with_parts(loader, world, mode, batch_size, order, split, moved)
+    if split != "auto":
         raise LoaderError(
-            f"{type(loader.dataset).__name__} is an IterableDataset, which has no indices to share out. Yield every "
-            f"n-th item in its __iter__: `islice(items, distwrap.rank(), None, distwrap.world_size())`, and count the "
-            f"loader's workers in with torch.utils.data.get_worker_info()."
+            f"split={split!r} is for an IterableDataset, but {type(loader.dataset).__name__} has indices."
         )
-    return _sharded(loader, world, mode, batch_size, order, seed, where)
+    result = _sharded(loader, world, mode, batch_size, order, seed, moved)
+    if here == (0, 1):  # the loader itself here too
+        loader.__dict__.update(result.__dict__)
+        loader.__class__ = type(result)
+        return loader
+    return result
 
 
-def _same_order(loader: Loader, where: torch.device, place: tuple[int, int]) -> Loader:
+def _as_it_is(loader: Loader, where: torch.device, copy_ahead: bool) -> Loader:
     if isinstance(loader, ShardedLoader) and loader._shard_device == where:
         return loader
     if where.type != "cpu":
-        return _changed(loader, {}, where, place)
-    if not hasattr(loader, "set_epoch"):
-        tell = getattr(_innermost(loader), "set_epoch", _no_epoch)
-        loader.set_epoch = tell
-    return loader
+        loader = changed(loader, {"_shard_ahead": copy_ahead})
+    remembered: Loader = remembering(loader, where)
+    return remembered
 
 
-def _changed(loader: Loader, changed: dict[str, Any], where: torch.device, place: tuple[int, int]) -> Loader:
-    result = copy.copy(loader)
-    result.__dict__.pop("set_epoch", None)  # from `_same_order`, where the loader went through a single process before
-    result.__dict__.update(changed, _iterator=None, _shard_device=where, _shard_place=place)
-    result.__class__ = _sharded_class(type(loader))
+def _with_parts(
+    loader: Loader,
+    world: World,
+    mode: Modes,
+    batch_size: BatchSize,
+    order: Orders,
+    split: Split,
+    attributes: dict[str, Any],
+) -> Loader:
+    rank, world_size = attributes["_shard_place"]
+    if order != "auto":
+        raise LoaderError(f"order={order!r}: the order of an IterableDataset is its own. Leave order at 'auto'.")
+    if batch_size == "global":
+        batches: Any = loader.batch_sampler
+        if batches is None:
+            raise LoaderError("batch_size='global' divides the loader's batch size, but its batch_size is None.")
+        size = _per_rank(batches.batch_size, world_size, batch_size)
+        attributes["batch_size"] = size
+        attributes["batch_sampler"] = BatchSampler(batches.sampler, size, batches.drop_last)
+    dataset, part, how = parts.split(loader.dataset, split, rank, world_size)
+    position = Position()
+    name, site = f"{world.loaders + 1}", world.crumbs.site
+    result: Loader = changed(
+        loader,
+        {
+            **attributes,
+            "dataset": dataset,
+            "generator": torch.Generator(),
+            "_shard_seed": _workers_seed(loader, world),
+            "_shard_part": part,
+            "_shard_position": position,
+            "_shard_sampler": None,
+            "_shard_uneven": {"exact": "", "pad": "pad"}.get(mode, "shortest"),
+            "_shard_watch": None
+            if world.channel is None
+            else Watch(world.channel, rank, world_size, name, site, position),
+        },
+    )
+    _tell(world, f"{type(loader.dataset).__name__}, divided: {how}")
     return result
 
 
@@ -174,27 +208,29 @@ def _sharded(
     batch_size: BatchSize,
     order: Orders,
     seed: int | None,
-    where: torch.device,
+    attributes: dict[str, Any],
 ) -> Loader:
-    place = world.placement
-    shuffles = not isinstance(_innermost(loader), SequentialSampler)
+    rank, world_size = attributes["_shard_place"]
+    shuffles = not isinstance(innermost(loader), SequentialSampler)
     chosen: Mode = ("pad" if shuffles else "exact") if mode == "auto" else mode
     order_seed = seed if seed is not None else world.seed if world.seed is not None else 0
-    shard = (place.rank, place.world_size, chosen)
+    shard = (rank, world_size, chosen)
     batches: Any = loader.batch_sampler
-    changed: dict[str, Any] = {}
     sampler: Order | Share
     if type(batches) is BatchSampler:
-        size = _per_rank(batches.batch_size, place.world_size, batch_size)
+        size = _per_rank(batches.batch_size, world_size, batch_size)
         sampler = _share_of(batches.sampler, loader.dataset, shard, order_seed, order)
-        changed["sampler"], changed["batch_size"] = sampler, size
+        attributes["sampler"], attributes["batch_size"] = sampler, size
+        attributes["_shard_step"] = size * world_size
         if chosen == "exact":
-            changed["batch_sampler"] = ExactBatches(sampler, _length(batches.sampler), size, batches.drop_last)
+            _length(batches.sampler)
+            attributes["batch_sampler"] = ExactBatches(sampler, size, batches.drop_last)
         else:
-            changed["batch_sampler"] = BatchSampler(sampler, size, batches.drop_last)
+            attributes["batch_sampler"] = BatchSampler(sampler, size, batches.drop_last)
     else:
         items: Any
         items, kind = (loader.sampler, "sampler") if batches is None else (batches, "batch_sampler")
+        attributes["_shard_step"] = world_size
         if batch_size == "global":
             raise LoaderError(
                 f"batch_size='global' divides the loader's batch size, but its {kind} is a {type(items).__name__}, "
@@ -202,25 +238,36 @@ def _sharded(
             )
         if batches is not None:
             sampler = whole = Share(items, *shard, order_seed)
-            changed[kind] = MergedBatches(whole, _length(items)) if chosen == "exact" else whole
+            if chosen == "exact":
+                _length(items)
+            attributes[kind] = MergedBatches(whole) if chosen == "exact" else whole
         else:
-            changed[kind] = sampler = _share_of(items, loader.dataset, shard, order_seed, order)
-        if batches is None and chosen == "exact" and _length(items) % place.world_size:
+            attributes[kind] = sampler = _share_of(items, loader.dataset, shard, order_seed, order)
+        if batches is None and chosen == "exact" and _length(items) % world_size:
             # Items of this loader are whole batches, or single samples: what they hold cannot be merged.
             raise LoaderError(
-                f"the loader fetches item by item (batch_size=None), so {_length(items)} items over {place.world_size} "
+                f"the loader fetches item by item (batch_size=None), so {_length(items)} items over {world_size} "
                 f"ranks cannot be taken in equally many steps with each once. Say mode='pad' or mode='drop'."
             )
-    changed["generator"] = _worker_generator(loader, world)
-    changed["_shard_sampler"] = sampler
-    return _changed(loader, changed, where, (place.rank, place.world_size))
+    attributes["_shard_seed"] = _workers_seed(loader, world)
+    if world_size > 1:
+        attributes["generator"] = torch.Generator()  # of the workers' base seed, which is then not the loop's to give
+    attributes["_shard_sampler"], attributes["_shard_position"] = sampler, sampler.position
+    if world.channel is not None and shuffles and chosen != "exact":
+        name = f"{world.loaders}"
+        attributes["_shard_watch"] = Watch(world.channel, rank, world_size, name, world.crumbs.site, sampler.position)
+    result: Loader = changed(loader, attributes)
+    if world_size > 1:
+        _tell(world, _in_short(loader, result, chosen, attributes["_shard_step"] if batches is not None else 0))
+    return result
 
 
 def _share_of(sampler: Any, dataset: Any, shard: tuple[int, int, Mode], seed: int, order: Orders) -> Order | Share:
     # The sampler may run over something else than the dataset, as a part of it.
-    plain = type(sampler) is SequentialSampler or (type(sampler) is RandomSampler and not sampler.replacement)
+    shuffles = type(sampler) in (RandomSampler, RememberedShuffle) and not sampler.replacement
+    plain = type(sampler) is SequentialSampler or shuffles
     if plain and hasattr(dataset, "__len__") and len(sampler) == len(sampler.data_source) == len(dataset):
-        if type(sampler) is SequentialSampler:
+        if not shuffles:
             return Order(dataset, *shard, seed, "")
         if order == "auto":
             order = "torch" if len(dataset) <= TORCHS_MOST else "stream"
@@ -246,25 +293,16 @@ def _per_rank(size: int, world_size: int, meaning: BatchSize) -> int:
     return size // world_size
 
 
-def _worker_generator(loader: DataLoader[Any], world: World) -> torch.Generator:
-    """Seed the loader's workers, and so the augmentation, apart on each rank: torch seeds them from this generator."""
+def _workers_seed(loader: DataLoader[Any], world: World) -> int:
+    """Return the seed of a loader's random numbers where it fetches: another one for each loader of a run."""
     world.loaders += 1
     base = loader.generator.initial_seed() if loader.generator is not None else torch.initial_seed()
-    generator = torch.Generator()
-    generator.manual_seed(
-        mix("workers", world.seed if world.seed is not None else base, world.loaders, world.placement.rank)
-    )
-    return generator
-
-
-def _innermost(loader: DataLoader[Any]) -> object:
-    batches: Any = loader.batch_sampler
-    return loader.sampler if batches is None else getattr(batches, "sampler", batches)
+    return mix("loader", world.seed if world.seed is not None else base, world.loaders)
 
 
 def _distributed_sampler(loader: DataLoader[Any]) -> Any:
     """Find the sampler that takes a share already: torch's, or another that has the same two attributes."""
-    samplers: tuple[Any, ...] = (loader.sampler, loader.batch_sampler, _innermost(loader))
+    samplers: tuple[Any, ...] = (loader.sampler, loader.batch_sampler, innermost(loader))
     return next((s for s in samplers if hasattr(s, "num_replicas") and hasattr(s, "rank")), None)
 
 
@@ -278,33 +316,25 @@ def _length(sampler: Any) -> int:
         ) from None
 
 
-def _tidy(world: World) -> None:
-    undo = workers.tidy(os.environ.get(own.STORE, ""))
-    if undo is not None:
-        world.cleanup.callback(undo)
+def _in_short(loader: DataLoader[Any], sharded: Any, mode: Mode, together: int) -> str:
+    """Say how many samples a step takes, how many steps an epoch has, and how the ranks share."""
+    said = []
+    world_size = sharded._shard_place[1]
+    if together:
+        said.append(f"{together // world_size} a rank x {world_size} ranks = {together} a step")
+    with suppress(TypeError):  # a sampler without a length
+        said.append(f"{len(sharded)} steps an epoch ({len(loader)} in one process)")
+    sampler = sharded._shard_sampler
+    shuffle = sampler.shuffle_of(0).order
+    order = {"": "in order", "sampler": f"order of its {type(getattr(sampler, 'sampler', None)).__name__}"}
+    said.append(f"mode {mode} ({_IN_WORDS[mode]})")
+    said.append(order.get(shuffle, f"shuffled, {shuffle} order"))
+    return "; ".join(said)
 
 
-def _on_device(batches: Iterable[Any], device: torch.device) -> Iterator[Any]:
-    for batch in batches:
-        yield to_device(batch, device)
-
-
-def _no_epoch(epoch: int) -> None:
-    """In a single process the loader shuffles by torch's generator, which no epoch number changes."""
-
-
-def _sharded_again(cls: type[DataLoader[Any]], attributes: dict[str, Any]) -> ShardedLoader:
-    loader: ShardedLoader = object.__new__(_sharded_class(cls))
-    loader.__dict__.update(attributes)
-    return loader
-
-
-_classes: dict[type, type] = {}
-
-
-def _sharded_class(cls: type[DataLoader[Any]]) -> type:
-    if issubclass(cls, ShardedLoader):  # a single process has moved its batches to a device
-        return cls
-    if cls not in _classes:
-        _classes[cls] = type(f"Sharded{cls.__name__}", (ShardedLoader, cls), {"__module__": cls.__module__})
-    return _classes[cls]
+def _tell(world: World, text: str) -> None:
+    """Say it once for each place in the user's code."""
+    site = world.crumbs.site
+    if f"loader {site}" not in world.noted:
+        world.noted.add(f"loader {site}")
+        say(f"loader at {site}: {text}")

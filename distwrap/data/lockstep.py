@@ -15,7 +15,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 import torch
 import torch.distributed as dist
 
-from distwrap.data.preemption import Listener, Preemption, shielded
+from distwrap.data.preemption import SIGNALS, Listener, Preemption, shielded
 from distwrap.errors import LoaderError, OptionError, unknown_name
 from distwrap.group import stacks
 from distwrap.group.setup import require_group
@@ -89,6 +89,11 @@ def lockstep(
     return Lockstep(loader, uneven, skip, on_preempt, grace)
 
 
+def in_step(loader: Any, uneven: Uneven) -> Iterator[Any]:
+    """Iterate in step over a sharded loader that has no length, and leave signals alone."""
+    return iter(Lockstep(loader, uneven, None, None, 30.0, listens=False))
+
+
 class Lockstep(Generic[Batch]):
     """What `lockstep` returns.
 
@@ -105,8 +110,10 @@ class Lockstep(Generic[Batch]):
         skip: Callable[[Batch], bool] | None,
         on_preempt: Callable[[Preemption], object] | None,
         grace: float,
+        listens: bool = True,
     ) -> None:
         self._loader, self._uneven, self._skip = loader, uneven, skip
+        self._listens = listens
         self._on_preempt, self._grace = on_preempt, grace
         self._stop = False
         self._vote: Any = None
@@ -130,18 +137,18 @@ class Lockstep(Generic[Batch]):
         refuse("lockstep()")
         group = _status_group(world)
         self.step, self.skipped, self._stop = 0, 0, False
-        listener = Listener()
+        listener = Listener(SIGNALS if self._listens else ())
         batches: Iterator[Batch]
         in_step = True
         try:
             with shielded(self._loader, self._grace):
-                batches = iter(self._loader)
+                batches = self._begin()
             world.crumbs.follow(self)  # type: ignore[arg-type]
             first_pass = True
             while True:
                 batch = next(batches, _NOTHING)
                 if batch is _NOTHING and self._uneven == "pad":
-                    first_pass, batches = False, iter(self._loader)
+                    first_pass, batches = False, self._begin()
                     batch = next(batches, _NOTHING)
                 seen = self._exchange(group, batch, first_pass, listener, world)
                 if self._ends(seen, world, group, listener):
@@ -156,6 +163,11 @@ class Lockstep(Generic[Batch]):
             listener.close()
             if in_step and isinstance(sys.exc_info()[1], GeneratorExit):
                 self._vote_to_stop(group, world)
+
+    def _begin(self) -> Iterator[Batch]:
+        """Iterate over the loader, but not in step twice."""
+        own: Callable[[], Iterator[Batch]] | None = getattr(self._loader, "_shard_batches", None)
+        return own() if own is not None else iter(self._loader)
 
     def _exchange(self, group: Any, batch: Any, first_pass: bool, listener: Listener, world: World) -> list[int]:
         """Return what any rank says."""

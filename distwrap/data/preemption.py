@@ -6,7 +6,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
@@ -51,11 +51,11 @@ class Listener:
         heard: the signal's number and when it came, in seconds since the epoch.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, signals: Iterable[int] = SIGNALS) -> None:
         self.heard: tuple[int, float] | None = None
         self._before: dict[int, Any] = {}
         if threading.current_thread() is threading.main_thread():
-            for number in SIGNALS:
+            for number in signals:
                 self._before[number] = signal.signal(number, self._hear)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:

@@ -7,30 +7,15 @@ from itertools import islice
 from typing import Any, Literal
 
 import torch
-from torch.utils.data import DistributedSampler, Sampler
+from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 
 from distwrap.data import streams
 from distwrap.data.permutation import Permutation
+from distwrap.data.position import Position, Shuffle
 from distwrap.data.streams import Mode
 from distwrap.seeding import BorrowedRandomness, mix
 
 _BLOCK = 4096  # how many items are drawn, or computed, at a time
-
-
-class Epoch:
-    """Which epoch comes next: one more at each start, or what the loop says.
-
-    Shared by the sampler and the batch sampler of a loader, so that either may be told.
-    """
-
-    def __init__(self) -> None:
-        self.next = 0
-
-    def begin(self) -> int:
-        """Start an epoch, and return its number."""
-        now = self.next
-        self.next += 1
-        return now
 
 
 class Order(DistributedSampler[Any]):
@@ -40,6 +25,10 @@ class Order(DistributedSampler[Any]):
     itself, and an explicit `set_epoch` wins.
 
     Source: https://docs.pytorch.org/docs/stable/data.html#torch.utils.data.distributed.DistributedSampler
+
+    Attributes:
+        items: how many samples all ranks have together.
+        position: where the loop is in them.
     """
 
     def __init__(
@@ -53,62 +42,94 @@ class Order(DistributedSampler[Any]):
             seed=seed,
             drop_last=mode == "drop",
         )
-        self.epochs = Epoch()
+        self.mode, self.items = mode, len(dataset)
+        self.position = Position()
         self._order = shuffle
         if mode == "exact":
-            self.num_samples = streams.share_size(len(dataset), rank, world_size, "exact")
-            self.total_size = len(dataset)
+            self.num_samples = streams.share_size(self.items, rank, world_size, "exact")
+            self.total_size = self.items
 
     def __iter__(self) -> Iterator[Any]:
         # A generator, as the other samplers here: a loader with workers asks for an iterator once more than it reads,
         # and an epoch begins when its first item is asked for.
-        self.epoch = self.epochs.begin()
-        n, look_up = len(self.dataset), self._looks_up()  # type: ignore[arg-type]
-        for first in range(self.rank, self.total_size, _BLOCK * self.num_replicas):
-            positions = torch.arange(first, min(self.total_size, first + _BLOCK * self.num_replicas), self.num_replicas)
-            yield from look_up(positions % n).tolist()  # past the end the order begins again, to fill the last round
+        begun, shuffle = self.position.begin(self.shuffle_of)
+        self.epoch = begun.epoch
+        look_up = _looks_up(self.items, shuffle)
+        world_size = self.num_replicas
+        end = streams.end_of_shares(begun.start, self.items, world_size, self.mode)
+        for first in range(begun.start + self.rank, end, _BLOCK * world_size):
+            positions = torch.arange(first, min(end, first + _BLOCK * world_size), world_size)
+            # Past the end the order begins again, to fill the last round.
+            yield from look_up(positions % self.items).tolist()
 
-    def _looks_up(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Return what says which samples stand at some positions of this epoch's order."""
-        n = len(self.dataset)  # type: ignore[arg-type]
+    def shuffle_of(self, epoch: int) -> Shuffle:
+        """Say an epoch's order."""
         if self._order == "torch":
-            shuffled = torch.randperm(n, generator=torch.Generator().manual_seed(self.seed + self.epoch))
-            return lambda positions: shuffled[positions]
-        if self._order == "stream":
-            return Permutation(n, mix("order", self.seed, self.epoch))
-        return lambda positions: positions
+            return Shuffle("torch", self.seed + epoch)
+        return Shuffle(self._order, mix("order", self.seed, epoch) if self._order else 0)
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next."""
-        self.epochs.next = self.epoch = epoch
+        self.epoch = epoch
+        self.position.set_epoch(epoch)
+
+
+def _looks_up(n: int, shuffle: Shuffle) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return what says which of `n` samples stand at some positions of an order."""
+    if shuffle.order == "torch":
+        shuffled = torch.randperm(n, generator=_generator(shuffle.seed))
+        return lambda positions: shuffled[positions]
+    if shuffle.order == "stream":
+        return Permutation(n, int(shuffle.seed))
+    return lambda positions: positions
+
+
+def _generator(seed: int | torch.Tensor) -> torch.Generator:
+    generator = torch.Generator()
+    return generator.set_state(seed) if isinstance(seed, torch.Tensor) else generator.manual_seed(seed)
 
 
 class Share(Sampler[Any]):
     """A rank's share of a custom sampler's stream, of indices or of whole batches.
 
     All ranks draw the same stream, from random numbers seeded alike for each epoch, and take every n-th item of it.
+
+    Attributes:
+        items: how many items the sampler yields; ``None`` where it does not say.
+        position: where the loop is in them.
     """
 
     def __init__(self, sampler: Iterable[Any], rank: int, world_size: int, mode: Mode, seed: int) -> None:
-        self.sampler, self.rank, self.world_size, self.mode, self.seed = sampler, rank, world_size, mode, seed
-        self.epochs = Epoch()
+        self.sampler, self.rank, self.num_replicas, self.mode, self.seed = sampler, rank, world_size, mode, seed
+        self.position = Position()
+
+    @property
+    def items(self) -> int | None:
+        try:
+            return len(self.sampler)  # type: ignore[arg-type]
+        except TypeError:
+            return None
 
     def __iter__(self) -> Iterator[Any]:
-        epoch = self.epochs.begin()
+        begun, shuffle = self.position.begin(self.shuffle_of)
         tell = getattr(self.sampler, "set_epoch", None)
         if tell is not None:
-            tell(epoch)
-        yield from streams.share(self._draw(epoch), self.rank, self.world_size, self.mode)
+            tell(begun.epoch)
+        yield from streams.share(self._draw(int(shuffle.seed)), self.rank, self.num_replicas, self.mode, begun.start)
 
     def __len__(self) -> int:
-        return streams.share_size(len(self.sampler), self.rank, self.world_size, self.mode)  # type: ignore[arg-type]
+        return streams.share_size(len(self.sampler), self.rank, self.num_replicas, self.mode)  # type: ignore[arg-type]
+
+    def shuffle_of(self, epoch: int) -> Shuffle:
+        """Say from which seed an epoch's order is drawn."""
+        return Shuffle("sampler", mix("sampler", self.seed, epoch))
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next."""
-        self.epochs.next = epoch
+        self.position.set_epoch(epoch)
 
-    def _draw(self, epoch: int) -> Iterator[Any]:
-        randomness = BorrowedRandomness(mix("sampler", self.seed, epoch))
+    def _draw(self, seed: int) -> Iterator[Any]:
+        randomness = BorrowedRandomness(seed)
         with randomness.lent():
             stream = iter(self.sampler)
         while True:
@@ -122,31 +143,57 @@ class Share(Sampler[Any]):
 class ExactBatches(Sampler[list[Any]]):
     """Batches of a rank's exact share: equally many on every rank, a left-over sample in the last one."""
 
-    def __init__(self, sampler: Order | Share, n: int, batch_size: int, drop_last: bool) -> None:
+    def __init__(self, sampler: Order | Share, batch_size: int, drop_last: bool) -> None:
         self.sampler, self.batch_size, self.drop_last = sampler, batch_size, drop_last
-        world_size = sampler.num_replicas if isinstance(sampler, Order) else sampler.world_size
-        self._count = streams.batch_count(n, world_size, batch_size, drop_last)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        yield from streams.exact_batches(self.sampler, self._count, self.batch_size, self.drop_last)
+        count = self.count(self.sampler.position.next.start)
+        yield from streams.exact_batches(self.sampler, count, self.batch_size, self.drop_last)
+
+    def count(self, start: int = 0) -> int:
+        """Say how many batches are left from a place in the order."""
+        left = (self.sampler.items or 0) - start
+        return streams.batch_count(left, self.sampler.num_replicas, self.batch_size, self.drop_last)
 
     def __len__(self) -> int:
-        return min(self._count, len(self.sampler))
+        return min(self.count(), len(self.sampler))
 
 
 class MergedBatches(Sampler[list[Any]]):
     """A rank's exact share of ready-made batches: equally many on every rank, a left-over batch in the last one."""
 
-    def __init__(self, share: Share, n: int) -> None:
+    def __init__(self, share: Share) -> None:
         self.sampler = share
-        self._count = max(n // share.world_size, 1)
 
     def __iter__(self) -> Iterator[list[Any]]:
-        yield from streams.merged_batches(iter(self.sampler), self._count)
+        yield from streams.merged_batches(self.sampler, self.count(self.sampler.position.next.start))
+
+    def count(self, start: int = 0) -> int:
+        """Say how many steps are left from a place in the order."""
+        return max(((self.sampler.items or 0) - start) // self.sampler.num_replicas, 1)
 
     def __len__(self) -> int:
-        return min(self._count, len(self.sampler))
+        return min(self.count(), len(self.sampler))
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch comes next."""
         self.sampler.set_epoch(epoch)
+
+
+class RememberedShuffle(RandomSampler):
+    """A `RandomSampler` that knows how each epoch was drawn; it draws what it would have drawn without.
+
+    Attributes:
+        drawn: the last epoch's order.
+    """
+
+    drawn: Shuffle | None = None
+
+    def __iter__(self) -> Iterator[int]:
+        generator = self.generator
+        if generator is None:
+            seed = int(torch.empty((), dtype=torch.int64).random_().item())  # as RandomSampler draws it
+            self.drawn, generator = Shuffle("torch", seed), torch.Generator().manual_seed(seed)
+        else:
+            self.drawn = Shuffle("torch", generator.get_state())
+        yield from torch.randperm(len(self.data_source), generator=generator).tolist()

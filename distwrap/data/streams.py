@@ -24,8 +24,23 @@ def share_size(n: int, rank: int, world_size: int, mode: Mode) -> int:
     return (n - rank + world_size - 1) // world_size
 
 
-def share(items: Iterable[Item], rank: int, world_size: int, mode: Mode) -> Iterator[Item]:
-    """Yield a rank's share of a stream: every `world_size`-th item.
+def end_of_shares(start: int, n: int, world_size: int, mode: Mode) -> int:
+    """Say where the ranks' shares of an order of `n` end; past `n` it begins again.
+
+    Example:
+        >>> [end_of_shares(0, 5, 2, mode) for mode in ("pad", "drop", "exact")]
+        [6, 4, 5]
+    """
+    left = max(0, n - start)
+    if mode == "pad":
+        return start + -(-left // world_size) * world_size
+    if mode == "drop":
+        return start + left // world_size * world_size
+    return n
+
+
+def share(items: Iterable[Item], rank: int, world_size: int, mode: Mode, start: int = 0) -> Iterator[Item]:
+    """Yield a rank's share of a stream: every `world_size`-th item, after the first `start` ones.
 
     ``"pad"`` fills the last round from the start, so that all ranks take equally many; ``"drop"`` leaves the last
     round out where it is not full; ``"exact"`` yields each item once over all ranks.
@@ -34,18 +49,19 @@ def share(items: Iterable[Item], rank: int, world_size: int, mode: Mode) -> Iter
         >>> [list(share("abcde", rank, 2, "pad")) for rank in (0, 1)]
         [['a', 'c', 'e'], ['b', 'd', 'a']]
     """
-    start: list[Item] = []
     stream = iter(items)
+    first = list(islice(stream, min(start, world_size)))
+    next(islice(stream, start - len(first), start - len(first)), None)
     while True:
         around = list(islice(stream, world_size))
-        if len(start) < world_size:
-            start.extend(around[: world_size - len(start)])
+        if len(first) < world_size:
+            first.extend(around[: world_size - len(first)])
         if len(around) == world_size:
             yield around[rank]
             continue
         if mode == "pad" and around:
             missing = world_size - len(around)
-            around += (start * (missing // len(start) + 1))[:missing]
+            around += (first * (missing // len(first) + 1))[:missing]
             yield around[rank]
         elif mode == "exact" and rank < len(around):
             yield around[rank]
@@ -71,6 +87,8 @@ def exact_batches(indices: Iterable[int], count: int, batch_size: int, drop_last
         [[0, 2], [4, 6, 8]]
     """
     stream = iter(indices)
+    if not count:
+        next(stream, None)  # an epoch of nothing is one too, and begins when it is asked for
     for number in range(count):
         batch = list(islice(stream, batch_size if number < count - 1 or drop_last else None))
         if batch:

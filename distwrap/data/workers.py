@@ -8,6 +8,7 @@ when both are gone the workers do, which then end themselves.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import multiprocessing
 import multiprocessing.util
 import os
@@ -19,6 +20,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+_PID = "pid-"  # files named after the workers
 _KEY = "tempdir"  # where multiprocessing keeps the folder's name
 _LOOK_SECONDS = 0.5
 
@@ -57,6 +59,10 @@ def _prefix(launch: str) -> str:
 
 
 def _remove(folder: str | Path) -> None:
+    for name in Path(folder).glob(f"{_PID}*"):
+        # A worker that is killed while it passes a batch on leaves the batch's name.
+        for batch in Path("/dev/shm").glob(f"torch_{name.name.removeprefix(_PID)}_*"):
+            batch.unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -68,6 +74,8 @@ class _Orphan:
 
     def watch(self) -> None:
         if os.getppid() == self._rank:  # a worker itself, and nothing that it starts
+            with contextlib.suppress(OSError):
+                Path(self._folder, f"{_PID}{os.getpid()}").touch()
             threading.Thread(target=self._run, name="distwrap-orphan", daemon=True).start()
 
     def _run(self) -> None:

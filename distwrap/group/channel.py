@@ -138,6 +138,20 @@ class Channel:
         what, where = stacks.locate(lines)
         return Position(what, where, self._crumbs.step, str(self._crumbs))
 
+    # Notes that nobody waits for
+
+    def note(self, key: str, text: str) -> None:
+        """Leave a text for whoever looks; a failing store is told elsewhere."""
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            self._store.set(f"note/{key}", text)
+
+    def noted(self, key: str) -> str:
+        """Return what was left there; empty where nothing was."""
+        with contextlib.suppress(dist.DistError, RuntimeError):
+            if self._store.check([f"note/{key}"]):
+                return self._store.get(f"note/{key}").decode()
+        return ""
+
     # Work of one rank for which others wait
 
     def excuse(self, on: bool) -> None:
