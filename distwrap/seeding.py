@@ -81,27 +81,37 @@ def mix(*parts: int | str) -> int:
 class BorrowedRandomness:
     """A stream of random numbers of its own behind the global generators: theirs while lent, the caller's else.
 
-    Custom samplers draw from the global generators. With the same seed on every rank and in each epoch, all ranks
-    see the same order, and the training loop's own random numbers stay untouched.
+    Custom samplers draw from the global generators, or from one of their own, which is lent too. With the same seed on
+    every rank and in each epoch, all ranks see the same order, and the training loop's random numbers stay untouched.
     """
 
-    def __init__(self, seed: int) -> None:
-        self._seed = seed
-        self._state: RandomState | None = None
+    def __init__(self, seed: int, *generators: torch.Generator) -> None:
+        self._seed, self._generators = seed, generators
+        self._state: tuple[RandomState, list[torch.Tensor]] | None = None
 
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Swap the streams for the time of a ``with``."""
-        outside = RandomState.capture()
+        outside = self._capture()
         if self._state is None:
             _seed_generators(self._seed, devices=False)
+            for generator in self._generators:
+                generator.manual_seed(self._seed)
         else:
-            self._state.restore()
+            self._restore(self._state)
         try:
             yield
         finally:
-            self._state = RandomState.capture()
-            outside.restore()
+            self._state = self._capture()
+            self._restore(outside)
+
+    def _capture(self) -> tuple[RandomState, list[torch.Tensor]]:
+        return RandomState.capture(), [generator.get_state() for generator in self._generators]
+
+    def _restore(self, state: tuple[RandomState, list[torch.Tensor]]) -> None:
+        state[0].restore()
+        for generator, own in zip(self._generators, state[1], strict=True):
+            generator.set_state(own)
 
 
 @contextmanager

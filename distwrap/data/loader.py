@@ -16,7 +16,7 @@ from distwrap.data import parts
 from distwrap.data.parts import Split
 from distwrap.data.position import Position
 from distwrap.data.samplers import ExactBatches, MergedBatches, Order, RememberedShuffle, Share
-from distwrap.data.sharded import ShardedLoader, changed, innermost, remembering
+from distwrap.data.sharded import ShardedLoader, changed, innermost, is_torchs, remembering
 from distwrap.data.streams import Mode
 from distwrap.data.watch import Watch
 from distwrap.errors import LoaderError, OptionError, unknown_name
@@ -217,7 +217,7 @@ def _sharded(
     shard = (rank, world_size, chosen)
     batches: Any = loader.batch_sampler
     sampler: Order | Share
-    if type(batches) is BatchSampler:
+    if is_torchs(batches, BatchSampler):
         size = _per_rank(batches.batch_size, world_size, batch_size)
         sampler = _share_of(batches.sampler, loader.dataset, shard, order_seed, order)
         attributes["sampler"], attributes["batch_size"] = sampler, size
@@ -264,7 +264,8 @@ def _sharded(
 
 def _share_of(sampler: Any, dataset: Any, shard: tuple[int, int, Mode], seed: int, order: Orders) -> Order | Share:
     # The sampler may run over something else than the dataset, as a part of it.
-    shuffles = type(sampler) in (RandomSampler, RememberedShuffle) and not sampler.replacement
+    random = is_torchs(sampler, RandomSampler) or type(sampler) is RememberedShuffle
+    shuffles = random and not sampler.replacement
     plain = type(sampler) is SequentialSampler or shuffles
     if plain and hasattr(dataset, "__len__") and len(sampler) == len(sampler.data_source) == len(dataset):
         if not shuffles:

@@ -129,7 +129,9 @@ class Share(Sampler[Any]):
         self.position.set_epoch(epoch)
 
     def _draw(self, seed: int) -> Iterator[Any]:
-        randomness = BorrowedRandomness(seed)
+        inner = (self.sampler, getattr(self.sampler, "sampler", None))
+        own = {id(g): g for g in (getattr(each, "generator", None) for each in inner) if isinstance(g, torch.Generator)}
+        randomness = BorrowedRandomness(seed, *own.values())
         with randomness.lent():
             stream = iter(self.sampler)
         while True:
@@ -190,10 +192,10 @@ class RememberedShuffle(RandomSampler):
     drawn: Shuffle | None = None
 
     def __iter__(self) -> Iterator[int]:
-        generator = self.generator
-        if generator is None:
-            seed = int(torch.empty((), dtype=torch.int64).random_().item())  # as RandomSampler draws it
-            self.drawn, generator = Shuffle("torch", seed), torch.Generator().manual_seed(seed)
-        else:
-            self.drawn = Shuffle("torch", generator.get_state())
-        yield from torch.randperm(len(self.data_source), generator=generator).tolist()
+        if self.generator is not None:
+            self.drawn = Shuffle("torch", self.generator.get_state())
+            yield from super().__iter__()
+            return
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())  # as RandomSampler draws it
+        self.drawn = Shuffle("torch", seed)
+        yield from torch.randperm(len(self.data_source), generator=torch.Generator().manual_seed(seed)).tolist()

@@ -86,6 +86,10 @@ class ShardedLoader(DataLoader[Any]):
         if isinstance(self.dataset, IterableDataset):
             self._shard_load_iterables(state)
             return
+        theirs = getattr(super(), "load_state_dict", None)
+        if theirs is not None and self._shard_sampler is None and "consumed" not in state:
+            theirs(state)
+            return
         positions.check(state, **self._shard_items(), custom=isinstance(self._shard_sampler, Share))
         if self._shard_sampler is None and state["consumed"]:
             self._shard_refuse_unknown_order()
@@ -160,6 +164,9 @@ class ShardedLoader(DataLoader[Any]):
 
     def _shard_in_one_process(self) -> dict[str, Any]:
         sampler = innermost(self)
+        theirs = getattr(super(), "state_dict", None)
+        if theirs is not None:  # a StatefulDataLoader's
+            return theirs()  # type: ignore[no-any-return]
         if self._shard_position.now is not None:
             self._shard_refuse_unknown_order()
         usual = getattr(sampler, "drawn", None) or Shuffle("", 0)
@@ -230,6 +237,12 @@ def innermost(loader: DataLoader[Any]) -> object:
     """Return the sampler that decides the order."""
     batches: Any = loader.batch_sampler
     return loader.sampler if batches is None else getattr(batches, "sampler", batches)
+
+
+def is_torchs(thing: object, cls: type) -> bool:
+    """Say whether something is of a class of torch's, or of torchdata's of the same name, and no further subclass."""
+    kind = type(thing)
+    return kind is cls or (kind.__name__ == cls.__name__ and kind.__module__.startswith("torchdata."))
 
 
 def changed(loader: Any, attributes: dict[str, Any]) -> Any:

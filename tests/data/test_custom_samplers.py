@@ -75,6 +75,18 @@ def test_a_custom_sampler_is_dealt_out_in_its_own_order() -> None:
     assert interleaved(on_each_rank(4, lambda: flat(shard_loader(loader)))) == list(reversed(DATA))
 
 
+def test_a_samplers_own_generator_is_alike_on_all_ranks() -> None:
+    """Each rank made its generator with another seed; the order is one all the same, and the generators untouched."""
+    generators = [torch.Generator().manual_seed(rank) for rank in range(3)]
+    shares = []
+    for rank, generator in enumerate(generators):
+        sampler = WeightedRandomSampler([1.0] * 24, 24, replacement=False, generator=generator)
+        with standing_on(rank, 3):
+            shares.append(flat(shard_loader(DataLoader(DATA, sampler=sampler, batch_size=4))))
+    assert sorted(interleaved(shares)) == list(range(24))
+    assert [generator.initial_seed() for generator in generators] == [0, 1, 2]
+
+
 @pytest.mark.parametrize("sampler", RANDOM, ids=lambda sampler: type(sampler).__name__)
 def test_ranks_share_one_random_order(sampler: Sampler[int]) -> None:
     """Two ranks and three take turns along the same random order, though their own random numbers differ."""
