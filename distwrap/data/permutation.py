@@ -6,7 +6,7 @@ than two rounds through the network on average.
 
 Sources: M. Luby, C. Rackoff, "How to construct pseudorandom permutations from pseudorandom functions", SIAM J. Comput.
 17 (1988); J. Black, P. Rogaway, "Ciphers with arbitrary finite domains", CT-RSA 2002 (cycle walking, unequal halves);
-the round function is the finaliser of MurmurHash3 (A. Appleby).
+the round function multiplies and shifts by SplitMix64's constants (G. Steele, D. Lea, C. Flood, OOPSLA 2014).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import torch
 
 ROUNDS = 10  # four are enough in theory, for round functions that are truly random
 
-_32_BITS = 0xFFFFFFFF
+_FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64  # as signed numbers of 64 bits
 _LARGEST = 2**62
 
 
@@ -68,17 +68,12 @@ class Permutation:
 
     def _network(self, numbers: torch.Tensor) -> torch.Tensor:
         left, right = numbers >> self._right_bits, numbers & self._right_mask
+        mixed, shifted = torch.empty_like(left), torch.empty_like(left)
         for i, key in enumerate(self._keys):
-            if i % 2 == 0:
-                left = left ^ (_mixed(right, key) & self._left_mask)
-            else:
-                right = right ^ (_mixed(left, key) & self._right_mask)
+            half, other, mask = (right, left, self._left_mask) if i % 2 == 0 else (left, right, self._right_mask)
+            torch.bitwise_xor(half, key, out=mixed)
+            mixed.mul_(_FIRST)
+            torch.bitwise_right_shift(mixed, 31, out=shifted)
+            mixed.bitwise_xor_(shifted).mul_(_SECOND)
+            other.bitwise_xor_(mixed.bitwise_right_shift_(33).bitwise_and_(mask))
         return (left << self._right_bits) | right
-
-
-def _mixed(numbers: torch.Tensor, key: int) -> torch.Tensor:
-    """Mix the low 32 bits with a key. Products overflow 64 bits, of which the low 32 are right all the same."""
-    mixed = (numbers ^ key) & _32_BITS
-    mixed = ((mixed ^ (mixed >> 16)) * 0x85EBCA6B) & _32_BITS
-    mixed = ((mixed ^ (mixed >> 13)) * 0xC2B2AE35) & _32_BITS
-    return mixed ^ (mixed >> 16)

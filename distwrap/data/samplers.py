@@ -15,7 +15,7 @@ from distwrap.data.position import Position, Shuffle
 from distwrap.data.streams import Mode
 from distwrap.seeding import BorrowedRandomness, mix
 
-_BLOCK = 4096  # how many items are drawn, or computed, at a time
+_BLOCK = 16384  # how many items are drawn, or computed, at a time
 
 
 class Order(DistributedSampler[Any]):

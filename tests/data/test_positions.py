@@ -37,7 +37,7 @@ sizes = st.integers(1, 4)
 
 
 @given(
-    st.integers(0, 60),
+    st.integers(1, 60),
     st.tuples(worlds, sizes),
     st.tuples(worlds, sizes),
     st.integers(0, 30),
@@ -56,7 +56,8 @@ def test_each_remaining_sample_once(
         loader.set_epoch(epoch)
         taken.update(index for batch in run_of(loader, steps) for index in batch)
         states.append(loader.state_dict())
-    assert all(state == states[0] for state in states)
+    # With fewer samples than ranks, those without one are at the end of the epoch when the others are in it.
+    assert n < before[0] or all(state == states[0] for state in states)
     rest: Counter[int] = Counter()
     lengths = set()
     for r in range(after[0]):
