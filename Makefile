@@ -32,6 +32,7 @@ bench: $(VENV)/.installed-bench
 	$(bin)/python benchmarks/step.py
 	$(bin)/python benchmarks/faults.py
 	$(bin)/python benchmarks/clusters.py
+	$(bin)/python benchmarks/data.py
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis digits.pt digits_retrofit.pt

@@ -33,6 +33,13 @@ def test_clusters(tmp_path: Path) -> None:
     assert len(rows) + table.count("which failed: ") == 4
 
 
+def test_data(tmp_path: Path) -> None:
+    """The data benchmark runs on two ranks, and prints a line for each size, each way and the middle."""
+    table, rows = run_quick("data.py", tmp_path, seconds=110)
+    assert all(row in table for row in rows)
+    assert len(rows) + table.count(": not installed") == 2 * 2 + 5 + 1
+
+
 def test_launch(tmp_path: Path) -> None:
     """The launch benchmark starts every way to launch that is installed, and prints a line for each."""
     table, rows = run_quick("launch.py", tmp_path, seconds=110)

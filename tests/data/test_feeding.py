@@ -1,0 +1,50 @@
+"""Batches on the rank's device, a step ahead where that is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from distwrap import shard_loader
+
+
+def loader_of(**options: Any) -> DataLoader[Any]:
+    rows = TensorDataset(torch.arange(64.0).reshape(32, 2), torch.arange(32))
+    return DataLoader(rows, batch_size=4, **options)
+
+
+def test_on_the_cpu_nothing_is_copied() -> None:
+    """copy_ahead costs nothing where there is nothing to copy to: the loader is the one handed over."""
+    loader = loader_of()
+    assert shard_loader(loader, copy_ahead=True) is loader
+    assert loader._shard_ahead is False  # type: ignore[attr-defined]
+
+
+def test_the_position_is_the_loops_on_a_device_too() -> None:
+    """What was copied to the device but not handed to the loop does not count."""
+    loader: Any = shard_loader(loader_of(), device="meta", copy_ahead=True)
+    batches = iter(loader)
+    next(batches)
+    assert loader.state_dict()["consumed"] == 4
+    assert [each.device.type for each in next(batches)] == ["meta"] * 2
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [False, True])
+def test_copied_ahead_is_the_same(pinned: bool) -> None:
+    """Batches that were copied on a stream of their own hold what the plain ones hold, also under a busy device."""
+    if not torch.cuda.is_available():
+        pytest.skip("needs an accelerator, and this machine has none")
+    plain = list(loader_of())
+    loader: Any = shard_loader(loader_of(pin_memory=pinned), device="cuda", copy_ahead=True)
+    busy = torch.randn(2000, 2000, device="cuda")
+    for _ in range(3):
+        for number, (x, y) in enumerate(loader):
+            busy = busy @ busy / busy.norm()
+            assert loader.state_dict()["consumed"] == 4 * (number + 1)
+            assert torch.equal(x.cpu(), plain[number][0])
+            assert torch.equal(y.cpu(), plain[number][1])
+            assert x.is_cuda
