@@ -106,17 +106,16 @@ class ShardedLoader(DataLoader[Any]):
         return self._shard_batches()
 
     def _shard_batches(self) -> Iterator[Any]:
-        world = current_world()
-        if self.num_workers and self._shard_place != (0, 1):
-            _tidy(world)
-        position = self._shard_position
+        world, position = current_world(), self._shard_position
+        if self._shard_place != (0, 1):
+            self._shard_tell(position.next.epoch, -(-position.next.start // self._shard_step))
+            if self.num_workers:
+                _tidy(world)
         goes_on = self._shard_sampler is None and position.next.start > 0
-        begins = torch.tensor([position.next.epoch, -(-position.next.start // self._shard_step)])
-        if self._shard_told is None or not self.persistent_workers:
-            self._shard_told = begins.share_memory_() if self.persistent_workers else begins  # type: ignore[no-untyped-call]
-        self._shard_told.copy_(begins)
         batches = self._shard_resumed() if goes_on else super().__iter__()
         world.crumbs.follow(batches)
+        if self.num_workers:
+            batches = workers.explained(batches)
         if self._shard_sampler is None and not goes_on:  # else the sampler does
             position.begin(lambda epoch: Shuffle("", 0))
         if self._shard_watch is not None:
@@ -125,6 +124,12 @@ class ShardedLoader(DataLoader[Any]):
         if self._shard_device.type != "cpu":
             batches = on_device(batches, self._shard_device, self._shard_ahead)
         return position.count(batches)
+
+    def _shard_tell(self, epoch: int, step: int) -> None:
+        begins = torch.tensor([epoch, step])
+        if self._shard_told is None or not self.persistent_workers:
+            self._shard_told = begins.share_memory_() if self.persistent_workers else begins  # type: ignore[no-untyped-call]
+        self._shard_told.copy_(begins)
 
     def _get_iterator(self) -> Any:
         if self._shard_place == (0, 1):

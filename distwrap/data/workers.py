@@ -1,4 +1,4 @@
-"""Loader workers that leave nothing behind, also where they, their rank or its launcher are killed.
+"""Loader workers that say why they fail, and leave nothing behind, also where they or their rank are killed.
 
 multiprocessing gives each worker a folder of its own for sockets, and a worker that is killed leaves it. Here all
 workers of a rank share one. The rank removes it when it ends; its launcher, when the rank did not come to that; and
@@ -12,13 +12,18 @@ import contextlib
 import multiprocessing
 import multiprocessing.util
 import os
+import resource
 import shutil
+import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
+
+from distwrap.errors import LoaderError
+from distwrap.group.world import current_world
 
 _PID = "pid-"  # files named after the workers
 _KEY = "tempdir"  # where multiprocessing keeps the folder's name
@@ -46,6 +51,39 @@ def tidy(launch: str) -> Callable[[], None] | None:
 
     atexit.register(undo)
     return undo
+
+
+def explained(batches: Iterable[Any]) -> Iterator[Any]:
+    """Pass workers' batches on, and say of a limit that the machine has set what to do about it."""
+    try:
+        yield from batches
+    except (RuntimeError, OSError) as error:
+        advice = _advice(str(error))
+        if not advice:
+            raise
+        world = current_world()
+        raise LoaderError(
+            f"rank {world.placement.rank} on {socket.gethostname()}: a loader with workers failed with "
+            f"{str(error).strip().splitlines()[0]!r}. {advice}"
+        ) from error
+
+
+def _advice(text: str) -> str:
+    if "ancdata" in text or "Too many open files" in text:
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        return (
+            f"Each batch on its way is an open file, and this process may have {soft}: say `ulimit -n {hard}` before "
+            f"the run, or take fewer workers or a smaller prefetch_factor."
+        )
+    if "Bus error" in text or "shared memory" in text or "No space left on device" in text:
+        with contextlib.suppress(OSError):
+            usage = shutil.disk_usage("/dev/shm")
+            return (
+                f"Batches travel through /dev/shm, of which {usage.free / 2**20:.0f} of {usage.total / 2**20:.0f} MiB "
+                f"are free: give a container more (docker run --shm-size=8g, or --ipc=host; in Kubernetes an emptyDir "
+                f"with medium: Memory at /dev/shm), or take fewer workers or a smaller prefetch_factor."
+            )
+    return ""
 
 
 def remove_what_is_left(launch: str) -> None:

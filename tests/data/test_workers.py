@@ -1,7 +1,12 @@
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
@@ -59,3 +64,49 @@ def test_workers_take_nothing_from_the_callers_random_numbers() -> None:
     before = random_state()
     seeds(0)
     assert random_state() == before
+
+
+LIMITED = """
+import resource, sys
+import torch
+from torch.utils.data import DataLoader
+import distwrap
+
+@distwrap.distributed(nprocs=2, launcher="fork")
+def main():
+    if sys.argv[1] == "files":
+        resource.setrlimit(resource.RLIMIT_NOFILE, (48, 512))
+    data = torch.zeros(64, 200_000 if sys.argv[1] == "memory" else 1)
+    held = []
+    for batch in distwrap.shard_loader(DataLoader(data, batch_size=1, num_workers=1)):
+        held.append(batch)
+
+main()
+"""
+
+
+def limited(what: str, tmp_path: Path, *before: str) -> str:
+    program = tmp_path / "program.py"
+    program.write_text(LIMITED)
+    command = [*before, sys.executable, str(program), what]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, cwd=Path(__file__).parents[2], env=ENV)
+    assert done.returncode == 1
+    return done.stderr
+
+
+ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+
+
+def test_too_few_open_files(tmp_path: Path) -> None:
+    """The error names the rank, the limit and the way to lift it."""
+    told = limited("files", tmp_path)
+    assert "Each batch on its way is an open file, and this process may have 48: say `ulimit -n 512`" in told
+
+
+def test_too_little_shared_memory(tmp_path: Path) -> None:
+    """A container's small /dev/shm is named with its size, and how to have more."""
+    small = 'mount -t tmpfs -o size=4m tmpfs /dev/shm && exec "$@"'
+    if os.geteuid() != 0 or subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+        pytest.skip("only root can give a process a /dev/shm of its own")
+    told = limited("memory", tmp_path, "unshare", "--mount", "sh", "-c", small, "sh")
+    assert "of 4 MiB are free: give a container more (docker run --shm-size=8g" in told
