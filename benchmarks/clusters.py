@@ -8,6 +8,7 @@ Two processes on this machine stand in for two machines. Every run does the same
 from __future__ import annotations
 
 import os
+import random
 import re
 import signal
 import socket
@@ -202,8 +203,14 @@ def _started(command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
 
 
 def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    """Find a port below those that the system gives to connections going out, of which one might get it meanwhile."""
+    while True:
+        port = random.randrange(10_000, 32_000)
+        try:
+            with socket.create_server(("127.0.0.1", port)):
+                return port
+        except OSError:
+            continue
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -184,25 +185,23 @@ def _all_set(store: Store, names: list[str]) -> bool:
     return True
 
 
-def leave(store: Store, placement: Placement) -> None:
-    """Close the door behind us only when nobody stands in it.
-
-    A rank may be done while another is still connecting to it; and rank 0, where it holds the store in its own
-    process, is the last to go.
-    """
-    limit = timedelta(seconds=_LEAVE_SECONDS)
-    ranks = range(placement.world_size)
-    try:
-        joined = [f"joined/{rank}" for rank in ranks]
+def await_all_joined(store: Store, placement: Placement) -> None:
+    """Wait before leaving: a rank may be done while another is still connecting to it."""
+    joined = [f"joined/{rank}" for rank in range(placement.world_size)]
+    with suppress(dist.DistError):  # whoever is gone without a goodbye has its own story to tell
         if not _all_set(store, joined):
-            store.wait(joined, limit)
-        if stores.held_elsewhere():
-            return  # another process holds the store
+            store.wait(joined, timedelta(seconds=_LEAVE_SECONDS))
+
+
+def say_goodbye(store: Store, placement: Placement) -> None:
+    """Be the last to go, as rank 0 that holds the store in its own process: the others may still need it."""
+    if stores.held_elsewhere():
+        return
+    with suppress(dist.DistError):
         store.set(f"gone/{placement.rank}", "")
         if placement.rank == 0:
-            store.wait([f"gone/{rank}" for rank in ranks], limit)
-    except dist.DistError:
-        pass  # whoever is gone without a goodbye has its own story to tell
+            gone = [f"gone/{rank}" for rank in range(placement.world_size)]
+            store.wait(gone, timedelta(seconds=_LEAVE_SECONDS))
 
 
 def _first_line(error: BaseException) -> str:

@@ -22,7 +22,7 @@ from distwrap.errors import OptionError, PlacementError
 from distwrap.group import devices, failures, network
 from distwrap.group.arrangement import arrange
 from distwrap.group.channel import Channel
-from distwrap.group.rendezvous import leave, meet
+from distwrap.group.rendezvous import await_all_joined, meet, say_goodbye
 from distwrap.group.seals import agree_on_secret
 from distwrap.group.world import World, activate, active_world, current_world, deactivate, say
 from distwrap.placement import Machine, Placement, detect, own
@@ -181,9 +181,10 @@ def _teardown(*, destroy: bool) -> None:
         for model in world.models if destroy else ():
             model.release()
         if world.store is not None:
-            leave(world.store, world.placement)
+            await_all_joined(world.store, world.placement)
             if destroy and dist.is_initialized():
                 dist.destroy_process_group()
+            say_goodbye(world.store, world.placement)
         if destroy:
             world.group = world.status_group = None
 

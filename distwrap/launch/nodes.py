@@ -117,14 +117,19 @@ class Nodes:
                 f"node_rank=0 on {socket.gethostname()}, but rdzv_endpoint={self._host}:{self._port} is not this "
                 f"machine: node 0 is the one that the endpoint names. {network.ADVICE}"
             )
+        taken = ""
         if machines.node_rank == 0 or (machines.node_rank is None and local):
             try:
                 return stores.serve(None, [self._port], stores.GIVEN, seconds)[0], True
-            except ArrivalError:
+            except ArrivalError as error:  # by another caller on this machine, or by somebody else
                 if machines.node_rank == 0:
                     raise
+                taken = f"{error} No caller of this run has it either: "
         while (left := seconds - (time.monotonic() - self._began)) > 0:
-            store, _ = stores.connect(self._host, [self._port], stores.GIVEN, left, who)
+            try:
+                store, _ = stores.connect(self._host, [self._port], stores.GIVEN, left, who)
+            except ArrivalError as error:
+                raise ArrivalError(f"{taken}{error}") from None
             if not store.check(["nodes/over"]):
                 return store, False
             time.sleep(0.02)  # the store of the call before, which node 0 is about to close

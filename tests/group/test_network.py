@@ -9,6 +9,7 @@ import pytest
 
 from distwrap.errors import ArrivalError, PlacementError
 from distwrap.group import network
+from tests.ports import free_port
 
 
 @pytest.fixture
@@ -16,11 +17,6 @@ def listener() -> socket.socket:
     """Somebody who listens and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as made:
         yield made  # type: ignore[misc]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def test_loopback_is_an_interface() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -14,15 +13,9 @@ import pytest
 
 import distwrap as dw
 from distwrap.testing import run_ranks
+from tests.ports import free_port
 
 LIMIT = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def by_hand(code: str, world_size: int, folder: Path, started: int | None = None) -> list[str]:
@@ -73,7 +66,9 @@ def test_with_torchruns_variables(tmp_path: Path) -> None:
         2,
         tmp_path,
     )
-    assert outputs == ["sum 1\nsum 3\ndone\n"] * 2
+    # torch may warn of a connection to the store of the group before, which rank 0 is just closing on the same port.
+    told = [[line for line in output.splitlines() if line.startswith(("sum", "done"))] for output in outputs]
+    assert told == [["sum 1", "sum 3", "done"]] * 2, outputs
 
 
 def test_a_group_of_the_users_is_left_alone(tmp_path: Path) -> None:

@@ -10,13 +10,9 @@ import pytest
 
 from distwrap import NodeSummary
 from tests.clusters.running import JOB, PYTHON, ROOT, Ended, assert_like_one_process, ended, started
+from tests.ports import free_port
 
 PROGRAM = [PYTHON, "-m", "tests.launch.machines_program"]
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
 
 
 def two_callers(command: list[str], *each: dict[str, str], **env: str) -> list[Ended]:
@@ -99,3 +95,19 @@ def test_a_summary_takes_any_format() -> None:
     """The one script that all machines run may format the value as a number."""
     summary = NodeSummary(1, (2, 3), 4, "hosta", 1.25)
     assert f"{summary:.3f}" == str(summary) == "node 1: rank(s) 2-3 of 4 done in 1.2 s; the result is on hosta"
+
+
+def test_a_port_that_somebody_else_has() -> None:
+    """Of a port that neither caller can listen at, both say who cannot and why, and not just that nobody answers."""
+    with socket.socket() as somebody:
+        somebody.bind(("127.0.0.1", free_port()))
+        env = {
+            "DISTWRAP_NNODES": "2",
+            "DISTWRAP_RDZV_ENDPOINT": f"127.0.0.1:{somebody.getsockname()[1]}",
+            "DISTWRAP_TIMEOUT": "2",
+            "DISTWRAP_NPROCS": "1",
+        }
+        with started(JOB, **env) as process:
+            told = ended(process).output
+    assert "cannot listen at port" in told
+    assert "Choose another port. No caller of this run has it either" in told
