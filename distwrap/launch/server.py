@@ -50,7 +50,8 @@ def main(fd: int) -> None:
         if control.fileno() in ready:
             request, fds, _, _ = socket.recv_fds(control, 1, DESCRIPTORS)
             if not request:
-                break
+                control.close()
+                return
             stdin, stdout, stderr, conn, status = fds
             pid = os.fork()
             if pid == 0:

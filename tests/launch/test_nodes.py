@@ -18,7 +18,7 @@ PROGRAM = [PYTHON, "-m", "tests.launch.machines_program"]
 def two_callers(command: list[str], *each: dict[str, str], **env: str) -> list[Ended]:
     """Run a command twice at once, as two machines would."""
     endpoint = f"127.0.0.1:{free_port()}"
-    common = {"DISTWRAP_NNODES": "2", "DISTWRAP_RDZV_ENDPOINT": endpoint, "DISTWRAP_TIMEOUT": "20", **env}
+    common = {"DISTWRAP_NNODES": "2", "DISTWRAP_RDZV_ENDPOINT": endpoint, "DISTWRAP_TIMEOUT": "60", **env}
     with ExitStack() as stack:
         running = [stack.enter_context(started(command, **{**common, **more})) for more in each or ({}, {})]
         return [ended(process) for process in running]
@@ -29,7 +29,7 @@ def two_callers(command: list[str], *each: dict[str, str], **env: str) -> list[E
 def test_one_world_by_every_launcher(launcher: str) -> None:
     """Two callers make one world, whichever way each starts its ranks; the value is on node 0."""
     both = two_callers(JOB, DISTWRAP_NPROCS="1", DISTWRAP_LAUNCHER=launcher)
-    assert [each.code for each in both] == [0, 0], both
+    assert [each.code for each in both] == [0, 0], "\n".join(each.output for each in both)
     values = sorted((value for each in both for value in each.values()), key=lambda value: isinstance(value, str))
     assert_like_one_process(values[0])
     assert values[1].startswith("node 1: rank(s) 1 of 2 done in ")
