@@ -329,7 +329,9 @@ class Nodes:
     def _lost(self, number: int, why: str) -> dict[str, Any]:
         host, rank = self.hosts[number], sum(self.counts[:number])
         text = f"node {number} ({host}) is gone: {why}. It, its network, or the command on it has ended."
-        return {**retold.described(WorkerDiedError(text, rank=rank, host=host)), "summary": text, "node": number}
+        # Named as ours, since it may quote the store's error: words by which the mere echo of a lost peer is known.
+        summary = f"distwrap.errors.WorkerDiedError: {text}"
+        return {**retold.described(WorkerDiedError(text, rank=rank, host=host)), "summary": summary, "node": number}
 
     def _pass_on(self, told: dict[str, Any]) -> None:
         if told["node"] == self.node_rank:
