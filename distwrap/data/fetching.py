@@ -23,6 +23,9 @@ from torch.utils.data import _DatasetKind, get_worker_info
 from distwrap.data.parts import Part
 from distwrap.seeding import RandomState, mix
 
+Fetch = Callable[[Any], Any]
+Seeded = Callable[[Fetch, Iterator[int]], Fetch]
+
 _MASK = 2**63 - 1
 
 
@@ -87,19 +90,8 @@ class Fetching:
         workers = info.num_workers
 
         def create_fetcher(kind: int, dataset: Any, *rest: Any) -> Any:
-            epoch, first = self._told.tolist()
-            _seed(worker_seed(self._seed, epoch, self._rank, worker, workers), self._mine)
-            if self._part is not None:
-                return create(kind, self._part.of(dataset, epoch), *rest)
-            fetcher = create(kind, dataset, *rest)
-            fetch, steps = fetcher.fetch, count(first + worker, workers)
-
-            def fetch_seeded(index: Any) -> Any:
-                _seed(batch_seed(self._seed, epoch, self._rank, self._world_size, next(steps)), self._mine)
-                return fetch(index)
-
-            fetcher.fetch = fetch_seeded
-            return fetcher
+            _seed(worker_seed(self._seed, int(self._told[0]), self._rank, worker, workers), self._mine)
+            return self._fetcher(create, self._seeder, worker, workers, kind, dataset, *rest)
 
         _replace(create_fetcher)  # in this worker's process alone
 
@@ -109,19 +101,34 @@ class Fetching:
         create: Any = _DatasetKind.create_fetcher
 
         def create_fetcher(kind: int, dataset: Any, *rest: Any) -> Any:
-            epoch, first = self._told.tolist()
-            if self._part is not None:
-                return create(kind, self._part.of(dataset, epoch), *rest)
-            fetcher = create(kind, dataset, *rest)
-            seeds = (batch_seed(self._seed, epoch, self._rank, self._world_size, step) for step in count(first))
-            fetcher.fetch = _Lender(fetcher.fetch, seeds)
-            return fetcher
+            return self._fetcher(create, _Lender, 0, 1, kind, dataset, *rest)
 
         _replace(create_fetcher)
         try:
             yield
         finally:
             _replace(create)
+
+    def _fetcher(
+        self, create: Any, seeded: Seeded, worker: int, workers: int, kind: int, dataset: Any, *rest: Any
+    ) -> Any:
+        """Make a fetcher of this rank's part, or one whose batches are seeded."""
+        epoch, first = self._told.tolist()
+        if self._part is not None:
+            return create(kind, self._part.of(dataset, epoch), *rest)
+        fetcher, steps = create(kind, dataset, *rest), count(first + worker, workers)
+        seeds = (batch_seed(self._seed, epoch, self._rank, self._world_size, step) for step in steps)
+        fetcher.fetch = seeded(fetcher.fetch, seeds)
+        return fetcher
+
+    def _seeder(self, fetch: Fetch, seeds: Iterator[int]) -> Fetch:
+        """Fetch in a worker, where the random numbers are nobody else's."""
+
+        def fetch_seeded(index: Any) -> Any:
+            _seed(next(seeds), self._mine)
+            return fetch(index)
+
+        return fetch_seeded
 
 
 def _replace(create_fetcher: Any) -> None:
@@ -134,7 +141,7 @@ class _Lender:
     That costs more than many a batch, so it is left out when the first one has drawn none.
     """
 
-    def __init__(self, fetch: Callable[[Any], Any], seeds: Iterator[int]) -> None:
+    def __init__(self, fetch: Fetch, seeds: Iterator[int]) -> None:
         self._fetch, self._seeds = fetch, seeds
         self._draws: bool | None = None
 
@@ -168,7 +175,7 @@ def _seed(seed: int, names: set[str]) -> None:
 
 def _fingerprints() -> dict[str, Any]:
     state = RandomState.capture()
-    found = {"torch": state.torch.numpy().tobytes() if state.numpy else bytes(state.torch), "random": state.python}
+    found = {"torch": state.torch.tolist(), "random": state.python}
     if state.numpy is not None:
         found["numpy"] = (state.numpy[1].tobytes(), state.numpy[2:])
     return found

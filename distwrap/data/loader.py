@@ -180,21 +180,19 @@ def _with_parts(
         attributes["batch_sampler"] = BatchSampler(batches.sampler, size, batches.drop_last)
     dataset, part, how = parts.split(loader.dataset, split, rank, world_size)
     position = Position()
-    name, site = f"{world.loaders + 1}", world.crumbs.site
+    workers_seed = _workers_seed(loader, world)
     result: Loader = changed(
         loader,
         {
             **attributes,
             "dataset": dataset,
             "generator": torch.Generator(),
-            "_shard_seed": _workers_seed(loader, world),
+            "_shard_seed": workers_seed,
             "_shard_part": part,
             "_shard_position": position,
             "_shard_sampler": None,
             "_shard_uneven": {"exact": "", "pad": "pad"}.get(mode, "shortest"),
-            "_shard_watch": None
-            if world.channel is None
-            else Watch(world.channel, rank, world_size, name, site, position),
+            "_shard_watch": _watch(world, position),
         },
     )
     _tell(world, f"{type(loader.dataset).__name__}, divided: {how}")
@@ -253,9 +251,8 @@ def _sharded(
     if world_size > 1:
         attributes["generator"] = torch.Generator()  # of the workers' base seed, which is then not the loop's to give
     attributes["_shard_sampler"], attributes["_shard_position"] = sampler, sampler.position
-    if world.channel is not None and shuffles and chosen != "exact":
-        name = f"{world.loaders}"
-        attributes["_shard_watch"] = Watch(world.channel, rank, world_size, name, world.crumbs.site, sampler.position)
+    if shuffles and chosen != "exact":
+        attributes["_shard_watch"] = _watch(world, sampler.position)
     result: Loader = changed(loader, attributes)
     if world_size > 1:
         _tell(world, _in_short(loader, result, chosen, attributes["_shard_step"] if batches is not None else 0))
@@ -299,6 +296,14 @@ def _workers_seed(loader: DataLoader[Any], world: World) -> int:
     world.loaders += 1
     base = loader.generator.initial_seed() if loader.generator is not None else torch.initial_seed()
     return mix("loader", world.seed if world.seed is not None else base, world.loaders)
+
+
+def _watch(world: World, position: Position) -> Watch | None:
+    """Watch the loader that was counted last, where there is a channel to the other ranks."""
+    if world.channel is None:
+        return None
+    place = world.placement
+    return Watch(world.channel, place.rank, place.world_size, str(world.loaders), world.crumbs.site, position)
 
 
 def _distributed_sampler(loader: DataLoader[Any]) -> Any:

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Any, Literal
 
-from torch.utils.data import IterableDataset, IterDataPipe, get_worker_info
+from torch.utils.data import IterableDataset, IterDataPipe
 from torch.utils.data._utils import worker as torchs_worker
 
 from distwrap.errors import LoaderError
@@ -217,8 +217,3 @@ def _words(cls: type) -> set[str]:
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 words.add(node.value)
     return words
-
-
-def in_worker() -> bool:
-    """Say whether this process is a loader's worker."""
-    return get_worker_info() is not None

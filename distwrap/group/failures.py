@@ -87,8 +87,7 @@ def tell(error: BaseException) -> None:
     world = active_world()
     if world is None or world.channel is None or world.channel.supervised or not is_failure(error):
         return
-    summary = "".join(traceback.format_exception_only(type(error), error)).strip()
-    world.channel.tell_failure(summary, "".join(traceback.format_exception(error)))
+    world.channel.tell_failure(in_words(error), "".join(traceback.format_exception(error)))
     an_effect = isinstance(error, WorkerError) and error.rank not in (None, world.placement.rank)
     if "TORCHELASTIC_ERROR_FILE" in os.environ and not an_effect:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
@@ -99,6 +98,11 @@ def tell(error: BaseException) -> None:
         except BaseException:  # noqa: BLE001
             get_error_handler().record_exception(error)
             error.__traceback__ = trace
+
+
+def in_words(error: BaseException) -> str:
+    """Return an exception as Python prints it: our own types with their module, by which `is_echo` knows them."""
+    return "".join(traceback.format_exception_only(type(error), error)).strip() or type(error).__name__
 
 
 def is_failure(error: BaseException) -> bool:

@@ -24,6 +24,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from distwrap.errors import ArrivalError, WorkerDiedError
 from distwrap.group import network, stores
+from distwrap.group.failures import in_words
 from distwrap.group.rendezvous import compare, registration
 from distwrap.launch import retold, transport
 from distwrap.launch.machines import Machines
@@ -329,16 +330,13 @@ class Nodes:
     def _lost(self, number: int, why: str) -> dict[str, Any]:
         host, rank = self.hosts[number], sum(self.counts[:number])
         text = f"node {number} ({host}) is gone: {why}. It, its network, or the command on it has ended."
-        # Named as ours, since it may quote the store's error: words by which the mere echo of a lost peer is known.
-        summary = f"distwrap.errors.WorkerDiedError: {text}"
-        return {**retold.described(WorkerDiedError(text, rank=rank, host=host)), "summary": summary, "node": number}
+        return {**retold.described(WorkerDiedError(text, rank=rank, host=host)), "node": number}
 
     def _pass_on(self, told: dict[str, Any]) -> None:
         if told["node"] == self.node_rank:
             return
         rank = told["rank"] if told["rank"] is not None else sum(self.counts[: told["node"]])
-        error = transport.pack_error(retold.rebuilt(told))
+        error = retold.rebuilt(told)
+        packed, words, trace = transport.pack_error(error), in_words(error), told["traceback"].strip()
         with suppress(OSError):
-            self._pipe.send(
-                Outcome(rank, told["host"], 0, told["time"], None, error, told["summary"], told["traceback"].strip())
-            )
+            self._pipe.send(Outcome(rank, told["host"], 0, told["time"], None, packed, words, trace))

@@ -134,7 +134,7 @@ def failure(rank: int, error: BaseException) -> transport.Outcome:
     return outcome(
         rank,
         error=transport.pack_error(error),
-        summary="".join(traceback.format_exception_only(type(error), error)).strip() or type(error).__name__,
+        summary=failures.in_words(error),
         traceback="".join(lines),
     )
 
