@@ -20,7 +20,7 @@ from distwrap.group import (
     world_size,
 )
 from distwrap.launch.nodes import NodeSummary
-from distwrap.model import unwrap_model
+from distwrap.model import assert_in_sync, sync_buffers, unwrap_model
 from distwrap.placement import Placement
 from distwrap.precision import autocast, backward, optimizer_step
 from distwrap.progress import progress
@@ -38,6 +38,7 @@ __all__ = [
     "__version__",
     "add_module_prefix",
     "agree",
+    "assert_in_sync",
     "autocast",
     "backward",
     "barrier",
@@ -68,6 +69,7 @@ __all__ = [
     "setup_process_group",
     "shard_loader",
     "strip_module_prefix",
+    "sync_buffers",
     "teardown_process_group",
     "unwrap_model",
     "world_size",

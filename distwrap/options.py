@@ -39,6 +39,7 @@ _PRECISION_ALIASES: dict[str, Precision] = {
     "bf16": "bf16",
     "bf16-mixed": "bf16",
     "bfloat16": "bf16",
+    "bf16-true": "bf16-true",
     "fp16": "fp16",
     "16": "fp16",
     "16-mixed": "fp16",

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from distwrap.errors import PrecisionError
 from distwrap.group.world import Precision, World, current_world
+from distwrap.model.diagnosis import explained
 
 DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -32,32 +33,57 @@ def autocast() -> AbstractContextManager[Any]:
         ...     loss = torch.ones(2, 2) @ torch.ones(2)
     """
     world = current_world()
-    if world.precision == "32":
-        return nullcontext()
-    return torch.autocast(world.device.type, DTYPES[world.precision])
+    return InPrecision(world.precision, world.device).context()
 
 
-def in_precision(precision: Precision, device: torch.device) -> Callable[[Forward], Forward]:
-    """Return what puts a forward under autocast, with outputs in float32 so that a loss is computed in full."""
-    if precision == "32":
-        return lambda forward: forward
-    dtype = DTYPES[precision]
+class InPrecision:
+    """How a wrapped model computes: under autocast, or with weights of a small type; its outputs come out in float32.
 
-    def decorate(forward: Forward) -> Forward:
+    Called on a forward, it returns one in that precision.
+    """
+
+    def __init__(self, precision: Precision, device: torch.device) -> None:
+        self.precision, self._device = precision, device
+
+    def __call__(self, forward: Forward) -> Forward:
+        if self.precision == "32":
+            return forward
+
         @wraps(forward)
         def run(*args: Any, **kwargs: Any) -> Any:
-            with torch.autocast(device.type, dtype):
+            args, kwargs = self.inputs((args, kwargs))
+            with self.context():
                 outputs = forward(*args, **kwargs)
-            outputs = tree_map(_to_float32, outputs)
-            if precision == "fp16" and torch.is_grad_enabled():
-                for output in tree_leaves(outputs):
-                    if isinstance(output, torch.Tensor) and output.requires_grad:
-                        output.register_hook(_refuse_unscaled)  # type: ignore[no-untyped-call]
-            return outputs
+            return self.outputs(outputs)
 
         return run
 
-    return decorate
+    def weights(self, model: nn.Module) -> nn.Module:
+        """Convert the weights where the precision is that of the weights too."""
+        return model.to(torch.bfloat16) if self.precision == "bf16-true" else model
+
+    def inputs(self, value: Any) -> Any:
+        """Convert floating-point inputs in any nesting where autocast does not do it."""
+        if self.precision != "bf16-true":
+            return value
+        return tree_map(lambda leaf: leaf.bfloat16() if _is_floating(leaf) else leaf, value)
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Compute what is inside in this precision."""
+        if self.precision in ("bf16", "fp16"):
+            return torch.autocast(self._device.type, DTYPES[self.precision])
+        return nullcontext()
+
+    def outputs(self, value: Any) -> Any:
+        """Convert small floating-point outputs in any nesting to float32, so that a loss is computed in full."""
+        if self.precision == "32":
+            return value
+        value = tree_map(_to_float32, value)
+        if self.precision == "fp16" and torch.is_grad_enabled():
+            for output in tree_leaves(value):
+                if isinstance(output, torch.Tensor) and output.requires_grad:
+                    output.register_hook(_refuse_unscaled)  # type: ignore[no-untyped-call]
+        return value
 
 
 def prepare_scaler(world: World) -> None:
@@ -78,14 +104,19 @@ def backward(loss: torch.Tensor) -> None:
         tensor([2.])
     """
     world = current_world()
-    if world.scaler is None:
+    if world.scaler is not None:
+        if world.stepped:
+            world.scaler.update()
+        world.stepped = set()
+        world.grads_are_scaled = True
+        loss = world.scaler.scale(loss)
+    try:
         loss.backward()  # type: ignore[no-untyped-call]
-        return
-    if world.stepped:
-        world.scaler.update()
-    world.stepped = set()
-    world.grads_are_scaled = True
-    world.scaler.scale(loss).backward()  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        better = explained(error)
+        if better is None:
+            raise
+        raise better from error
 
 
 def optimizer_step(optimizer: Optimizer, *, model: nn.Module | None = None, max_norm: float | None = None) -> bool:
@@ -133,6 +164,10 @@ def _clip(optimizer: Optimizer, model: nn.Module | None, max_norm: float | None)
     if max_norm is not None:
         held: Iterable[torch.Tensor] = (p for group in optimizer.param_groups for p in group["params"])
         nn.utils.clip_grad_norm_(model.parameters() if model is not None else held, max_norm)
+
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_floating_point()
 
 
 def _to_float32(value: Any) -> Any:

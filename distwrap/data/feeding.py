@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_map_only
 
-from distwrap.model.wrapped import to_device
+from distwrap.model.transparent import to_device
 
 
 def on_device(batches: Iterable[Any], device: torch.device, ahead: bool) -> Iterator[Any]:

@@ -18,6 +18,7 @@ import socket
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
@@ -75,6 +76,8 @@ class Channel:
         self._failed_at: list[stacks.Line] | None = None
         self._answered = reports.count(store, "reports")
         self._agent = os.getppid() if supervised or "TORCHELASTIC_RUN_ID" in os.environ else None
+        self._served: list[tuple[str, Callable[[], bytes]]] = []
+        self._given: Counter[str] = Counter()
         self._neighbour = self._find_neighbour()
         self._watch = Watch()
         self._thread = threading.Thread(target=self._run, name="distwrap-channel", daemon=True)
@@ -88,6 +91,8 @@ class Channel:
         """Say goodbye, and end the thread."""
         self._stopped.set()
         with contextlib.suppress(dist.DistError, RuntimeError):
+            for name, make in self._served:
+                self.publish(f"{name}/last", make())
             self._store.set(f"left/{self._place.rank}", "")
         if self._thread.is_alive():
             self._thread.join(2 * reports.ANSWER_SECONDS)
@@ -178,14 +183,46 @@ class Channel:
         finally:
             self.excuse(False)
 
+    def serve(self, name: str, make: Callable[[], bytes]) -> None:
+        """From now on give other ranks what they `ask` for; made in the channel's thread, within a quarter second."""
+        self._served.append((name, make))
+
+    def ask(self, name: str, worker: int) -> bytes:
+        """Return what another rank serves by that name at this moment, whatever it does meanwhile, or served last.
+
+        Raises:
+            WorkerDiedError: it died.
+        """
+        number, last = self._store.add(f"asked/{name}", 1), f"work/{name}/last"
+
+        def latest() -> str:
+            answered = reports.count(self._store, f"answered/{name}")
+            if answered >= number:
+                return f"work/{name}/{answered}"
+            return last if self._store.check([last]) else ""
+
+        self.excuse(True)
+        try:
+            self._await(lambda: bool(latest()), worker)
+            return bytes.fromhex(self._store.get(latest()).decode())
+        except dist.DistNetworkError as error:
+            gone = self._store_is_gone(error)
+            raise WorkerDiedError(f"rank {self._place.rank} asks rank {worker} for {name}, but {gone}") from None
+        finally:
+            self.excuse(False)
+
     def _wait_for(self, key: str, worker: int) -> bytes:
-        key, left = f"work/{key}", f"left/{worker}"
+        self._await(lambda: self._store.check([f"work/{key}"]), worker)
+        return bytes.fromhex(self._store.get(f"work/{key}").decode())
+
+    def _await(self, is_there: Callable[[], bool], worker: int) -> None:
+        left = f"left/{worker}"
         home = json.loads(self._store.get(f"here/{worker}"))
         pause, beat, beaten = 0.0005, b"", time.monotonic()
-        while not self._store.check([key]):
+        while not is_there():
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
-            if self._store.check([left]) and not self._store.check([key]):
+            if self._store.check([left]) and not is_there():
                 raise CollectiveError(
                     f"rank {self._place.rank} waits for the work of rank {worker}, which has left the function "
                     f"already. Every rank must make the same calls, in the same order."
@@ -206,7 +243,6 @@ class Channel:
                     rank=worker,
                     host=home["host"],
                 )
-        return bytes.fromhex(self._store.get(key).decode())
 
     # The thread
 
@@ -218,6 +254,7 @@ class Channel:
             try:
                 self._look_after_parents()
                 self._answer()
+                self._give()
                 if not self.supervised:
                     self._look_after_neighbour()
                     self._heed_failure()
@@ -236,6 +273,14 @@ class Channel:
         if asked > self._answered:
             self._answered = asked
             self._store.set(f"report/{asked}/{self._place.rank}", json.dumps(self.position()))
+
+    def _give(self) -> None:
+        for name, make in list(self._served):
+            asked = reports.count(self._store, f"asked/{name}")
+            if asked > self._given[name]:
+                self.publish(f"{name}/{asked}", make())
+                self._store.add(f"answered/{name}", asked - self._given[name])
+                self._given[name] = asked
 
     def _look_after_parents(self) -> None:
         if self._agent is not None and os.getppid() != self._agent:

@@ -57,6 +57,19 @@ def of_frame(frame: FrameType | None) -> list[Line]:
     return lines[::-1]
 
 
+def users_frame() -> FrameType | None:
+    """Find the innermost frame outside of torch and distwrap; the main thread's where this thread has none.
+
+    With an accelerator a backward runs in a thread of its own.
+    """
+    for frame in (sys._getframe(), sys._current_frames().get(main_thread())):
+        while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
+            frame = frame.f_back
+        if frame is not None and not frame.f_code.co_filename.startswith(_LIBRARIES):
+            return frame
+    return None
+
+
 def of_traceback(trace: TracebackType | None) -> list[Line]:
     """Read where an exception was raised, the outermost frame first."""
     return [(f.f_code.co_filename, number or 0, f.f_code.co_name) for f, number in traceback.walk_tb(trace)]

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from distwrap.group.channel import Channel
 
-Precision = Literal["32", "bf16", "fp16"]
+Precision = Literal["32", "bf16", "bf16-true", "fp16"]
 
 
 @dataclass
@@ -44,6 +44,8 @@ class World:
         user_scales: whether the loop was seen to use a gradient scaler of its own.
         loaders: how many loaders were sharded, so that each has a random stream of its own.
         models: those that hold on to the process group; released before it goes.
+        wrapped: how many models were wrapped, so that each has a name alike on every rank.
+        first_steps: what looks at the optimizers' first steps.
         group: the process group, held so that no model of the user's is the last to hold it: torch ends it then with
             the interpreter's lock taken, for which gloo's threads wait forever.
         store: where the ranks met.
@@ -71,6 +73,8 @@ class World:
     user_scales: bool = False
     loaders: int = 0
     models: WeakSet[Any] = field(default_factory=WeakSet)
+    wrapped: int = 0
+    first_steps: Any = None
     group: object = None
     store: Store | None = None
     secret: bytes = b""

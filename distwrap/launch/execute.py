@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader
 
 from distwrap import retrofit
 from distwrap.group.world import Precision
+from distwrap.model.diagnosis import explained
 from distwrap.retrofit import Retrofitted
 from distwrap.seeding import seed_everything
 
@@ -49,6 +50,16 @@ def execute(call: Call, run: Run) -> tuple[Any, list[Retrofitted]]:
     """Return the function's value, and what was retrofitted."""
     if run.seed is not None:
         seed_everything(run.seed)
+    try:
+        return _execute(call, run)
+    except RuntimeError as error:
+        better = explained(error)
+        if better is None:
+            raise
+        raise better from error
+
+
+def _execute(call: Call, run: Run) -> tuple[Any, list[Retrofitted]]:
     if not run.retrofit:
         return call.function(*call.args, **call.kwargs), []
     args, kwargs, found = retrofit.wrap(call.args, call.kwargs)

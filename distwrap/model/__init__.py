@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from distwrap.model.buffers import sync_buffers
+from distwrap.model.in_sync import assert_in_sync
 from distwrap.model.transparent import TransparentModule, unwrap_model
 
-__all__ = ["TransparentModule", "unwrap_model"]
+__all__ = ["TransparentModule", "assert_in_sync", "sync_buffers", "unwrap_model"]

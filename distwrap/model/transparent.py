@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from distwrap.errors import ModelError
 from distwrap.state_dict import strip_module_prefix
@@ -39,7 +40,17 @@ class TransparentModule(nn.Module):
         except AttributeError:
             if name == "module":
                 raise
-        return getattr(self.module, name)
+        return self._looked_up(name, getattr(self.module, name))
+
+    def _looked_up(self, name: str, value: Any) -> Any:
+        """Return what a look-up on the model gives: a wrapper may act on methods here."""
+        return value
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        # By which ``isinstance(wrapped, UsersClass)`` holds, beside what the wrapper is itself.
+        model = self.__dict__.get("_modules", {}).get("module")
+        return type(self) if model is None else type(unwrap_model(model))
 
     def __setattr__(self, name: str, value: Any) -> None:
         if self._is_the_models(name):
@@ -153,6 +164,13 @@ def _refuse_unknown_parameters(model: nn.Module, name: str, value: Any) -> None:
 
 def _same(model: nn.Module) -> nn.Module:
     return model
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move the tensors in any nesting to a device; costs nothing on the CPU."""
+    if device.type == "cpu":
+        return value
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distwrap.group.world import Precision, World
+from distwrap.group.world import World
+from distwrap.model.methods import ForwardMethods
+from distwrap.precision import InPrecision
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """How a model is to be wrapped.
+
+    Attributes:
+        device: where it is.
+        in_precision: how it computes.
+        forward_methods: which of its methods may run a forward.
+        options: for the strategy, as ``find_unused_parameters`` for DDP.
+    """
+
+    device: torch.device
+    in_precision: InPrecision
+    forward_methods: ForwardMethods
+    options: dict[str, Any]
 
 
 class Strategy(Protocol):
@@ -20,10 +40,8 @@ class Strategy(Protocol):
 
     launches: bool
 
-    def prepare_model(
-        self, model: nn.Module, world: World, device: torch.device, precision: Precision, options: dict[str, Any]
-    ) -> nn.Module:
-        """Return the model that the loop trains."""
+    def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
+        """Return the model that the loop trains; it is on its device, and in its weights' type."""
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
         """Return the optimizer that the loop steps."""

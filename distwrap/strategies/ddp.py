@@ -5,18 +5,22 @@ Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.Distrib
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from distwrap.collectives import broadcast
 from distwrap.group.setup import require_group
-from distwrap.group.world import Precision, World
-from distwrap.model.wrapped import DistributedModel, DistributedModelInPrecision
-from distwrap.precision import in_precision
+from distwrap.group.world import World
+from distwrap.model.buffers import Buffers
+from distwrap.model.distributed import DistributedModel
+from distwrap.model.first_step import watch_first_step
+from distwrap.model.transparent import unwrap_model
+from distwrap.strategies.base import Wrapping
 from distwrap.strategies.single import local
+
+
+# By which the user decides when buffers are broadcast; the second name is torch's since 2.13.
+_BROADCAST = {"broadcast_buffers", "forward_sync_buffers"}
 
 
 class DDP:
@@ -24,28 +28,32 @@ class DDP:
 
     launches = True
 
-    def prepare_model(
-        self, model: nn.Module, world: World, device: torch.device, precision: Precision, options: dict[str, Any]
-    ) -> nn.Module:
+    def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
         if world.placement.world_size == 1:
-            return local(model, device, precision)
+            return local(model, wrapping)
         require_group("wrap_model")
         if not any(parameter.requires_grad for parameter in model.parameters()):
             _share(model)
-            return local(model, device, precision)  # nothing to average; DDP would refuse
-        if device.type != "cpu":
-            options = {"device_ids": [device.index], **options}
-        elif precision == "32":
-            return _held(DistributedModel(model, **options), world)
-        return _held(DistributedModelInPrecision(model, in_precision(precision, device), device, **options), world)
+            return local(model, wrapping)  # nothing to average; DDP would refuse
+        for other in list(world.models):
+            if unwrap_model(other) is unwrap_model(model):
+                other.retire()
+        options = wrapping.options
+        if wrapping.device.type != "cpu":
+            options = {"device_ids": [wrapping.device.index], **options}
+        buffers = None
+        world.wrapped += 1
+        if world.channel is not None and not _BROADCAST.intersection(options):
+            buffers = Buffers(unwrap_model(model), world.placement.rank, world.channel, f"{world.wrapped}")
+        wrapped = DistributedModel(
+            model, wrapping.in_precision, wrapping.device, wrapping.forward_methods, buffers, **options
+        )
+        world.models.add(wrapped)
+        watch_first_step(world)
+        return wrapped
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
         return optimizer
-
-
-def _held(model: DistributedModel, world: World) -> DistributedModel:
-    world.models.add(model)
-    return model
 
 
 def _share(model: nn.Module) -> None:

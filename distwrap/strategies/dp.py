@@ -5,17 +5,14 @@ Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.htm
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.devices import visible_devices
-from distwrap.group.world import Precision, World
-from distwrap.model.wrapped import DataParallelModel
-from distwrap.precision import in_precision
+from distwrap.group.world import World
+from distwrap.model.local import DataParallelModel
+from distwrap.strategies.base import Wrapping
 from distwrap.strategies.single import local
 
 
@@ -24,20 +21,18 @@ class DP:
 
     launches = False
 
-    def prepare_model(
-        self, model: nn.Module, world: World, device: torch.device, precision: Precision, options: dict[str, Any]
-    ) -> nn.Module:
-        if options:
-            raise OptionError(f"strategy='dp' takes none of DDP's options, but got {', '.join(options)}.")
+    def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
+        if wrapping.options:
+            raise OptionError(f"strategy='dp' takes none of DDP's options, but got {', '.join(wrapping.options)}.")
         if world.placement.world_size > 1:
             raise ModelError(
                 f"strategy='dp' is one process over several devices, but this world has {world.placement.world_size} "
                 f"ranks. Use strategy='ddp', or start one process."
             )
         count = visible_devices().count
-        if count < 2 or device.type == "cpu":
-            return local(model, device, precision)
-        return DataParallelModel(model, in_precision(precision, device), range(count))
+        if count < 2 or wrapping.device.type == "cpu":
+            return local(model, wrapping)
+        return DataParallelModel(model, wrapping.in_precision, range(count), wrapping.forward_methods)
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
         return optimizer

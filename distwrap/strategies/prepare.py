@@ -10,10 +10,11 @@ from torch.optim import Optimizer
 
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import current_world
+from distwrap.model.methods import ForwardMethods, check_forward_methods
 from distwrap.model.transparent import TransparentModule
 from distwrap.options import check_precision, check_strategy
-from distwrap.precision import prepare_scaler
-from distwrap.strategies.base import Strategy
+from distwrap.precision import InPrecision, prepare_scaler
+from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.ddp import DDP
 from distwrap.strategies.dp import DP
 from distwrap.strategies.single import Single
@@ -28,25 +29,32 @@ def wrap_model(
     device: torch.device | str | None = None,
     precision: str | None = None,
     sync_batchnorm: bool = False,
+    forward_methods: ForwardMethods = "auto",
     **ddp_kwargs: Any,
 ) -> nn.Module:
     """Prepare a model for distributed training; in a single process on the CPU in float32, return it as it is.
 
     The result is an ``nn.Module`` (under DDP a ``DistributedDataParallel``) that answers like the user's own:
     attributes, methods, parameter names, a ``state_dict`` without prefix, a ``load_state_dict`` that takes both kinds.
-    With gradients off the bare model runs, so evaluation needs no lock-step. Make the optimizer before or after.
+    ``isinstance`` holds for the user's class too. A method that runs a forward, as ``model.loss(x)``, trains like
+    ``model(x)``. With gradients off the bare model runs, so evaluation needs no lock-step; ``eval()`` takes over rank
+    0's buffers, as BatchNorm's statistics. Make the optimizer before or after.
 
     Args:
         model: the user's model.
         strategy: instead of the run's.
         device: where to put it; by default this rank's device.
-        precision: ``"32"``, ``"bf16"`` or ``"fp16"`` instead of the run's. The forward runs under autocast, and its
-            floating-point outputs come out in float32.
+        precision: ``"32"``, ``"bf16"``, ``"fp16"`` or ``"bf16-true"`` instead of the run's. The forward runs under
+            autocast, or with weights and inputs in bfloat16, and its floating-point outputs come out in float32.
         sync_batchnorm: turn BatchNorm into SyncBatchNorm (torch has it on accelerators only).
+        forward_methods: ``"auto"``: a method begins a forward when it calls a module inside the model. Or the names of
+            those that may; the others then run on the bare model.
         **ddp_kwargs: for ``DistributedDataParallel``, as ``find_unused_parameters=True``.
 
     Raises:
-        ModelError: it is no module, or is wrapped already, or its batch norms cannot be synchronised here.
+        ModelError: it is no module, or is wrapped already, or has no method of that name, or its batch norms cannot be
+            synchronised here. Later: gradients that would not be averaged, parameters without one, parameters moved,
+            frozen or unfrozen since, ranks that differ after the first optimizer step.
         OptionError: an unknown strategy or precision.
 
     Example:
@@ -70,9 +78,12 @@ def wrap_model(
         if where.type == "cpu" and world.placement.world_size > 1:
             raise ModelError("sync_batchnorm=True: torch has SyncBatchNorm on accelerators only, and this is the CPU.")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
+    check_forward_methods(model, forward_methods)
     if what == "fp16":
         prepare_scaler(world)
-    return chosen.prepare_model(model.to(where), world, where, what, dict(ddp_kwargs))
+    in_precision = InPrecision(what, where)
+    wrapping = Wrapping(where, in_precision, forward_methods, dict(ddp_kwargs))
+    return chosen.prepare_model(in_precision.weights(model.to(where)), world, wrapping)
 
 
 def wrap_optimizer(optimizer: Optimizer, model: nn.Module | None = None) -> Optimizer:

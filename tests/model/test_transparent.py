@@ -49,6 +49,20 @@ def test_attributes_methods_and_properties_are_the_models(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
+def test_is_an_instance_of_the_users_class(kind: str) -> None:
+    """``isinstance`` holds for the user's class and its bases, and for DistributedDataParallel under DDP."""
+
+    def body(model: nn.Module, net: Net) -> None:
+        assert isinstance(model, Net)
+        assert isinstance(model, nn.Module)
+        assert isinstance(model, nn.parallel.DistributedDataParallel) == (kind == "ddp")
+        assert not isinstance(model, nn.Linear)
+        assert model.__class__ is Net
+
+    wrapped(kind, body)
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_missing_attributes_stay_missing(kind: str) -> None:
     """What neither has, and a property that raises AttributeError, is an AttributeError."""
 
@@ -102,11 +116,21 @@ def test_train_and_eval_reach_every_module(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_moves_and_apply_reach_the_models_own_tensors(kind: str) -> None:
-    """``.float()`` and ``apply`` act on parameters that sit on the model itself, not on a child."""
+    """``.float()`` and ``apply`` act on parameters that sit on the model itself, not on a child.
+
+    Under DDP, which would go on with the old tensors, a change is refused, and one that changes nothing passes.
+    """
 
     def body(model: nn.Module, net: Net) -> None:
-        assert model.float() is model
-        assert {p.dtype for p in net.parameters()} == {torch.float32}
+        if kind == "ddp":
+            assert model.double() is model.to("cpu") is model.cpu() is model
+            for change in (model.float, model.half, lambda: model.to("meta"), lambda: model.to(torch.bfloat16)):
+                with pytest.raises(ModelError, match=r"parameter 'gain' from torch.float64 on cpu into.*wrap_model"):
+                    change()
+            assert {p.dtype for p in net.parameters()} == {torch.float64}
+        else:
+            assert model.float() is model
+            assert {p.dtype for p in net.parameters()} == {torch.float32}
         seen: list[nn.Module] = []
         assert model.apply(seen.append) is model
         assert seen == [net.body, net.norm, net]
@@ -208,9 +232,14 @@ def test_as_a_part_of_another_module(kind: str) -> None:
             assert torch.equal(net.gain, plain["net"].gain)
         with pytest.raises(RuntimeError, match="Unexpected key"):
             parent.load_state_dict({**plain.state_dict(), "net.extra": torch.zeros(1)})
-        parent.eval().float()
+        parent.eval()
         assert not net.training
-        assert net.gain.dtype == torch.float32
+        if kind == "ddp":
+            with pytest.raises(ModelError, match="after wrap_model"):
+                parent.float()
+        else:
+            assert parent.float() is parent
+            assert net.gain.dtype == torch.float32
 
     wrapped(kind, body)
 

@@ -1,0 +1,124 @@
+"""Buffers of a model under DDP: each rank's own while it trains, rank 0's when training pauses.
+
+DDP broadcasts rank 0's buffers before each forward, which makes of every evaluation a collective, and breaks two
+forwards before one backward. Running statistics are not read in training, so it is enough to have rank 0's in ``eval()``.
+"""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from distwrap.collectives import broadcast, reduce
+from distwrap.errors import OptionError, unknown_name
+from distwrap.group.channel import Channel
+from distwrap.model.fingerprints import fingerprint
+from distwrap.model.transparent import unwrap_model
+
+
+class Buffers:
+    """Those of one wrapped model; rank 0's are to be had at any time, and nobody waits for who does not ask.
+
+    Rank 0 may evaluate alone. Where all ranks do, rank 0 may be a step ahead when another asks, and still answers with
+    what it had itself when its training paused.
+
+    Args:
+        model: the user's.
+        rank: this one.
+        channel: to the other ranks.
+        name: of the model, alike on every rank.
+    """
+
+    def __init__(self, model: nn.Module, rank: int, channel: Channel, name: str) -> None:
+        self._model, self._rank, self._channel, self._name = ref(model), rank, channel, f"buffers/{name}"
+        self._at_first = {key: fingerprint(value) for key, value in _others(model).items()}
+        self._kept: dict[str, torch.Tensor] | None = None
+        self._kept_at = self.averages = 0
+        if rank == 0:
+            channel.serve(self._name, self._packed)
+
+    def pause(self, averages: int) -> None:
+        """Take over rank 0's buffers, as training pauses on this rank.
+
+        Args:
+            averages: how many backwards have averaged gradients until now.
+        """
+        model = self._model()
+        assert model is not None
+        if self._rank == 0:
+            kept = {key: value.clone() for key, value in self._trained(model).items()}
+            self._kept, self._kept_at, self.averages = kept, averages, averages
+            return
+        answer = torch.load(io.BytesIO(self._channel.ask(self._name, 0)), weights_only=True)
+        own = dict(model.named_buffers())
+        with torch.no_grad():
+            for key, value in answer.items():
+                own[key].copy_(value)
+
+    def _packed(self) -> bytes:
+        """Runs in rank 0's channel, when another rank asks."""
+        model, kept = self._model(), self._kept
+        if model is None:
+            return _bytes({})
+        if kept is not None and self.averages - self._kept_at <= 1:
+            return _bytes(kept)
+        return _bytes(self._trained(model))
+
+    def _trained(self, model: nn.Module) -> dict[str, torch.Tensor]:
+        """Choose what training changes: running statistics, and other buffers once they are not what they were."""
+        others = {key: value for key, value in _others(model).items() if fingerprint(value) != self._at_first.get(key)}
+        return {**_statistics(model), **others}
+
+
+def sync_buffers(model: nn.Module, how: str = "rank0") -> None:
+    """Give every rank the same buffers, as BatchNorm's running statistics; a collective.
+
+    ``eval()`` of a wrapped model does it by itself, from rank 0. The mean is over ranks of equal weight.
+
+    Args:
+        model: wrapped or not.
+        how: ``"rank0"``: rank 0's; ``"mean"``: floating-point ones averaged, the others rank 0's.
+
+    Raises:
+        OptionError: another word.
+
+    Example:
+        >>> sync_buffers(nn.BatchNorm1d(3), "mean")
+    """
+    if how not in ("rank0", "mean"):
+        raise OptionError(unknown_name("way to synchronise buffers", how, ("rank0", "mean")))
+    values = {key: value.detach() for key, value in unwrap_model(model).named_buffers()}
+    with torch.no_grad():
+        for value in values.values():
+            averaged = how == "mean" and value.is_floating_point()
+            value.copy_(reduce(value, "mean") if averaged else broadcast(value))
+
+
+def statistics_of(model: nn.Module) -> set[str]:
+    """Name the buffers that are a norm's running statistics, and differ between ranks while training."""
+    return set(_statistics(model))
+
+
+def _statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {
+        f"{prefix}.{key}" if prefix else key: value
+        for prefix, part in model.named_modules()
+        if isinstance(part, _NormBase)
+        for key, value in part.named_buffers(recurse=False)
+    }
+
+
+def _others(model: nn.Module) -> dict[str, torch.Tensor]:
+    statistics = _statistics(model)
+    return {key: value for key, value in model.named_buffers() if key not in statistics}
+
+
+def _bytes(values: dict[str, Any]) -> bytes:
+    file = io.BytesIO()
+    torch.save({key: value.detach().cpu() for key, value in values.items()}, file)
+    return file.getvalue()

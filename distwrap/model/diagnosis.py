@@ -1,0 +1,174 @@
+"""Say in the user's words what is wrong between a model and DDP: names of parameters and methods instead of numbers."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import json
+import re
+import textwrap
+import time
+from types import FrameType, ModuleType
+from typing import Any
+
+from torch import nn
+
+from distwrap.errors import ModelError
+from distwrap.group.stacks import ranks as named_ranks
+from distwrap.group.stacks import users_frame
+from distwrap.group.world import World, current_world
+from distwrap.model.transparent import unwrap_model
+
+_UNFINISHED = "Expected to have finished reduction in the prior iteration"
+_TWICE = "Expected to mark a variable ready only once"
+_OTHERS_SECONDS = 0.5
+_SHOWN = 12
+
+
+def skipped(model: nn.Module, method: str) -> str:
+    """Say that a backward has gone past the reducer, and by which call of the user's."""
+    calls = [f"{method}()"] if method else _calls_past(model)
+    name = type(unwrap_model(model)).__name__
+    culprit = f": {', '.join(calls)} ran the bare {name}" if calls else f" of {name}"
+    place = current_world().placement
+    return (
+        f"rank {place.rank}: this backward's gradients are not averaged with the other ranks'{culprit}, so that every "
+        f"rank would train a model of its own. Call the model, or its method, through what wrap_model() returned, "
+        f"once for each backward; two losses of one forward belong into one backward: (a + b).backward()."
+    )
+
+
+def flipped(model: nn.Module) -> str:
+    """Say that ``no_sync()`` covered a forward but not its backward."""
+    return (
+        f"rank {current_world().placement.rank}: the forward of {type(unwrap_model(model)).__name__} was in no_sync(), "
+        f"but its backward is not. DDP decides in the forward, so these gradients are not averaged. Put both inside, "
+        f"or loop over distwrap.accumulate(loader, steps, model)."
+    )
+
+
+def explained(error: BaseException) -> ModelError | None:
+    """Return what an error of DDP's means, or ``None`` for any other."""
+    text = str(error)
+    if isinstance(error, ModelError) or not isinstance(error, RuntimeError):
+        return None
+    if _TWICE in text:
+        return _explained_twice(text)
+    return None
+
+
+def unfinished(error: RuntimeError, model: nn.Module, trained: list[str]) -> ModelError | None:
+    """Return an error that names the parameters that had no gradient in the last step, and the ranks; else ``None``."""
+    if _UNFINISHED not in str(error):
+        return None
+    found = re.search(r"did not receive grad for rank \d+: ((?:\d+ ?)+)", str(error))
+    unused = [trained[int(index)] for index in found.group(1).split()] if found else []
+    now_frozen = [name for name, value in model.named_parameters() if name in unused and not value.requires_grad]
+    world = current_world()
+    lines = [f"rank {world.placement.rank}: in its last step some parameters had no gradient, and DDP waits for them."]
+    if unused:
+        lines.append(f"{_whose(world, unused)}:")
+        lines += [f"  {line}" for line in _by_module(unused)]
+    if now_frozen:
+        lines.append(
+            f"Of these, {_some(now_frozen)} were frozen after wrap_model(). Freeze before it, or wrap again: "
+            f"model = wrap_model(unwrap_model(model))."
+        )
+    else:
+        lines.append(
+            "Use them in every step, freeze them before wrap_model() with requires_grad_(False), or, where the model "
+            "really takes one way or the other, wrap_model(..., find_unused_parameters=True). Every output of the "
+            "forward must also be part of the loss."
+        )
+    return ModelError("\n".join(lines))
+
+
+def _whose(world: World, unused: list[str]) -> str:
+    """Say which ranks have left these parameters out, as far as they have told within a moment."""
+    me, everybody = world.placement.rank, range(world.placement.world_size)
+    if world.channel is None:
+        return f"On rank {me}"
+    world.channel.note(f"unused/{me}", json.dumps(unused))
+    deadline, same = time.monotonic() + _OTHERS_SECONDS, [me]
+    while time.monotonic() < deadline and len(same) < len(everybody):
+        time.sleep(0.02)
+        same = [rank for rank in everybody if json.loads(world.channel.noted(f"unused/{rank}") or "[]") == unused]
+    if len(same) == len(everybody):
+        return "On every rank"
+    return f"Only on {named_ranks(same)}, so the ranks went different ways through the model"
+
+
+def _by_module(names: list[str]) -> list[str]:
+    """Group parameters by the module they belong to, as ``head: weight, bias``."""
+    groups: dict[str, list[str]] = {}
+    for name in names:
+        module, _, parameter = name.rpartition(".")
+        groups.setdefault(module or "the model itself", []).append(parameter)
+    lines = [f"{module}: {', '.join(parameters)}" for module, parameters in groups.items()]
+    return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} modules more"]
+
+
+def _some(names: list[str]) -> str:
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
+
+
+def _explained_twice(text: str) -> ModelError:
+    found = re.search(r"Parameter at index (\d+)", text)
+    candidates = {
+        model._gradients.trained[int(found.group(1))]
+        for model in current_world().models
+        if found and int(found.group(1)) < len(model._gradients.trained)
+    }
+    which = " or ".join(sorted(map(repr, candidates))) or "a parameter"
+    return ModelError(
+        f"rank {current_world().placement.rank}: the gradient of {which} was complete twice in one backward. That is "
+        f"so where reentrant activation checkpointing runs a part twice: use torch.utils.checkpoint.checkpoint(..., "
+        f"use_reentrant=False), or, if every step uses the same parameters, wrap_model(..., static_graph=True). "
+        f"It is also so where a parameter is used outside of the forward, or where two forwards of a model with "
+        f"find_unused_parameters=True meet in one backward."
+    )
+
+
+def _calls_past(model: nn.Module) -> list[str]:
+    """Find, in the function that calls ``backward``, the calls of the bare model: its forwards have left no other trace.
+
+    Looks at names and attributes only; finds nothing where the call was made elsewhere.
+    """
+    frame = users_frame()
+    if frame is None:
+        return []
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(frame.f_code)))
+    except (OSError, SyntaxError, TypeError):
+        return []
+    calls = (node.func for node in ast.walk(tree) if isinstance(node, ast.Call))
+    found = [ast.unparse(called) for called in calls if _is_past(called, frame, model)]
+    return [f"{text}()" for text in dict.fromkeys(found)]
+
+
+def _is_past(called: ast.expr, frame: FrameType, model: nn.Module) -> bool:
+    """Whether an expression as ``net.loss`` or ``model.module`` is of the bare model or a part of it."""
+    net = unwrap_model(model)
+    parts = {id(part) for part in net.modules()}
+    value = _value(called, frame)
+    if value is None or value is model:
+        return False
+    if isinstance(value, nn.Module):
+        return id(value) in parts
+    owner = getattr(value, "__self__", None)
+    forward_like = value.__name__ not in vars(nn.Module) if hasattr(value, "__name__") else False
+    return owner is not None and id(owner) in parts and forward_like
+
+
+def _value(expression: ast.expr, frame: FrameType) -> Any:
+    """Evaluate a name, or attributes of one, without running anything but attribute access on modules."""
+    if isinstance(expression, ast.Name):
+        return frame.f_locals.get(expression.id, frame.f_globals.get(expression.id))
+    if isinstance(expression, ast.Attribute):
+        owner = _value(expression.value, frame)
+        return getattr(owner, expression.attr, None) if isinstance(owner, (nn.Module, ModuleType)) else None
+    if isinstance(expression, ast.Call) and _value(expression.func, frame) is unwrap_model and expression.args:
+        wrapped = _value(expression.args[0], frame)
+        return unwrap_model(wrapped) if isinstance(wrapped, nn.Module) else None
+    return None

@@ -1,0 +1,177 @@
+"""The model under DDP. What is decided is decided once, when wrapping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distwrap.errors import ModelError
+from distwrap.model import diagnosis
+from distwrap.model.buffers import Buffers
+from distwrap.model.gradients import Gradients
+from distwrap.model.local import LocalModel
+from distwrap.model.methods import Call, ForwardMethods, RoutedModule, has_gradient
+from distwrap.model.transparent import to_device
+from distwrap.precision import InPrecision
+
+Forward = Callable[..., Any]
+
+
+class DistributedModel(RoutedModule, DistributedDataParallel):
+    """A `DistributedDataParallel` that answers like the user's model.
+
+    Without gradients the bare model runs: nothing is exchanged, so evaluation needs no lock-step.
+
+    Args:
+        module: the user's model, on its device.
+        in_precision: how to compute.
+        device: where its inputs must be.
+        forward_methods: which methods may be routed.
+        buffers: by which the ranks take over rank 0's when training pauses; ``None`` where DDP is to broadcast them at
+            each forward, or nobody.
+        **ddp_kwargs: for ``DistributedDataParallel``.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        in_precision: InPrecision,
+        device: torch.device,
+        forward_methods: ForwardMethods,
+        buffers: Buffers | None,
+        **ddp_kwargs: Any,
+    ) -> None:
+        broadcast = ddp_kwargs.pop("broadcast_buffers", buffers is None)
+        super().__init__(module, **ddp_kwargs)  # gives every rank rank 0's buffers, once
+        if "forward_sync_buffers" not in ddp_kwargs:
+            self.broadcast_buffers = broadcast
+        own = self.__dict__
+        own["_synced_buffers"] = buffers
+        own["_plain"] = in_precision.precision == "32" and device.type == "cpu"
+        own["_in_precision"], own["_own_device"] = in_precision, device
+        own["_with_grad"], own["_without_grad"] = in_precision(self._through_ddp), in_precision(self._locally)
+        own["_gradients"] = Gradients(self, buffers)
+        own["_needs_outputs"] = bool(self.find_unused_parameters or self.static_graph)
+        self.route(forward_methods)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; with gradients on, through DDP."""
+        if self._plain:
+            if torch.is_grad_enabled():
+                return self._through_ddp(*args, **kwargs)
+            return self._modules["module"](*args, **kwargs)  # type: ignore[misc]
+        run: Forward = self._with_grad if torch.is_grad_enabled() else self._without_grad
+        return run(*args, **kwargs)
+
+    def _through_ddp(self, *args: Any, **kwargs: Any) -> Any:
+        gradients = self._gradients
+        again = gradients.due
+        try:
+            outputs = DistributedDataParallel.forward(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            self._raise_explained(error)
+        gradients.due = self.require_backward_grad_sync
+        if again:
+            gradients.repeat(outputs)
+        return outputs
+
+    def _locally(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._moved((args, kwargs))
+        return self.module(*args, **kwargs)
+
+    def _raise_explained(self, error: RuntimeError) -> NoReturn:
+        explained = diagnosis.unfinished(error, self.module, self._gradients.trained)
+        if explained is None:
+            raise error
+        raise explained from error
+
+    # Methods of the user's model
+
+    def _takes_part(self) -> bool:
+        return torch.is_grad_enabled() or not self._plain
+
+    def _moved(self, arguments: Any) -> Any:
+        return to_device(arguments, self._own_device)
+
+    def _begin(self, call: Call) -> None:
+        if not call.begun:
+            call.inside.enter_context(self._in_precision.context())
+        if torch.is_grad_enabled():
+            gradients = self._gradients
+            if not call.begun:
+                call.inside.callback(setattr, gradients, "on_average", None)
+            gradients.on_average = call.watch  # a method may be a whole loop
+            self._prepare()
+
+    def _prepare(self) -> None:
+        """Do what DDP's forward does around the model's own, so far as it needs no outputs."""
+        gradients = self._gradients
+        self.__dict__["_again"] = gradients.due
+        try:
+            self._pre_forward(None)  # type: ignore[no-untyped-call]
+            if not self._needs_outputs:
+                self._post_forward(None)  # type: ignore[no-untyped-call]
+                gradients.due = self.require_backward_grad_sync
+        except RuntimeError as error:
+            self._raise_explained(error)
+
+    def _end(self, output: Any, begun: bool) -> Any:
+        gradients = self._gradients
+        if torch.is_grad_enabled():
+            if not begun and gradients.due is None and has_gradient(output):
+                self._prepare()  # it has used parameters without calling a module
+                begun = True
+            if begun and self._needs_outputs:
+                output = self._post_forward(output)  # type: ignore[no-untyped-call]
+                gradients.due = self.require_backward_grad_sync
+            elif begun and self._again and gradients.due:
+                gradients.repeat(output)
+        return self._in_precision.outputs(output) if begun else output
+
+    # The model as a whole
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the training flag; when training pauses, take over rank 0's buffers."""
+        pauses = self.training and not mode
+        super().train(mode)
+        if pauses and self._synced_buffers is not None:
+            self._synced_buffers.pause(self._gradients.averages)
+        if mode:
+            self._gradients.check_place()
+        return self
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
+        _refuse_change(self.module, fn)
+        return super()._apply(fn, *args, **kwargs)
+
+    def retire(self) -> None:
+        """Watch no more: the same model is wrapped anew."""
+        self._gradients.forget()
+
+    def release(self) -> None:
+        """Let go of the process group: from now on this is the bare model."""
+        self._gradients.forget()
+        for name in ("reducer", "logger", "process_group"):
+            self.__dict__.pop(name, None)
+        object.__dict__["__class__"].__set__(self, LocalModel)  # behind the property of that name
+        self.__dict__["_run"] = self._in_precision(self._locally)
+
+
+def _refuse_change(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Refuse what would put the parameters elsewhere, or into another type, under DDP's feet."""
+    seen: dict[tuple[torch.dtype, torch.device], str] = {}
+    for name, parameter in model.named_parameters():
+        seen.setdefault((parameter.dtype, parameter.device), name)
+    for (dtype, device), name in seen.items():
+        after = fn(torch.empty(0, dtype=dtype, device=device))
+        if (after.dtype, after.device) != (dtype, device):
+            raise ModelError(
+                f"this would turn the parameter {name!r} from {dtype} on {device} into {after.dtype} on "
+                f"{after.device}, after wrap_model(): DDP would go on with the old tensors, and the ranks would train "
+                f"apart. Do it before wrap_model(), which itself puts the model on this rank's device; save() and "
+                f"load() need no .cpu()."
+            )

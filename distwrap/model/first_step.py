@@ -1,0 +1,137 @@
+"""After the first optimizer step: do all ranks hold the same weights, and does the optimizer hold the model's?
+
+The ranks leave fingerprints on the side channel, and compare them a step or more later. Nobody waits, and after that
+nothing of this is left in the loop.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.optim.optimizer import (
+    Optimizer,
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from distwrap.errors import ModelError
+from distwrap.group.channel import Channel
+from distwrap.group.world import World
+from distwrap.model import in_sync
+from distwrap.model.in_sync import Fingerprint
+
+_PATIENCE = 50  # steps, after which what is still open stays so
+
+
+def watch_first_step(world: World) -> None:
+    """Look at the next step of each optimizer that holds parameters of a wrapped model."""
+    if world.channel is None:
+        return
+    if world.first_steps is None:
+        world.first_steps = FirstSteps(world, world.channel)
+        world.cleanup.callback(world.first_steps.stop)
+    world.first_steps.start()
+
+
+class FirstSteps:
+    """Those of one world's models, on one rank."""
+
+    def __init__(self, world: World, channel: Channel) -> None:
+        self._world, self._channel = world, channel
+        self._rank, self._world_size = world.placement.rank, world.placement.world_size
+        self._proven: WeakSet[nn.Module] = WeakSet()
+        self._seen: WeakSet[Optimizer] = WeakSet()
+        self._open: dict[str, list[tuple[str, Fingerprint]]] = {}
+        self._noted, self._steps = 0, 0
+        self._handles: list[Any] = []
+
+    def start(self) -> None:
+        """Listen to optimizers."""
+        self._steps = 0
+        self._open.clear()
+        if not self._handles:
+            self._handles = [
+                register_optimizer_step_pre_hook(self._before),
+                register_optimizer_step_post_hook(self._after),
+            ]
+
+    def stop(self) -> None:
+        """Listen no more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        self._compare()
+        if optimizer not in self._seen:
+            self._refuse_strangers(optimizer)
+        self._steps += 1
+        if self._steps > _PATIENCE or (not self._open and self._is_done()):
+            self.stop()
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        held = _held(optimizer)
+        if optimizer in self._seen or all(tensor.grad is None for tensor in held.values()):
+            return
+        self._seen.add(optimizer)
+        models = [model for model in self._world.models if not held.keys().isdisjoint(map(id, model.parameters()))]
+        tensors: dict[str, torch.Tensor] = {}
+        for model in models:
+            self._proven.add(model)
+            statistics = in_sync.tensors_of(model)
+            tensors.update({f"{type(model.module).__name__}.{name}": value for name, value in statistics.items()})
+        known = {id(value) for value in tensors.values()}
+        for number, tensor in enumerate(held.values()):
+            if id(tensor) not in known and tensor.grad is not None:
+                tensors[f"tensor {number} of {type(optimizer).__name__}, which no wrapped model has"] = tensor
+        if tensors:
+            self._noted += 1
+            key = f"first_step/{self._noted}"
+            self._open[key] = in_sync.fingerprints(tensors)
+            mine = [in_sync.processor(self._world.device), self._open[key]]
+            self._channel.note(f"{key}/{self._rank}", json.dumps(mine))
+
+    def _compare(self) -> None:
+        for key in list(self._open):
+            texts = [self._channel.noted(f"{key}/{rank}") for rank in range(self._world_size)]
+            if all(texts):
+                del self._open[key]
+                everyone = [json.loads(text) for text in texts]
+                alike = len({kind for kind, _ in everyone}) == 1
+                difference = in_sync.first_difference([marks for _, marks in everyone], exact=alike)
+                if difference is not None:
+                    raise ModelError(
+                        f"rank {self._rank}: after the first step of an optimizer the ranks do not hold the same "
+                        f"weights: {difference}. Every rank must start alike (wrap_model() sees to it), average the "
+                        f"gradients of all that it trains (parameters outside of a wrapped model are not), and take "
+                        f"the same steps with the same learning rate."
+                    )
+
+    def _refuse_strangers(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that would train nothing, as one that was made of a copy of the model."""
+        held = _held(optimizer)
+        if any(tensor.grad is not None for tensor in held.values()):
+            return
+        for model in self._world.models:
+            parameters = list(model.parameters())
+            trained = any(parameter.grad is not None for parameter in parameters)
+            shapes = {parameter.shape for parameter in parameters}
+            alike = all(tensor.shape in shapes for tensor in held.values())
+            if trained and alike and held.keys().isdisjoint(map(id, parameters)):
+                raise ModelError(
+                    f"rank {self._rank}: this {type(optimizer).__name__} holds none of the parameters of "
+                    f"{type(model.module).__name__}, but others of the same shapes, which have no gradient: it would "
+                    f"train nothing. Make it from model.parameters() of what wrap_model() got or returned, not of a "
+                    f"copy."
+                )
+
+    def _is_done(self) -> bool:
+        return all(model in self._proven for model in self._world.models)
+
+
+def _held(optimizer: Optimizer) -> dict[int, nn.Parameter]:
+    return {id(tensor): tensor for group in optimizer.param_groups for tensor in group["params"]}

@@ -1,0 +1,201 @@
+"""Watch that gradients go through DDP's reducer: a few hooks a model, and two notes a step.
+
+DDP prepares its reducer in ``forward``, and averages in the one backward that follows. A backward for which nothing was
+prepared leaves each rank with its own gradient, and says nothing: after a forward of the bare model, a second backward
+through one forward, a ``no_sync()`` that covers only one of the two.
+
+Source: https://docs.pytorch.org/docs/stable/notes/ddp.html#internal-design
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from distwrap.errors import ModelError
+from distwrap.group.world import current_world, say
+from distwrap.model import diagnosis
+from distwrap.model.buffers import Buffers
+
+_SENTINELS = 4
+_graph_task: Callable[[], int] = torch._C._current_graph_task_id
+
+
+class Gradients:
+    """What a wrapped model's next backward will find.
+
+    Args:
+        model: a ``DistributedDataParallel``; it is not kept alive.
+        buffers: of the model, that are told how many averages there were.
+
+    Attributes:
+        due: ``True`` when a forward has prepared an average, ``False`` when it was in ``no_sync()``, ``None`` when no
+            forward has been, or its average is taken.
+        on_average: called when a backward begins to take its average, while a method is running.
+        averages: how many backwards have done so.
+        trained: the names of the parameters that DDP averages, in its order.
+    """
+
+    __slots__ = ("__weakref__", "_accumulators", "_buffers", "_handles", "_model", "_names", "_task", "averages", "due", "on_average", "trained")
+
+    def __init__(self, model: nn.parallel.DistributedDataParallel, buffers: Buffers | None) -> None:
+        self._model = weakref.ref(model)
+        self.due: bool | None = None
+        self.on_average: Callable[[], None] | None = None
+        self.averages = 0
+        self._buffers = buffers
+        self._task = -1
+        net = model.module
+        self._names = {id(parameter): name for name, parameter in net.named_parameters()}
+        ignored = getattr(net, "_ddp_params_and_buffers_to_ignore", ())
+        named = [(name, parameter) for name, parameter in net.named_parameters() if name not in ignored]
+        self.trained = [name for name, parameter in named if parameter.requires_grad]
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            for parameter in _sentinels(named)
+        ]
+        self._accumulators = [
+            (parameter, _accumulator(parameter)) for _, parameter in named if parameter.requires_grad
+        ]
+        for _, parameter in named:
+            if not parameter.requires_grad and parameter.is_floating_point():
+                self._watch_frozen(parameter)
+
+    def check_place(self) -> None:
+        """Refuse parameters that were moved or converted since: autograd then forgets DDP's hooks.
+
+        Raises:
+            ModelError: names the first one.
+        """
+        for parameter, accumulator in self._accumulators:
+            if _accumulator(parameter) is not accumulator:
+                raise ModelError(
+                    f"the parameter {self._names[id(parameter)]!r} has been moved, or changed its type, since "
+                    f"wrap_model(), and DDP has lost it: the ranks would train apart. Move the model before "
+                    f"wrap_model(), or wrap again: model = wrap_model(unwrap_model(model))."
+                )
+
+    def forget(self) -> None:
+        """Take the hooks away, and DDP's: the model is wrapped anew, or its process group is gone."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        model = self._model()
+        if model is not None:
+            model.reducer._remove_autograd_hooks()
+
+    def repeat(self, outputs: Any) -> None:
+        """Let each of several forwards have a backward of its own: prepare anew when one comes through these outputs.
+
+        For the second and later forwards without a backward between them, as in a GAN's step.
+        """
+        for leaf in tree_leaves(outputs):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._prepare)  # type: ignore[no-untyped-call]
+
+    def _prepare(self, grad: torch.Tensor) -> None:
+        model = self._model()
+        if self.due is None and model is not None and model.require_backward_grad_sync and not model.static_graph:
+            if self._reducing(model):
+                return  # of this very backward
+            model.reducer._rebuild_buckets()  # which DDP does at a forward, once the first average is taken
+            model.reducer.prepare_for_backward([])
+            self.due = True
+
+    def _on_gradient(self, parameter: torch.Tensor) -> None:
+        """Runs in a backward, once for each of a few parameters."""
+        task = _graph_task()
+        if task == self._task:
+            return
+        self._task = task
+        model = self._model()
+        if model is None:
+            return
+        syncs, due = model.require_backward_grad_sync, self.due
+        if due:
+            self.due = None
+            self.averages += 1
+            if self._buffers is not None:
+                self._buffers.averages = self.averages
+            if not syncs:
+                _note_late_no_sync()
+            if self.on_average is not None:
+                self.on_average()
+        elif due is False:
+            if syncs:
+                raise ModelError(diagnosis.flipped(model))
+        elif syncs and not self._is_expected(model, task):
+            raise ModelError(diagnosis.skipped(model, model._method))
+
+    def _is_expected(self, model: nn.parallel.DistributedDataParallel, task: int) -> bool:
+        if model.static_graph and self.on_average is None:
+            return True  # it may come back to a parameter in a backward within the backward
+        return self._reducing(model) or _averaged_elsewhere(model, task)
+
+    def _reducing(self, model: nn.parallel.DistributedDataParallel) -> bool:
+        """Whether an average is under way: a checkpointed part's gradients come in a backward within the backward."""
+        try:
+            model.reducer._check_reducer_finalized()
+        except RuntimeError:
+            return True
+        return False
+
+    def _watch_frozen(self, parameter: torch.Tensor) -> None:
+        # The hook needs a tensor that requires a gradient, and stays where it no longer does.
+        with suppress(RuntimeError):
+            parameter.requires_grad_(True)
+            handle = parameter.register_post_accumulate_grad_hook(self._on_unfrozen)  # type: ignore[no-untyped-call]
+            self._handles.append(handle)
+        parameter.requires_grad_(False)
+
+    def _on_unfrozen(self, parameter: torch.Tensor) -> None:
+        """Runs when a gradient reaches what was frozen when the model was wrapped."""
+        if self._model() is not None:
+            raise ModelError(
+                f"the parameter {self._names[id(parameter)]!r} was frozen when wrap_model() was called, and has a "
+                f"gradient now, which DDP does not average: the ranks would train it apart. Set requires_grad before "
+                f"wrap_model(), or wrap again: model = wrap_model(unwrap_model(model))."
+            )
+
+
+def _accumulator(parameter: torch.Tensor) -> Any:
+    """Return autograd's node that adds to a parameter's gradient; DDP's hook is on it."""
+    with torch.enable_grad():
+        node = parameter.expand_as(parameter).grad_fn
+        return node.next_functions[0][0] if node is not None else None
+
+
+def _sentinels(named: list[tuple[str, nn.Parameter]]) -> list[nn.Parameter]:
+    """Choose parameters that hardly any backward leaves out: the first of each child, and few of these."""
+    first: dict[str, nn.Parameter] = {}
+    for name, parameter in named:
+        if parameter.requires_grad:
+            first.setdefault(name.split(".")[0], parameter)
+    chosen = list(first.values())
+    step = max(1, -(-len(chosen) // _SENTINELS))
+    return chosen[::step]
+
+
+def _averaged_elsewhere(model: nn.Module, task: int) -> bool:
+    """Whether another wrapped model that shares parameters with this one takes the average in this backward."""
+    own = set(map(id, model.parameters()))
+    return any(
+        other is not model and other._gradients._task == task and not own.isdisjoint(map(id, other.parameters()))
+        for other in current_world().models
+    )
+
+
+def _note_late_no_sync() -> None:
+    world = current_world()
+    if "no_sync" not in world.noted:
+        world.noted.add("no_sync")
+        say(
+            "a backward in no_sync() exchanges gradients all the same, because its forward was outside. "
+            "Put both inside, or loop over distwrap.accumulate()."
+        )

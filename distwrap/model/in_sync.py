@@ -1,0 +1,99 @@
+"""Prove that all ranks hold the same weights, or name the first tensor that differs and the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import nn
+
+from distwrap.collectives import gather_object
+from distwrap.errors import ModelError
+from distwrap.group.stacks import ranks as named_ranks
+from distwrap.group.world import current_world
+from distwrap.model.buffers import statistics_of
+from distwrap.model.fingerprints import fingerprint
+from distwrap.model.transparent import unwrap_model
+
+# Of a tensor: its bits, its size, and the sum of its absolute values.
+Fingerprint = Sequence[float]
+
+# Between processors of different kinds, which may round the last bit differently.
+_ROUNDING = 1e-6
+
+
+def assert_in_sync(model: nn.Module) -> None:
+    """Prove that all ranks hold the same weights and buffers, bit by bit; a collective, and a no-op in one process.
+
+    Running statistics of norms are left out: each rank has its own while it trains. Only fingerprints travel. The same
+    is checked by itself after the first optimizer step.
+
+    Args:
+        model: wrapped or not.
+
+    Raises:
+        ModelError: names the first tensor that differs, and the ranks; on every rank.
+
+    Example:
+        >>> assert_in_sync(nn.Linear(2, 1))
+    """
+    if current_world().placement.world_size == 1:
+        return
+    everyone = gather_object([(name, tuple(mark)) for name, mark in fingerprints(tensors_of(model))])
+    difference = first_difference(everyone)
+    if difference is not None:
+        raise ModelError(f"{type(unwrap_model(model)).__name__} is not the same on all ranks: {difference}.")
+
+
+def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return what must be alike on all ranks: parameters and buffers, but for running statistics."""
+    net = unwrap_model(model)
+    own = statistics_of(net)
+    buffers = {name: value for name, value in net.named_buffers() if name not in own}
+    return {**dict(net.named_parameters()), **buffers}
+
+
+def fingerprints(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, Fingerprint]]:
+    """Describe each tensor in three numbers."""
+    marks: list[tuple[str, Fingerprint]] = []
+    for name, value in tensors.items():
+        with torch.no_grad():
+            size = float(value.abs().sum(dtype=torch.float64)) if value.is_floating_point() else 0.0
+        marks.append((name, (fingerprint(value), value.numel(), size)))
+    return marks
+
+
+def first_difference(everyone: Sequence[Sequence[tuple[str, Fingerprint]]], *, exact: bool = True) -> str | None:
+    """Say which tensor is the first that is not alike on all ranks, and on which ranks it is which.
+
+    Args:
+        everyone: each rank's `fingerprints`, in rank order.
+        exact: whether a difference in the last bit counts.
+    """
+    names = [[name for name, _ in marks] for marks in everyone]
+    for rank, own in enumerate(names):
+        if own != names[0]:
+            other = next((name for name in [*own, *names[0]] if (name in own) != (name in names[0])), "their order")
+            return f"rank {rank} holds other tensors than rank 0 ({other})"
+    for index, name in enumerate(names[0]):
+        groups: dict[tuple[float, ...], list[int]] = {}
+        for rank, marks in enumerate(everyone):
+            groups.setdefault(tuple(marks[index][1]), []).append(rank)
+        if len(groups) > 1 and (exact or not _is_rounding(list(groups))):
+            held = " and ".join(
+                f"{named_ranks(ranks)} one whose absolute values sum to {mark[2]:.9g}" for mark, ranks in groups.items()
+            )
+            return f"{name!r} is the first that differs: {held}"
+    return None
+
+
+def _is_rounding(marks: list[tuple[float, ...]]) -> bool:
+    sums = [mark[2] for mark in marks]
+    return len({mark[1] for mark in marks}) == 1 and max(sums) - min(sums) <= _ROUNDING * max(map(abs, sums)) > 0
+
+
+def processor(device: torch.device) -> str:
+    """Name the kind of processor that computes: results are equal to the bit only between equal ones."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,129 @@
+"""Let any method of the user's model train: one that runs a forward goes through the wrapper, a plain one does not.
+
+Which it is shows while it runs: when the first module inside the model is called, the wrapper begins, as its own
+``forward`` would have. A method that never calls one, and returns nothing that has a gradient, is left alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from functools import wraps
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.utils._pytree import tree_leaves
+
+from distwrap.errors import ModelError, unknown_name
+from distwrap.model.transparent import TransparentModule, unwrap_model
+
+ForwardMethods = Literal["auto"] | Iterable[str]
+
+
+class RoutedModule(TransparentModule):
+    """Mixin for wrappers that take part in the methods of the user's model, not in its ``forward`` alone.
+
+    A wrapper says what is to be done when a forward begins and when the method ends.
+    """
+
+    _forward_methods: frozenset[str] | None = None  # None: all of them
+    _method: str = ""  # which one is running
+
+    def route(self, forward_methods: ForwardMethods) -> None:
+        """Say which methods may be routed; their names are known to be right."""
+        self.__dict__["_forward_methods"] = None if forward_methods == "auto" else frozenset(forward_methods)
+        self.__dict__["_parts"] = {id(part) for part in unwrap_model(self).modules()}
+
+    def _looked_up(self, name: str, value: Any) -> Any:
+        if type(value) is not MethodType or value.__self__ is not unwrap_model(self):
+            return value
+        if self._forward_methods is not None and name not in self._forward_methods:
+            return value
+        return self._routed(name, value)
+
+    def _routed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            if self._method or not self._takes_part():
+                return method(*args, **kwargs)
+            args, kwargs = self._moved((args, kwargs))
+            self.__dict__["_method"] = name
+            try:
+                with ExitStack() as inside:
+                    call = Call(self, inside)
+                    return self._end(method(*args, **kwargs), call.begun)
+            finally:
+                self.__dict__["_method"] = ""
+
+        return run
+
+    def _takes_part(self) -> bool:
+        """Whether there is anything to do for a forward now."""
+        return True
+
+    def _moved(self, arguments: Any) -> Any:
+        """Return the arguments on the model's device."""
+        return arguments
+
+    def _begin(self, call: Call) -> None:
+        """Do what comes before a forward; undo on ``call.inside`` what must end with the method."""
+        raise NotImplementedError
+
+    def _end(self, output: Any, begun: bool) -> Any:
+        """Do what comes after a forward, and return the output."""
+        raise NotImplementedError
+
+
+class Call:
+    """One call of a method: begins when a module of the model is called.
+
+    Attributes:
+        begun: whether one was.
+        inside: what ends with the method.
+    """
+
+    def __init__(self, model: RoutedModule, inside: ExitStack) -> None:
+        self.begun, self.inside = False, inside
+        self._model = model
+        inside.callback(self.stop)
+        self.watch()
+
+    def watch(self) -> None:
+        """Wait for the next module of the model to be called; until then every module's call is looked at."""
+        self._handle = register_module_forward_pre_hook(self._on_call)
+
+    def stop(self) -> None:
+        """Look no more."""
+        self._handle.remove()
+
+    def _on_call(self, module: nn.Module, args: Any) -> None:
+        if id(module) in self._model._parts:
+            self.stop()
+            self._model._begin(self)
+            self.begun = True
+
+
+def check_forward_methods(model: nn.Module, forward_methods: ForwardMethods) -> None:
+    """Refuse names that are not those of the model's methods.
+
+    Raises:
+        ModelError: lists the right ones.
+    """
+    if forward_methods == "auto":
+        return
+    net = unwrap_model(model)
+    if isinstance(forward_methods, str):
+        raise ModelError(f"forward_methods={forward_methods!r}: it is 'auto', or a list of names of methods.")
+    known = [name for name in dir(net) if not name.startswith("__") and not hasattr(nn.Module, name)]
+    known = [name for name in known if callable(getattr(type(net), name, None))]
+    for name in forward_methods:
+        if name not in known:
+            raise ModelError(unknown_name(f"forward method of {type(net).__name__}", name, known))
+
+
+def has_gradient(output: Any) -> bool:
+    """Say whether there is a tensor in any nesting through which a backward could come."""
+    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output))

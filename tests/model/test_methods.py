@@ -1,0 +1,236 @@
+"""Any method of the user's model trains through the wrapper; a plain one reaches the model as it is."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import distwrap as dw
+from distwrap.errors import ModelError
+from distwrap.testing import run_ranks
+
+STEPS = 3
+
+
+class Net(nn.Module):
+    """Has the methods that people give their models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.head = nn.Linear(3, 4), nn.Linear(4, 1)
+        self.scale = nn.Parameter(torch.ones(1))
+        self.double()
+        self.calls: list[str] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).tanh()) * self.scale
+
+    def loss(self, x: torch.Tensor, *, power: int = 2) -> torch.Tensor:
+        """Return the loss of a batch."""
+        return (self(x) - x.sum(1, keepdim=True).sin()).abs().pow(power).mean()
+
+    def by_parts(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(x).tanh()).mul(self.scale).pow(2).mean()
+
+    def by_hand(self, x: torch.Tensor) -> torch.Tensor:
+        weights = (self.body.weight, self.body.bias, self.head.weight, self.head.bias)
+        hidden = nn.functional.linear(x, weights[0], weights[1]).tanh()
+        return (nn.functional.linear(hidden, weights[2], weights[3]) * self.scale).pow(2).mean()
+
+    def training_step(self, x: torch.Tensor) -> float:
+        loss = self.loss(x)
+        loss.backward()
+        return loss.item()
+
+    def fit(self, batches: torch.Tensor, optimizer: torch.optim.Optimizer, share: Callable[[Any], Any]) -> None:
+        for x in batches:
+            optimizer.zero_grad()
+            self.loss(share(x)).backward()
+            optimizer.step()
+
+    def outputs(self, x: torch.Tensor) -> dict[str, Any]:
+        return {"y": self(x), "name": "net", "n": len(x)}
+
+    def describe(self, *names: str) -> tuple[str, ...]:
+        self.calls.append("describe")
+        return names
+
+    @classmethod
+    def kind(cls) -> type:
+        return cls
+
+
+def batches() -> torch.Tensor:
+    return torch.randn(STEPS, 8, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(9))
+
+
+def share(x: torch.Tensor) -> torch.Tensor:
+    return x[dw.rank() :: dw.world_size()]
+
+
+WAYS: dict[str, Callable[[Any, torch.Tensor], object]] = {
+    "loss": lambda model, x: model.loss(x).backward(),
+    "keyword": lambda model, x: model.loss(x, power=4).backward(),
+    "by_parts": lambda model, x: model.by_parts(x).backward(),
+    "by_hand": lambda model, x: model.by_hand(x).backward(),
+    "training_step": lambda model, x: model.training_step(x),
+    "dict": lambda model, x: model.outputs(x)["y"].pow(2).mean().backward(),
+    "two": lambda model, x: (model.loss(x) + model.by_parts(x)).backward(),
+    "forward and method": lambda model, x: (model(x).pow(2).mean() + model.loss(x)).backward(),
+    "one after the other": lambda model, x: (model.loss(x).backward(), model.by_parts(x).backward()),
+}
+
+
+def trained(way: str, options: dict[str, Any]) -> Callable[[], list[float]]:
+    def train() -> list[float]:
+        model: Any = dw.wrap_model(Net(), **options)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        if way == "fit":
+            model.fit(batches(), optimizer, share)
+        else:
+            for x in batches():
+                optimizer.zero_grad()
+                WAYS[way](model, share(x))
+                optimizer.step()
+        dw.assert_in_sync(model)
+        return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist()
+
+    return train
+
+
+@pytest.mark.parametrize("way", [*WAYS, "fit"])
+def test_any_method_trains_as_one_process(way: str) -> None:
+    """Weights after several steps equal those of one process, whichever methods ran the forward and the backward."""
+    [expected] = run_ranks(trained(way, {}), 1)
+    for weights in run_ranks(trained(way, {}), 2):
+        assert weights == pytest.approx(expected, rel=0, abs=1e-12)
+
+
+@pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])
+@pytest.mark.parametrize("way", ["loss", "by_parts", "by_hand", "dict"])
+def test_methods_train_with_options_of_ddp(way: str, options: dict[str, Any]) -> None:
+    """Where DDP needs to see the outputs it does."""
+    [expected] = run_ranks(trained(way, {}), 1)
+    for weights in run_ranks(trained(way, options), 2):
+        assert weights == pytest.approx(expected, rel=0, abs=1e-12)
+
+
+def test_unused_parameters_of_a_method_are_found() -> None:
+    """With ``find_unused_parameters=True`` a method may leave a part out, another one the next time."""
+
+    class Branches(Net):
+        def bodily(self, x: torch.Tensor) -> torch.Tensor:
+            return self.body(x).pow(2).mean()
+
+    def train() -> list[float]:
+        model: Any = dw.wrap_model(Branches(), **({"find_unused_parameters": True} if dw.world_size() > 1 else {}))
+        for x in batches():
+            model.bodily(share(x)).backward()
+            model.loss(share(x)).backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()]).tolist()
+
+    [expected] = run_ranks(train, 1)
+    for gradients in run_ranks(train, 2):
+        assert gradients == pytest.approx(expected, rel=0, abs=1e-12)
+
+
+def test_plain_methods_reach_the_model_as_it_is() -> None:
+    """What runs no forward exchanges nothing, so one rank alone may call it; class methods and signatures are kept."""
+
+    def on_rank() -> None:
+        net = Net()
+        model: Any = dw.wrap_model(net)
+        model.loss(share(batches()[0])).backward()  # after the first backward DDP's next forward would be a collective
+        if dw.rank() == 0:
+            assert model.describe("a", "b") == ("a", "b")
+            with torch.no_grad():
+                assert model.loss(batches()[0]).item() > 0
+        assert net.calls == ["describe"] * (dw.rank() == 0)
+        model.loss(share(batches()[0])).backward()
+        assert model.kind() is Net
+        assert inspect.signature(model.loss) == inspect.signature(net.loss)
+        assert (model.loss.__name__, model.loss.__doc__) == ("loss", "Return the loss of a batch.")
+        assert model.calls is net.calls
+
+    run_ranks(on_rank, 2, timeout=20)
+
+
+def test_methods_compute_in_the_runs_precision() -> None:
+    """A routed method runs under autocast, with gradients and without, and returns float32; a plain one does not."""
+
+    class Seen(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Linear(2, 2)
+            self.seen: list[torch.dtype] = []
+
+        def loss(self, x: torch.Tensor) -> torch.Tensor:
+            y = self.inner(x)
+            self.seen.append(y.dtype)
+            return y
+
+        def plain(self, x: torch.Tensor) -> torch.Tensor:
+            self.seen.append((x @ x).dtype)
+            return x
+
+    def on_rank() -> None:
+        model: Any = dw.wrap_model(Seen(), precision="bf16")
+        y = model.loss(torch.ones(1, 2))
+        y.sum().backward()
+        with torch.no_grad():
+            assert model.loss(torch.ones(1, 2)).dtype == y.dtype == torch.float32
+        model.plain(torch.ones(2, 2))
+        assert model.seen == [torch.bfloat16, torch.bfloat16, torch.float32]
+
+    run_ranks(on_rank, 1)
+    run_ranks(on_rank, 2)
+
+
+def test_named_methods_are_the_only_ones() -> None:
+    """With ``forward_methods`` given, others run on the bare model, and a backward of theirs is an error."""
+
+    def on_rank() -> str:
+        model: Any = dw.wrap_model(Net(), forward_methods=["loss"])
+        model.loss(batches()[0]).backward()
+        with pytest.raises(ModelError) as refusal:
+            model.by_parts(batches()[0]).backward()
+        return str(refusal.value)
+
+    for rank, text in enumerate(run_ranks(on_rank, 2)):
+        assert text.startswith(f"rank {rank}: this backward's gradients are not averaged")
+        assert "model.by_parts() ran the bare Net" in text
+
+
+@pytest.mark.parametrize("names", [["losss"], "loss", ["train"], ["__init__"]])
+def test_wrong_names_are_refused_in_one_process_too(names: Any) -> None:
+    """A name that is no method of the model is an error that lists those there are."""
+    with pytest.raises(ModelError, match=r"forward.method"):
+        dw.wrap_model(Net(), forward_methods=names)
+    with pytest.raises(ModelError, match=r"Did you mean 'loss'\? Known: .*training_step"):
+        dw.wrap_model(Net(), forward_methods=["losss"])
+
+
+def test_a_method_may_be_called_by_another() -> None:
+    """A method that comes back to the wrapper, as through a closure, begins once."""
+
+    def on_rank() -> list[float]:
+        net = Net()
+        model: Any = dw.wrap_model(net)
+        net.again = lambda x: model.loss(x)
+
+        class Outer(Net):
+            pass
+
+        net.__class__ = Outer
+        Outer.outer = lambda self, x: self.again(x) + self.by_parts(x)  # type: ignore[attr-defined]
+        model.outer(share(batches()[0])).backward()
+        return [p.grad.sum().item() for p in net.parameters()]
+
+    one, other = run_ranks(on_rank, 2)
+    assert one == other
