@@ -1,7 +1,7 @@
-"""What a forward, a step and a batch cost: distwrap beside hand-written torch, on the same two ranks.
+"""What a forward, a step and a batch cost: distwrap beside hand-written DDP, Fabric and Accelerate, on two ranks.
 
-The models are tiny, so that what is around them shows. Both sides run in turns in the same processes; the figures are
-rank 0's.
+The models are tiny, so that what is around them shows. All ways run in turns in the same processes; the figures are
+rank 0's. A peer that is not installed is left out, and said so.
 
     python benchmarks/step.py [--quick] [--json FILE] [--plot FILE.png]
 """
@@ -9,7 +9,10 @@ rank 0's.
 from __future__ import annotations
 
 import copy
+import importlib.util
+import time
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from timing import Row, Samples, arguments, in_turns, per_call, report
@@ -22,12 +25,14 @@ from distwrap import distributed, shard_loader, wrap_model
 
 Taken = dict[str, dict[str, Samples]]
 BATCH = 64
+PEERS = {"Fabric": "lightning", "Accelerate": "accelerate"}
 
 
 def main() -> None:
     args = arguments(__doc__)
-    taken = measure.options(nprocs=2)(5 if args.quick else 200, 20 if args.quick else 200)
-    report("step: 2 ranks, gloo", rows(taken), [], args)
+    taken = measure.options(nprocs=2)(5 if args.quick else 300, 20 if args.quick else 100)
+    notes = [f"{peer}: not installed" for peer in PEERS if peer not in taken["grad"]]
+    report("step: 2 ranks, gloo", rows(taken), notes, args)
 
 
 @distributed(launcher="forkserver")
@@ -43,54 +48,88 @@ def measure(rounds: int, calls: int) -> Taken:
 
 def rows(taken: Taken) -> list[Row]:
     grad, no_grad, step, batch = (taken[what] for what in ("grad", "no_grad", "step", "batch"))
-    with_grad = grad["ours"].above(grad["theirs"]) * 1e6
-    without_grad = no_grad["ours"].above(no_grad["theirs"]) * 1e6
-    ratio = step["ours"].over(step["theirs"])
-    per_batch = batch["ours"].above(batch["theirs"]) * 1e6
-    return [
-        _row("forward with gradients: wrap_model, DDP", grad, "us", f"{with_grad:+.2f} us", "<= 2 us", with_grad <= 2),
-        _row(
-            "forward without gradients: wrap_model, bare module",
-            no_grad,
-            "us",
-            f"{without_grad:+.2f} us",
-            "<= 5 us",
-            without_grad <= 5,
-        ),
-        _row("training step: wrap_model, DDP", step, "ms", f"{ratio:.3f} times", "1.01 times (informs)"),
-        _row("batch: shard_loader, DistributedSampler", batch, "us", f"{per_batch:+.2f} us"),
+    result = [
+        _above("forward with gradients: {}, DDP", grad, "DDP", 2),
+        _above("forward without gradients: {}, bare module", no_grad, "bare module", 5),
+        _over("training step: {}, DDP", step, "DDP", 1.01),
+        _above("batch: {}, DistributedSampler", batch, "DistributedSampler"),
     ]
+    return [row for rows_of_one in result for row in rows_of_one]
 
 
-def _row(what: str, pair: dict[str, Samples], unit: str, figure: str, goal: str = "", met: bool | None = None) -> Row:
-    return Row(what, pair["ours"], pair["theirs"], unit, figure, goal, met)
+def _above(what: str, ways: dict[str, Samples], than: str, goal: float | None = None) -> list[Row]:
+    """A row for each way: how much longer than the plain one it takes. The goal is ours alone."""
+    made = []
+    for way in ways.keys() - {than}:
+        more = ways[way].above(ways[than]) * 1e6
+        ours = way == "distwrap" and goal is not None
+        words = (f"<= {goal} us", more <= goal) if ours and goal is not None else ("", None)
+        made.append(Row(what.format(way), ways[way], ways[than], "us", f"{more:+.2f} us", *words))
+    return sorted(made, key=lambda row: "distwrap" not in row.what)
+
+
+def _over(what: str, ways: dict[str, Samples], than: str, goal: float) -> list[Row]:
+    made = []
+    for way in ways.keys() - {than}:
+        ratio = ways[way].over(ways[than])
+        words = (f"<= {goal} times", ratio <= goal) if way == "distwrap" else ("", None)
+        made.append(Row(what.format(way), ways[way], ways[than], "ms", f"{ratio:.3f} times", *words))
+    return sorted(made, key=lambda row: "distwrap" not in row.what)
+
+
+def wrapped_alike(model: nn.Module) -> dict[str, nn.Module]:
+    """Wrap copies of a model, one a way that is installed."""
+    ways: dict[str, Callable[[nn.Module], Any]] = {"distwrap": wrap_model, "DDP": DistributedDataParallel}
+    if importlib.util.find_spec("lightning"):
+        from lightning.fabric import Fabric
+
+        fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", num_nodes=1)
+        fabric.launch()
+        ways["Fabric"] = fabric.setup
+    if importlib.util.find_spec("accelerate"):
+        from accelerate import Accelerator
+
+        ways["Accelerate"] = Accelerator(cpu=True).prepare
+    return {name: wrap(copy.deepcopy(model)) for name, wrap in ways.items()}
 
 
 def forward_with_grad(rounds: int, calls: int) -> dict[str, Samples]:
-    """Time a forward that a backward could follow; none does in the timed part, as its all-reduce would drown it."""
-    ours, theirs = _wrapped_alike(nn.Linear(1, 1))
+    """Time the forwards alone of steps whose backward, with its all-reduce, would drown them."""
     x = torch.ones(1, 1)
-    for model in (ours, theirs):
-        for _ in range(2):  # DDP arranges its buckets anew after the first backward
-            model(x).sum().backward()
-    return in_turns({"ours": per_call(lambda: ours(x), calls), "theirs": per_call(lambda: theirs(x), calls)}, rounds)
+
+    def timed(model: nn.Module) -> Callable[[], float]:
+        def forwards() -> float:
+            taken = 0.0
+            for _ in range(calls):
+                start = time.perf_counter()
+                y = model(x)
+                taken += time.perf_counter() - start
+                y.sum().backward()
+            return taken / calls
+
+        return forwards
+
+    ways = {name: timed(model) for name, model in wrapped_alike(nn.Linear(1, 1)).items()}
+    in_turns(ways, 2)  # DDP arranges its buckets anew after the first backward
+    return in_turns(ways, rounds)
 
 
 def forward_without_grad(rounds: int, calls: int) -> dict[str, Samples]:
     """Time a forward of an evaluation, beside the bare module's."""
-    ours, _ = _wrapped_alike(nn.Linear(1, 1))
-    bare = nn.Linear(1, 1)
+    models = wrapped_alike(nn.Linear(1, 1))
+    del models["DDP"]  # which would broadcast
+    models = {name: model.eval() for name, model in {**models, "bare module": nn.Linear(1, 1)}.items()}
     x = torch.ones(1, 1)
     with torch.no_grad():
-        return in_turns({"ours": per_call(lambda: ours(x), calls), "theirs": per_call(lambda: bare(x), calls)}, rounds)
+        return in_turns({name: per_call(lambda m=model: m(x), calls) for name, model in models.items()}, rounds)
 
 
 def training_step(rounds: int, calls: int) -> dict[str, Samples]:
     """Time forward, backward with its all-reduce, and the optimizer."""
-    ours, theirs = _wrapped_alike(nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10)))
+    models = wrapped_alike(nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10)))
     x, y = torch.randn(BATCH, 256), torch.randint(10, (BATCH,))
-    ways = {"ours": per_call(_step(ours, x, y), calls), "theirs": per_call(_step(theirs, x, y), calls)}
-    in_turns(ways, 1)
+    ways = {name: per_call(_step(model, x, y), calls) for name, model in models.items()}
+    in_turns(ways, 1 if rounds < 10 else 6)  # until what looks at the first steps is gone
     return in_turns(ways, rounds)
 
 
@@ -116,7 +155,7 @@ def loading(rounds: int) -> dict[str, Samples]:
         whole = per_call(lambda: sum(1 for _ in loader), 1)
         return lambda: whole() / len(loader)
 
-    return in_turns({"ours": epoch(ours), "theirs": epoch(theirs)}, rounds)
+    return in_turns({"distwrap": epoch(ours), "DistributedSampler": epoch(theirs)}, rounds)
 
 
 class Numbers(Dataset[int]):
@@ -127,10 +166,6 @@ class Numbers(Dataset[int]):
 
     def __getitem__(self, index: int) -> int:
         return index
-
-
-def _wrapped_alike(model: nn.Module) -> tuple[nn.Module, nn.Module]:
-    return wrap_model(copy.deepcopy(model)), DistributedDataParallel(model)
 
 
 if __name__ == "__main__":

@@ -37,6 +37,7 @@ class Buffers:
     def __init__(self, model: nn.Module, rank: int, channel: Channel, name: str) -> None:
         self._model, self._rank, self._channel, self._name = ref(model), rank, channel, f"buffers/{name}"
         self._at_first = {key: fingerprint(value) for key, value in _others(model).items()}
+        self._last = dict(model.named_buffers()) if rank == 0 else {}  # for who asks when rank 0's model is gone
         self._kept: dict[str, torch.Tensor] | None = None
         self._kept_at = self.averages = 0
         if rank == 0:
@@ -63,11 +64,9 @@ class Buffers:
     def _packed(self) -> bytes:
         """Runs in rank 0's channel, when another rank asks."""
         model, kept = self._model(), self._kept
-        if model is None:
-            return _bytes({})
         if kept is not None and self.averages - self._kept_at <= 1:
             return _bytes(kept)
-        return _bytes(self._trained(model))
+        return _bytes(self._last if model is None else self._trained(model))
 
     def _trained(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Choose what training changes: running statistics, and other buffers once they are not what they were."""

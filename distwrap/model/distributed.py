@@ -21,6 +21,9 @@ from distwrap.precision import InPrecision
 Forward = Callable[..., Any]
 
 
+_ddp_forward: Forward = DistributedDataParallel.forward
+
+
 class DistributedModel(RoutedModule, DistributedDataParallel):
     """A `DistributedDataParallel` that answers like the user's model.
 
@@ -51,27 +54,23 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
             self.broadcast_buffers = broadcast
         own = self.__dict__
         own["_synced_buffers"] = buffers
-        own["_plain"] = in_precision.precision == "32" and device.type == "cpu"
         own["_in_precision"], own["_own_device"] = in_precision, device
-        own["_with_grad"], own["_without_grad"] = in_precision(self._through_ddp), in_precision(self._locally)
+        own["_plain"] = in_precision.precision == "32" and device.type == "cpu"
+        if not self._plain:
+            own["forward"] = in_precision(self._forward_there)
         own["_gradients"] = Gradients(self, buffers)
+        own["module"] = module  # beside its place among the children, where each look-up costs a microsecond
         own["_needs_outputs"] = bool(self.find_unused_parameters or self.static_graph)
         self.route(forward_methods)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; with gradients on, through DDP."""
-        if self._plain:
-            if torch.is_grad_enabled():
-                return self._through_ddp(*args, **kwargs)
-            return self._modules["module"](*args, **kwargs)  # type: ignore[misc]
-        run: Forward = self._with_grad if torch.is_grad_enabled() else self._without_grad
-        return run(*args, **kwargs)
-
-    def _through_ddp(self, *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.module(*args, **kwargs)
         gradients = self._gradients
         again = gradients.due
         try:
-            outputs = DistributedDataParallel.forward(self, *args, **kwargs)  # type: ignore[no-untyped-call]
+            outputs = _ddp_forward(self, *args, **kwargs)
         except RuntimeError as error:
             self._raise_explained(error)
         gradients.due = self.require_backward_grad_sync
@@ -79,9 +78,9 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
             gradients.repeat(outputs)
         return outputs
 
-    def _locally(self, *args: Any, **kwargs: Any) -> Any:
+    def _forward_there(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._moved((args, kwargs))
-        return self.module(*args, **kwargs)
+        return DistributedModel.forward(self, *args, **kwargs)
 
     def _raise_explained(self, error: RuntimeError) -> NoReturn:
         explained = diagnosis.unfinished(error, self.module, self._gradients.trained)
@@ -155,7 +154,7 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
     def release(self) -> None:
         """Let go of the process group: from now on this is the bare model."""
         self._gradients.forget()
-        for name in ("reducer", "logger", "process_group"):
+        for name in ("reducer", "logger", "process_group", "forward"):
             self.__dict__.pop(name, None)
         object.__dict__["__class__"].__set__(self, LocalModel)  # behind the property of that name
         self.__dict__["_run"] = self._in_precision(self._locally)

@@ -66,6 +66,7 @@ class Gradients:
         for _, parameter in named:
             if not parameter.requires_grad and parameter.is_floating_point():
                 self._watch_frozen(parameter)
+        weakref.finalize(model, _remove, self._handles).atexit = False
 
     def check_place(self) -> None:
         """Refuse parameters that were moved or converted since: autograd then forgets DDP's hooks.
@@ -83,9 +84,7 @@ class Gradients:
 
     def forget(self) -> None:
         """Take the hooks away, and DDP's: the model is wrapped anew, or its process group is gone."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        _remove(self._handles)
         model = self._model()
         if model is not None:
             model.reducer._remove_autograd_hooks()
@@ -131,7 +130,7 @@ class Gradients:
             if syncs:
                 raise ModelError(diagnosis.flipped(model))
         elif syncs and not self._is_expected(model, task):
-            raise ModelError(diagnosis.skipped(model, model._method))
+            raise ModelError(diagnosis.skipped(model, str(model._method)))
 
     def _is_expected(self, model: nn.parallel.DistributedDataParallel, task: int) -> bool:
         if model.static_graph and self.on_average is None:
@@ -162,6 +161,11 @@ class Gradients:
                 f"gradient now, which DDP does not average: the ranks would train it apart. Set requires_grad before "
                 f"wrap_model(), or wrap again: model = wrap_model(unwrap_model(model))."
             )
+
+
+def _remove(handles: list[Any]) -> None:
+    while handles:
+        handles.pop().remove()
 
 
 def _accumulator(parameter: torch.Tensor) -> Any:

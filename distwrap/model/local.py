@@ -11,7 +11,7 @@ from torch.nn.parallel import DataParallel
 from torch.nn.parallel.parallel_apply import parallel_apply
 
 from distwrap.model.methods import Call, ForwardMethods, RoutedModule
-from distwrap.model.transparent import to_device
+from distwrap.model.transparent import to_device, unwrap_model
 from distwrap.precision import InPrecision
 
 
@@ -25,6 +25,7 @@ class LocalModel(RoutedModule):
         self.module = module
         own = self.__dict__
         own["_run"], own["_in_precision"], own["_own_device"] = in_precision(self._locally), in_precision, device
+        own["_users_class"] = type(unwrap_model(module))
         self.route(forward_methods)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

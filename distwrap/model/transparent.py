@@ -30,6 +30,8 @@ class TransparentModule(nn.Module):
         super().__init__(*args, **kwargs)
         # Until here a wrapper's constructor sets what is its own; none of it may land on the user's model.
         self.__dict__["_built"] = True
+        if "module" in self._modules:
+            self.__dict__["_users_class"] = type(unwrap_model(self))
         for name in _IDLE:
             if name in self.__dict__ and hasattr(self.module, name):
                 del self.__dict__[name]
@@ -49,11 +51,13 @@ class TransparentModule(nn.Module):
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         # By which ``isinstance(wrapped, UsersClass)`` holds, beside what the wrapper is itself.
-        model = self.__dict__.get("_modules", {}).get("module")
-        return type(self) if model is None else type(unwrap_model(model))
+        users: type = self.__dict__.get("_users_class", type(self))
+        return users
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if self._is_the_models(name):
+        if type(value) is bool and name in self.__dict__:
+            self.__dict__[name] = value  # as DDP does in every forward
+        elif self._is_the_models(name):
             if isinstance(self, nn.parallel.DistributedDataParallel):
                 _refuse_unknown_parameters(self.module, name, value)
             setattr(self.module, name, value)

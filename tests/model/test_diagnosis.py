@@ -74,7 +74,8 @@ def test_reentrant_checkpointing_is_explained_with_both_ways_out() -> None:
     """A part that is run twice under reentrant checkpointing is named, with ``use_reentrant`` and ``static_graph``."""
 
     def on_rank() -> None:
-        dw.wrap_model(Checkpointed(reentrant=True, twice=True))(x()).sum().backward()
+        model = dw.wrap_model(Checkpointed(reentrant=True, twice=True))
+        model(x()).sum().backward()
 
     with pytest.raises(ModelError) as refusal:
         run_ranks(on_rank, 2, timeout=30)

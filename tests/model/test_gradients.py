@@ -254,14 +254,19 @@ def test_a_model_wrapped_twice_in_turn_is_watched_once() -> None:
     assert run_ranks(on_rank, 2) == [1, 1]
 
 
-def test_nothing_is_watched_once_the_group_is_gone() -> None:
-    """After the run the user's own model has no hook of ours left."""
+@pytest.mark.parametrize("held", [True, False])
+def test_nothing_is_watched_once_wrapper_or_group_is_gone(held: bool) -> None:
+    """After the run, and when nobody holds the wrapper any more, the user's own model has no hook of ours left."""
 
     def on_rank() -> list[bool]:
         net = Net()
         net.head.requires_grad_(False)
-        dw.wrap_model(net).loss(x()).backward()  # type: ignore[operator]
-        dw.teardown_process_group()
+        model: Any = dw.wrap_model(net)
+        model.loss(x()).backward()
+        if held:
+            dw.teardown_process_group()
+        else:
+            del model
         net.head.requires_grad_(True)
         net.loss(x()).backward()
         return [bool(p._post_accumulate_grad_hooks) for p in net.parameters()]
