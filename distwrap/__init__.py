@@ -21,8 +21,9 @@ from distwrap.group import (
 )
 from distwrap.launch.nodes import NodeSummary
 from distwrap.model import assert_in_sync, sync_buffers, unwrap_model
+from distwrap.model.accumulation import Window, accumulate, scale_loss
 from distwrap.placement import Placement
-from distwrap.precision import autocast, backward, optimizer_step
+from distwrap.precision import autocast, backward, optimizer_step, unscale
 from distwrap.progress import progress
 from distwrap.rank_zero import on_rank_zero, rank_zero_first, rank_zero_only
 from distwrap.resume import resume_from
@@ -35,7 +36,9 @@ __all__ = [
     "NodeSummary",
     "Placement",
     "Preemption",
+    "Window",
     "__version__",
+    "accumulate",
     "add_module_prefix",
     "agree",
     "assert_in_sync",
@@ -65,12 +68,14 @@ __all__ = [
     "reduce",
     "resume_from",
     "save",
+    "scale_loss",
     "seed_everything",
     "setup_process_group",
     "shard_loader",
     "strip_module_prefix",
     "sync_buffers",
     "teardown_process_group",
+    "unscale",
     "unwrap_model",
     "world_size",
     "wrap_model",

@@ -35,13 +35,17 @@ def barrier() -> None:
         dist.barrier()
 
 
-def gather(value: Any) -> Any:
+def gather(value: Any, *, differentiable: bool = False) -> Any:
     """Concatenate every rank's tensors along the first dimension, in rank order, on every rank.
 
     The first dimension may differ between ranks, and be 0; a number or 0-d tensor of each rank becomes one element.
 
     Args:
         value: a tensor of shape (n, …), a number, or a nesting of them.
+        differentiable: let gradients flow back to the rank that a row comes from, summed over all ranks, as a
+            contrastive loss over the joint batch needs. All ranks must then call ``backward``. With DDP's average, the
+            gradient is that of one process where each rank computes the loss of the joint batch, or the mean over its
+            own rows.
 
     Returns:
         The same nesting with tensors of shape (sum of all n, …); in a single process `value` itself.
@@ -60,8 +64,40 @@ def gather(value: Any) -> Any:
     tensors = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
     everyone = _everyones(spec, tensors, problem)
     _compare([(structure, [(d, s[1:]) for d, s in rows]) for structure, rows in everyone], "gather")
-    gathered = [_gather_leaf(leaf, [rows[index][1][0] for _, rows in everyone]) for index, leaf in enumerate(tensors)]
+    sizes = [[rows[index][1][0] for _, rows in everyone] for index in range(len(tensors))]
+    if differentiable:
+        sources = [leaf.reshape(1) if leaf.dim() == 0 else leaf for leaf in _with_gradients(leaves, tensors)]
+        gathered = [_Gathered.apply(leaf, each) for leaf, each in zip(sources, sizes, strict=True)]  # type: ignore[no-untyped-call]
+    else:
+        gathered = [_gather_leaf(leaf, each) for leaf, each in zip(tensors, sizes, strict=True)]
     return tree_unflatten(gathered, spec)
+
+
+def _with_gradients(leaves: list[Any], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the leaves as they are, where they require a gradient on all ranks or on none; raise on all ranks else."""
+    own = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
+    for rank, theirs in enumerate(gather_object(own)):
+        if theirs != own:
+            raise CollectiveError(
+                f"gather(differentiable=True): some tensor requires a gradient on rank {dist.get_rank()} or {rank} and "
+                f"not on the other, whose backward would wait for it forever."
+            )
+    return [leaf if grad else tensor for leaf, tensor, grad in zip(leaves, tensors, own, strict=True)]
+
+
+class _Gathered(torch.autograd.Function):
+    """All ranks' rows forward, and backward the sum of all ranks' gradients of this rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        ctx.sizes = sizes
+        return _gather_leaf(leaf, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        everyones = _reduce_leaf(grad, "sum")
+        start = sum(ctx.sizes[: dist.get_rank()])
+        return everyones[start : start + ctx.sizes[dist.get_rank()]], None
 
 
 def gather_object(value: Value) -> list[Value]:
@@ -121,14 +157,15 @@ def mean(value: Any, count: float = 1) -> Any:
     sum(value · count) / sum(count) over the ranks, in float64.
 
     Args:
-        value: this rank's mean over its items: a number or a tensor. Ignored where `count` is 0.
+        value: this rank's mean over its items: a number, a tensor, or a nesting of them. Ignored where `count` is 0.
         count: how many items that was.
 
     Returns:
-        The mean over all ranks' items, of the type it was given; in a single process `value` itself.
+        The mean over all ranks' items, of the type it was given, but for whole numbers, whose mean is a float64; in a
+        single process `value` itself.
 
     Raises:
-        CollectiveError: no rank has any item.
+        CollectiveError: no rank has any item, or the ranks hold different structures or shapes; on every rank.
 
     Example:
         >>> mean(0.25, count=4)
@@ -136,16 +173,23 @@ def mean(value: Any, count: float = 1) -> Any:
     """
     if _alone("mean"):
         return value
-    tensor = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(value)
-    exact = tensor.to(torch.float64)
-    weighted = exact * count if count else torch.zeros_like(exact)
-    total = reduce({"sum": weighted, "count": float(count)}, op="sum")
-    if total["count"] == 0:
+    leaves, spec = tree_flatten(value)
+    tensors, problem = _tensors(leaves, "mean")
+    if problem:
+        _everyones(spec, tensors, problem)  # raises, on every rank
+    exact = [tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) for tensor in tensors]
+    weighted = [tensor * count if count else torch.zeros_like(tensor) for tensor in exact]
+    *sums, everything = reduce([*weighted, float(count)], op="sum")
+    if everything == 0:
         raise CollectiveError("mean(): the count is 0 on every rank, so there is nothing to average.")
-    result = total["sum"] / total["count"]
-    if not isinstance(value, torch.Tensor):
+    means = [_as_given(leaf, value / everything) for leaf, value in zip(leaves, sums, strict=True)]
+    return tree_unflatten(means, spec)
+
+
+def _as_given(leaf: Any, result: torch.Tensor) -> Any:
+    if not isinstance(leaf, torch.Tensor):
         return result.item()
-    return result.to(value.dtype) if value.dtype.is_floating_point else result
+    return result.to(leaf.dtype) if leaf.is_floating_point() or leaf.is_complex() else result
 
 
 def broadcast(value: Any, src: int = 0) -> Any:
@@ -203,6 +247,15 @@ def agree(flag: bool, how: Literal["any", "all"] = "any") -> bool:
     vote = torch.tensor(int(bool(flag)), device=_exchange_device())
     dist.all_reduce(vote, op=dist.ReduceOp.MAX if how == "any" else dist.ReduceOp.MIN)
     return bool(vote.item())
+
+
+def total(number: float) -> float:
+    """Add up a number over the ranks, in float64, with a single all-reduce: for use in a step."""
+    if _alone("total"):
+        return number
+    value = torch.tensor(number, dtype=torch.float64, device=_exchange_device())
+    dist.all_reduce(value)
+    return value.item()
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
 
-from distwrap.errors import PrecisionError
+from distwrap.errors import ModelError, PrecisionError
 from distwrap.group.world import Precision, World, current_world
 from distwrap.model.diagnosis import explained
 
@@ -86,8 +87,9 @@ class InPrecision:
         return value
 
 
-def prepare_scaler(world: World) -> None:
+def prepare_scaler(world: World, model: nn.Module) -> None:
     """Make the gradient scaler of fp16, and watch for optimizer steps on scaled gradients until teardown."""
+    world.scaled.add(model)
     if world.scaler is None:
         world.scaler = torch.amp.GradScaler(world.device.type)
         handle = register_optimizer_step_pre_hook(_refuse_scaled_step)
@@ -107,7 +109,7 @@ def backward(loss: torch.Tensor) -> None:
     if world.scaler is not None:
         if world.stepped:
             world.scaler.update()
-        world.stepped = set()
+        world.stepped, world.unscaled = set(), set()
         world.grads_are_scaled = True
         loss = world.scaler.scale(loss)
     try:
@@ -117,18 +119,32 @@ def backward(loss: torch.Tensor) -> None:
         if better is None:
             raise
         raise better from error
+    if world.scaler is not None:
+        _mark_gradients(world)
 
 
-def optimizer_step(optimizer: Optimizer, *, model: nn.Module | None = None, max_norm: float | None = None) -> bool:
+def optimizer_step(
+    optimizer: Optimizer,
+    *,
+    model: nn.Module | None = None,
+    max_norm: float | None = None,
+    scheduler: LRScheduler | None = None,
+) -> bool:
     """Clip and step; under fp16 unscale, clip, step or skip, and update the scale, in this order.
 
     Args:
         optimizer: steps over the gradients that `backward` left.
         model: whose gradients are clipped; by default all that the optimizer holds.
         max_norm: the norm to which the gradients are clipped, or ``None``.
+        scheduler: of the learning rate, stepped if the optimizer was.
 
     Returns:
-        Whether the step was taken: under fp16 it is skipped where a gradient overflowed. Step a scheduler only then.
+        Whether the step was taken: under fp16 it is skipped where a gradient overflowed, and so is the scheduler's.
+
+    Raises:
+        PrecisionError: under fp16, `backward` was not called since the last step, or the gradients were changed, as by
+            a clip of one's own, while they were scaled.
+        ModelError: in the middle of a window of `accumulate`.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(1))
@@ -140,24 +156,87 @@ def optimizer_step(optimizer: Optimizer, *, model: nn.Module | None = None, max_
         0.5
     """
     world = current_world()
+    _refuse_half_a_window(world)
     if world.scaler is None:
         _clip(optimizer, model, max_norm)
         optimizer.step()
-        return True
+        return _stepped(scheduler, True)
     if world.stepped is None or id(optimizer) in world.stepped:
         raise PrecisionError(
             "optimizer_step() under precision='fp16', but backward(loss) was not called since the last step: "
             "the gradients are not scaled. Call distwrap.backward(loss) instead of loss.backward()."
         )
     scaler = world.scaler
-    scaler.unscale_(optimizer)
+    if id(optimizer) not in world.unscaled:
+        _refuse_changed_gradients(world)
+        scaler.unscale_(optimizer)
+    world.unscaled.discard(id(optimizer))
     _clip(optimizer, model, max_norm)
     overflowed = any(found.item() for found in scaler._found_inf_per_device(optimizer).values())
     world.grads_are_scaled = False
     scaler.step(optimizer)
     # The scale is updated before the next backward: another optimizer may still have gradients in the present one.
     world.stepped.add(id(optimizer))
-    return not overflowed
+    return _stepped(scheduler, not overflowed)
+
+
+def unscale(optimizer: Optimizer) -> None:
+    """Take the scale of fp16 off an optimizer's gradients, to look at them or change them before `optimizer_step`.
+
+    A no-op in other precisions.
+
+    Raises:
+        PrecisionError: `backward` was not called since the last step, or the gradients were changed since.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> backward((2 * weight).sum())
+        >>> unscale(optimizer)
+        >>> weight.grad
+        tensor([2.])
+    """
+    world = current_world()
+    if world.scaler is None:
+        return
+    if world.stepped is None or id(optimizer) in world.stepped | world.unscaled:
+        raise PrecisionError("unscale(): the gradients are not scaled. Call distwrap.backward(loss) first, and once.")
+    _refuse_changed_gradients(world)
+    world.scaler.unscale_(optimizer)
+    world.unscaled.add(id(optimizer))
+
+
+def _stepped(scheduler: LRScheduler | None, taken: bool) -> bool:
+    if scheduler is not None and taken:
+        scheduler.step()
+    return taken
+
+
+def _refuse_half_a_window(world: World) -> None:
+    window = world.window
+    if window is not None and not window.last:
+        raise ModelError(
+            f"optimizer_step() after micro-batch {window.index + 1} of {window.size} in accumulate(): the gradients "
+            f"are this rank's own until the last. Step where window.last is true."
+        )
+
+
+def _mark_gradients(world: World) -> None:
+    """Remember one gradient of each model as `backward` left it."""
+    world.marked = []
+    for model in world.scaled:
+        gradient = next((p.grad for p in model.parameters() if p.grad is not None), None)
+        if gradient is not None:
+            world.marked.append((gradient, gradient._version))
+
+
+def _refuse_changed_gradients(world: World) -> None:
+    if any(gradient._version != version for gradient, version in world.marked):
+        raise PrecisionError(
+            "the gradients were changed between distwrap.backward(loss) and optimizer_step() under precision='fp16', "
+            "where they are still scaled: a clip would cut them to nothing. Use optimizer_step(optimizer, "
+            "max_norm=...), or call distwrap.unscale(optimizer) before you touch them."
+        )
 
 
 def _clip(optimizer: Optimizer, model: nn.Module | None, max_norm: float | None) -> None:

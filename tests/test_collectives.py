@@ -219,3 +219,77 @@ def test_wrong_names_are_refused_also_in_a_single_process() -> None:
         dw.agree(True, "some")
     with pytest.raises(OptionError, match="ranks are 0 to 0"):
         dw.broadcast(1, src=1)
+
+
+def test_mean_takes_nestings() -> None:
+    """Numbers and tensors in any nesting are averaged by the same count; whole numbers and booleans as float64."""
+
+    def on_rank() -> None:
+        r = dw.rank()
+        found = dw.mean(
+            {"loss": 1.0 + r, "hits": [torch.tensor([r, 1]), torch.tensor(r == 0)], "n": r}, count=1 + 2 * r
+        )
+        assert found["loss"] == pytest.approx(1.75)
+        assert found["hits"][0].tolist() == [0.75, 1.0]
+        assert found["hits"][1].item() == 0.25
+        assert found["hits"][1].dtype == torch.float64
+        assert found["n"] == 0.75
+        with pytest.raises(CollectiveError, match=r"rank 1: mean\(\) takes tensors and numbers"):
+            dw.mean({"loss": 1.0 if r == 0 else "no"})
+
+    run_ranks(on_rank, 2)
+
+
+def test_empty_tensors_are_reduced() -> None:
+    """A reduction over tensors without elements gives the same back."""
+
+    def on_rank() -> None:
+        for op in ("mean", "sum", "min", "max"):
+            assert dw.reduce([torch.empty(0, 3), torch.empty(0, dtype=torch.int64)], op)[0].shape == (0, 3)
+        assert dw.mean(torch.empty(0), 2).shape == (0,)
+        assert dw.gather(torch.empty(0, dtype=torch.bool)).shape == (0,)
+
+    run_ranks(on_rank, 2)
+
+
+def contrastive(whole: bool) -> Callable[[], list[list[float]]]:
+    """The gradients of InfoNCE over the joint batch, of uneven shares; the loss of all rows, or of a rank's own."""
+
+    def on_rank() -> list[list[float]]:
+        torch.manual_seed(0)
+        encoder: Any = torch.nn.Linear(3, 2).double()
+        model = dw.wrap_model(encoder)
+        x = torch.randn(8, 3, dtype=torch.float64)
+        share = x if dw.world_size() == 1 else x[:4] if dw.rank() == 0 else x[4:]
+        if whole and dw.world_size() == 2:
+            share = x[:3] if dw.rank() == 0 else x[3:]
+        own = model(share)
+        keys = dw.gather({"k": own}, differentiable=True)["k"]
+        rows = keys if whole else own
+        first = 0 if whole or dw.rank() == 0 else 4
+        logits = rows @ keys.T
+        labels = (torch.arange(len(rows)) + first + 1) % len(keys)
+        torch.nn.functional.cross_entropy(logits, labels).backward()
+        return [p.grad.flatten().tolist() for p in encoder.parameters()]
+
+    return on_rank
+
+
+@pytest.mark.parametrize("whole", [True, False])
+def test_a_differentiable_gather_gives_the_gradients_of_one_process(whole: bool) -> None:
+    """A contrastive loss over the joint batch, computed whole on every rank or by each for its rows, to 1e-12."""
+    [expected] = run_ranks(contrastive(whole), 1)
+    for gradients in run_ranks(contrastive(whole), 2):
+        for ours, theirs in zip(gradients, expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=0, abs=1e-12)
+
+
+def test_a_gradient_that_only_some_ranks_want_is_refused() -> None:
+    """Where a tensor requires a gradient on some ranks only, the differentiable gather is an error on all of them."""
+
+    def on_rank() -> None:
+        with pytest.raises(CollectiveError, match="requires a gradient on rank"):
+            dw.gather(torch.ones(1, requires_grad=dw.rank() == 0), differentiable=True)
+        assert not dw.gather(torch.ones(1, requires_grad=True)).requires_grad
+
+    run_ranks(on_rank, 2)

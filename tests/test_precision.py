@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 import distwrap as dw
 from distwrap.errors import PrecisionError
 from distwrap.group import current_world
+from distwrap.precision import InPrecision
 
 STEPS, SCALE = 5, 64.0
 
@@ -314,3 +316,108 @@ def test_two_ranks_train_as_one_process(precision: str) -> None:
     [alone] = under(precision, body)
     tolerance = 2e-3 if precision == "fp16" else 2e-2
     torch.testing.assert_close(torch.tensor(one), torch.tensor(alone), rtol=tolerance, atol=tolerance)
+
+
+def test_true_bf16_trains_small_weights() -> None:
+    """``bf16-true``: weights, inputs, activations and gradients in bfloat16, outputs in float32; ranks stay alike."""
+
+    def body() -> list[float]:
+        model = dw.wrap_model(Probe())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        before = weights(model)
+        for _ in range(3):
+            optimizer.zero_grad()
+            outputs = model(torch.full((2, 4), dw.rank() + 1.0))
+            assert model.seen == torch.bfloat16
+            assert outputs["y"].dtype == outputs["hidden"][0].dtype == torch.float32
+            dw.backward(outputs["y"].pow(2).mean())
+            assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+            assert dw.optimizer_step(optimizer, max_norm=1.0)
+        with dw.autocast():
+            assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32
+        dw.assert_in_sync(model)
+        assert weights(model) != before
+        return weights(model)
+
+    one, other = under("bf16-true", body, nprocs=2)
+    assert one == other
+    under("bf16-true", body)
+
+
+def test_a_skipped_step_skips_the_scheduler() -> None:
+    """The scheduler given to ``optimizer_step`` steps with the optimizer, and not where a gradient overflowed."""
+
+    def body() -> None:
+        model, optimizer = setting()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        for factor, rate in ((float("inf"), 0.1), (1.0, 0.05), (1.0, 0.025)):
+            optimizer.zero_grad()
+            dw.backward(model(torch.ones(1, 4)).sum() * factor)
+            taken = dw.optimizer_step(optimizer, scheduler=scheduler)
+            assert taken == (factor == 1.0)
+            assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
+
+    under("fp16", body, nprocs=2)
+
+    def in_full() -> None:
+        model, optimizer = setting()
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+        dw.backward(model(torch.ones(1, 4)).sum())
+        assert dw.optimizer_step(optimizer, scheduler=scheduler)
+        assert optimizer.param_groups[0]["lr"] == pytest.approx(0.05)
+
+    under("32", in_full)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_a_clip_of_scaled_gradients_is_refused(nprocs: int) -> None:
+    """A clip between ``backward`` and ``optimizer_step`` under fp16 is an error; after ``unscale`` it is right."""
+
+    def body() -> float:
+        model, optimizer = setting()
+        dw.backward(100 * model(torch.ones(1, 4)).sum())
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        with pytest.raises(PrecisionError, match=r"max_norm=.*distwrap\.unscale"):
+            dw.optimizer_step(optimizer)
+        with pytest.raises(PrecisionError, match="were changed"):
+            dw.unscale(optimizer)
+        optimizer.zero_grad()
+        before = weights(model)
+        dw.backward(100 * model(torch.ones(1, 4)).sum())
+        dw.unscale(optimizer)
+        with pytest.raises(PrecisionError, match="and once"):
+            dw.unscale(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        assert dw.optimizer_step(optimizer)
+        with pytest.raises(PrecisionError, match="not scaled"):
+            dw.unscale(optimizer)
+        return (torch.tensor(before) - torch.tensor(weights(model))).norm().item()
+
+    for length in under("fp16", body, nprocs=nprocs):
+        assert length == pytest.approx(0.1 * 0.5, rel=1e-3)
+
+
+def test_unscale_is_a_no_op_elsewhere() -> None:
+    """In float32 gradients have no scale."""
+
+    def body() -> None:
+        model, optimizer = setting()
+        dw.backward(model(torch.ones(1, 4)).sum())
+        dw.unscale(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        assert dw.optimizer_step(optimizer)
+
+    under("32", body)
+
+
+def test_each_thread_computes_in_the_runs_precision() -> None:
+    """Autocast is a thread's own: a forward run in another thread, as DataParallel's replicas are, enters it anew."""
+    for precision, dtype in (("bf16", torch.bfloat16), ("32", torch.float32)):
+        replicas = [Probe(), Probe()]
+        in_precision = InPrecision(precision, torch.device("cpu"))  # type: ignore[arg-type]
+        threads = [Thread(target=in_precision(replica), args=(torch.ones(1, 4),)) for replica in replicas]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(10)
+        assert [replica.seen for replica in replicas] == [dtype, dtype]

@@ -296,3 +296,14 @@ def sharded_class(cls: type[DataLoader[Any]]) -> type:
     if cls not in _classes:
         _classes[cls] = type(f"Sharded{cls.__name__}", (ShardedLoader, cls), {"__module__": cls.__module__})
     return _classes[cls]
+
+
+def batches_left(loader: Any) -> int | None:
+    """Return how many batches the next iteration over a loader gives on this rank; ``None`` where nobody knows."""
+    try:
+        whole = len(loader)
+    except TypeError:
+        return None
+    if isinstance(loader, ShardedLoader):
+        return whole - loader._shard_position.next.start // loader._shard_step
+    return whole

@@ -41,7 +41,11 @@ class World:
         scaler: of fp16; made when the first model is wrapped in that precision.
         grads_are_scaled: whether `backward` ran since the last `optimizer_step`, so that the gradients are scaled.
         stepped: the optimizers that have stepped since `backward`, by their ids; ``None`` before the first.
+        unscaled: those whose gradients have had their scale taken off since `backward`.
+        scaled: the models in fp16.
+        marked: a gradient of each as `backward` left it, and its version.
         user_scales: whether the loop was seen to use a gradient scaler of its own.
+        window: of the accumulation that is under way.
         loaders: how many loaders were sharded, so that each has a random stream of its own.
         models: those that hold on to the process group; released before it goes.
         wrapped: how many models were wrapped, so that each has a name alike on every rank.
@@ -70,7 +74,11 @@ class World:
     scaler: GradScaler | None = None
     grads_are_scaled: bool = False
     stepped: set[int] | None = None
+    unscaled: set[int] = field(default_factory=set)
+    scaled: WeakSet[Any] = field(default_factory=WeakSet)
+    marked: list[Any] = field(default_factory=list)
     user_scales: bool = False
+    window: Any = None
     loaders: int = 0
     models: WeakSet[Any] = field(default_factory=WeakSet)
     wrapped: int = 0

@@ -1,7 +1,7 @@
 """Buffers of a model under DDP: each rank's own while it trains, rank 0's when training pauses.
 
 DDP broadcasts rank 0's buffers before each forward, which makes of every evaluation a collective, and breaks two
-forwards before one backward. Running statistics are not read in training, so it is enough to have rank 0's in ``eval()``.
+forwards before one backward. Running statistics are not read in training: it is enough to have rank 0's in ``eval()``.
 """
 
 from __future__ import annotations

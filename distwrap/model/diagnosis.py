@@ -131,9 +131,9 @@ def _explained_twice(text: str) -> ModelError:
 
 
 def _calls_past(model: nn.Module) -> list[str]:
-    """Find, in the function that calls ``backward``, the calls of the bare model: its forwards have left no other trace.
+    """Find the calls of the bare model in the function that calls ``backward``: its forwards leave no other trace.
 
-    Looks at names and attributes only; finds nothing where the call was made elsewhere.
+    Looks at names and attributes only, and finds nothing where the call was made elsewhere.
     """
     frame = users_frame()
     if frame is None:

@@ -42,7 +42,19 @@ class Gradients:
         trained: the names of the parameters that DDP averages, in its order.
     """
 
-    __slots__ = ("__weakref__", "_accumulators", "_buffers", "_handles", "_model", "_names", "_task", "averages", "due", "on_average", "trained")
+    __slots__ = (
+        "__weakref__",
+        "_accumulators",
+        "_buffers",
+        "_handles",
+        "_model",
+        "_names",
+        "_task",
+        "averages",
+        "due",
+        "on_average",
+        "trained",
+    )
 
     def __init__(self, model: nn.parallel.DistributedDataParallel, buffers: Buffers | None) -> None:
         self._model = weakref.ref(model)
@@ -60,9 +72,7 @@ class Gradients:
             parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
             for parameter in _sentinels(named)
         ]
-        self._accumulators = [
-            (parameter, _accumulator(parameter)) for _, parameter in named if parameter.requires_grad
-        ]
+        self._accumulators = [(parameter, _accumulator(parameter)) for _, parameter in named if parameter.requires_grad]
         for _, parameter in named:
             if not parameter.requires_grad and parameter.is_floating_point():
                 self._watch_frozen(parameter)

@@ -18,7 +18,6 @@ from distwrap.model.transparent import unwrap_model
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.single import local
 
-
 # By which the user decides when buffers are broadcast; the second name is torch's since 2.13.
 _BROADCAST = {"broadcast_buffers", "forward_sync_buffers"}
 

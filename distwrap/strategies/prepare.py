@@ -80,7 +80,7 @@ def wrap_model(
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     check_forward_methods(model, forward_methods)
     if what == "fp16":
-        prepare_scaler(world)
+        prepare_scaler(world, model)
     in_precision = InPrecision(what, where)
     wrapping = Wrapping(where, in_precision, forward_methods, dict(ddp_kwargs))
     return chosen.prepare_model(in_precision.weights(model.to(where)), world, wrapping)

@@ -1,0 +1,207 @@
+"""Gradient accumulation: several micro-batches a step, one exchange of gradients, the right divisor.
+
+Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html (``no_sync``)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distwrap.collectives import total
+from distwrap.data.sharded import batches_left
+from distwrap.errors import LoaderError, ModelError, OptionError
+from distwrap.group.world import current_world
+from distwrap.model.transparent import TransparentModule
+
+Batch = TypeVar("Batch")
+
+
+class Window:
+    """The micro-batches of one optimizer step.
+
+    Attributes:
+        size: how many they are: fewer than asked for in the last window of an epoch.
+        index: which of them is at hand, from 0.
+        last: whether it is the last one: step the optimizer then.
+    """
+
+    def __init__(self, size: int, models: Sequence[nn.Module]) -> None:
+        self.size, self.index = size, 0
+        self._models = models
+        self._counted = 0.0
+        self._divisor = 0.0
+        self._scaled = -1
+
+    @property
+    def last(self) -> bool:
+        return self.index == self.size - 1
+
+    def __repr__(self) -> str:
+        return f"Window(size={self.size}, index={self.index})"
+
+    def scaled(self, loss_sum: torch.Tensor, count: float, world_size: int) -> torch.Tensor:
+        """Divide by the count of the whole window on all ranks, though it is known with the last micro-batch only.
+
+        Until then the divisor is a guess, which the gradients accumulated so far are relieved of at the end.
+        """
+        if self._scaled == self.index:
+            raise ModelError(
+                "scale_loss() was called twice for one micro-batch of accumulate(): add the sums of the losses first."
+            )
+        self._scaled = self.index
+        self._counted += count
+        if not self.last:
+            self._divisor = self._divisor or max(count, 1.0) * self.size * world_size
+            return loss_sum * (world_size / self._divisor)
+        everything = total(self._counted)
+        if not everything:
+            return loss_sum * 0.0
+        if self._divisor:
+            self._rescale(self._divisor / everything)
+        return loss_sum * (world_size / everything)
+
+    def _rescale(self, factor: float) -> None:
+        gradients = [p.grad for model in self._models for p in model.parameters() if p.grad is not None]
+        with torch.no_grad():
+            torch._foreach_mul_(gradients, factor)
+
+
+def accumulate(
+    loader: Iterable[Batch], steps: int, model: nn.Module | Sequence[nn.Module]
+) -> Iterator[tuple[Batch, Window]]:
+    """Iterate over micro-batches in windows of `steps`, after each of which the optimizer steps.
+
+    Forward and backward of all but the last micro-batch of a window leave the gradients on their rank; the last one
+    averages what has accumulated. The size of a short last window is known from its beginning: from the loader's
+    length, or, where it has none, by taking a window's batches ahead.
+
+    Args:
+        loader: any iterable; the same number of micro-batches on every rank.
+        steps: micro-batches a window.
+        model: what `wrap_model` returned, or several such.
+
+    Yields:
+        Each micro-batch, with its `Window`. Divide a mean loss by ``window.size``, or use `scale_loss` for sums.
+
+    Raises:
+        OptionError: `steps` is no positive whole number.
+        LoaderError: the loader gave fewer batches than its length says.
+
+    Example:
+        >>> model = nn.Linear(1, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> for x, window in accumulate([torch.ones(1, 1)] * 5, 2, model):
+        ...     (model(x).mean() / window.size).backward()
+        ...     if window.last:
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+        ...         print(window.size)
+        2
+        2
+        1
+    """
+    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+        raise OptionError(f"accumulate(steps={steps!r}): it must be a whole number from 1.")
+    models = [model] if isinstance(model, nn.Module) else list(model)
+    for item in models:
+        if not isinstance(item, nn.Module):
+            raise OptionError(f"accumulate() takes the model that wrap_model() returned, not a {type(item).__name__}.")
+    return _accumulate(loader, steps, models)
+
+
+def _accumulate(loader: Iterable[Batch], steps: int, models: list[nn.Module]) -> Iterator[tuple[Batch, Window]]:
+    wrapped = [part for part in map(_under_ddp, models) if part is not None]
+    world = current_world()
+    try:
+        for size, batches in _windows(loader, steps):
+            world.window = Window(size, models)
+            for index, batch in enumerate(batches):
+                world.window.index = index
+                for part in wrapped:
+                    part.require_backward_grad_sync = world.window.last
+                yield batch, world.window
+    finally:
+        world.window = None
+        for part in wrapped:
+            part.require_backward_grad_sync = True
+
+
+def _windows(loader: Iterable[Batch], steps: int) -> Iterator[tuple[int, Iterable[Batch]]]:
+    """Yield the size of each window, and its batches."""
+    left = batches_left(loader)
+    batches = iter(loader)
+    if left is None:
+        while ahead := list(islice(batches, steps)):
+            yield len(ahead), ahead
+        return
+    while left > 0:
+        size = min(steps, left)
+        yield size, _exactly(size, batches)
+        left -= size
+
+
+def _exactly(size: int, batches: Iterator[Batch]) -> Iterator[Batch]:
+    for number in range(size):
+        try:
+            batch = next(batches)
+        except StopIteration:
+            raise LoaderError(
+                f"accumulate(): the loader has ended after {number} of the {size} micro-batches that its length "
+                f"promised for this window, so the gradients were divided by too much and not averaged. Give it the "
+                f"right __len__, or none: accumulate(iter(loader), ...)."
+            ) from None
+        yield batch
+
+
+def scale_loss(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torch.Tensor:
+    """Turn a sum over tokens or samples into the loss whose gradient is that of the mean over all of them.
+
+    All ranks, and all micro-batches of an `accumulate` window, count by what they hold: a mean of means would weigh the
+    tokens of a short batch more. DDP averages over ranks, so the result is loss_sum · world size / total count. Each
+    step costs one small all-reduce; gradients must be zero before a window begins.
+
+    Args:
+        loss_sum: this micro-batch's losses, summed; a scalar.
+        count: over how many tokens or samples; 0 where it has none.
+
+    Returns:
+        What to call ``backward`` on. It is no mean of this rank's; for a log divide `loss_sum` by `count`.
+
+    Raises:
+        ModelError: called twice for one micro-batch of `accumulate`.
+        OptionError: the loss is no scalar, or the count is negative.
+
+    Example:
+        >>> scale_loss(torch.tensor(6.0), 3)
+        tensor(2.)
+    """
+    number = float(count)
+    if loss_sum.dim() != 0:
+        raise OptionError(
+            f"scale_loss() takes the sum of the losses, a scalar, not a tensor of {tuple(loss_sum.shape)}."
+        )
+    if not number >= 0:
+        raise OptionError(f"scale_loss(count={number:g}): it must be 0 or more.")
+    world = current_world()
+    window: Window | None = world.window
+    world_size = world.placement.world_size
+    if window is not None:
+        return window.scaled(loss_sum, number, world_size)
+    everything = total(number)
+    return loss_sum * (world_size / everything if everything else 0.0)
+
+
+def _under_ddp(model: Any) -> DistributedDataParallel | None:
+    """Find the DDP in a model that may be compiled around it."""
+    while not issubclass(type(model), DistributedDataParallel):
+        inner = model.__dict__.get("_modules", {}).get("_orig_mod")
+        if inner is None or issubclass(type(model), TransparentModule):
+            return None
+        model = inner
+    return model  # type: ignore[no-any-return]
