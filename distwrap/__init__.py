@@ -1,7 +1,7 @@
 """distwrap: one decorator and a handful of functions make a plain PyTorch loop a distributed one."""
 
 from distwrap._version import __version__
-from distwrap.checkpoint import load, save
+from distwrap.checkpoint import CheckpointIO, load, run_state, save, wait_for_saves
 from distwrap.collectives import agree, barrier, broadcast, gather, gather_object, mean, reduce
 from distwrap.data import Preemption, lockstep, shard_loader
 from distwrap.debugging import breakpoint_on
@@ -32,6 +32,7 @@ from distwrap.state_dict import add_module_prefix, strip_module_prefix
 from distwrap.strategies import wrap_model, wrap_optimizer
 
 __all__ = [
+    "CheckpointIO",
     "DistwrapError",
     "NodeSummary",
     "Placement",
@@ -67,6 +68,7 @@ __all__ = [
     "rank_zero_only",
     "reduce",
     "resume_from",
+    "run_state",
     "save",
     "scale_loss",
     "seed_everything",
@@ -77,6 +79,7 @@ __all__ = [
     "teardown_process_group",
     "unscale",
     "unwrap_model",
+    "wait_for_saves",
     "world_size",
     "wrap_model",
     "wrap_optimizer",

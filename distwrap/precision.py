@@ -123,6 +123,13 @@ def backward(loss: torch.Tensor) -> None:
         _mark_gradients(world)
 
 
+def settle_scale(world: World) -> None:
+    """Update the scale now, where optimizers have stepped, instead of at the next backward."""
+    if world.scaler is not None and world.stepped:
+        world.scaler.update()
+        world.stepped = None
+
+
 def optimizer_step(
     optimizer: Optimizer,
     *,

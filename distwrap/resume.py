@@ -7,19 +7,21 @@ import socket
 from typing import Any
 
 from distwrap.checkpoint import load
+from distwrap.checkpoint.saving import restore
 from distwrap.collectives import broadcast, gather_object
 from distwrap.errors import CheckpointError
 from distwrap.group.world import current_world
 
 
-def resume_from(path: str | os.PathLike[str]) -> Any:
+def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any:
     """Load what `save` last wrote to a path, or return ``None`` where it has not written yet; alike on every rank.
 
     Put it before the loop, and a run that is started again, by `max_restarts`, a requeued job or by hand, goes on. The
     machines need no common disk: where they have different files the newest is sent to all ranks.
 
     Args:
-        path: the file that the loop gives to `save`.
+        path: the file that the loop gives to `save`; of a numbered series the link to its latest.
+        into: objects in the nesting in which they are saved, that are to go on from there; as for `load`.
 
     Returns:
         The state, on the CPU, or ``None``.
@@ -52,7 +54,10 @@ def resume_from(path: str | os.PathLike[str]) -> Any:
     problems = [text for text in gather_object(problem) if text]
     if problems:
         raise CheckpointError(problems[0])
-    return state if everybody else broadcast(state, source)
+    state = state if everybody else broadcast(state, source)
+    if into is not None:
+        restore(into, state)
+    return state
 
 
 def _file(path: str | os.PathLike[str]) -> tuple[int, int] | None:

@@ -331,7 +331,9 @@ def test_true_bf16_trains_small_weights() -> None:
             assert model.seen == torch.bfloat16
             assert outputs["y"].dtype == outputs["hidden"][0].dtype == torch.float32
             dw.backward(outputs["y"].pow(2).mean())
-            assert {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+            assert (
+                {p.dtype for p in model.parameters()} == {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+            )
             assert dw.optimizer_step(optimizer, max_norm=1.0)
         with dw.autocast():
             assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == torch.float32

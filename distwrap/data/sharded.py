@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, Literal
 
 import torch
@@ -112,7 +113,9 @@ class ShardedLoader(DataLoader[Any]):
             if self.num_workers:
                 _tidy(world)
         goes_on = self._shard_sampler is None and position.next.start > 0
-        batches = self._shard_resumed() if goes_on else super().__iter__()
+        # The run that was cut off had drawn what a loader draws at its start.
+        with preserved() if position.next.start > 0 else nullcontext():
+            batches = self._shard_resumed() if goes_on else super().__iter__()
         world.crumbs.follow(batches)
         if self.num_workers:
             batches = workers.explained(batches)
@@ -201,8 +204,7 @@ class ShardedLoader(DataLoader[Any]):
         if batches is not None:
             changed["batch_sampler"] = type(batches)(order, batches.batch_size, batches.drop_last)
         rest.__dict__.update(changed)
-        with preserved():  # the run that was cut off had drawn what a loader draws at its start
-            return iter(rest)
+        return iter(rest)
 
     # An iterable dataset's position is its own.
 
@@ -304,6 +306,9 @@ def batches_left(loader: Any) -> int | None:
         whole = len(loader)
     except TypeError:
         return None
-    if isinstance(loader, ShardedLoader):
-        return whole - loader._shard_position.next.start // loader._shard_step
-    return whole
+    if not isinstance(loader, ShardedLoader):
+        return whole
+    start, batches = loader._shard_position.next.start, loader.batch_sampler
+    if isinstance(batches, (ExactBatches, MergedBatches)):
+        return batches.count(start)
+    return whole - start // loader._shard_step

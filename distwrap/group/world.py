@@ -60,6 +60,7 @@ class World:
         turns: how often ranks have waited for each kind of work of another rank.
         preempted: how the machine was wanted back, once it was.
         status_group: in which `lockstep` exchanges its status.
+        writer: of checkpoints in the background.
         noted: what was said already, and need not be said again.
         cleanup: what teardown undoes.
     """
@@ -92,6 +93,7 @@ class World:
     turns: Counter[str] = field(default_factory=Counter)
     preempted: Any = None
     status_group: Any = None
+    writer: Any = None
     noted: set[str] = field(default_factory=set)
     cleanup: ExitStack = field(default_factory=ExitStack)
 

@@ -9,7 +9,7 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from distwrap import retrofit
-from distwrap.group.world import Precision
+from distwrap.group.world import Precision, current_world
 from distwrap.model.diagnosis import explained
 from distwrap.retrofit import Retrofitted
 from distwrap.seeding import seed_everything
@@ -51,12 +51,15 @@ def execute(call: Call, run: Run) -> tuple[Any, list[Retrofitted]]:
     if run.seed is not None:
         seed_everything(run.seed)
     try:
-        return _execute(call, run)
+        result = _execute(call, run)
     except RuntimeError as error:
         better = explained(error)
         if better is None:
             raise
         raise better from error
+    if current_world().writer is not None:
+        current_world().writer.wait()
+    return result
 
 
 def _execute(call: Call, run: Run) -> tuple[Any, list[Retrofitted]]:

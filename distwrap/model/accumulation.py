@@ -134,16 +134,14 @@ def _accumulate(loader: Iterable[Batch], steps: int, models: list[nn.Module]) ->
 
 def _windows(loader: Iterable[Batch], steps: int) -> Iterator[tuple[int, Iterable[Batch]]]:
     """Yield the size of each window, and its batches."""
-    left = batches_left(loader)
+    left = batches_left(loader) or 0
     batches = iter(loader)
-    if left is None:
-        while ahead := list(islice(batches, steps)):
-            yield len(ahead), ahead
-        return
     while left > 0:
         size = min(steps, left)
         yield size, _exactly(size, batches)
         left -= size
+    while ahead := list(islice(batches, steps)):  # what has no length; and a loader is gone through to its end
+        yield len(ahead), ahead
 
 
 def _exactly(size: int, batches: Iterator[Batch]) -> Iterator[Batch]:

@@ -1,0 +1,81 @@
+"""Put a file or a folder in its place in one step, after it is safely on disk."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+
+def write_atomically(path: Path, write: Callable[[Path], None], before: Callable[[], None] = lambda: None) -> None:
+    """Let `write` make a file beside `path`, bring it to the disk, and give it that name.
+
+    Whatever happens on the way, the path holds what it held before, or all of the new.
+
+    Args:
+        path: the file.
+        write: gets the name of an empty file to write.
+        before: called when the new file is complete, before it takes the name.
+    """
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=f".tmp{path.suffix}", dir=path.parent)
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        write(temporary)
+        _synced(temporary)
+        os.chmod(temporary, _mode(path))
+        before()
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _synced(path.parent)  # the new name itself must survive a power cut
+
+
+def put_folder(temporary: Path, path: Path) -> None:
+    """Give a folder that is complete its name; what had it stays as `previous_of` until the new one has it."""
+    for file in temporary.rglob("*"):
+        _synced(file)
+    _synced(temporary)
+    previous = previous_of(path)
+    if path.exists():
+        shutil.rmtree(previous, ignore_errors=True)
+        os.rename(path, previous)
+    os.rename(temporary, path)
+    _synced(path.parent)
+    shutil.rmtree(previous, ignore_errors=True)
+
+
+def previous_of(path: Path) -> Path:
+    """Where a folder is for the moment in which its successor takes its name."""
+    return path.parent / f".{path.name}.previous"
+
+
+def point(link: Path, target: Path) -> None:
+    """Let a symbolic link point to a file beside it, in one step."""
+    temporary = link.parent / f".{link.name}.{os.getpid()}.tmp"
+    with suppress(FileNotFoundError):
+        temporary.unlink()
+    os.symlink(target.name, temporary)
+    os.replace(temporary, link)
+    _synced(link.parent)
+
+
+def _synced(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _mode(path: Path) -> int:
+    """The mode of the file that is replaced, or that of a new one."""
+    with suppress(FileNotFoundError):
+        return path.stat().st_mode & 0o777
+    umask = os.umask(0)
+    os.umask(umask)
+    return 0o666 & ~umask

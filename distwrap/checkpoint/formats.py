@@ -1,0 +1,103 @@
+"""How a state is written and read: one protocol, one class a format.
+
+Others are objects with the same methods, given to ``save(io=...)`` and ``load(io=...)``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from distwrap.errors import CheckpointError
+
+SKELETON = "skeleton.pt"  # of a sharded checkpoint, all but the tensors' numbers
+
+
+@runtime_checkable
+class CheckpointIO(Protocol):
+    """A format.
+
+    Attributes:
+        collective: whether every rank writes and reads its part, into a folder. Else rank 0 writes a file for all.
+    """
+
+    collective: bool
+
+    def save(self, state: Any, path: Path) -> None:
+        """Write a plain state to a path that nobody reads yet; it is brought to the disk and named by the caller."""
+
+    def load(self, path: Path, map_location: Any) -> Any:
+        """Read it back."""
+
+
+class FileIO:
+    """torch's own file, read by its safe loader."""
+
+    collective = False
+
+    def save(self, state: Any, path: Path) -> None:
+        """Write with ``torch.save``."""
+        torch.save(state, path)
+
+    def load(self, path: Path, map_location: Any) -> Any:
+        """Read with ``torch.load(weights_only=True)``."""
+        return torch.load(path, map_location=map_location, weights_only=True)
+
+
+class SafetensorsIO:
+    """A flat dict of tensors as a ``.safetensors`` file; needs the ``safetensors`` extra.
+
+    Source: https://huggingface.co/docs/safetensors
+    """
+
+    collective = False
+
+    def save(self, state: Any, path: Path) -> None:
+        """Write with safetensors, which keeps tensors alone: names and numbers go into a file of torch's."""
+        flat = isinstance(state, dict) and all(
+            isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in state.items()
+        )
+        if not flat:
+            raise CheckpointError(
+                "a .safetensors file holds a dict of names and tensors, as a model or its state_dict(), and nothing "
+                "else; save the whole state to a .pt file"
+            )
+        apart = {name: _apart(name, value, state) for name, value in state.items()}
+        _safetensors().save_file(apart, path, metadata={"format": "pt"})
+
+    def load(self, path: Path, map_location: Any) -> Any:
+        """Read with safetensors, memory-mapped."""
+        device = "cpu" if map_location is None else str(torch.device(map_location))
+        return dict(_safetensors().load_file(path, device=device))
+
+
+def choose(io: str | CheckpointIO, path: Path) -> CheckpointIO:
+    """Return the format of a name, or by the path: its suffix, or that it is a folder."""
+    if not isinstance(io, str):
+        return io
+    if io == "auto":
+        io = "safetensors" if path.suffix == ".safetensors" else "sharded" if (path / SKELETON).exists() else "file"
+    if io == "sharded":
+        from distwrap.checkpoint.sharded import ShardedIO  # imports torch's distributed checkpoint
+
+        return ShardedIO()
+    if io in ("file", "safetensors"):
+        return FileIO() if io == "file" else SafetensorsIO()
+    raise CheckpointError(f"unknown format {io!r}. Known: auto, file, safetensors, sharded, or a CheckpointIO object.")
+
+
+def _apart(name: str, value: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Give a tensor memory of its own, where another has the same or it has gaps: safetensors knows neither."""
+    place = value.untyped_storage().data_ptr()
+    shared = any(other is not value and other.untyped_storage().data_ptr() == place for other in state.values())
+    return value.detach().clone().contiguous() if shared else value.detach().contiguous()
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors.torch
+    except ImportError as error:
+        raise CheckpointError("a .safetensors file needs the safetensors package: pip install safetensors") from error
+    return safetensors.torch

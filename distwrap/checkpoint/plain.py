@@ -1,0 +1,101 @@
+"""Turn what a user wants to save into what the safe loader takes, and copy it out of training's way.
+
+Source of the safe loader: https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from distwrap.errors import CheckpointError
+from distwrap.model import unwrap_model
+
+_PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.Size, torch.dtype, torch.device)
+
+
+def plain(value: Any, where: str = "") -> Any:
+    """Replace objects by their state dicts, and refuse what the safe loader would refuse, by its path.
+
+    Raises:
+        CheckpointError: names it.
+    """
+    if type(value) in (dict, OrderedDict, Counter):
+        items = {plain(key, f"'s key {key!r}"): plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        if type(value) is not OrderedDict:
+            return type(value)(items)
+        result = OrderedDict(items)
+        if hasattr(value, "_metadata"):
+            result._metadata = value._metadata  # type: ignore[attr-defined]
+        return result
+    if type(value) in (list, tuple, set):
+        return type(value)(plain(item, f"{where}[{index}]") for index, item in enumerate(value))
+    if isinstance(value, _PLAIN) and type(value).__module__.split(".")[0] in ("builtins", "torch"):
+        return value
+    if isinstance(value, torch.nn.Module):
+        value = unwrap_model(value)
+    if callable(getattr(value, "state_dict", None)):
+        return plain(value.state_dict(), f"{where}.state_dict()")
+    kind = f"{type(value).__module__}.{type(value).__qualname__}"
+    hint = " (use .item() or torch.as_tensor(…))" if kind.startswith("numpy.") else ""
+    raise CheckpointError(
+        f"state{where} is a {kind}, which the safe loader refuses; save plain values or tensors{hint}"
+    )
+
+
+def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Rebuild a nesting with every leaf that `change` changes."""
+    if type(value) in (dict, OrderedDict, Counter):
+        result = type(value)({key: mapped(item, change) for key, item in value.items()})
+        if hasattr(value, "_metadata"):
+            result._metadata = value._metadata
+        return result
+    if type(value) in (list, tuple):
+        return type(value)(mapped(item, change) for item in value)
+    return change(value)
+
+
+class Staging:
+    """Memory to which states are copied before they are written in the background; used again for the next one.
+
+    Tensors that share their memory share the copy too, as in the file.
+    """
+
+    def __init__(self) -> None:
+        self._storages: list[torch.UntypedStorage] = []
+
+    def copied(self, state: Any) -> Any:
+        """Copy a plain state onto the CPU. The copy before is overwritten."""
+        free, copies = self._storages, {}
+        self._storages = []
+
+        def copy(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if leaf.layout is not torch.strided or leaf.is_quantized or type(leaf) not in (torch.Tensor, _PARAMETER):
+                return leaf.detach().cpu().clone()
+            storage = leaf.untyped_storage()
+            key = (storage.data_ptr(), storage.nbytes(), leaf.device)
+            if key not in copies:
+                copies[key] = self._taken(free, storage)
+            twin = torch.empty(0, dtype=leaf.dtype)
+            twin.set_(copies[key], leaf.storage_offset(), leaf.size(), leaf.stride())
+            return twin if type(leaf) is torch.Tensor else _PARAMETER(twin, leaf.requires_grad)
+
+        return mapped(state, copy)
+
+    def _taken(self, free: list[torch.UntypedStorage], storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        size = storage.nbytes()
+        found = next((index for index, one in enumerate(free) if one.nbytes() == size), None)
+        copy = torch.UntypedStorage(size) if found is None else free.pop(found)  # type: ignore[no-untyped-call]
+        # Through tensors of bytes, which are copied by several threads.
+        source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        torch.empty(0, dtype=torch.uint8).set_(copy).copy_(source)
+        self._storages.append(copy)
+        return copy
+
+
+_PARAMETER = torch.nn.Parameter

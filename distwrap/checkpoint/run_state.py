@@ -1,0 +1,90 @@
+"""What a run itself holds beside the loop's objects: every rank's random numbers, and the scale of fp16."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from distwrap.collectives import gather_object
+from distwrap.errors import CheckpointError
+from distwrap.group.world import current_world
+from distwrap.precision import settle_scale
+from distwrap.seeding import RandomState
+
+
+class RunState:
+    """The state of the current run, for `save` and `load` as any object with a ``state_dict``.
+
+    Its ``state_dict`` is a collective, so `save` must be called by every rank.
+    """
+
+    on_all_ranks = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the random numbers of every rank, the seed, and the gradient scaler's state."""
+        world = current_world()
+        settle_scale(world)
+        scaler = None if world.scaler is None else world.scaler.state_dict()
+        return {"random": gather_object(_random()), "seed": world.seed, "scaler": scaler}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with this rank's random numbers; a rank that was not there then takes those of rank 0.
+
+        Raises:
+            CheckpointError: it is no run's state, or was saved in another precision.
+        """
+        world = current_world()
+        if "random" not in state:
+            raise CheckpointError("this is not what run_state() has saved: it has no 'random'.")
+        mine = state["random"][world.placement.rank if world.placement.rank < len(state["random"]) else 0]
+        _restore(mine)
+        world.seed = state["seed"]
+        if (state["scaler"] is None) != (world.scaler is None):
+            raise CheckpointError(
+                f"the run was saved {'without' if state['scaler'] is None else 'with'} a gradient scaler, and this one "
+                f"has precision={world.precision!r}: wrap the model in the same precision before you load."
+            )
+        if world.scaler is not None:
+            world.stepped = None
+            world.scaler.load_state_dict(state["scaler"])
+
+
+def run_state() -> RunState:
+    """Return what the run holds: random numbers of all ranks (torch, `random`, numpy), the seed, the scaler of fp16.
+
+    Saved with models, optimizers, schedulers and loaders, a run that goes on is the run that was never cut, bit by bit.
+
+    Example:
+        >>> state = run_state().state_dict()
+        >>> sorted(state)
+        ['random', 'scaler', 'seed']
+    """
+    return RunState()
+
+
+def _random() -> dict[str, Any]:
+    """Put this process's random states into tensors and plain values."""
+    state = RandomState.capture()
+    version, words, gauss = state.python
+    found: dict[str, Any] = {"torch": state.torch, "python": [version, torch.tensor(words), gauss]}
+    if state.numpy is not None:
+        name, keys, *rest = state.numpy
+        found["numpy"] = [str(name), torch.tensor(keys.tolist()), int(rest[0]), int(rest[1]), float(rest[2])]
+    device = current_world().device
+    if device.type == "cuda":
+        found["cuda"] = torch.cuda.get_rng_state(device)
+    return found
+
+
+def _restore(found: dict[str, Any]) -> None:
+    version, words, gauss = found["python"]
+    numpy = None
+    if "numpy" in found and "numpy" in sys.modules:
+        name, keys, *rest = found["numpy"]
+        numpy = (name, sys.modules["numpy"].array(keys.tolist(), dtype="uint32"), *rest)
+    RandomState(found["torch"].cpu(), (version, tuple(words.tolist()), gauss), numpy).restore()
+    device = current_world().device
+    if device.type == "cuda" and "cuda" in found:
+        torch.cuda.set_rng_state(found["cuda"].cpu(), device)

@@ -1,0 +1,242 @@
+"""Write and read checkpoints: whole or not at all, known to all ranks, and safe to load."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distwrap.checkpoint import files, series
+from distwrap.checkpoint.background import writer_of
+from distwrap.checkpoint.formats import CheckpointIO, choose
+from distwrap.checkpoint.plain import mapped, plain
+from distwrap.errors import CheckpointError, OptionError
+from distwrap.group.solo import refuse
+from distwrap.group.world import current_world, is_rank_zero
+from distwrap.model import unwrap_model
+from distwrap.state_dict import strip_module_prefix
+from distwrap.turns import share
+
+
+def save(
+    state: Any,
+    path: str | os.PathLike[str],
+    *,
+    keep: int | None = None,
+    background: bool = False,
+    io: str | CheckpointIO = "auto",
+) -> None:
+    """Write a checkpoint on rank 0: whole, or not at all.
+
+    When every rank calls, all of them wait until the file is there, and learn of a failure; rank 0 may also call it
+    alone. Models, optimizers, schedulers, loaders, `run_state` and whatever else has a ``state_dict`` may stand
+    anywhere in `state`; their state dicts are written, without a wrapper's prefix.
+
+    Args:
+        state: tensors, numbers, strings and objects with a ``state_dict``, in dicts, lists and tuples.
+        path: the file. It is replaced in one step, after the new one is safely on disk.
+        keep: how many checkpoints to keep. Of a name with a number, as ``step-100.pt``, those with the highest; a link
+            ``step-latest.pt`` moves to the new one when it is complete, before an older one goes. Of a name without,
+            the file's predecessors, as ``last.pt.1``. ``None`` removes nothing.
+        background: copy the state, return, and write the copy in a thread. The next call waits for it; a failure is
+            raised there, by `wait_for_saves`, or at the end of the decorated function.
+        io: ``"file"`` (torch's own), ``"safetensors"`` (by default for that suffix; a model alone; an extra),
+            ``"sharded"`` (a folder to which every rank writes a part, by torch's distributed checkpoint), or a
+            `CheckpointIO`.
+
+    Raises:
+        CheckpointError: it could not be written, or holds what the safe loader would refuse; names it. On every rank
+            that calls.
+        OptionError: a wrong `keep`, or a sharded checkpoint in the background.
+
+    Example:
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> save({"model": torch.nn.Linear(1, 1), "epoch": 3}, folder / "last.pt")
+        >>> load(folder / "last.pt")["epoch"]
+        3
+        >>> for step in (10, 20, 30):
+        ...     save({"step": step}, folder / f"step-{step}.pt", keep=2)
+        >>> sorted(file.name for file in folder.glob("step-*"))
+        ['step-20.pt', 'step-30.pt', 'step-latest.pt']
+    """
+    series.check_keep(keep)
+    path = Path(path)
+    chosen = choose(io, path)
+    state = _with_everyones(state)
+    if chosen.collective:
+        if background:
+            raise OptionError("save(background=True): a sharded checkpoint is written by all ranks, and not meanwhile.")
+        _save_parts(state, path, keep, chosen)
+    else:
+        _save_file(state, path, keep, chosen, background=background)
+
+
+def wait_for_saves() -> None:
+    """Wait until what ``save(background=True)`` is writing is on disk; every rank must call.
+
+    Raises:
+        CheckpointError: it could not be written; on every rank.
+    """
+    world = current_world()
+    problem, cause = "", None
+    if is_rank_zero() and world.writer is not None:
+        problem, cause = _attempt(world.writer.wait)
+    _raise_everywhere("wait for saves", problem, cause, "a checkpoint written in the background")
+
+
+def load(
+    path: str | os.PathLike[str], *, map_location: Any = "cpu", into: Any = None, io: str | CheckpointIO = "auto"
+) -> Any:
+    """Read a checkpoint with torch's safe loader, onto the CPU, so that the ranks do not crowd one device.
+
+    Args:
+        path: the file, or folder of a sharded one; then every rank must call.
+        map_location: as for ``torch.load``.
+        into: objects in the nesting in which they were saved, whose ``load_state_dict`` is called with what is there:
+            models wrapped, compiled or plain, optimizers, schedulers, loaders, `run_state`. What was saved beside them
+            is only returned.
+        io: as for `save`.
+
+    Returns:
+        What was saved, objects as their state dicts.
+
+    Raises:
+        CheckpointError: the file is no checkpoint, holds objects that only an unsafe load would take, or lacks one that
+            is in `into`.
+        FileNotFoundError: it is not there.
+
+    Example:
+        >>> path = Path(tempfile.mkdtemp()) / "last.pt"
+        >>> save({"lr": 0.1, "model": torch.nn.Linear(1, 1)}, path)
+        >>> model = torch.nn.Linear(1, 1)
+        >>> load(path, into={"model": model})["lr"]
+        0.1
+    """
+    path = Path(path)
+    if not path.exists() and files.previous_of(path).exists():
+        path = files.previous_of(path)  # a folder whose successor was about to take its name
+    chosen = choose(io, path)
+    if chosen.collective:
+        refuse("load() of a sharded checkpoint")
+    try:
+        state = chosen.load(path, map_location)
+    except (FileNotFoundError, CheckpointError):
+        raise
+    except Exception as error:
+        place = current_world().placement
+        raise CheckpointError(
+            f"rank {place.rank} cannot load {os.fspath(path)}: {str(error).splitlines()[0] if str(error) else error!r} "
+            f"Save it again with distwrap.save(), or, if you trust where it comes from, read it with "
+            f"torch.load(path, weights_only=False)."
+        ) from error
+    if into is not None:
+        restore(into, state)
+    return state
+
+
+def restore(into: Any, state: Any, where: str = "") -> None:
+    """Hand each object in a nesting what was saved in its place.
+
+    Raises:
+        CheckpointError: nothing was; names the place.
+    """
+    if isinstance(into, torch.nn.Module):
+        model = unwrap_model(into)
+        model.load_state_dict(strip_module_prefix(state, target=model))
+    elif callable(getattr(into, "load_state_dict", None)):
+        into.load_state_dict(state)
+    elif isinstance(into, Mapping):
+        for key, item in into.items():
+            if not isinstance(state, Mapping) or key not in state:
+                there = ", ".join(map(repr, state)) if isinstance(state, Mapping) else type(state).__name__
+                raise CheckpointError(f"the checkpoint has no state{where}[{key!r}]. It has: {there}.")
+            restore(item, state[key], f"{where}[{key!r}]")
+    elif isinstance(into, (list, tuple)):
+        if not isinstance(state, (list, tuple)) or len(state) != len(into):
+            raise CheckpointError(f"the checkpoint's state{where} is no list of {len(into)}.")
+        for index, item in enumerate(into):
+            restore(item, state[index], f"{where}[{index}]")
+
+
+def _save_file(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, background: bool) -> None:
+    def write(plain_state: Any) -> None:
+        def set_aside() -> None:
+            series.set_aside(path, keep)
+
+        files.write_atomically(path, lambda temporary: io.save(plain_state, temporary), set_aside)
+        series.settle(path, keep)
+
+    def work() -> None:
+        world, plain_state = current_world(), plain(state)
+        if background:
+            writer_of(world).write(plain_state, write)
+        else:
+            if world.writer is not None:
+                world.writer.wait()  # a later state must not be overtaken by an earlier one
+            write(plain_state)
+
+    problem, cause = _attempt(work) if is_rank_zero() else ("", None)
+    name = f"save {os.path.abspath(path)}"
+    _raise_everywhere("" if current_world().solo else name, problem, cause, f"the checkpoint {path}")
+
+
+def _save_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO) -> None:
+    refuse("save() of a sharded checkpoint")
+    temporary = path.parent / f".{path.name}.tmp"
+
+    def make_room() -> None:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+
+    def finish() -> None:
+        files.put_folder(temporary, path)
+        series.settle(path, keep)
+
+    name, what = f"save {os.path.abspath(path)}", f"the checkpoint {path}"
+    problem, cause = _attempt(make_room) if is_rank_zero() else ("", None)
+    _raise_everywhere(name, problem, cause, what)
+    problem, cause = _attempt(lambda: io.save(plain(state), temporary))
+    for rank in range(current_world().placement.world_size):
+        _raise_everywhere(f"{name} part", problem, cause, what, rank)
+    problem, cause = _attempt(finish) if is_rank_zero() else ("", None)
+    _raise_everywhere(name, problem, cause, what)
+
+
+def _attempt(work: Any) -> tuple[str, Exception | None]:
+    """Do some work, and put its failure into words, which the other ranks must hear."""
+    try:
+        work()
+    except Exception as error:  # noqa: BLE001 - whatever is raised, all ranks raise
+        return (str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"), error
+    return "", None
+
+
+def _raise_everywhere(name: str, problem: str, cause: Exception | None, what: str, worker: int = 0) -> None:
+    """Raise one rank's failure on every rank that takes part; without a name on this one alone."""
+    if name:
+        mine = current_world().placement.rank == worker
+        host = socket.gethostname()
+        told = share(name, worker, f"{host}\n{problem}".encode() if mine else None).decode()
+        host, _, problem = told.partition("\n")
+        if not mine:
+            cause = None
+    else:
+        host = socket.gethostname()
+    if problem:
+        raise CheckpointError(
+            f"{what} was not written by rank {worker} on {host}: {problem}. What was there before is untouched."
+        ) from cause
+
+
+def _with_everyones(state: Any) -> Any:
+    """Replace objects whose state is that of all ranks; every rank takes part."""
+
+    def taken(leaf: Any) -> Any:
+        return leaf.state_dict() if getattr(type(leaf), "on_all_ranks", False) is True else leaf
+
+    return mapped(state, taken)

@@ -1,0 +1,115 @@
+"""A folder to which every rank writes its part, by torch's distributed checkpoint.
+
+Tensors that all ranks hold alike are divided among them; any number of ranks reads them back. The folder must be on a
+disk that all machines see.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.state_dict_loader import load as load_parts
+from torch.distributed.checkpoint.state_dict_saver import save as save_parts
+
+from distwrap.checkpoint.formats import SKELETON
+from distwrap.checkpoint.plain import mapped
+from distwrap.errors import CheckpointError
+
+
+class ShardedIO:
+    """torch's distributed checkpoint, of which the safe loader reads the rest."""
+
+    collective = True
+
+    def save(self, state: Any, path: Path) -> None:
+        """Write this rank's part; rank 0 also what is no tensor."""
+        tensors: dict[str, torch.Tensor] = {}
+
+        def taken(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            tensors[f"{len(tensors)}"] = leaf.detach()
+            return torch.empty_like(leaf, device="meta")
+
+        skeleton = mapped(state, taken)
+        alone = not dist.is_initialized()
+        if alone or dist.get_rank() == 0:
+            torch.save(skeleton, path / SKELETON)
+        with _plainly():
+            save_parts(tensors, storage_writer=FileSystemWriter(path, sync_files=False), no_dist=alone)
+
+    def load(self, path: Path, map_location: Any) -> Any:
+        """Read everything, on every rank."""
+        skeleton = torch.load(path / SKELETON, weights_only=True)
+        tensors: dict[str, torch.Tensor] = {}
+        device = torch.device("cpu" if map_location is None else map_location)
+
+        def made(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            tensors[f"{len(tensors)}"] = torch.empty_like(leaf, device=device)
+            return tensors[f"{len(tensors) - 1}"]
+
+        state = mapped(skeleton, made)
+        with _plainly():
+            load_parts(tensors, storage_reader=_SafeReader(path), no_dist=not dist.is_initialized())
+        return state
+
+
+@contextmanager
+def _plainly() -> Iterator[None]:
+    """Raise torch's failure, which is no ``Exception``, as one; and let one process be no reason for a warning."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            first = next(iter(error.failures.items()), (0, (error, None)))
+            raise CheckpointError(f"rank {first[0]}: {first[1][0]}") from error
+
+
+class _SafeReader(FileSystemReader):
+    """Reads torch's pickled table of contents without running anything that is in it."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with open(Path(self.path) / ".metadata", "rb") as file:
+            metadata: Metadata = _Contents(file).load()
+        if getattr(metadata, "storage_meta", None) is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
+        return metadata
+
+
+class _Contents(pickle.Unpickler):
+    """Knows the classes of a table of contents, and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"):
+            found = super().find_class(module, name)
+            if isinstance(found, type):
+                return found
+        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
+            return getattr(torch, name)
+        if (module, name) in _ALLOWED:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's table of contents")
+
+
+_ALLOWED = {
+    ("torch.serialization", "_get_layout"),
+    ("collections", "OrderedDict"),
+    ("pathlib", "PosixPath"),
+    ("pathlib._local", "PosixPath"),
+}
