@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import socket
 import tempfile
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+
+_SWEEP_SECONDS = 60.0
 
 
 def write_atomically(path: Path, write: Callable[[Path], None], before: Callable[[], None] = lambda: None) -> None:
@@ -20,7 +24,8 @@ def write_atomically(path: Path, write: Callable[[Path], None], before: Callable
         write: gets the name of an empty file to write.
         before: called when the new file is complete, before it takes the name.
     """
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", suffix=f".tmp{path.suffix}", dir=path.parent)
+    _sweep(path.parent)
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}{_owner(os.getpid())}", suffix=".tmp", dir=path.parent)
     os.close(handle)
     temporary = Path(name)
     try:
@@ -62,6 +67,29 @@ def point(link: Path, target: Path) -> None:
     os.symlink(target.name, temporary)
     os.replace(temporary, link)
     _synced(link.parent)
+
+
+def _owner(pid: object) -> str:
+    return f".{socket.gethostname()}.{pid}."
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what processes of this machine had begun to write when they were killed."""
+    for left in folder.glob(f".*{_owner('*')}*.tmp"):
+        pid = left.name.split(_owner("*").split("*")[0])[-1].split(".")[0]
+        with suppress(OSError):
+            if pid.isdigit() and not _lives(int(pid)) and time.time() - left.stat().st_mtime > _SWEEP_SECONDS:
+                left.unlink()
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _synced(path: Path) -> None:

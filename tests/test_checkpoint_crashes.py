@@ -1,0 +1,99 @@
+"""Killed at any moment, on a full disk or one that cannot be written: a checkpoint is whole, or is the one before."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import distwrap as dw
+from distwrap.checkpoint import files
+from distwrap.errors import CheckpointError
+from distwrap.testing import run_ranks
+
+KILLS = 300
+HERE = Path(__file__).parent
+
+
+def test_killed_at_any_of_300_moments_the_newest_complete_checkpoint_loads(tmp_path: Path) -> None:
+    """SIGKILL at random moments of saving in series, over one name, in the background and in parts."""
+    command = [sys.executable, "-W", "error", "-m", "tests.crashing", str(tmp_path), str(KILLS)]
+    done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr[-3000:]
+    killed, in_midst, newest = map(int, done.stdout.split()[-3:])
+    assert killed == KILLS
+    assert in_midst > KILLS // 10, "hardly any kill has met a file half-written: the moments prove nothing"
+    assert newest > 20
+
+
+def test_what_a_killed_process_had_begun_is_swept_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Halves of processes that are gone are removed by a later save; those of living ones, and young ones, stay."""
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait(30)
+    of_gone, of_living = (f".a.pt{files._owner(pid)}x.tmp" for pid in (gone.pid, os.getppid()))
+    for name in (of_gone, of_living, ".mine.tmp"):
+        (tmp_path / name).write_text("half")
+    dw.save(1, tmp_path / "b.pt")
+    assert (tmp_path / of_gone).exists()
+    monkeypatch.setattr(files, "_SWEEP_SECONDS", -1.0)
+    dw.save(2, tmp_path / "b.pt")
+    assert sorted(os.listdir(tmp_path)) == sorted([of_living, ".mine.tmp", "b.pt"])
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A real file system of one megabyte."""
+    if os.geteuid() != 0:
+        pytest.skip("only root may mount a small disk")
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    made = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True, timeout=30)
+    if made.returncode:
+        pytest.skip(f"no disk can be mounted here: {made.stderr.decode().strip()}")
+    yield folder
+    subprocess.run(["umount", folder], check=True, timeout=30)
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_full_disk_is_everybodys_error_and_the_old_file_stays(disk: Path, background: bool) -> None:
+    """No space left: raised on all ranks, what was there before loads, and no half is left."""
+    import torch
+
+    dw.save({"w": torch.ones(1000)}, disk / "a.pt")
+
+    def on_rank() -> str:
+        def save() -> None:
+            dw.save({"w": torch.ones(1_000_000)}, disk / "a.pt", background=background)
+            dw.wait_for_saves()
+
+        with pytest.raises(CheckpointError) as failure:
+            save()
+        return str(failure.value)
+
+    for text in run_ranks(on_rank, 2, timeout=30):
+        assert "was not written by rank 0" in text
+        assert "What was there before is untouched" in text
+    assert dw.load(disk / "a.pt")["w"].numel() == 1000
+    assert os.listdir(disk) == ["a.pt"]
+
+
+def test_a_folder_that_cannot_be_written_is_everybodys_error(disk: Path) -> None:
+    """A read-only file system: raised on all ranks, also for a sharded checkpoint, and the old file loads."""
+    dw.save("old", disk / "a.pt")
+    subprocess.run(["mount", "-o", "remount,ro", disk], check=True, timeout=30)
+
+    def on_rank() -> list[str]:
+        texts = []
+        for name, io in (("a.pt", "file"), ("parts", "sharded")):
+            with pytest.raises(CheckpointError) as failure:
+                dw.save("new", disk / name, io=io)
+            texts.append(str(failure.value))
+        return texts
+
+    for texts in run_ranks(on_rank, 2, timeout=30):
+        assert all("Read-only file system" in text for text in texts)
+    assert dw.load(disk / "a.pt") == "old"
