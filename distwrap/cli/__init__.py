@@ -1,11 +1,11 @@
-"""The command line: ``python -m distwrap doctor``."""
+"""The command line: ``python -m distwrap doctor`` and ``python -m distwrap strip``."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
 
-from distwrap.cli import doctor
+from distwrap.cli import doctor, strip
 
 __all__ = ["main"]
 
@@ -19,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m distwrap", description="Tools around distributed runs.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     doctor.add_arguments(commands)
+    strip.add_arguments(commands)
     given = parser.parse_args(arguments)
     run: int = given.run(given)
     return run

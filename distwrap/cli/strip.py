@@ -1,0 +1,237 @@
+"""``python -m distwrap strip``: repair the keys in a checkpoint's file, and copy the rest as it is."""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distwrap.checkpoint import files
+from distwrap.errors import CheckpointError, DistwrapError, StateDictError
+from distwrap.state_dict import strip_module_prefix
+
+SAFETENSORS = ".safetensors"
+_SHOWN = 20
+
+
+def add_arguments(commands: Any) -> None:
+    """Describe the command."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "strip",
+        help="remove module., _orig_mod. and the like from a checkpoint's keys",
+        description="Reads a .pt or .safetensors file, memory-mapped, removes wrappers' prefixes from the keys of "
+        "every state dict in it, and writes the result; tensors, types and metadata stay. Exit code: 0 where it is "
+        "done and fits, 1 where it is not.",
+    )
+    parser.add_argument("source", type=Path, metavar="IN", help="the file; it is not changed")
+    parser.add_argument("target", type=Path, metavar="OUT", nargs="?", help="where to write; must not exist")
+    parser.add_argument("--check", type=Path, metavar="MODEL.pt", help="compare with the names and shapes in this file")
+    parser.add_argument("--dry-run", action="store_true", help="show the renames as a table, write nothing")
+    parser.add_argument("--force", action="store_true", help="replace OUT where it exists")
+    parser.add_argument("--unsafe", action="store_true", help="read pickles that may run code: only if you trust them")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Strip, check, write; return the exit code."""
+    try:
+        return _run(given)
+    except (DistwrapError, OSError) as error:
+        print(f"distwrap strip: {error}", file=sys.stderr)
+        return 1
+
+
+@dataclass
+class Checkpoint:
+    """What is in a file.
+
+    Attributes:
+        state: everything, its tensors not read yet.
+        metadata: of a ``.safetensors`` file.
+    """
+
+    state: Any
+    metadata: dict[str, str] | None = None
+
+
+def _run(given: argparse.Namespace) -> int:
+    if given.target is None and not given.dry_run and given.check is None:
+        raise CheckpointError("say where to write: strip IN OUT, or --dry-run to look only.")
+    if given.target is not None and not given.dry_run:
+        _refuse_target(given.source, given.target, force=given.force)
+    checkpoint = read(given.source, unsafe=given.unsafe)
+    wanted = None if given.check is None else _model_in(read(given.check, unsafe=given.unsafe), given.check)
+    stripped, renames, dicts = strip(checkpoint.state, wanted)
+    if given.dry_run:
+        print(table(renames))
+    kept = sum(len(found) for _, found in dicts) - len(renames)
+    print(f"{given.source}: {len(renames)} keys renamed, {kept} as they were, in {len(dicts)} state dict(s)")
+    if not dicts:
+        raise CheckpointError(f"{given.source} holds no state dict: no dict of names and tensors.")
+    problems = [] if wanted is None else list(_differences(dicts, wanted))
+    for line in problems[:_SHOWN]:
+        print(f"  {line}", file=sys.stderr)
+    if problems:
+        print(f"distwrap strip: {len(problems)} keys do not fit {given.check}; nothing was written", file=sys.stderr)
+        return 1
+    if wanted is not None:
+        print(f"fits {given.check}: {len(wanted)} keys")
+    if given.target is not None and not given.dry_run:
+        write(Checkpoint(stripped, checkpoint.metadata), given.target)
+        print(f"written to {given.target}")
+    return 0
+
+
+def read(path: Path, *, unsafe: bool = False) -> Checkpoint:
+    """Open a file; its tensors are memory-mapped, where the format allows it.
+
+    Raises:
+        CheckpointError: it is no checkpoint, or only an unsafe load would take it.
+        FileNotFoundError: it is not there.
+    """
+    if path.suffix == SAFETENSORS:
+        with _safetensors().safe_open(path, framework="pt") as file:
+            return Checkpoint({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})  # noqa: SIM118
+    try:
+        try:
+            return Checkpoint(torch.load(path, map_location="cpu", mmap=True, weights_only=not unsafe))
+        except (RuntimeError, ValueError) as error:
+            if "mmap" not in str(error):
+                raise
+            return Checkpoint(torch.load(path, map_location="cpu", weights_only=not unsafe))  # the format before 1.6
+    except FileNotFoundError:
+        raise
+    except Exception as error:
+        reason = str(error).splitlines()[0] if str(error) else repr(error)
+        hint = "" if unsafe else " If you trust where it comes from, say --unsafe: reading it may run code in it."
+        raise CheckpointError(f"cannot read {path}: {reason}{hint}") from error
+
+
+def write(checkpoint: Checkpoint, path: Path) -> None:
+    """Write a file whole, or not at all."""
+    state = checkpoint.state
+    if path.suffix != SAFETENSORS:
+        files.write_atomically(path, lambda temporary: torch.save(state, temporary))
+        return
+    if not _is_state_dict(state) or not all(isinstance(value, torch.Tensor) for value in state.values()):
+        raise CheckpointError(f"{path}: a .safetensors file holds one dict of tensors, but there is more in this one.")
+    import safetensors.torch
+
+    metadata = checkpoint.metadata or {"format": "pt"}
+    apart = {name: value.contiguous() for name, value in state.items()}
+    seen: dict[int, str] = {}
+    for name, value in apart.items():
+        place = value.untyped_storage().data_ptr()
+        if value.numel() and seen.setdefault(place, name) != name:
+            apart[name] = value.clone()  # tied weights: the format has no two names for one
+    files.write_atomically(path, lambda temporary: safetensors.torch.save_file(apart, temporary, metadata=metadata))
+
+
+def strip(state: Any, wanted: dict[str, Any] | None = None) -> tuple[Any, list[tuple[str, str, Any]], list[Any]]:
+    """Strip every state dict in a nesting.
+
+    Args:
+        state: a state dict, or dicts and lists with some in them.
+        wanted: the model's own state dict, whose spelling is then the right one.
+
+    Returns:
+        The nesting with stripped state dicts; the renames, as old name, new name and tensor; and the state dicts with
+        their places.
+    """
+    renames: list[tuple[str, str, Any]] = []
+    dicts: list[tuple[str, Any]] = []
+
+    def walk(value: Any, where: str) -> Any:
+        if _is_state_dict(value):
+            result = strip_module_prefix(value, target=wanted)
+            dicts.append((where, result))
+            pairs = zip(value, result, strict=True)
+            renames.extend((where + old, where + new, result[new]) for old, new in pairs if old != new)
+            return result
+        if isinstance(value, dict):
+            kept = copy.copy(value)
+            kept.update({key: walk(item, f"{where}{key}/") for key, item in value.items()})
+            return kept
+        if type(value) in (list, tuple):
+            return type(value)(walk(item, f"{where}{index}/") for index, item in enumerate(value))
+        return value
+
+    return walk(state, ""), renames, dicts
+
+
+def table(renames: list[tuple[str, str, Any]]) -> str:
+    """Lay the renames out in columns.
+
+    Example:
+        >>> print(table([("module.w", "w", torch.zeros(2, 3))]))
+        old       new  type     shape
+        module.w  w    float32  2 x 3
+    """
+    lines = [("old", "new", "type", "shape")]
+    for old, new, value in renames:
+        tensor = isinstance(value, torch.Tensor)
+        shape = " x ".join(map(str, value.shape)) or "scalar" if tensor else ""
+        lines.append((old, new, str(value.dtype).removeprefix("torch.") if tensor else type(value).__name__, shape))
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    padded = ([cell.ljust(width) for cell, width in zip(line, widths, strict=True)] for line in lines)
+    return "\n".join("  ".join(cells).rstrip() for cells in padded)
+
+
+def _is_state_dict(value: Any) -> bool:
+    """Tell a model's state dict: names, and tensors under most of them."""
+    if not isinstance(value, dict) or not value or not all(isinstance(key, str) for key in value):
+        return False
+    tensors = sum(isinstance(item, torch.Tensor) for item in value.values())
+    return tensors > 0 and not any(isinstance(item, (dict, list)) for item in value.values())
+
+
+def _model_in(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
+    """Find the one state dict in the file to compare with."""
+    found = list(_state_dicts(checkpoint.state))
+    if len(found) != 1:
+        raise CheckpointError(f"--check {path}: it holds {len(found)} state dicts; give a file with the model's alone.")
+    return found[0]
+
+
+def _state_dicts(value: Any) -> Iterator[dict[str, Any]]:
+    if _is_state_dict(value):
+        yield value
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _state_dicts(item)
+
+
+def _differences(dicts: list[tuple[str, Any]], wanted: dict[str, Any]) -> Iterator[str]:
+    """Compare the state dict that fits best with the wanted one."""
+    if not dicts:
+        return
+    _, best = max(dicts, key=lambda pair: len(wanted.keys() & pair[1].keys()))
+    for name in wanted.keys() - best.keys():
+        yield f"missing: {name}"
+    for name in best.keys() - wanted.keys():
+        yield f"not in the model: {name}"
+    for name in wanted.keys() & best.keys():
+        shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in (best[name], wanted[name])]
+        if shapes[0] != shapes[1]:
+            yield f"shape: {name} is {shapes[0]}, and {shapes[1]} in the model"
+
+
+def _refuse_target(source: Path, target: Path, *, force: bool) -> None:
+    if target.exists() and source.exists() and target.samefile(source):
+        raise CheckpointError(f"{target} is the file that is read: give another name.")
+    if target.exists() and not force:
+        raise CheckpointError(f"{target} is there already: give another name, or --force to replace it.")
+
+
+def _safetensors() -> Any:
+    try:
+        import safetensors
+    except ImportError as error:
+        raise StateDictError("a .safetensors file needs the safetensors package: pip install safetensors") from error
+    return safetensors
