@@ -30,6 +30,7 @@ check: $(VENV)/.installed-dev
 bench: $(VENV)/.installed-bench
 	$(bin)/python benchmarks/launch.py
 	$(bin)/python benchmarks/step.py
+	$(bin)/python benchmarks/checkpoint.py
 	$(bin)/python benchmarks/faults.py
 	$(bin)/python benchmarks/clusters.py
 	$(bin)/python benchmarks/data.py

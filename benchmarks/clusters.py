@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from timing import Row, Samples, arguments, in_turns, per_call, report
@@ -182,8 +183,22 @@ def _output(process: subprocess.Popen[str]) -> str:
 
 def _end(process: subprocess.Popen[str]) -> None:
     if process.poll() is None:
-        os.killpg(process.pid, signal.SIGKILL)
+        for pid in [process.pid, *_descendants(process.pid)]:  # torchrun's workers are in sessions of their own
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         process.communicate()
+
+
+def _descendants(pid: int) -> list[int]:
+    """List the processes that a process has started, and those have started."""
+    parents: dict[int, int] = {}
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parents[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
+    found = [pid]
+    for parent in found:
+        found += [child for child, its in parents.items() if its == parent]
+    return found[1:]
 
 
 def _short(process: subprocess.Popen[str]) -> str:

@@ -19,6 +19,7 @@ ROOT = Path(__file__).parent.parent
 
 # They return one number of the surroundings, or nothing: an example would say less than their first line.
 WITHOUT_EXAMPLE = {
+    "CheckpointIO",
     "DistwrapError",
     "NodeSummary",
     "Preemption",
@@ -30,7 +31,9 @@ WITHOUT_EXAMPLE = {
     "local_world_size",
     "node_rank",
     "rank",
+    "Window",
     "teardown_process_group",
+    "wait_for_saves",
     "world_size",
 }
 

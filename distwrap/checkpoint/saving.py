@@ -55,6 +55,7 @@ def save(
         OptionError: a wrong `keep`, or a sharded checkpoint in the background.
 
     Example:
+        >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
         >>> save({"model": torch.nn.Linear(1, 1), "epoch": 3}, folder / "last.pt")
         >>> load(folder / "last.pt")["epoch"]
@@ -111,6 +112,7 @@ def load(
         FileNotFoundError: it is not there.
 
     Example:
+        >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "last.pt"
         >>> save({"lr": 0.1, "model": torch.nn.Linear(1, 1)}, path)
         >>> model = torch.nn.Linear(1, 1)

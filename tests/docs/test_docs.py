@@ -69,6 +69,17 @@ def test_readme_programs_run(launcher: list[str], tmp_path: Path) -> None:
     assert max(losses) < 0.5
 
 
+def test_programs_about_models_run(tmp_path: Path) -> None:
+    """The Python blocks of docs/model.md are a program that ends well, twice in an empty folder."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "model.md").read_text(), re.DOTALL)
+    assert len(blocks) == 3
+    (tmp_path / "model.py").write_text("\n\n".join(blocks))
+    run("model.py", folder=tmp_path)
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == [
+        "step-2.pt", "step-3.pt", "step-4.pt", "step-latest.pt",
+    ]  # fmt: skip
+
+
 def test_readme_and_changelog_agree_with_the_code() -> None:
     """The tables, variables and errors of the README are those of the code, and each public function is explained."""
     assert list(runpy.run_path(str(ROOT / "docs" / "check.py"))["problems"]()) == []

@@ -49,6 +49,10 @@ assert_type(dw.agree(True, "all"), bool)
 assert_type(dw.gather_object(3), list[int])
 assert_type(dw.optimizer_step(torch.optim.SGD(model.parameters()), max_norm=1.0), bool)
 assert_type(dw.on_rank_zero(lambda: 3), int)
+for number, window in dw.accumulate([1, 2], 2, model):
+    assert_type(number, int)
+    assert_type(window.last, bool)
+assert_type(dw.scale_loss(torch.tensor(1.0), 2), torch.Tensor)
 
 
 @dw.rank_zero_only
