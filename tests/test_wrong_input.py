@@ -39,7 +39,7 @@ def train() -> None: ...
         ({"nprocs": True}, r"nprocs=True"),
         ({"nprocs": "four"}, r"nprocs='four'"),
         ({"precision": "bf61"}, r"unknown precision 'bf61'\. Did you mean 'bf16'\?"),
-        ({"precision": "bf16-true"}, r"unknown precision"),
+        ({"precision": "16-true"}, r"unknown precision"),
         ({"launcher": "frok"}, r"unknown launcher 'frok'\. Did you mean 'fork'\?"),
         ({"strategy": "ddp_spawn", "launcher": "fork"}, r"strategy='ddp_spawn' means launcher='spawn'"),
         ({"strategy": "single", "nprocs": 2}, r"strategy='single' is one process"),

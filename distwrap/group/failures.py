@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import sys
 import time
@@ -31,12 +32,17 @@ _ECHOES = (
     "Failed to recv",
 )
 
-# What it says when not all ranks came to a collective in time.
+# What `rank_zero` raises on the ranks that wait for one that fails: our other errors are no echoes.
+_OF_ANOTHER = re.compile(r"distwrap\.errors\.WorkerError: rank \d+(, which goes first, failed| ended) inside ")
+
+# What torch says when not all ranks came to a collective in time.
 _TIMEOUTS = ("Timed out waiting", "wait timeout after", "monitoredBarrier", "Timeout waiting for key")
 
 
 def is_echo(summary: str) -> bool:
-    """Say whether an error's words are the mere echo of a lost peer; our own errors are none."""
+    """Say whether an error's words are the mere echo of a lost peer, or of another rank's failure."""
+    if _OF_ANOTHER.match(summary):
+        return True
     return not summary.startswith("distwrap.") and any(echo in summary for echo in _ECHOES)
 
 

@@ -96,20 +96,22 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
     def _moved(self, arguments: Any) -> Any:
         return to_device(arguments, self._own_device)
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: Call) -> bool:
         if not call.begun:
             call.inside.enter_context(self._in_precision.context())
-        if torch.is_grad_enabled():
-            gradients = self._gradients
-            if not call.begun:
-                call.inside.callback(setattr, gradients, "on_average", None)
-            gradients.on_average = call.watch  # a method may be a whole loop
-            self._prepare()
+        if not torch.is_grad_enabled():
+            return True  # as a teacher's forward in no_grad(), after which the student's may come
+        gradients = self._gradients
+        if not call.prepared:
+            call.inside.callback(setattr, gradients, "on_average", None)
+        gradients.on_average = call.watch  # a method may be a whole loop
+        self._prepare(call)
+        return False
 
-    def _prepare(self) -> None:
+    def _prepare(self, call: Call) -> None:
         """Do what DDP's forward does around the model's own, so far as it needs no outputs."""
         gradients = self._gradients
-        self.__dict__["_again"] = gradients.due
+        call.prepared, call.again = True, bool(gradients.due)
         try:
             self._pre_forward(None)  # type: ignore[no-untyped-call]
             if not self._needs_outputs:
@@ -118,18 +120,17 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
         except RuntimeError as error:
             self._raise_explained(error)
 
-    def _end(self, output: Any, begun: bool) -> Any:
+    def _end(self, output: Any, call: Call) -> Any:
         gradients = self._gradients
         if torch.is_grad_enabled():
-            if not begun and gradients.due is None and has_gradient(output):
-                self._prepare()  # it has used parameters without calling a module
-                begun = True
-            if begun and self._needs_outputs:
+            if not call.prepared and gradients.due is None and has_gradient(output):
+                self._prepare(call)  # it has used parameters without calling a module
+            if call.prepared and self._needs_outputs:
                 output = self._post_forward(output)  # type: ignore[no-untyped-call]
                 gradients.due = self.require_backward_grad_sync
-            elif begun and self._again and gradients.due:
+            elif call.again and gradients.due:
                 gradients.repeat(output)
-        return self._in_precision.outputs(output) if begun else output
+        return self._in_precision.outputs(output) if call.begun or call.prepared else output
 
     # The model as a whole
 

@@ -84,7 +84,7 @@ class FirstSteps:
             self._proven.add(model)
             statistics = in_sync.tensors_of(model)
             tensors.update({f"{type(model.module).__name__}.{name}": value for name, value in statistics.items()})
-        known = {id(value) for value in tensors.values()}
+        known = {id(parameter) for model in models for parameter in model.parameters()}
         for number, tensor in enumerate(held.values()):
             if id(tensor) not in known and tensor.grad is not None:
                 tensors[f"tensor {number} of {type(optimizer).__name__}, which no wrapped model has"] = tensor

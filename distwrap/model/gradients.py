@@ -110,9 +110,9 @@ class Gradients:
 
     def _prepare(self, grad: torch.Tensor) -> None:
         model = self._model()
-        if self.due is None and model is not None and model.require_backward_grad_sync and not model.static_graph:
-            if self._reducing(model):
-                return  # of this very backward
+        if self.due is not None or model is None or not model.require_backward_grad_sync:
+            return
+        if not model._needs_outputs and not self._reducing(model):  # else it is of this very backward
             model.reducer._rebuild_buckets()  # which DDP does at a forward, once the first average is taken
             model.reducer.prepare_for_backward([])
             self.due = True

@@ -48,9 +48,9 @@ def assert_in_sync(model: nn.Module) -> None:
 def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return what must be alike on all ranks: parameters and buffers, but for running statistics."""
     net = unwrap_model(model)
-    own = statistics_of(net)
-    buffers = {name: value for name, value in net.named_buffers() if name not in own}
-    return {**dict(net.named_parameters()), **buffers}
+    # Some are left to each rank, by DistributedDataParallel._set_params_and_buffers_to_ignore_for_model.
+    own = statistics_of(net).union(getattr(net, "_ddp_params_and_buffers_to_ignore", ()))
+    return {name: value for name, value in (*net.named_parameters(), *net.named_buffers()) if name not in own}
 
 
 def fingerprints(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, Fingerprint]]:

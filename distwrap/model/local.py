@@ -39,11 +39,12 @@ class LocalModel(RoutedModule):
     def _moved(self, arguments: Any) -> Any:
         return to_device(arguments, self._own_device)
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: Call) -> bool:
         call.inside.enter_context(self._in_precision.context())
+        return False
 
-    def _end(self, output: Any, begun: bool) -> Any:
-        return self._in_precision.outputs(output) if begun else output
+    def _end(self, output: Any, call: Call) -> Any:
+        return self._in_precision.outputs(output) if call.begun else output
 
 
 class DataParallelModel(RoutedModule, DataParallel):  # type: ignore[type-arg]
@@ -65,8 +66,9 @@ class DataParallelModel(RoutedModule, DataParallel):  # type: ignore[type-arg]
         run = [self._in_precision(replica) for replica in replicas]
         return parallel_apply(run, inputs, kwargs, self.device_ids[: len(replicas)])
 
-    def _begin(self, call: Call) -> None:
+    def _begin(self, call: Call) -> bool:
         call.inside.enter_context(self._in_precision.context())
+        return False
 
-    def _end(self, output: Any, begun: bool) -> Any:
-        return self._in_precision.outputs(output) if begun else output
+    def _end(self, output: Any, call: Call) -> Any:
+        return self._in_precision.outputs(output) if call.begun else output

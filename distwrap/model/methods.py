@@ -54,7 +54,7 @@ class RoutedModule(TransparentModule):
             try:
                 with ExitStack() as inside:
                     call = Call(self, inside)
-                    return self._end(method(*args, **kwargs), call.begun)
+                    return self._end(method(*args, **kwargs), call)
             finally:
                 self.__dict__["_method"] = ""
 
@@ -68,11 +68,14 @@ class RoutedModule(TransparentModule):
         """Return the arguments on the model's device."""
         return arguments
 
-    def _begin(self, call: Call) -> None:
-        """Do what comes before a forward; undo on ``call.inside`` what must end with the method."""
+    def _begin(self, call: Call) -> bool:
+        """Do what comes before a forward, and undo on ``call.inside`` what must end with the method.
+
+        Returns whether there is more to do at a later forward.
+        """
         raise NotImplementedError
 
-    def _end(self, output: Any, begun: bool) -> Any:
+    def _end(self, output: Any, call: Call) -> Any:
         """Do what comes after a forward, and return the output."""
         raise NotImplementedError
 
@@ -82,11 +85,14 @@ class Call:
 
     Attributes:
         begun: whether one was.
+        prepared: whether one was with gradients on, so that its backward is prepared.
+        again: whether there was a forward before it that had no backward yet.
         inside: what ends with the method.
     """
 
     def __init__(self, model: RoutedModule, inside: ExitStack) -> None:
-        self.begun, self.inside = False, inside
+        self.begun = self.prepared = self.again = False
+        self.inside = inside
         self._model = model
         inside.callback(self.stop)
         self.watch()
@@ -101,8 +107,8 @@ class Call:
 
     def _on_call(self, module: nn.Module, args: Any) -> None:
         if id(module) in self._model._parts:
-            self.stop()
-            self._model._begin(self)
+            if not self._model._begin(self):
+                self.stop()
             self.begun = True
 
 

@@ -15,6 +15,7 @@ from torch import nn
 import distwrap as dw
 from distwrap import distributed
 from distwrap.errors import CollectiveError, CollectiveInRankZeroError
+from distwrap.group import failures
 from distwrap.group.solo import solo
 from distwrap.testing import run_ranks
 
@@ -152,3 +153,22 @@ def test_a_collective_in_rank_zero_first() -> None:
     """Inside rank_zero_first() the ranks are not together either."""
     with pytest.raises(CollectiveError, match=r"rank 0 called barrier\(\) inside rank_zero_first\(\)"):
         run_ranks(_first_with_collective, 2, timeout=LIMIT)
+
+
+@pytest.mark.parametrize(
+    ("words", "echo"),
+    [
+        ("RuntimeError: [..] Connection closed by peer [127.0.0.1]:3", True),
+        (
+            "distwrap.errors.WorkerError: rank 0, which goes first, failed inside rank_zero_first(), so rank 1 does",
+            True,
+        ),
+        ("distwrap.errors.WorkerError: rank 0 ended inside rank_zero_only(main): ValueError", True),
+        ("distwrap.errors.WorkerError: on n2: OSError: Broken pipe", False),
+        ("distwrap.errors.WorkerDiedError: node 1 is gone: Broken pipe", False),
+        ("ValueError: no", False),
+    ],
+)
+def test_the_word_of_another_ranks_failure_is_no_first_cause(words: str, echo: bool) -> None:
+    """What a rank raises only because another has failed gives way to that one's own error, whichever comes first."""
+    assert failures.is_echo(words) is echo

@@ -178,6 +178,25 @@ def test_nothing_is_left_in_the_loop_afterwards() -> None:
     assert run_ranks(on_rank, 2) == [(1, 0)] * 2
 
 
+def test_what_ddp_is_told_to_ignore_may_differ() -> None:
+    """A parameter that torch's own mark leaves to each rank is no difference."""
+
+    def on_rank() -> None:
+        net = network()
+        nn.parallel.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(net, ["2.bias"])
+        model: Any = dw.wrap_model(net)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (model(torch.full((2, 3), dw.rank() + 1.0) + torch.eye(2, 3)) * (dw.rank() + 1)).sum().backward()
+            optimizer.step()
+            dw.barrier()
+        dw.assert_in_sync(model)
+        assert len(set(dw.gather_object(net[2].bias.item()))) == 2  # type: ignore[union-attr, operator]
+
+    run_ranks(on_rank, 2)
+
+
 def test_correct_loops_pass() -> None:
     """Several optimizers, one optimizer of several models, momentum, and weights averaged by hand are in order."""
 

@@ -57,6 +57,15 @@ class Net(nn.Module):
     def outputs(self, x: torch.Tensor) -> dict[str, Any]:
         return {"y": self(x), "name": "net", "n": len(x)}
 
+    def distilled(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            target = self.body(x)
+        return (self.head(self.body(x).tanh()) * self.scale - target[:, :1]).pow(2).mean()
+
+    @torch.no_grad()
+    def generated(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x)
+
     def describe(self, *names: str) -> tuple[str, ...]:
         self.calls.append("describe")
         return names
@@ -81,6 +90,9 @@ WAYS: dict[str, Callable[[Any, torch.Tensor], object]] = {
     "by_hand": lambda model, x: model.by_hand(x).backward(),
     "training_step": lambda model, x: model.training_step(x),
     "dict": lambda model, x: model.outputs(x)["y"].pow(2).mean().backward(),
+    "no_grad first": lambda model, x: model.distilled(x).backward(),
+    "generated before": lambda model, x: (model.generated(x), model.loss(x).backward()),
+    "generated between": lambda model, x: (model.loss(x) + model.generated(x).sum()).backward(),
     "two": lambda model, x: (model.loss(x) + model.by_parts(x)).backward(),
     "forward and method": lambda model, x: (model(x).pow(2).mean() + model.loss(x)).backward(),
     "one after the other": lambda model, x: (model.loss(x).backward(), model.by_parts(x).backward()),
@@ -113,7 +125,7 @@ def test_any_method_trains_as_one_process(way: str) -> None:
 
 
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])
-@pytest.mark.parametrize("way", ["loss", "by_parts", "by_hand", "dict"])
+@pytest.mark.parametrize("way", ["loss", "by_parts", "by_hand", "dict", "no_grad first", "generated before"])
 def test_methods_train_with_options_of_ddp(way: str, options: dict[str, Any]) -> None:
     """Where DDP needs to see the outputs it does."""
     [expected] = run_ranks(trained(way, {}), 1)
