@@ -70,38 +70,58 @@ def test_a_wrong_keep_is_refused(tmp_path: Path, keep: Any) -> None:
 
 
 class Slow(FileIO):
-    """A file that takes its time, and may fail."""
+    """A file that takes its time, or until it is let go, and may fail."""
 
     def __init__(self, seconds: float = 0.0, error: Exception | None = None) -> None:
         self.seconds, self.error = seconds, error
+        self.go = threading.Event()
+        self.go.set()
         self.began: list[float] = []
+        self.ended: list[float] = []
 
     def save(self, state: Any, path: Path) -> None:
         self.began.append(time.monotonic())
+        assert self.go.wait(20)
         time.sleep(self.seconds)
         if self.error is not None:
             raise self.error
         super().save(state, path)
+        self.ended.append(time.monotonic())
 
 
 def test_background_saves_what_was_there_at_the_call(tmp_path: Path) -> None:
-    """Training that goes on does not change what is written; the next save waits, and both are complete."""
+    """The call returns before anything is written; training that goes on does not change what is."""
 
-    def on_rank() -> float:
+    def on_rank() -> None:
         weights = torch.zeros(1000)
-        slow, start = Slow(0.3), time.monotonic()
+        held = Slow()
+        held.go.clear()
+        dw.save({"weights": weights, "step": 0}, tmp_path / "s0.pt", background=True, io=held)
+        weights.fill_(-1)
+        assert not (tmp_path / "s0.pt").exists()
+        dw.barrier()
+        held.go.set()
+        dw.wait_for_saves()
+        assert len(held.ended) == (1 if dw.is_rank_zero() else 0)
+
+    run_ranks(on_rank, 2)
+    assert (dw.load(tmp_path / "s0.pt")["weights"] == 0).all()
+
+
+def test_the_next_save_waits_for_the_one_before(tmp_path: Path) -> None:
+    """One state at a time is in memory beside training's own; all of them are complete."""
+
+    def on_rank() -> None:
+        weights, slow = torch.zeros(1000), Slow(0.1)
         for step in range(3):
             weights.fill_(step)
             dw.save({"weights": weights, "step": step}, tmp_path / f"s{step}.pt", background=True, io=slow)
-            if step == 0:
-                assert time.monotonic() - start < 0.25
-                assert not (tmp_path / "s0.pt").exists()
             weights.fill_(-1)
         dw.wait_for_saves()
-        assert len(slow.began) == (3 if dw.is_rank_zero() else 0)
-        return time.monotonic() - start
+        assert all(began >= ended for began, ended in zip(slow.began[1:], slow.ended, strict=False))
+        assert len(slow.ended) == (3 if dw.is_rank_zero() else 0)
 
-    assert min(run_ranks(on_rank, 2)) >= 0.9
+    run_ranks(on_rank, 2)
     for step in range(3):
         state = dw.load(tmp_path / f"s{step}.pt")
         assert state["step"] == step
