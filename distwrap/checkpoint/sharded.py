@@ -44,11 +44,10 @@ class ShardedIO:
             return torch.empty_like(leaf, device="meta")
 
         skeleton = mapped(state, taken)
-        alone = not dist.is_initialized()
-        if alone or dist.get_rank() == 0:
+        if not dist.is_initialized() or dist.get_rank() == 0:
             torch.save(skeleton, path / SKELETON)
         with _plainly():
-            save_parts(tensors, storage_writer=FileSystemWriter(path, sync_files=False), no_dist=alone)
+            save_parts(tensors, storage_writer=FileSystemWriter(path, sync_files=False))
 
     def load(self, path: Path, map_location: Any) -> Any:
         """Read everything, on every rank."""
@@ -64,7 +63,7 @@ class ShardedIO:
 
         state = mapped(skeleton, made)
         with _plainly():
-            load_parts(tensors, storage_reader=_SafeReader(path), no_dist=not dist.is_initialized())
+            load_parts(tensors, storage_reader=_SafeReader(path))
         return state
 
 
@@ -72,7 +71,8 @@ class ShardedIO:
 def _plainly() -> Iterator[None]:
     """Raise torch's failure, which is no ``Exception``, as one; and let one process be no reason for a warning."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        warnings.filterwarnings("ignore", r"torch\.distributed is (disabled|unavailable)")
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch's own use of it, before 2.7
         try:
             yield
         except CheckpointException as error:

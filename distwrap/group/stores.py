@@ -11,7 +11,7 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
-from functools import cache
+from functools import cache, partial
 
 import torch.distributed as dist
 from torch.distributed import FileStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
@@ -133,7 +133,8 @@ def serve(address: str | None, ports: list[int], job: str, seconds: float) -> tu
             problem = error
             continue
         port = listener.getsockname()[1]
-        store = TCPStore(
+        listen = partial(
+            TCPStore,
             address or "127.0.0.1",
             port,
             is_master=True,
@@ -141,6 +142,10 @@ def serve(address: str | None, ports: list[int], job: str, seconds: float) -> tu
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
+        try:
+            store = listen()
+        except NotImplementedError:  # before torch 2.7 its usual store cannot take a socket over
+            store = listen(use_libuv=False)
         store.set("job", job)
         return store, port
     assert problem is not None

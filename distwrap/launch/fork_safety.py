@@ -59,7 +59,10 @@ def _cuda_driver_initialised() -> bool:
 def _accelerator_initialised() -> bool:
     if torch.cuda.is_initialized() or _cuda_driver_initialised():  # type: ignore[no-untyped-call]
         return True
-    accelerator = torch.accelerator.current_accelerator()
+    try:
+        accelerator = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6, built for an accelerator that is not there
+        return False
     if accelerator is None or accelerator.type in ("cpu", "cuda", "mps"):
         return False
     module = torch.get_device_module(accelerator)
