@@ -107,18 +107,14 @@ def backward(loss: torch.Tensor) -> None:
     """
     world = current_world()
     if world.scaler is not None:
-        if world.stepped:
-            world.scaler.update()
+        settle_scale(world)
         world.stepped, world.unscaled = set(), set()
         world.grads_are_scaled = True
         loss = world.scaler.scale(loss)
     try:
         loss.backward()  # type: ignore[no-untyped-call]
     except RuntimeError as error:
-        better = explained(error)
-        if better is None:
-            raise
-        raise better from error
+        raise explained(error)  # noqa: B904 - which knows its cause
     if world.scaler is not None:
         _mark_gradients(world)
 

@@ -76,7 +76,7 @@ def _owner(pid: object) -> str:
 def _sweep(folder: Path) -> None:
     """Remove what processes of this machine had begun to write when they were killed."""
     for left in folder.glob(f".*{_owner('*')}*.tmp"):
-        pid = left.name.split(_owner("*").split("*")[0])[-1].split(".")[0]
+        pid = left.name.split(".")[-3]
         with suppress(OSError):
             if pid.isdigit() and not _lives(int(pid)) and time.time() - left.stat().st_mtime > _SWEEP_SECONDS:
                 left.unlink()

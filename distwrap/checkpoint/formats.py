@@ -49,10 +49,16 @@ class FileIO:
 class SafetensorsIO:
     """A flat dict of tensors as a ``.safetensors`` file; needs the ``safetensors`` extra.
 
+    Args:
+        metadata: words beside the tensors.
+
     Source: https://huggingface.co/docs/safetensors
     """
 
     collective = False
+
+    def __init__(self, metadata: dict[str, str] | None = None) -> None:
+        self._metadata = metadata or {"format": "pt"}
 
     def save(self, state: Any, path: Path) -> None:
         """Write with safetensors, which keeps tensors alone: names and numbers go into a file of torch's."""
@@ -64,13 +70,12 @@ class SafetensorsIO:
                 "a .safetensors file holds a dict of names and tensors, as a model or its state_dict(), and nothing "
                 "else; save the whole state to a .pt file"
             )
-        apart = {name: _apart(name, value, state) for name, value in state.items()}
-        _safetensors().save_file(apart, path, metadata={"format": "pt"})
+        safetensors().save_file(_apart(state), path, metadata=self._metadata)
 
     def load(self, path: Path, map_location: Any) -> Any:
         """Read with safetensors, memory-mapped."""
         device = "cpu" if map_location is None else str(torch.device(map_location))
-        return dict(_safetensors().load_file(path, device=device))
+        return dict(safetensors().load_file(path, device=device))
 
 
 def choose(io: str | CheckpointIO, path: Path) -> CheckpointIO:
@@ -88,14 +93,22 @@ def choose(io: str | CheckpointIO, path: Path) -> CheckpointIO:
     raise CheckpointError(f"unknown format {io!r}. Known: auto, file, safetensors, sharded, or a CheckpointIO object.")
 
 
-def _apart(name: str, value: torch.Tensor, state: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Give a tensor memory of its own, where another has the same or it has gaps: safetensors knows neither."""
-    place = value.untyped_storage().data_ptr()
-    shared = any(other is not value and other.untyped_storage().data_ptr() == place for other in state.values())
-    return value.detach().clone().contiguous() if shared else value.detach().contiguous()
+def _apart(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Give each tensor memory of its own, without gaps: the format has no two names for one."""
+    apart = {name: value.detach().contiguous() for name, value in state.items()}
+    owner: dict[int, str] = {}
+    for name, value in apart.items():
+        if value.numel() and owner.setdefault(value.untyped_storage().data_ptr(), name) != name:
+            apart[name] = value.clone()
+    return apart
 
 
-def _safetensors() -> Any:
+def safetensors() -> Any:
+    """Import the extra.
+
+    Raises:
+        CheckpointError: it is not installed.
+    """
     try:
         import safetensors.torch
     except ImportError as error:

@@ -30,8 +30,8 @@ def latest_of(path: Path) -> Path | None:
         >>> latest_of(Path("runs/step-100.pt")).name, latest_of(Path("last.pt"))
         ('step-latest.pt', None)
     """
-    parts = _NUMBER.fullmatch(path.stem)
-    return None if parts is None else path.with_name(f"{parts[1]}latest{parts[3]}{path.suffix}")
+    prefix, number, suffix = _parts(path)
+    return path.with_name(f"{prefix}latest{suffix}") if number else None
 
 
 def set_aside(path: Path, keep: int | None) -> None:
@@ -54,8 +54,11 @@ def settle(path: Path, keep: int | None) -> None:
         return
     files.point(latest, path)
     prefix, _, suffix = _parts(path)
-    series = [(int(parts[1]), other) for other in path.parent.iterdir() if (parts := _parts(other))[0] == prefix
-              and parts[1] and parts[2] == suffix]  # fmt: skip
+    series = []
+    for other in path.parent.iterdir():
+        begins, number, ends = _parts(other)
+        if number and (begins, ends) == (prefix, suffix):
+            series.append((int(number), other))
     for _, other in sorted(series, reverse=True)[keep:]:
         if other == path:
             continue
@@ -66,6 +69,7 @@ def settle(path: Path, keep: int | None) -> None:
 
 
 def _parts(path: Path) -> tuple[str, str, str]:
+    """Split a name at its number; all empty where it has none."""
     parts = _NUMBER.fullmatch(path.stem)
     return ("", "", "") if parts is None else (parts[1], parts[2], f"{parts[3]}{path.suffix}")
 

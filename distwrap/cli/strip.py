@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from distwrap.checkpoint import files
-from distwrap.errors import CheckpointError, DistwrapError, StateDictError
+from distwrap.checkpoint.formats import FileIO, SafetensorsIO, safetensors
+from distwrap.errors import CheckpointError, DistwrapError
 from distwrap.state_dict import strip_module_prefix
 
 SAFETENSORS = ".safetensors"
@@ -96,7 +97,7 @@ def read(path: Path, *, unsafe: bool = False) -> Checkpoint:
         FileNotFoundError: it is not there.
     """
     if path.suffix == SAFETENSORS:
-        with _safetensors().safe_open(path, framework="pt") as file:
+        with safetensors().safe_open(path, framework="pt") as file:
             return Checkpoint({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})  # noqa: SIM118
     try:
         try:
@@ -115,22 +116,8 @@ def read(path: Path, *, unsafe: bool = False) -> Checkpoint:
 
 def write(checkpoint: Checkpoint, path: Path) -> None:
     """Write a file whole, or not at all."""
-    state = checkpoint.state
-    if path.suffix != SAFETENSORS:
-        files.write_atomically(path, lambda temporary: torch.save(state, temporary))
-        return
-    if not _is_state_dict(state) or not all(isinstance(value, torch.Tensor) for value in state.values()):
-        raise CheckpointError(f"{path}: a .safetensors file holds one dict of tensors, but there is more in this one.")
-    import safetensors.torch
-
-    metadata = checkpoint.metadata or {"format": "pt"}
-    apart = {name: value.contiguous() for name, value in state.items()}
-    seen: dict[int, str] = {}
-    for name, value in apart.items():
-        place = value.untyped_storage().data_ptr()
-        if value.numel() and seen.setdefault(place, name) != name:
-            apart[name] = value.clone()  # tied weights: the format has no two names for one
-    files.write_atomically(path, lambda temporary: safetensors.torch.save_file(apart, temporary, metadata=metadata))
+    io = SafetensorsIO(checkpoint.metadata) if path.suffix == SAFETENSORS else FileIO()
+    files.write_atomically(path, lambda temporary: io.save(checkpoint.state, temporary))
 
 
 def strip(state: Any, wanted: dict[str, Any] | None = None) -> tuple[Any, list[tuple[str, str, Any]], list[Any]]:
@@ -227,11 +214,3 @@ def _refuse_target(source: Path, target: Path, *, force: bool) -> None:
         raise CheckpointError(f"{target} is the file that is read: give another name.")
     if target.exists() and not force:
         raise CheckpointError(f"{target} is there already: give another name, or --force to replace it.")
-
-
-def _safetensors() -> Any:
-    try:
-        import safetensors
-    except ImportError as error:
-        raise StateDictError("a .safetensors file needs the safetensors package: pip install safetensors") from error
-    return safetensors

@@ -174,14 +174,7 @@ class Channel:
             WorkerDiedError: it died.
             CollectiveError: it left the function without.
         """
-        self.excuse(True)
-        try:
-            return self._wait_for(key, worker)
-        except dist.DistNetworkError as error:
-            gone = self._store_is_gone(error)
-            raise WorkerDiedError(f"rank {self._place.rank} waits for the work of rank {worker}, but {gone}") from None
-        finally:
-            self.excuse(False)
+        return self._awaited(lambda: f"work/{key}" if self._store.check([f"work/{key}"]) else "", worker)
 
     def serve(self, name: str, make: Callable[[], bytes]) -> None:
         """From now on give other ranks what they `ask` for; made in the channel's thread, within a quarter second."""
@@ -201,21 +194,21 @@ class Channel:
                 return f"work/{name}/{answered}"
             return last if self._store.check([last]) else ""
 
+        return self._awaited(latest, worker)
+
+    def _awaited(self, where: Callable[[], str], worker: int) -> bytes:
+        """Return what a rank has put into the store, once `where` names its key."""
         self.excuse(True)
         try:
-            self._await(lambda: bool(latest()), worker)
-            return bytes.fromhex(self._store.get(latest()).decode())
+            self._wait_until(where, worker)
+            return bytes.fromhex(self._store.get(where()).decode())
         except dist.DistNetworkError as error:
             gone = self._store_is_gone(error)
-            raise WorkerDiedError(f"rank {self._place.rank} asks rank {worker} for {name}, but {gone}") from None
+            raise WorkerDiedError(f"rank {self._place.rank} waits for the work of rank {worker}, but {gone}") from None
         finally:
             self.excuse(False)
 
-    def _wait_for(self, key: str, worker: int) -> bytes:
-        self._await(lambda: self._store.check([f"work/{key}"]), worker)
-        return bytes.fromhex(self._store.get(f"work/{key}").decode())
-
-    def _await(self, is_there: Callable[[], bool], worker: int) -> None:
+    def _wait_until(self, is_there: Callable[[], object], worker: int) -> None:
         left = f"left/{worker}"
         home = json.loads(self._store.get(f"here/{worker}"))
         pause, beat, beaten = 0.0005, b"", time.monotonic()

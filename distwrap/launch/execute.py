@@ -53,10 +53,7 @@ def execute(call: Call, run: Run) -> tuple[Any, list[Retrofitted]]:
     try:
         result = _execute(call, run)
     except RuntimeError as error:
-        better = explained(error)
-        if better is None:
-            raise
-        raise better from error
+        raise explained(error)  # noqa: B904 - which knows its cause
     if current_world().writer is not None:
         current_world().writer.wait()
     return result

@@ -32,6 +32,9 @@ class Buffers:
         rank: this one.
         channel: to the other ranks.
         name: of the model, alike on every rank.
+
+    Attributes:
+        averages: how many backwards have averaged gradients.
     """
 
     def __init__(self, model: nn.Module, rank: int, channel: Channel, name: str) -> None:
@@ -43,17 +46,13 @@ class Buffers:
         if rank == 0:
             channel.serve(self._name, self._packed)
 
-    def pause(self, averages: int) -> None:
-        """Take over rank 0's buffers, as training pauses on this rank.
-
-        Args:
-            averages: how many backwards have averaged gradients until now.
-        """
+    def pause(self) -> None:
+        """Take over rank 0's buffers, as training pauses on this rank."""
         model = self._model()
         assert model is not None
         if self._rank == 0:
-            kept = {key: value.clone() for key, value in self._trained(model).items()}
-            self._kept, self._kept_at, self.averages = kept, averages, averages
+            self._kept = {key: value.clone() for key, value in self._trained(model).items()}
+            self._kept_at = self.averages
             return
         answer = torch.load(io.BytesIO(self._channel.ask(self._name, 0)), weights_only=True)
         own = dict(model.named_buffers())

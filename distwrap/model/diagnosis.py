@@ -47,20 +47,15 @@ def flipped(model: nn.Module) -> str:
     )
 
 
-def explained(error: BaseException) -> ModelError | None:
-    """Return what an error of DDP's means, or ``None`` for any other."""
-    text = str(error)
-    if isinstance(error, ModelError) or not isinstance(error, RuntimeError):
-        return None
-    if _TWICE in text:
-        return _explained_twice(text)
-    return None
+def explained(error: RuntimeError) -> RuntimeError:
+    """Return what an error of DDP's in a backward means, with it as the cause; any other as it is."""
+    return _because(error, _explained_twice(str(error))) if _TWICE in str(error) else error
 
 
-def unfinished(error: RuntimeError, model: nn.Module, trained: list[str]) -> ModelError | None:
-    """Return an error that names the parameters that had no gradient in the last step, and the ranks; else ``None``."""
+def unfinished(error: RuntimeError, model: nn.Module, trained: list[str]) -> RuntimeError:
+    """Return what an error of DDP's in a forward means, with the parameters and ranks; any other as it is."""
     if _UNFINISHED not in str(error):
-        return None
+        return error
     found = re.search(r"did not receive grad for rank \d+: ((?:\d+ ?)+)", str(error))
     unused = [trained[int(index)] for index in found.group(1).split()] if found else []
     now_frozen = [name for name, value in model.named_parameters() if name in unused and not value.requires_grad]
@@ -80,7 +75,12 @@ def unfinished(error: RuntimeError, model: nn.Module, trained: list[str]) -> Mod
             "really takes one way or the other, wrap_model(..., find_unused_parameters=True). Every output of the "
             "forward must also be part of the loss."
         )
-    return ModelError("\n".join(lines))
+    return _because(error, ModelError("\n".join(lines)))
+
+
+def _because(cause: RuntimeError, error: ModelError) -> ModelError:
+    error.__cause__ = cause
+    return error
 
 
 def _whose(world: World, unused: list[str]) -> str:

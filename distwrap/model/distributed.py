@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +15,6 @@ from distwrap.model.buffers import Buffers
 from distwrap.model.gradients import Gradients
 from distwrap.model.local import LocalModel
 from distwrap.model.methods import Call, ForwardMethods, RoutedModule, has_gradient
-from distwrap.model.transparent import to_device
 from distwrap.precision import InPrecision
 
 Forward = Callable[..., Any]
@@ -54,14 +53,13 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
             self.broadcast_buffers = broadcast
         own = self.__dict__
         own["_synced_buffers"] = buffers
-        own["_in_precision"], own["_own_device"] = in_precision, device
         own["_plain"] = in_precision.precision == "32" and device.type == "cpu"
         if not self._plain:
             own["forward"] = in_precision(self._forward_there)
         own["_gradients"] = Gradients(self, buffers)
         own["module"] = module  # beside its place among the children, where each look-up costs a microsecond
         own["_needs_outputs"] = bool(self.find_unused_parameters or self.static_graph)
-        self.route(forward_methods)
+        self.route(forward_methods, in_precision, device)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; with gradients on, through DDP."""
@@ -72,7 +70,7 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
         try:
             outputs = _ddp_forward(self, *args, **kwargs)
         except RuntimeError as error:
-            self._raise_explained(error)
+            raise self._explained(error)  # noqa: B904 - which knows its cause
         gradients.due = self.require_backward_grad_sync
         if again:
             gradients.repeat(outputs)
@@ -82,23 +80,17 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
         args, kwargs = self._moved((args, kwargs))
         return DistributedModel.forward(self, *args, **kwargs)
 
-    def _raise_explained(self, error: RuntimeError) -> NoReturn:
-        explained = diagnosis.unfinished(error, self.module, self._gradients.trained)
-        if explained is None:
-            raise error
-        raise explained from error
+    def _explained(self, error: RuntimeError) -> RuntimeError:
+        return diagnosis.unfinished(error, self.module, self._gradients.trained)
 
     # Methods of the user's model
 
     def _takes_part(self) -> bool:
         return torch.is_grad_enabled() or not self._plain
 
-    def _moved(self, arguments: Any) -> Any:
-        return to_device(arguments, self._own_device)
-
     def _begin(self, call: Call) -> bool:
         if not call.begun:
-            call.inside.enter_context(self._in_precision.context())
+            super()._begin(call)
         if not torch.is_grad_enabled():
             return True  # as a teacher's forward in no_grad(), after which the student's may come
         gradients = self._gradients
@@ -118,7 +110,7 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
                 self._post_forward(None)  # type: ignore[no-untyped-call]
                 gradients.due = self.require_backward_grad_sync
         except RuntimeError as error:
-            self._raise_explained(error)
+            raise self._explained(error)  # noqa: B904 - which knows its cause
 
     def _end(self, output: Any, call: Call) -> Any:
         gradients = self._gradients
@@ -139,7 +131,7 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
         pauses = self.training and not mode
         super().train(mode)
         if pauses and self._synced_buffers is not None:
-            self._synced_buffers.pause(self._gradients.averages)
+            self._synced_buffers.pause()
         if mode:
             self._gradients.check_place()
         return self

@@ -32,13 +32,12 @@ class Gradients:
 
     Args:
         model: a ``DistributedDataParallel``; it is not kept alive.
-        buffers: of the model, that are told how many averages there were.
+        buffers: of the model, that count how many averages there were.
 
     Attributes:
         due: ``True`` when a forward has prepared an average, ``False`` when it was in ``no_sync()``, ``None`` when no
             forward has been, or its average is taken.
         on_average: called when a backward begins to take its average, while a method is running.
-        averages: how many backwards have done so.
         trained: the names of the parameters that DDP averages, in its order.
     """
 
@@ -50,7 +49,6 @@ class Gradients:
         "_model",
         "_names",
         "_task",
-        "averages",
         "due",
         "on_average",
         "trained",
@@ -60,7 +58,6 @@ class Gradients:
         self._model = weakref.ref(model)
         self.due: bool | None = None
         self.on_average: Callable[[], None] | None = None
-        self.averages = 0
         self._buffers = buffers
         self._task = -1
         net = model.module
@@ -129,9 +126,8 @@ class Gradients:
         syncs, due = model.require_backward_grad_sync, self.due
         if due:
             self.due = None
-            self.averages += 1
             if self._buffers is not None:
-                self._buffers.averages = self.averages
+                self._buffers.averages += 1
             if not syncs:
                 _note_late_no_sync()
             if self.on_average is not None:

@@ -18,7 +18,8 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils._pytree import tree_leaves
 
 from distwrap.errors import ModelError, unknown_name
-from distwrap.model.transparent import TransparentModule, unwrap_model
+from distwrap.model.transparent import TransparentModule, to_device, unwrap_model
+from distwrap.precision import InPrecision
 
 ForwardMethods = Literal["auto"] | Iterable[str]
 
@@ -26,16 +27,20 @@ ForwardMethods = Literal["auto"] | Iterable[str]
 class RoutedModule(TransparentModule):
     """Mixin for wrappers that take part in the methods of the user's model, not in its ``forward`` alone.
 
-    A wrapper says what is to be done when a forward begins and when the method ends.
+    A forward computes in the model's precision; a wrapper may have more to do when it begins and when the method ends.
     """
 
     _forward_methods: frozenset[str] | None = None  # None: all of them
     _method: str = ""  # which one is running
 
-    def route(self, forward_methods: ForwardMethods) -> None:
-        """Say which methods may be routed; their names are known to be right."""
-        self.__dict__["_forward_methods"] = None if forward_methods == "auto" else frozenset(forward_methods)
-        self.__dict__["_parts"] = {id(part) for part in unwrap_model(self).modules()}
+    def route(
+        self, forward_methods: ForwardMethods, in_precision: InPrecision, device: torch.device | None = None
+    ) -> None:
+        """Say which methods may be routed, whose names are known to be right, and how and where they compute."""
+        own = self.__dict__
+        own["_forward_methods"] = None if forward_methods == "auto" else frozenset(forward_methods)
+        own["_parts"] = {id(part) for part in unwrap_model(self).modules()}
+        own["_in_precision"], own["_own_device"] = in_precision, device
 
     def _looked_up(self, name: str, value: Any) -> Any:
         if type(value) is not MethodType or value.__self__ is not unwrap_model(self):
@@ -65,19 +70,20 @@ class RoutedModule(TransparentModule):
         return True
 
     def _moved(self, arguments: Any) -> Any:
-        """Return the arguments on the model's device."""
-        return arguments
+        """Return the arguments on the model's device, where it has one."""
+        return arguments if self._own_device is None else to_device(arguments, self._own_device)
 
     def _begin(self, call: Call) -> bool:
         """Do what comes before a forward, and undo on ``call.inside`` what must end with the method.
 
         Returns whether there is more to do at a later forward.
         """
-        raise NotImplementedError
+        call.inside.enter_context(self._in_precision.context())
+        return False
 
     def _end(self, output: Any, call: Call) -> Any:
         """Do what comes after a forward, and return the output."""
-        raise NotImplementedError
+        return self._in_precision.outputs(output) if call.begun else output
 
 
 class Call:
