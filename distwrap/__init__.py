@@ -3,6 +3,7 @@
 from distwrap._version import __version__
 from distwrap.checkpoint import CheckpointIO, load, run_state, save, wait_for_saves
 from distwrap.collectives import agree, barrier, broadcast, gather, gather_object, mean, reduce
+from distwrap.comm import consolidate
 from distwrap.data import Preemption, lockstep, shard_loader
 from distwrap.debugging import breakpoint_on
 from distwrap.decorator import distributed
@@ -26,17 +27,20 @@ from distwrap.placement import Placement
 from distwrap.precision import autocast, backward, optimizer_step, unscale
 from distwrap.progress import progress
 from distwrap.rank_zero import on_rank_zero, rank_zero_first, rank_zero_only
+from distwrap.registry import available_algorithms, available_strategies, register_algorithm, register_strategy
 from distwrap.resume import resume_from
 from distwrap.seeding import seed_everything
 from distwrap.state_dict import add_module_prefix, strip_module_prefix
-from distwrap.strategies import wrap_model, wrap_optimizer
+from distwrap.strategies import DDPStrategy, Strategy, wrap_model, wrap_optimizer
 
 __all__ = [
     "CheckpointIO",
+    "DDPStrategy",
     "DistwrapError",
     "NodeSummary",
     "Placement",
     "Preemption",
+    "Strategy",
     "Window",
     "__version__",
     "accumulate",
@@ -44,10 +48,13 @@ __all__ = [
     "agree",
     "assert_in_sync",
     "autocast",
+    "available_algorithms",
+    "available_strategies",
     "backward",
     "barrier",
     "breakpoint_on",
     "broadcast",
+    "consolidate",
     "device",
     "distributed",
     "gather",
@@ -67,6 +74,8 @@ __all__ = [
     "rank_zero_first",
     "rank_zero_only",
     "reduce",
+    "register_algorithm",
+    "register_strategy",
     "resume_from",
     "run_state",
     "save",

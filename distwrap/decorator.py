@@ -9,11 +9,13 @@ from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, over
 
 import wrapt
 
+from distwrap.comm.base import Algorithm
 from distwrap.errors import OptionError
 from distwrap.launch import start
 from distwrap.launch.execute import Call
 from distwrap.launch.pickling import by_plain_name
 from distwrap.options import Options
+from distwrap.strategies.base import Strategy
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
@@ -98,7 +100,7 @@ def distributed(
     /,
     *,
     returns: Literal["all"],
-    strategy: str = "ddp",
+    strategy: str | Strategy = "ddp",
     nprocs: int | Literal["auto"] = "auto",
     nnodes: int | str = 1,
     node_rank: int | None = None,
@@ -106,6 +108,7 @@ def distributed(
     launcher: str = "auto",
     backend: str = "auto",
     precision: str | int = "32",
+    comm: str | Algorithm | None = None,
     seed: int | None = None,
     timeout: float = 600,
     max_restarts: int = 0,
@@ -117,7 +120,7 @@ def distributed(
     fn: None = None,
     /,
     *,
-    strategy: str = "ddp",
+    strategy: str | Strategy = "ddp",
     nprocs: int | Literal["auto"] = "auto",
     nnodes: int | str = 1,
     node_rank: int | None = None,
@@ -125,6 +128,7 @@ def distributed(
     launcher: str = "auto",
     backend: str = "auto",
     precision: str | int = "32",
+    comm: str | Algorithm | None = None,
     seed: int | None = None,
     timeout: float = 600,
     max_restarts: int = 0,
@@ -143,9 +147,10 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
 
     Args:
         fn: the function, method, class or static method.
-        strategy: how the model is replicated: ``"ddp"``, ``"dp"``, ``"single"``; or ``"ddp_spawn"``, ``"ddp_fork"``,
-            ``"ddp_forkserver"``, ``"ddp_script"``, ``"ddp_notebook"``: ``"ddp"`` with that launcher. ``"dp"`` is one
-            process over all devices it sees, whatever `nprocs` says.
+        strategy: how the model is replicated: a name out of `available_strategies`, as ``"ddp"`` or ``"dp"``; or
+            ``"ddp_spawn"``, ``"ddp_fork"``, ``"ddp_forkserver"``, ``"ddp_script"``, ``"ddp_notebook"``: ``"ddp"`` with
+            that launcher; or a `Strategy`, as ``DDPStrategy(static_graph=True)``. ``"dp"`` is one process over all
+            devices it sees, whatever `nprocs` says.
         nprocs: processes on this machine; ``"auto"`` is one an accelerator, else 1.
         nnodes: machines, all of which run the same command; ``"1:4"`` lets them come and go. On machines other than
             that of rank 0 the call returns a `NodeSummary`.
@@ -156,6 +161,8 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
             ``"external"``, which refuses to run unless an outer launcher is there.
         backend: of the process group; ``"auto"`` is NCCL on CUDA and gloo on the CPU.
         precision: ``"32"``, ``"bf16"`` or ``"fp16"``; Lightning's and Accelerate's spellings are taken too.
+        comm: how wrapped models exchange what they have learnt: a name out of `available_algorithms`, as
+            ``"bytegrad"``, also with options, ``"local_sgd(sync_every=16)"``; or an object out of `distwrap.comm`.
         seed: seeds all ranks alike, and their loaders' workers apart.
         timeout: seconds for a collective, at most 120 of them for all ranks to arrive.
         max_restarts: how often all ranks are started again after one has failed; see `resume_from`.
@@ -172,7 +179,7 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         OptionError: an option is wrong, or the function is of a kind that cannot be launched.
 
     Environment: ``DISTWRAP_STRATEGY``, ``_LAUNCHER``, ``_NPROCS``, ``_NNODES``, ``_NODE_RANK``, ``_RDZV_ENDPOINT``,
-    ``_BACKEND``, ``_PRECISION``, ``_TIMEOUT``, ``_MAX_RESTARTS`` and ``_LOG_DIR`` override these arguments,
+    ``_BACKEND``, ``_PRECISION``, ``_COMM``, ``_TIMEOUT``, ``_MAX_RESTARTS`` and ``_LOG_DIR`` override these arguments,
     ``.options()`` overrides both; ``DISTWRAP_DISABLE=1`` runs the function in this process.
 
     Example:

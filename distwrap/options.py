@@ -10,12 +10,12 @@ from typing import Any, Literal, get_args
 
 from distwrap.errors import OptionError, unknown_name
 from distwrap.group.world import Precision
+from distwrap.registry import algorithms, strategies
 
 Launcher = Literal["auto", "forkserver", "fork", "spawn", "script", "elastic", "external"]
 Returns = Literal["rank0", "all"]
 
 LAUNCHERS: tuple[str, ...] = get_args(Launcher)
-STRATEGIES = ("ddp", "dp", "single")
 
 # Spellings of ours, of Lightning ("ddp_notebook") and of people in a hurry: strategy and launcher in one word.
 _STRATEGY_ALIASES: dict[str, tuple[str, Launcher]] = {
@@ -52,6 +52,7 @@ _ENVIRONMENT = {
     "DISTWRAP_NPROCS": "nprocs",
     "DISTWRAP_BACKEND": "backend",
     "DISTWRAP_PRECISION": "precision",
+    "DISTWRAP_COMM": "comm",
     "DISTWRAP_TIMEOUT": "timeout",
     "DISTWRAP_NNODES": "nnodes",
     "DISTWRAP_NODE_RANK": "node_rank",
@@ -71,7 +72,7 @@ class Options:
     See `distwrap.distributed` for what each one means.
     """
 
-    strategy: str = "ddp"
+    strategy: Any = "ddp"
     nprocs: int | Literal["auto"] = "auto"
     nnodes: int | str = 1
     node_rank: int | None = None
@@ -79,6 +80,7 @@ class Options:
     launcher: Launcher = "auto"
     backend: str = "auto"
     precision: Precision = "32"
+    comm: Any = None
     seed: int | None = None
     timeout: float = 600.0
     max_restarts: int = 0
@@ -106,7 +108,7 @@ class Options:
             except OptionError as error:
                 raise OptionError(f"{where}: {error}") from None
         strategy = checked.get("strategy")
-        if strategy in _STRATEGY_ALIASES:
+        if isinstance(strategy, str) and strategy in _STRATEGY_ALIASES:
             checked["strategy"], implied = _STRATEGY_ALIASES[strategy]
             if checked.get("launcher", implied) not in ("auto", implied):
                 raise OptionError(
@@ -118,6 +120,11 @@ class Options:
         # A strategy given alone overrides an earlier number; a number given later is not ignored.
         if result.strategy == "single" and checked.get("nprocs", 1) not in (1, "auto"):
             raise OptionError(f"{where}: strategy='single' is one process, but nprocs={result.nprocs} was given too.")
+        own = getattr(result.strategy, "backend", None)
+        if own is not None and result.backend not in ("auto", own):
+            raise OptionError(
+                f"{where}: backend={result.backend!r}, but the strategy {result.strategy!r} brings its own, {own!r}."
+            )
         return result
 
     def with_environment(self, env: Mapping[str, str]) -> Options:
@@ -166,11 +173,14 @@ def _from_text(variable: str, name: str, text: str) -> object:
     return text
 
 
-def _check_strategy(value: object) -> str:
-    known = (*STRATEGIES, *_STRATEGY_ALIASES)
-    if not isinstance(value, str) or value not in known:
-        raise OptionError(unknown_name("strategy", value, known))
-    return value
+def _check_strategy(value: object) -> Any:
+    if isinstance(value, str) and (value in _STRATEGY_ALIASES or value in ("ddp", "dp", "single")):
+        return value  # nothing in it can be wrong, and it need not be imported yet
+    return strategies.make(value, also=_STRATEGY_ALIASES)
+
+
+def _check_comm(value: object) -> Any:
+    return None if value is None else algorithms.make(value)
 
 
 def _check_nprocs(value: object) -> int | str:
@@ -268,6 +278,7 @@ _CHECKS: dict[str, Any] = {
     "launcher": _check_launcher,
     "backend": _check_backend,
     "precision": _check_precision,
+    "comm": _check_comm,
     "seed": _check_seed,
     "timeout": _check_timeout,
     "returns": _check_returns,
@@ -281,7 +292,12 @@ def check_precision(value: object) -> Precision:
     return _check_precision(value)
 
 
-def check_strategy(value: object) -> str:
-    """Resolve a strategy's name; raises OptionError with the known ones and the nearest."""
-    name = _check_strategy(value)
-    return _STRATEGY_ALIASES[name][0] if name in _STRATEGY_ALIASES else name
+def check_strategy(value: object) -> Any:
+    """Resolve a strategy's name, or take the object; raises OptionError with the known ones and the nearest."""
+    chosen = _check_strategy(value)
+    return _STRATEGY_ALIASES[chosen][0] if isinstance(chosen, str) and chosen in _STRATEGY_ALIASES else chosen
+
+
+def check_comm(value: object) -> Any:
+    """Resolve an algorithm's name, or take the object; raises OptionError with the known ones and the nearest."""
+    return _check_comm(value)

@@ -112,7 +112,10 @@ def backward(loss: torch.Tensor) -> None:
         world.grads_are_scaled = True
         loss = world.scaler.scale(loss)
     try:
-        loss.backward()  # type: ignore[no-untyped-call]
+        if world.strategy is None:
+            loss.backward()  # type: ignore[no-untyped-call]
+        else:
+            world.strategy.backward(loss)
     except RuntimeError as error:
         raise explained(error)  # noqa: B904 - which knows its cause
     if world.scaler is not None:
@@ -162,7 +165,10 @@ def optimizer_step(
     _refuse_half_a_window(world)
     if world.scaler is None:
         _clip(optimizer, model, max_norm)
-        optimizer.step()
+        if world.strategy is None:
+            optimizer.step()
+        else:
+            world.strategy.step(optimizer)
         return _stepped(scheduler, True)
     if world.stepped is None or id(optimizer) in world.stepped:
         raise PrecisionError(
@@ -178,6 +184,8 @@ def optimizer_step(
     overflowed = any(found.item() for found in scaler._found_inf_per_device(optimizer).values())
     world.grads_are_scaled = False
     scaler.step(optimizer)
+    for tell in list(world.on_skipped) if overflowed else ():
+        tell(optimizer)
     # The scale is updated before the next backward: another optimizer may still have gradients in the present one.
     world.stepped.add(id(optimizer))
     return _stepped(scheduler, not overflowed)

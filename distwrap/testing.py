@@ -35,6 +35,6 @@ def run_ranks(fn: Callable[..., R], nprocs: int, *args: Any, timeout: float = 30
     """
     if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
         raise OptionError(f"nprocs={nprocs!r}: it must be a whole number of at least 1.")
-    run = Run(strategy="ddp", backend="auto", precision="32", seed=None, timeout=timeout, retrofit=False)
+    run = Run(strategy=None, backend="auto", precision="32", seed=None, timeout=timeout, retrofit=False)
     values: list[R] = local.launch(Call(fn, args, {}), run, "forkserver", nprocs, everybody=True, seconds=timeout)
     return values

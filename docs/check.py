@@ -21,6 +21,7 @@ ROOT = Path(__file__).parent.parent
 WITHOUT_EXAMPLE = {
     "CheckpointIO",
     "DistwrapError",
+    "Strategy",
     "NodeSummary",
     "Preemption",
     "Placement",

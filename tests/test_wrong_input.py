@@ -31,8 +31,8 @@ def train() -> None: ...
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "ddpp"}, r"@distributed: unknown strategy 'ddpp'\. Did you mean 'ddp'\? Known: ddp, "),
-        ({"strategy": 3}, r"unknown strategy 3"),
+        ({"strategy": "ddpp"}, r"@distributed: unknown strategy 'ddpp'\. Did you mean 'ddp'\? Known: bagua, ddp, "),
+        ({"strategy": 3}, r"a strategy is a name or an object, not 3"),
         ({"nprocs": 0}, r"nprocs=0: it must be 'auto' or a whole number of at least 1"),
         ({"nprocs": -1}, r"nprocs=-1"),
         ({"nprocs": 2.5}, r"nprocs=2\.5"),

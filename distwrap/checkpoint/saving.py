@@ -67,7 +67,7 @@ def save(
     """
     series.check_keep(keep)
     path = Path(path)
-    chosen = choose(io, path)
+    chosen = choose(_of_strategy(io), path)
     state = _with_everyones(state)
     if chosen.collective:
         if background:
@@ -122,7 +122,7 @@ def load(
     path = Path(path)
     if not path.exists() and files.previous_of(path).exists():
         path = files.previous_of(path)  # a folder whose successor was about to take its name
-    chosen = choose(io, path)
+    chosen = choose(_of_strategy(io), path)
     if chosen.collective:
         refuse("load() of a sharded checkpoint")
     try:
@@ -233,6 +233,12 @@ def _raise_everywhere(name: str, problem: str, cause: Exception | None, what: st
         raise CheckpointError(
             f"{what} was not written by rank {worker} on {host}: {problem}. What was there before is untouched."
         ) from cause
+
+
+def _of_strategy(io: str | CheckpointIO) -> str | CheckpointIO:
+    """Where the call leaves the format open, a strategy of the user's may have one."""
+    strategy = current_world().strategy
+    return strategy.checkpoint_io() if io == "auto" and strategy is not None else io
 
 
 def _with_everyones(state: Any) -> Any:

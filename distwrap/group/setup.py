@@ -127,7 +127,9 @@ def join(
         # Now, since the store is certainly there. Where torch cannot clone one (before 2.8) the channel's thread waits
         # now and then for the main thread's look-ups.
         side = store.clone() if hasattr(store, "clone") else store
-        dist.init_process_group(
+        strategy = run.get("strategy")
+        init = dist.init_process_group if strategy is None else strategy.init_process_group
+        init(
             backend,
             store=PrefixStore("group", store),
             rank=placement.rank,
@@ -174,6 +176,8 @@ def _teardown(*, destroy: bool) -> None:
     world = active_world()
     if world is None:
         return
+    for settle in list(world.settle):
+        settle()
     deactivate()
     if world.channel is not None:
         world.channel.stop()

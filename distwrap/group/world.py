@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -36,6 +37,7 @@ class World:
 
     Attributes:
         backend: of the process group, ``None`` where there is none.
+        strategy: the run's `Strategy`; ``None`` for DDP.
         seed: the user's; ``None`` where none was given.
         timeout: seconds for a collective.
         scaler: of fp16; made when the first model is wrapped in that precision.
@@ -47,6 +49,9 @@ class World:
         user_scales: whether the loop was seen to use a gradient scaler of its own.
         window: of the accumulation that is under way.
         loaders: how many loaders were sharded, so that each has a random stream of its own.
+        comm: how wrapped models exchange, an `Algorithm`; ``None`` as DDP does.
+        settle: what all ranks do together before an orderly end.
+        on_skipped: told of an optimizer whose step fp16 has skipped.
         models: those that hold on to the process group; released before it goes.
         wrapped: how many models were wrapped, so that each has a name alike on every rank.
         first_steps: what looks at the optimizers' first steps.
@@ -68,7 +73,7 @@ class World:
     placement: Placement
     device: torch.device
     backend: str | None = None
-    strategy: str = "ddp"
+    strategy: Any = None
     precision: Precision = "32"
     seed: int | None = None
     timeout: float = 600.0
@@ -81,6 +86,9 @@ class World:
     user_scales: bool = False
     window: Any = None
     loaders: int = 0
+    comm: Any = None
+    settle: list[Callable[[], None]] = field(default_factory=list)
+    on_skipped: list[Callable[[Any], None]] = field(default_factory=list)
     models: WeakSet[Any] = field(default_factory=WeakSet)
     wrapped: int = 0
     first_steps: Any = None
@@ -155,9 +163,9 @@ def _placement_of_group() -> Placement:
     )
 
 
-def say(text: str) -> None:
-    """Print a line on rank 0's standard error; ``DISTWRAP_QUIET=1`` keeps it quiet."""
-    if current_world().placement.rank == 0 and os.environ.get("DISTWRAP_QUIET", "0") in ("", "0"):
+def say(text: str, *, every_rank: bool = False) -> None:
+    """Print a line on rank 0's standard error, or on every rank's; ``DISTWRAP_QUIET=1`` keeps it quiet."""
+    if (every_rank or current_world().placement.rank == 0) and os.environ.get("DISTWRAP_QUIET", "0") in ("", "0"):
         print(f"distwrap: {text}", file=sys.stderr, flush=True)
 
 

@@ -27,8 +27,8 @@ from distwrap.launch.execute import Call, Run, execute
 from distwrap.launch.machines import resolve
 from distwrap.options import Options, switched_on
 from distwrap.placement import Machine, Placement, detect
+from distwrap.registry import strategies
 from distwrap.seeding import preserved
-from distwrap.strategies import STRATEGIES
 
 fork_safety.watch_first_use()
 
@@ -46,14 +46,16 @@ def start(call: Call, options: Options) -> Any:
             f"train alone. Pass them as arguments (also in lists, tuples and dicts): what the function takes from its "
             f"object, a closure or a global is not seen."
         )
+    strategy = strategies.make(options.strategy)
     run = Run(
-        options.strategy,
-        options.backend,
+        strategy,
+        strategy.backend or options.backend,
         options.precision,
         options.seed,
         options.timeout,
         options.retrofit,
         options.log_dir,
+        options.comm,
     )
     if active_world() is not None:
         return _here(call, run, everybody)
@@ -70,11 +72,17 @@ def start(call: Call, options: Options) -> Any:
             "with `torchrun --nproc-per-node=2 train.py`, or choose launcher='auto'."
         )
     machines = resolve(options, found if isinstance(found, Machine) else None)
-    if not STRATEGIES[options.strategy].launches:
+    if strategy.launches == "one":
         if machines.several:
             raise OptionError(f"strategy={options.strategy!r} is one process, but there are {machines.most} machines.")
         return _in_process(call, run, everybody)
     nprocs = choose_nprocs(machines.nprocs, visible_devices())
+    if strategy.launches == "node":
+        if machines.nprocs not in ("auto", 1):
+            raise OptionError(
+                f"strategy={options.strategy!r} is one process a node, but nprocs={machines.nprocs} was given."
+            )
+        nprocs = 1
     if nprocs == 1 and not machines.several and not machines.elastic:
         return _in_process(call, run, everybody)
     launcher = options.launcher

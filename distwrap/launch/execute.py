@@ -33,17 +33,18 @@ class Call:
 class Run:
     """The options that matter inside a rank."""
 
-    strategy: str
+    strategy: Any
     backend: str
     precision: Precision
     seed: int | None
     timeout: float
     retrofit: bool
     log_dir: str | None = None
+    comm: Any = None
 
     def of_world(self) -> dict[str, Any]:
         """Those that the current world keeps."""
-        return {"strategy": self.strategy, "precision": self.precision, "seed": self.seed}
+        return {"strategy": self.strategy, "precision": self.precision, "seed": self.seed, "comm": self.comm}
 
 
 def execute(call: Call, run: Run) -> tuple[Any, list[Retrofitted]]:

@@ -38,6 +38,8 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
         **ddp_kwargs: for ``DistributedDataParallel``.
     """
 
+    _same_weights = True  # on all ranks, after each step
+
     def __init__(
         self,
         module: nn.Module,
@@ -143,14 +145,21 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
     def retire(self) -> None:
         """Watch no more: the same model is wrapped anew."""
         self._gradients.forget()
+        self._close_exchange()
 
     def release(self) -> None:
         """Let go of the process group: from now on this is the bare model."""
         self._gradients.forget()
+        self._close_exchange()
         for name in ("reducer", "logger", "process_group", "forward"):
             self.__dict__.pop(name, None)
         object.__dict__["__class__"].__set__(self, LocalModel)  # behind the property of that name
         self.__dict__["_run"] = self._in_precision(self._locally)
+
+    def _close_exchange(self) -> None:
+        exchange = self.__dict__.pop("_exchange", None)
+        if exchange is not None:
+            exchange.close()
 
 
 def _refuse_change(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:

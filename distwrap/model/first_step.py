@@ -82,6 +82,8 @@ class FirstSteps:
         tensors: dict[str, torch.Tensor] = {}
         for model in models:
             self._proven.add(model)
+            if not model._same_weights:
+                continue
             statistics = in_sync.tensors_of(model)
             tensors.update({f"{type(model.module).__name__}.{name}": value for name, value in statistics.items()})
         known = {id(parameter) for model in models for parameter in model.parameters()}

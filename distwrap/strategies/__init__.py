@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
-from distwrap.strategies.prepare import STRATEGIES, wrap_model, wrap_optimizer
+from distwrap.strategies.base import Strategy, Wrapping
+from distwrap.strategies.ddp import DDPStrategy
+from distwrap.strategies.prepare import wrap_model, wrap_optimizer
 
-__all__ = ["STRATEGIES", "wrap_model", "wrap_optimizer"]
+__all__ = ["DDPStrategy", "Strategy", "Wrapping", "wrap_model", "wrap_optimizer"]

@@ -5,27 +5,57 @@ Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.Distrib
 
 from __future__ import annotations
 
+import inspect
+from typing import Any
+
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from distwrap.collectives import broadcast
+from distwrap.comm.base import Algorithm
+from distwrap.comm.weights import WeightAlgorithm
+from distwrap.errors import ModelError, OptionError, unknown_name
 from distwrap.group.setup import require_group
-from distwrap.group.world import World
+from distwrap.group.world import World, current_world
 from distwrap.model.buffers import Buffers
 from distwrap.model.distributed import DistributedModel
 from distwrap.model.first_step import watch_first_step
+from distwrap.model.replica import ReplicaModel
 from distwrap.model.transparent import unwrap_model
-from distwrap.strategies.base import Wrapping
+from distwrap.registry import algorithms
+from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.single import local
 
 # By which the user decides when buffers are broadcast; the second name is torch's since 2.13.
 _BROADCAST = {"broadcast_buffers", "forward_sync_buffers"}
 
+_OURS = {"self", "module", "device_ids", "output_device", "dim"}
 
-class DDP:
-    """The same model in each process."""
 
-    launches = True
+class DDPStrategy(Strategy):
+    """The same model in each process.
+
+    Args:
+        backend: of the process group, as ``"gloo"``.
+        comm: the algorithm of exchange, where `wrap_model` and `@distributed` name none.
+        **ddp_options: for ``DistributedDataParallel``, as ``static_graph=True``.
+
+    Raises:
+        OptionError: DistributedDataParallel has no such option.
+
+    Example:
+        >>> DDPStrategy(static_graph=True, backend="gloo")
+        DDPStrategy(backend='gloo', comm=None, ddp_options={'static_graph': True})
+    """
+
+    def __init__(self, *, backend: str | None = None, comm: str | Algorithm | None = None, **ddp_options: Any) -> None:
+        known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - _OURS
+        for name in ddp_options:
+            if name not in known:
+                raise OptionError(unknown_name("option of DDPStrategy", name, {*known, "backend", "comm"}))
+        self.backend, self.comm = backend, None if comm is None else algorithms.make(comm)
+        self.ddp_options = ddp_options
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
         if world.placement.world_size == 1:
@@ -37,21 +67,38 @@ class DDP:
         for other in list(world.models):
             if unwrap_model(other) is unwrap_model(model):
                 other.retire()
-        options = wrapping.options
+        options = {**self.ddp_options, **wrapping.options}
         if wrapping.device.type != "cpu":
-            options = {"device_ids": [wrapping.device.index], **options}
+            options = {**self.devices(wrapping), **options}
         buffers = None
         world.wrapped += 1
         if world.channel is not None and not _BROADCAST.intersection(options):
             buffers = Buffers(unwrap_model(model), world.placement.rank, world.channel, f"{world.wrapped}")
-        wrapped = DistributedModel(
-            model, wrapping.in_precision, wrapping.device, wrapping.forward_methods, buffers, **options
-        )
+        comm = wrapping.comm if wrapping.comm is not None else self.comm
+        if comm is not None:
+            _refuse_with_comm(model, options)
+        kind = self.wrapper(comm)
+        wrapped = kind(model, wrapping.in_precision, wrapping.device, wrapping.forward_methods, buffers, **options)
+        if comm is not None:
+            wrapped.__dict__["_exchange"] = comm.attach(wrapped, world)
         world.models.add(wrapped)
         watch_first_step(world)
         return wrapped
 
+    def wrapper(self, comm: Algorithm | None) -> type[DistributedModel]:
+        """Choose the class around the model."""
+        return ReplicaModel if isinstance(comm, WeightAlgorithm) else DistributedModel
+
+    def devices(self, wrapping: Wrapping) -> dict[str, Any]:
+        """Choose DDP's ``device_ids``."""
+        return {"device_ids": [wrapping.device.index]}
+
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        for wrapped in list(current_world().models):
+            exchange = wrapped.__dict__.get("_exchange")
+            if exchange is not None and not held.isdisjoint(map(id, wrapped.parameters())):
+                optimizer = exchange.prepare_optimizer(optimizer)
         return optimizer
 
 
@@ -59,3 +106,14 @@ def _share(model: nn.Module) -> None:
     """Give every rank rank 0's weights, as DDP does when it is built."""
     for tensor in (*model.parameters(), *model.buffers()):
         tensor.data.copy_(broadcast(tensor.data))
+
+
+def _refuse_with_comm(model: nn.Module, options: dict[str, Any]) -> None:
+    if options.get("process_group") is not None:
+        raise OptionError("comm= exchanges between all ranks; it takes no process_group of its own.")
+    for name, part in model.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
+            raise ModelError(
+                f"comm= takes dense gradients, and {name or 'the model'} is an {type(part).__name__}(sparse=True), "
+                f"whose gradients are sparse. Build it with sparse=False, or leave comm out."
+            )

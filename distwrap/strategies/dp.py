@@ -6,20 +6,19 @@ Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.htm
 from __future__ import annotations
 
 from torch import nn
-from torch.optim import Optimizer
 
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.devices import visible_devices
 from distwrap.group.world import World
 from distwrap.model.local import DataParallelModel
-from distwrap.strategies.base import Wrapping
+from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.single import local
 
 
-class DP:
+class DPStrategy(Strategy):
     """The batch split over the devices of this process; with one device or none, the model as it is."""
 
-    launches = False
+    launches = "one"
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
         if wrapping.options:
@@ -33,6 +32,3 @@ class DP:
         if count < 2 or wrapping.device.type == "cpu":
             return local(model, wrapping)
         return DataParallelModel(model, wrapping.in_precision, range(count), wrapping.forward_methods)
-
-    def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
-        return optimizer

@@ -8,28 +8,27 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from distwrap.comm.base import Algorithm
 from distwrap.errors import ModelError, OptionError
-from distwrap.group.world import current_world
+from distwrap.group.world import World, current_world
 from distwrap.model.methods import ForwardMethods, check_forward_methods
 from distwrap.model.transparent import TransparentModule
-from distwrap.options import check_precision, check_strategy
+from distwrap.options import check_comm, check_precision, check_strategy
 from distwrap.precision import InPrecision, prepare_scaler
+from distwrap.registry import strategies
 from distwrap.strategies.base import Strategy, Wrapping
-from distwrap.strategies.ddp import DDP
-from distwrap.strategies.dp import DP
-from distwrap.strategies.single import Single
-
-STRATEGIES: dict[str, Strategy] = {"ddp": DDP(), "dp": DP(), "single": Single()}
+from distwrap.strategies.ddp import DDPStrategy
 
 
 def wrap_model(
     model: nn.Module,
     *,
-    strategy: str | None = None,
+    strategy: str | Strategy | None = None,
     device: torch.device | str | None = None,
     precision: str | None = None,
     sync_batchnorm: bool = False,
     forward_methods: ForwardMethods = "auto",
+    comm: str | Algorithm | None = None,
     **ddp_kwargs: Any,
 ) -> nn.Module:
     """Prepare a model for distributed training; in a single process on the CPU in float32, return it as it is.
@@ -49,13 +48,15 @@ def wrap_model(
         sync_batchnorm: turn BatchNorm into SyncBatchNorm (torch has it on accelerators only).
         forward_methods: ``"auto"``: a method begins a forward when it calls a module inside the model. Or the names of
             those that may; the others then run on the bare model.
+        comm: how the ranks exchange what they have learnt, instead of the run's: a name, as ``"bytegrad"``, one with
+            options, as ``"local_sgd(sync_every=16)"``, or an object out of `distwrap.comm`.
         **ddp_kwargs: for ``DistributedDataParallel``, as ``find_unused_parameters=True``.
 
     Raises:
         ModelError: it is no module, or is wrapped already, or has no method of that name, or its batch norms cannot be
             synchronised here. Later: gradients that would not be averaged, parameters without one, parameters moved,
             frozen or unfrozen since, ranks that differ after the first optimizer step.
-        OptionError: an unknown strategy or precision.
+        OptionError: an unknown strategy, precision or algorithm.
 
     Example:
         >>> model = wrap_model(nn.Linear(2, 1))
@@ -71,7 +72,8 @@ def wrap_model(
         )
     world = current_world()
     world.crumbs.drop("wrap_model")
-    chosen = STRATEGIES[check_strategy(strategy if strategy is not None else world.strategy)]
+    chosen = strategies.make(check_strategy(strategy)) if strategy is not None else _of(world)
+    algorithm = check_comm(comm) if comm is not None else world.comm
     where = torch.device(device) if device is not None else world.device
     what = check_precision(precision) if precision is not None else world.precision
     if sync_batchnorm:
@@ -82,12 +84,16 @@ def wrap_model(
     if what == "fp16":
         prepare_scaler(world, model)
     in_precision = InPrecision(what, where)
-    wrapping = Wrapping(where, in_precision, forward_methods, dict(ddp_kwargs))
+    wrapping = Wrapping(where, in_precision, forward_methods, algorithm, dict(ddp_kwargs))
     return chosen.prepare_model(in_precision.weights(model.to(where)), world, wrapping)
 
 
 def wrap_optimizer(optimizer: Optimizer, model: nn.Module | None = None) -> Optimizer:
-    """Prepare an optimizer: as it is for DDP, DP and a single process, whose strategies act on the model alone.
+    """Prepare an optimizer: it comes back as it is, unless the model's ``comm=`` acts on it, as ``"qadam"`` does.
+
+    Args:
+        optimizer: of the parameters of a wrapped model.
+        model: that model; by default the one that has the optimizer's parameters.
 
     Raises:
         OptionError: it is no optimizer.
@@ -99,4 +105,8 @@ def wrap_optimizer(optimizer: Optimizer, model: nn.Module | None = None) -> Opti
     """
     if not isinstance(optimizer, Optimizer):
         raise OptionError(f"wrap_optimizer() takes a torch optimizer, not a {type(optimizer).__qualname__}.")
-    return STRATEGIES[current_world().strategy].prepare_optimizer(optimizer, model)
+    return _of(current_world()).prepare_optimizer(optimizer, model)
+
+
+def _of(world: World) -> Strategy:
+    return world.strategy if world.strategy is not None else DDPStrategy()

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from torch import nn
-from torch.optim import Optimizer
 
 from distwrap.errors import ModelError
 from distwrap.group.world import World
 from distwrap.model.local import LocalModel
-from distwrap.strategies.base import Wrapping
+from distwrap.strategies.base import Strategy, Wrapping
 
 
-class Single:
+class SingleStrategy(Strategy):
     """The user's own model: wrapped only where precision or device ask for it."""
 
-    launches = False
+    launches = "one"
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
         if world.placement.world_size > 1:
@@ -23,9 +22,6 @@ class Single:
                 f"Use strategy='ddp', or start one process."
             )
         return local(model, wrapping)
-
-    def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
-        return optimizer
 
 
 def local(model: nn.Module, wrapping: Wrapping) -> nn.Module:

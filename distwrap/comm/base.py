@@ -1,0 +1,143 @@
+"""What an algorithm of exchange is: options that travel to the ranks, and what it becomes there for one model.
+
+```
+Algorithm                what the user names: a frozen dataclass of options
+├── GradientAlgorithm    makes an Averager, which a DDP hook feeds with buckets of gradients
+└── WeightAlgorithm      makes a WeightExchange, which acts around the optimizer's steps
+```
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from distwrap.errors import OptionError
+
+if TYPE_CHECKING:
+    from distwrap.comm.exchange import Exchange
+    from distwrap.comm.link import Link
+    from distwrap.group.world import World
+    from distwrap.model.distributed import DistributedModel
+
+
+@dataclass(frozen=True, kw_only=True)
+class Algorithm(ABC):
+    """How the ranks exchange what they have learnt. Subclasses are frozen dataclasses of their options.
+
+    Attributes:
+        hierarchical: full precision inside a node, the algorithm between the nodes' first ranks.
+    """
+
+    hierarchical: bool = False
+
+    def check(self, world_size: int) -> None:  # noqa: B027 - most have nothing to refuse
+        """Refuse options that do not fit a world of so many ranks, or of so many nodes where hierarchical.
+
+        Raises:
+            OptionError: they do not.
+        """
+
+    @abstractmethod
+    def attach(self, model: DistributedModel, world: World) -> Exchange:
+        """Begin to exchange for a model that was wrapped just now; every rank calls it."""
+
+
+@dataclass
+class Bucket:
+    """Some gradients of one backward, one after the other in one flat tensor; or the like.
+
+    Attributes:
+        values: what is to be averaged, in place.
+        parameters: whose gradients they are, in order.
+        views: the values of each parameter, in its shape and memory format.
+        scale: by which they are multiplied, under fp16.
+        name_of: a parameter's name by its id.
+        report: called with the names of parameters whose gradients are not finite.
+    """
+
+    values: torch.Tensor
+    parameters: list[nn.Parameter]
+    views: list[torch.Tensor] = field(default_factory=list)
+    scale: float = 1.0
+    name_of: dict[int, str] = field(default_factory=dict)
+    report: Callable[[list[str]], None] | None = None
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        """By which the bucket is known from step to step. DDP rearranges its buckets after the first."""
+        return tuple(map(id, self.parameters))
+
+    def parts(self, flat: torch.Tensor | None = None) -> list[torch.Tensor]:
+        """Cut a flat tensor, by default the values, into the parameters' shares."""
+        flat = self.values if flat is None else flat
+        return list(torch.split(flat, [parameter.numel() for parameter in self.parameters]))
+
+    def complain(self) -> None:
+        """Say whose gradients are not finite; call it before they are overwritten."""
+        if self.report is not None:
+            pairs = zip(self.parameters, self.parts(), strict=True)
+            bad = [parameter for parameter, part in pairs if not torch.isfinite(part).all()]
+            self.report([self.name_of.get(id(parameter), "a parameter") for parameter in bad])
+
+
+class Averager(ABC):
+    """Averages gradients over the ranks of a link: the part of a gradient algorithm that has state.
+
+    Attributes:
+        wants_scale: whether it keeps something from step to step, which must follow the scale of fp16.
+    """
+
+    wants_scale = False
+
+    @abstractmethod
+    def average(self, bucket: Bucket) -> None:
+        """Replace the bucket's values by their mean over the ranks. Runs in the model's thread, in order.
+
+        Numbers that are not finite stay so on all ranks, and are reported by `Bucket.complain`.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientAlgorithm(Algorithm):
+    """The ranks average gradients, in one way or another, and hold the same weights."""
+
+    @abstractmethod
+    def averager(self, link: Link, device: torch.device) -> Averager:
+        """Make what averages, for one model."""
+
+    def prepare_optimizer(self, optimizer: Optimizer, averager: Averager | None) -> Optimizer:
+        """Return the optimizer that the loop steps; `averager` is ``None`` on a node's ranks but its first."""
+        return optimizer
+
+    def attach(self, model: DistributedModel, world: World) -> Exchange:
+        from distwrap.comm.gradients import GradientExchange
+
+        return GradientExchange(self, model, world)
+
+
+def positive(name: str, value: Any, *, least: int = 1) -> None:
+    """Refuse an option that is no whole number from `least`.
+
+    Raises:
+        OptionError: it is not.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise OptionError(f"{name}={value!r}: it must be a whole number from {least}.")
+
+
+def fraction(name: str, value: Any, *, low: float = 0.0, high: float = 1.0, with_low: bool = False) -> None:
+    """Refuse an option that is no number between two bounds.
+
+    Raises:
+        OptionError: it is not.
+    """
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not (low <= value <= high and (with_low or value > low)):
+        raise OptionError(f"{name}={value!r}: it must be a number {'from' if with_low else 'above'} {low} to {high}.")

@@ -1,0 +1,209 @@
+"""How numbers are made small: each codec turns a flat tensor of floats into bytes, and back.
+
+Every codec says whether the numbers were finite. What was not is NaN after decoding, together with its block: never a
+number that looks right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import torch
+
+_PIECE = 1 << 17  # numbers at a time on the CPU: half a megabyte, which stays in the cache from step to step
+_MAGIC = 1.5 * 2**23  # a number below 2^22, added to this in float32, is rounded, and held in the lowest bits
+_TINY = 1e-36  # a range below which the scale would overflow
+
+
+class Codec(Protocol):
+    """One way to write floats in fewer bytes."""
+
+    def size(self, count: int) -> int:
+        """Say how many bytes `count` numbers take; a multiple of 4."""
+
+    def encode(self, values: torch.Tensor, codes: torch.Tensor) -> bool:
+        """Write flat float32 numbers as bytes; return whether all were finite."""
+
+    def decode(self, codes: torch.Tensor, values: torch.Tensor) -> None:
+        """Write the bytes' numbers into a flat float32 tensor."""
+
+
+class Cast:
+    """Rounded to a smaller floating-point type.
+
+    Args:
+        dtype: ``torch.float16`` or ``torch.bfloat16``, or ``torch.float32`` for no loss.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+
+    def size(self, count: int) -> int:
+        return _aligned(count * self._dtype.itemsize)
+
+    def encode(self, values: torch.Tensor, codes: torch.Tensor) -> bool:
+        if not values.numel():
+            return True
+        codes[: values.numel() * self._dtype.itemsize].view(self._dtype).copy_(values)
+        low, high = values.aminmax()
+        return bool(torch.maximum(-low, high) <= torch.finfo(self._dtype).max)
+
+    def decode(self, codes: torch.Tensor, values: torch.Tensor) -> None:
+        values.copy_(codes[: values.numel() * self._dtype.itemsize].view(self._dtype))
+
+
+class MinMax8:
+    """One byte a number: the number of steps from the least one of its block, to the nearest step.
+
+    A step is 1/254 of the block's range, so the error is at most 1/508 of it, and a rounding of float32. A block has a
+    header of two float32: what code 0 stands for, and the step. Bagua's MinMaxUInt8 codec, but for its defects: its
+    scale is absolute (1e-7), so that small gradients vanish; it loses a narrow range far from zero; its header has the
+    numbers' own type.
+
+    Source: https://arxiv.org/abs/2107.01499, section 3.
+    """
+
+    def size(self, count: int) -> int:
+        return _aligned(8 * _blocks(count, _PIECE) + count)
+
+    def encode(self, values: torch.Tensor, codes: torch.Tensor) -> bool:
+        if values.device.type == "cpu":
+            return self._encode_by_piece(values, codes)
+        return self._encode_by_row(values, codes)
+
+    def _encode_by_piece(self, values: torch.Tensor, codes: torch.Tensor) -> bool:
+        """Read the memory once: block by block, in the cache, two passes over each and one to narrow the codes."""
+        count, finite = values.numel(), True
+        header = 8 * _blocks(count, _PIECE)
+        scratch = torch.empty(min(count, _PIECE))
+        headers = []
+        for start in range(0, count, _PIECE):
+            block = values[start : start + _PIECE]
+            shifted = scratch[: block.numel()]
+            low, high = (bound.item() for bound in block.aminmax())
+            offset, step, scale = _grid(low, high)
+            if scale and abs(offset) * scale <= 2**20:
+                lowest = round(offset * scale)  # the grid goes through 0: one pass shifts, scales and rounds
+                offset = lowest * step
+                torch.add(_scalar(_MAGIC - lowest), block, alpha=scale, out=shifted)
+            else:
+                torch.sub(block, offset, out=shifted).mul_(scale).add_(_MAGIC)
+            codes[header + start : header + start + block.numel()].copy_(shifted.view(torch.int32))
+            finite = finite and offset == offset
+            headers += [offset, step]
+        codes[:header].view(torch.float32).copy_(torch.tensor(headers))
+        return finite
+
+    def _encode_by_row(self, values: torch.Tensor, codes: torch.Tensor) -> bool:
+        """All blocks at once, without a word to the processor until the end."""
+        count = values.numel()
+        header = 8 * _blocks(count, _PIECE)
+        headers = codes[:header].view(torch.float32).view(header // 8, 2)
+        for first, rows, place in _rows(values, _PIECE):
+            low, high = rows.aminmax(dim=1)
+            extent = high.double() - low
+            bad = ~torch.isfinite(extent)
+            step = torch.where(bad | (extent < _TINY), 0.0, extent / 254)
+            scale = torch.where(step > 0, 1 / step, 0.0).float()
+            headers[first : first + len(rows), 0] = torch.where(bad, torch.nan, low)
+            headers[first : first + len(rows), 1] = step
+            steps = ((rows - low[:, None]) * scale[:, None]).round_().nan_to_num_(0.0, 0.0, 0.0)
+            codes[header + place : header + place + rows.numel()].view(rows.shape).copy_(steps)
+        return bool(torch.isfinite(headers).all())
+
+    def decode(self, codes: torch.Tensor, values: torch.Tensor) -> None:
+        if values.device.type != "cpu":
+            self._decode_by_row(codes, values)
+            return
+        count = values.numel()
+        header = 8 * _blocks(count, _PIECE)
+        headers = codes[:header].view(torch.float32).view(header // 8, 2)
+        for (offset, step), start in zip(headers.tolist(), range(0, count, _PIECE), strict=True):
+            block = values[start : start + _PIECE]
+            block.copy_(codes[header + start : header + start + block.numel()])
+            torch.add(_scalar(offset), block, alpha=step, out=block)
+
+    def _decode_by_row(self, codes: torch.Tensor, values: torch.Tensor) -> None:
+        header = 8 * _blocks(values.numel(), _PIECE)
+        headers = codes[:header].view(torch.float32).view(header // 8, 2)
+        for first, rows, place in _rows(values, _PIECE):
+            rows.copy_(codes[header + place : header + place + rows.numel()].view(rows.shape))
+            offset, step = headers[first : first + len(rows)].unbind(1)
+            torch.addcmul(offset[:, None], rows, step[:, None], out=rows)
+
+
+class Sign:
+    """One bit a number: its sign, times the mean of the absolute values of its block of 4096.
+
+    Needs error feedback. Source: https://arxiv.org/abs/2102.02888, section 4.
+    """
+
+    block = 4096
+
+    def size(self, count: int) -> int:
+        return _aligned(4 * _blocks(count, self.block) + -(-count // 8))
+
+    def encode(self, values: torch.Tensor, codes: torch.Tensor) -> bool:
+        count = values.numel()
+        header = 4 * _blocks(count, self.block)
+        scales = codes[:header].view(torch.float32)
+        for first, rows, place in _rows(values, self.block):
+            scales[first : first + len(rows)] = rows.abs().mean(dim=1)
+            bits = (rows >= 0).view(-1)
+            if len(bits) % 8:
+                bits = torch.nn.functional.pad(bits, (0, -len(bits) % 8))
+            # Eight bytes of 0 or 1 each, times the right number, have the eight bits in the highest byte.
+            packed = bits.view(torch.int64).mul(0x0102040810204080).view(torch.uint8)[7::8]
+            codes[header + place // 8 :][: len(packed)].copy_(packed)
+        return bool(torch.isfinite(scales).all())
+
+    def decode(self, codes: torch.Tensor, values: torch.Tensor) -> None:
+        count = values.numel()
+        header = 4 * _blocks(count, self.block)
+        scales = codes[:header].view(torch.float32)
+        signs = _signs(values.device)
+        for first, rows, place in _rows(values, self.block):
+            packed = codes[header + place // 8 :][: -(-rows.numel() // 8)]
+            plain = signs.index_select(0, packed.int()).view(-1)[: rows.numel()].view(rows.shape)
+            torch.mul(plain, scales[first : first + len(rows), None], out=rows)
+
+
+def _signs(device: torch.device) -> torch.Tensor:
+    """Return what each byte's eight bits stand for, first to last."""
+    shifts = torch.arange(8, device=device)
+    bits = torch.arange(256, device=device)[:, None].bitwise_right_shift(shifts).bitwise_and(1)
+    return bits.float().mul_(2).sub_(1)
+
+
+def _grid(low: float, high: float) -> tuple[float, float, float]:
+    """Return a block's offset, step and its inverse, from its least and greatest number."""
+    extent = high - low
+    if not extent < float("inf"):
+        return float("nan"), 0.0, 0.0
+    if extent < _TINY:
+        return low, 0.0, 0.0
+    return low, extent / 254, 254 / extent
+
+
+def _scalar(value: float) -> torch.Tensor:
+    return torch.tensor(value, dtype=torch.float32)
+
+
+def _blocks(count: int, block: int) -> int:
+    return -(-count // block)
+
+
+def _aligned(size: int) -> int:
+    return -(-size // 4) * 4
+
+
+def _rows(values: torch.Tensor, block: int) -> Iterator[tuple[int, torch.Tensor, int]]:
+    """Yield the full blocks as rows, then the last one, each with the number of its first block and its place."""
+    full = values.numel() // block
+    at_once = full if values.device.type != "cpu" else max(1, _PIECE // block)
+    for first in range(0, full, max(1, at_once)):
+        count = min(at_once, full - first)
+        yield first, values[first * block : (first + count) * block].view(count, block), first * block
+    if values.numel() > full * block:
+        yield full, values[full * block :].view(1, -1), full * block

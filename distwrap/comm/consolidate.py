@@ -1,0 +1,110 @@
+"""One set of weights out of replicas that train on their own: for evaluation, checkpoints and the end."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import nn
+
+from distwrap.comm.asynchronous import AsyncExchange, paused
+from distwrap.comm.exchange import Exchange
+from distwrap.comm.link import Traffic
+from distwrap.comm.weights import WeightExchange
+from distwrap.errors import ModelError
+from distwrap.group.solo import refuse
+from distwrap.group.world import current_world
+from distwrap.model.buffers import sync_buffers
+from distwrap.model.transparent import TransparentModule, unwrap_model
+
+
+class Consolidated(AbstractContextManager[None]):
+    """What `consolidate` returns: leave the ``with``, and each rank goes on with its own weights."""
+
+    def __init__(self, exchange: WeightExchange | None = None) -> None:
+        self._exchange = exchange
+        self._own: torch.Tensor | None = None
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        if exchange is not None and exchange.model is not None:
+            self._own = exchange.consolidate()
+            self._buffers = [(buffer, buffer.clone()) for buffer in exchange.model.buffers()]
+            sync_buffers(exchange.model, "mean")
+            exchange.brought_together()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._exchange is not None and self._own is not None and kind is None:
+            with torch.no_grad():
+                for buffer, own in self._buffers:
+                    buffer.copy_(own)
+            self._exchange.restore(self._own)
+        self._own, self._buffers = None, []
+
+
+def consolidate(model: nn.Module) -> Consolidated:
+    """Give every rank the mean of all ranks' weights and buffers, to evaluate, save or return; a collective.
+
+    For ``comm=`` algorithms whose ranks hold different weights, as ``local_sgd``, ``diloco``, ``async`` and
+    ``decentralized``. With all others, and in one process, it does nothing. A plain call is for good; as a ``with`` the
+    mean is there inside, and afterwards each rank goes on with its own weights.
+
+    Args:
+        model: wrapped.
+
+    Raises:
+        CollectiveInRankZeroError: only some ranks are here.
+
+    Example:
+        >>> model = wrap_model(nn.Linear(1, 1))
+        >>> with consolidate(model):
+        ...     weights = model.state_dict()
+    """
+    refuse("consolidate()")
+    current_world().crumbs.drop("consolidate")
+    exchange = _exchange_of(model)
+    return Consolidated(exchange if isinstance(exchange, WeightExchange) else None)
+
+
+def pause(model: nn.Module) -> AbstractContextManager[None]:
+    """Stop the averaging of ``comm="async"`` for the time of a ``with``; all ranks enter and leave it.
+
+    For what takes long between two steps, as an evaluation: the other ranks' averaging would wait for this one's next
+    step. A no-op with other algorithms.
+
+    Example:
+        >>> with pause(wrap_model(nn.Linear(1, 1))):
+        ...     pass
+    """
+    refuse("pause()")
+    exchange = _exchange_of(model)
+    return paused(exchange) if isinstance(exchange, AsyncExchange) else Consolidated()
+
+
+def traffic(model: nn.Module) -> Traffic:
+    """Return what this rank has sent for a model until now; zeros where it was wrapped without ``comm=``.
+
+    Example:
+        >>> traffic(wrap_model(nn.Linear(1, 1))).sent
+        0
+    """
+    exchange = _exchange_of(model)
+    return exchange.traffic if exchange is not None else Traffic()
+
+
+def _exchange_of(model: Any) -> Exchange | None:
+    """Find what a wrapped model exchanges through, also where it is compiled around it."""
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"this takes the model that wrap_model() returned, not a {type(model).__name__}.")
+    bare = unwrap_model(model)
+    while not issubclass(type(model), TransparentModule):
+        inner = model.__dict__.get("_modules", {}).get("_orig_mod")
+        if inner is None:
+            found = (each for each in current_world().models if unwrap_model(each) is bare)
+            model = next(found, None)
+            return None if model is None else model.__dict__.get("_exchange")
+        model = inner
+    exchange: Exchange | None = model.__dict__.get("_exchange")
+    return exchange

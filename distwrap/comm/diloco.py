@@ -1,0 +1,159 @@
+"""Many steps on one's own, then an outer step along what the replicas have moved on average.
+
+Source: https://arxiv.org/abs/2311.08105, algorithm 1; in fragments, with a delay and few bits, Streaming DiLoCo,
+https://arxiv.org/abs/2501.18512, algorithm 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from distwrap.comm.base import Bucket, fraction, positive
+from distwrap.comm.codecs import Cast, Codec, MinMax8, Sign
+from distwrap.comm.compressed import CompressedMean
+from distwrap.comm.flat import FlatWeights, fragments
+from distwrap.comm.link import Link
+from distwrap.comm.weights import WeightAlgorithm, WeightExchange
+from distwrap.errors import OptionError, unknown_name
+from distwrap.group.world import World
+
+if TYPE_CHECKING:
+    from distwrap.model.distributed import DistributedModel
+
+_CODECS: dict[str, Callable[[], Codec]] = {"16bit": lambda: Cast(torch.bfloat16), "8bit": MinMax8, "1bit": Sign}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(WeightAlgorithm):
+    """Every `sync_every` steps, an outer step of SGD with Nesterov momentum on the weights of the last one.
+
+    The inner optimizer, usually AdamW, is any; its state stays each rank's own.
+
+    Args:
+        sync_every: inner steps between two outer steps of the same weights.
+        outer_lr: the outer learning rate.
+        outer_momentum: the outer momentum, 0 for none.
+        fragments: in how many parts the model is exchanged, one after the other, evenly spread over `sync_every` steps:
+            the same bytes, a fraction of the peak.
+        delay: inner steps in which a fragment travels while training goes on; 0 waits for it.
+        mixing: how much of its own progress in that time a replica keeps, from 0, none, to 1.
+        compression: ``"16bit"``, ``"8bit"`` or ``"1bit"`` for what travels, with error feedback; ``None`` for float32.
+    """
+
+    sync_every: int = 32
+    outer_lr: float = 0.7
+    outer_momentum: float = 0.9
+    fragments: int = 1
+    delay: int = 0
+    mixing: float = 0.0
+    compression: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        positive("sync_every", self.sync_every)
+        positive("fragments", self.fragments)
+        positive("delay", self.delay, least=0)
+        fraction("outer_lr", self.outer_lr, high=10.0)
+        fraction("outer_momentum", self.outer_momentum, with_low=True)
+        fraction("mixing", self.mixing, with_low=True)
+        if self.compression is not None and self.compression not in _CODECS:
+            raise OptionError(unknown_name("compression", self.compression, _CODECS))
+        if self.delay >= self.sync_every or self.fragments > self.sync_every:
+            raise OptionError(
+                f"DiLoCo(sync_every={self.sync_every}, delay={self.delay}, fragments={self.fragments}): the delay must "
+                f"be less than sync_every, and there can be as many fragments as steps."
+            )
+
+    def attach(self, model: DistributedModel, world: World) -> WeightExchange:
+        return _DiLoCo(self, model, world)
+
+
+class _Fragment:
+    """Some of the weights: as the last outer step left them, the outer momentum, and what is on its way.
+
+    Args:
+        weights: which.
+        offset: at which step of every `sync_every` it leaves, after the first so many.
+    """
+
+    def __init__(self, weights: FlatWeights, options: DiLoCo, link: Link | None, offset: int) -> None:
+        self._weights, self._options = weights, options
+        self.offset = offset
+        self._anchor = weights.read()
+        self._momentum = torch.zeros_like(self._anchor)
+        self.due: int | None = None
+        self.future: torch.futures.Future[torch.Tensor] | None = None
+        self._mean: CompressedMean | None = None
+        if options.compression is not None and link is not None:
+            self._mean = CompressedMean(link, _CODECS[options.compression](), feedback=True)
+
+    def progress(self) -> torch.Tensor:
+        """Return how far this replica has moved since, with the sign of a gradient."""
+        return self._anchor - self._weights.read()
+
+    def averaged(self, link: Link, progress: torch.Tensor) -> None:
+        """Replace a progress by the replicas' mean; in the model's thread."""
+        if self._mean is None:
+            link.mean(progress)
+        else:
+            self._mean.average(Bucket(progress, self._weights.parameters))
+
+    def outer_step(self, mean: torch.Tensor) -> None:
+        """Step as torch.optim.SGD(nesterov=True) does, and set the weights."""
+        options = self._options
+        self._momentum.mul_(options.outer_momentum).add_(mean)
+        self._anchor.add_(mean + options.outer_momentum * self._momentum, alpha=-options.outer_lr)
+        if options.mixing:
+            self._weights.write(torch.lerp(self._anchor, self._weights.read(), options.mixing))
+        else:
+            self._weights.write(self._anchor)
+
+
+class _DiLoCo(WeightExchange):
+    def __init__(self, algorithm: DiLoCo, model: DistributedModel, world: World) -> None:
+        super().__init__(algorithm, model, world)
+        self._options = algorithm
+        self._fragments: list[_Fragment] = []
+
+    def begin(self) -> None:
+        options = self._options
+        parts = fragments(self.weights.parameters, options.fragments)
+        self._fragments = [
+            _Fragment(part, options, self.link, options.sync_every * index // len(parts))
+            for index, part in enumerate(parts)
+        ]
+
+    def after_step(self, step: int) -> None:
+        for fragment in self._fragments:
+            if step >= self._options.sync_every and (step - fragment.offset) % self._options.sync_every == 0:
+                self._send(fragment, step)
+            if fragment.due == step:
+                self._receive(fragment)
+        self.alike = self._options.delay == 0 == self._options.mixing and all(
+            fragment.offset == 0 and step % self._options.sync_every == 0 for fragment in self._fragments
+        )
+
+    def _send(self, fragment: _Fragment, step: int) -> None:
+        progress = fragment.progress()
+
+        def work() -> torch.Tensor:
+            self.among_replicas(fragment.averaged, progress)
+            return progress
+
+        fragment.future, fragment.due = self.engine.submit(work), step + self._options.delay
+
+    def _receive(self, fragment: _Fragment) -> None:
+        assert fragment.future is not None
+        mean = fragment.future.wait()
+        self.engine.raise_failure()
+        fragment.outer_step(mean)
+        fragment.future = fragment.due = None
+
+    def settle(self) -> None:
+        for fragment in self._fragments:
+            if fragment.future is not None:
+                self._receive(fragment)

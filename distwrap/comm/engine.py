@@ -1,0 +1,100 @@
+"""One thread a model that does its exchanges one after the other, in the same order on every rank.
+
+A DDP hook that starts a second collective when the first has ended may deadlock: which bucket ends first differs from
+rank to rank. One queue has one order. DDP waits for the future that a hook returns; the thread sets it.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch.futures import Future
+
+T = TypeVar("T")
+
+_PATIENCE = 0.5  # seconds for the thread to end; it may be in a collective to which nobody comes any more
+
+
+class Engine:
+    """A first-in-first-out thread. On an accelerator it works in a stream of its own.
+
+    After an exception nothing more is done: the futures that are waited for are set all the same, so that nobody hangs,
+    and `raise_failure` tells.
+
+    Args:
+        device: of the tensors.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Any, Future[Any], Any] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._accelerator = None if device.type == "cpu" else torch.get_device_module(device)
+        self._stream: Any = None if self._accelerator is None else self._accelerator.Stream(device)
+
+    def submit(self, work: Callable[[], T], otherwise: Any = None) -> Future[T]:
+        """Queue some work; its future has the value, or, after a failure, `otherwise`.
+
+        On an accelerator, what the current stream was given until now is done before it.
+        """
+        if self._thread is None:
+            # A thread that is not the model's: it ends with the model, whoever drops it.
+            self._thread = threading.Thread(target=self._run, name="distwrap-comm", daemon=True)
+            self._thread.start()
+        future: Future[T]
+        if self._accelerator is None:
+            future, ready = Future(), None
+        else:
+            future, ready = Future(devices=[self._device]), self._accelerator.Event()
+            ready.record()
+        self._queue.put((work, otherwise, future, ready))
+        return future
+
+    def call(self, work: Callable[[], T]) -> T:
+        """Do some work in turn, and wait for it.
+
+        Raises:
+            BaseException: what was raised, in this work or in one before it.
+        """
+        value = self.submit(work).wait()
+        self.raise_failure()
+        return value
+
+    def raise_failure(self) -> None:
+        """Raise what the thread has met, if anything."""
+        if self._failure is not None:
+            raise self._failure
+
+    def close(self) -> bool:
+        """End the thread, after what is queued; return whether it has ended."""
+        thread = self._thread
+        if thread is None or thread is threading.current_thread():
+            return thread is None
+        self._queue.put(None)
+        thread.join(_PATIENCE)
+        self._thread = None
+        return not thread.is_alive()
+
+    def _run(self) -> None:
+        while (item := self._queue.get()) is not None:
+            work, otherwise, future, ready = item
+            if self._accelerator is None:
+                future.set_result(self._done(work, otherwise))
+            else:
+                with self._accelerator.stream(self._stream):
+                    self._stream.wait_event(ready)
+                    future.set_result(self._done(work, otherwise))
+            del item, work, otherwise, future, ready  # which hold the model's buffers while the thread waits
+
+    def _done(self, work: Callable[[], Any], otherwise: Any) -> Any:
+        if self._failure is None:
+            try:
+                return work()
+            except BaseException as error:  # noqa: BLE001 - raised again where it is waited for
+                self._failure = error
+        return otherwise

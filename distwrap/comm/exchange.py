@@ -1,0 +1,109 @@
+"""What an algorithm is for one model on one rank: its links, its thread, and how it ends."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod, finalize, ref
+
+import torch.distributed as dist
+from torch.optim import Optimizer
+
+from distwrap.collectives import gather_object
+from distwrap.comm.base import Algorithm
+from distwrap.comm.engine import Engine
+from distwrap.comm.link import Link, Traffic
+from distwrap.group.world import World, say
+
+if TYPE_CHECKING:
+    from distwrap.model.distributed import DistributedModel
+
+_REPORTS = 3  # of gradients that are not finite, a model
+
+
+class Exchange:
+    """Holds what a model exchanges through. Made on every rank, in the same order.
+
+    Attributes:
+        traffic: what this rank has sent.
+        everyone: between all ranks.
+        node: between the ranks of this node, where the algorithm is hierarchical; else ``None``.
+        link: between the ranks that run the algorithm: all of them, or the nodes' first ones where it is hierarchical;
+            ``None`` on the others of a node.
+        nnodes: how many ranks, or nodes, run the algorithm.
+        reports: how often this rank's gradients were not finite.
+    """
+
+    def __init__(self, algorithm: Algorithm, model: DistributedModel, world: World) -> None:
+        place = world.placement
+        self.algorithm, self.device, self.rank, self.world_size = algorithm, world.device, place.rank, place.world_size
+        self.traffic, self.reports = Traffic(), 0
+        self._model = ref(model)
+        self._groups: list[Any] = []
+        nodes = (
+            _ranks_of_nodes(place.node_rank) if algorithm.hierarchical else [[rank] for rank in range(place.world_size)]
+        )
+        self.nnodes = len(nodes)
+        algorithm.check(self.nnodes)
+        everyone = self._between(world, list(range(place.world_size)), leaves_node=self.nnodes > 1)
+        assert everyone is not None
+        self.everyone: Link = everyone
+        self.link: Link | None = everyone
+        self.node: Link | None = None
+        if algorithm.hierarchical:
+            links = [self._between(world, ranks, leaves_node=False) for ranks in nodes]
+            self.node = next(link for link in links if link is not None)
+            self.link = self._between(world, [ranks[0] for ranks in nodes])
+        self.engine = Engine(world.device)
+        closing = WeakMethod(self.close)
+        world.cleanup.callback(lambda: (close := closing()) and close())
+        finalize(model, self.close).atexit = False
+
+    def _between(self, world: World, ranks: list[int], *, leaves_node: bool = True) -> Link | None:
+        """Make a link between some ranks; every rank of the world calls it. ``None`` where this one is not in it."""
+        group = None
+        if len(ranks) > 1:
+            group = dist.new_group(ranks, timeout=timedelta(seconds=world.timeout))
+        if self.rank not in ranks:
+            return None
+        self._groups.append(group)
+        return Link(group, ranks, self.rank, self.traffic, leaves_node=leaves_node)
+
+    @property
+    def model(self) -> DistributedModel | None:
+        """The wrapped model, while somebody holds it."""
+        return self._model()
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        """Return the optimizer that the loop steps."""
+        return optimizer
+
+    def report(self, names: list[str]) -> None:
+        """Say that this rank's gradients are not finite."""
+        self.reports += 1
+        if self.reports <= _REPORTS:
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            say(
+                f"rank {self.rank}: not finite: the gradient of {', '.join(names[:3])}{more}. All ranks get NaN for "
+                f"what it is averaged with.",
+                every_rank=True,
+            )
+
+    def close(self) -> None:
+        """End the thread, and let go of the groups where no other rank need take part."""
+        ended = self.engine.close()
+        groups, self._groups = self._groups, []
+        for group in groups:
+            if ended and group is not None and dist.is_initialized():
+                with suppress(ValueError):  # of a group that went with the world's
+                    if dist.get_backend(group) == "gloo":
+                        dist.destroy_process_group(group)
+
+
+def _ranks_of_nodes(node_rank: int) -> list[list[int]]:
+    """Return the ranks of each node; a collective."""
+    nodes: dict[int, list[int]] = {}
+    for rank, node in enumerate(gather_object(node_rank)):
+        nodes.setdefault(node, []).append(rank)
+    return [nodes[node] for node in sorted(nodes)]

@@ -1,0 +1,80 @@
+"""Gradients of a backward: DDP hands them over bucket by bucket, the model's thread averages them in this order.
+
+Source: https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import nn
+from torch.autograd import Variable
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
+from torch.optim import Optimizer
+
+from distwrap.comm.base import Averager, Bucket, GradientAlgorithm
+from distwrap.comm.exchange import Exchange
+from distwrap.group.world import World, current_world
+
+if TYPE_CHECKING:
+    from distwrap.model.distributed import DistributedModel
+
+_graph_task = torch._C._current_graph_task_id
+
+
+class GradientExchange(Exchange):
+    """A gradient algorithm at work for one model."""
+
+    def __init__(self, algorithm: GradientAlgorithm, model: DistributedModel, world: World) -> None:
+        super().__init__(algorithm, model, world)
+        self._algorithm = algorithm
+        self._names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self._averager: Averager | None = None
+        if self.link is not None:
+            self._averager = algorithm.averager(self.link, world.device)
+        model.register_comm_hook(self, on_bucket)
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        return self._algorithm.prepare_optimizer(optimizer, self._averager)
+
+    def submit(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Queue a bucket; the future has its buffer when it holds the mean."""
+        watch_failure(self, bucket)
+        world, values = current_world(), bucket.buffer()
+        scaled = world.scaler is not None and world.grads_are_scaled
+        item = Bucket(values, cast("list[nn.Parameter]", bucket.parameters()), bucket.gradients(), name_of=self._names)
+        item.report = None if scaled else self.report  # fp16 has such numbers now and then, and skips the step
+        if scaled and self._averager is not None and self._averager.wants_scale:
+            assert world.scaler is not None
+            item.scale = world.scaler.get_scale()
+        return self.engine.submit(partial(self._average, item), otherwise=values)
+
+    def _average(self, bucket: Bucket) -> torch.Tensor:
+        values = bucket.values
+        if self.node is not None:
+            self.node.to_first(values)
+            values.mul_(self.nnodes / self.world_size)
+        if self._averager is not None:
+            self._averager.average(bucket)
+        if self.node is not None:
+            self.node.from_first(values)
+        return values
+
+
+def on_bucket(state, bucket):  # type: ignore[no-untyped-def]
+    """What DDP calls; it looks at the signature, and takes no annotation that is a string."""
+    return state.submit(bucket)
+
+
+def watch_failure(exchange: Exchange, bucket: GradBucket) -> None:
+    """Raise what the model's thread has met at the end of this backward, after DDP's own end of it."""
+    if _graph_task() == -1:
+        exchange.engine.raise_failure()  # in Join, which calls the hook for a rank that is out of data
+    elif bucket.index() == 0:
+        _at_end(lambda: _at_end(exchange.engine.raise_failure))
+
+
+def _at_end(call: Any) -> None:
+    Variable._execution_engine.queue_callback(call)

@@ -1,0 +1,186 @@
+"""Adam of which only the momentum travels, in 8 bits or in 1.
+
+Source: https://arxiv.org/abs/2102.02888, algorithm 1. Of Bagua's ``QAdamAlgorithm`` four defects are not copied: the
+bias correction of the variance went on growing after the variance was frozen; the weight decay ended with the warm-up;
+the first group's betas were taken for all; nothing was fed back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim import Adam, AdamW, Optimizer
+
+from distwrap.comm.base import Averager, Bucket, GradientAlgorithm, positive
+from distwrap.comm.codecs import MinMax8, Sign
+from distwrap.comm.compressed import CompressedMean
+from distwrap.comm.link import Link
+from distwrap.errors import ModelError, OptionError
+from distwrap.group.world import current_world
+
+_STEPS = "qadam_steps"  # in a parameter group, so that it is saved with the optimizer's state
+
+
+@dataclass(frozen=True, kw_only=True)
+class QAdam(GradientAlgorithm):
+    """Plain Adam while it warms up; then a frozen variance, and the mean of momenta in few bits.
+
+    Give the optimizer, ``Adam`` or ``AdamW``, to `wrap_optimizer`. In one process it stays plain Adam.
+
+    Args:
+        warmup_steps: of plain Adam, with gradients in full; some 20 % of all, until the variance is stable.
+        bits: 8, a quarter of the bytes; or 1, a thirty-second, with error feedback on both ways.
+        error_feedback: of the 8-bit form.
+    """
+
+    warmup_steps: int = 100
+    bits: int = 8
+    error_feedback: bool = True
+
+    def __post_init__(self) -> None:
+        positive("warmup_steps", self.warmup_steps)
+        if self.bits not in (1, 8):
+            raise OptionError(f"bits={self.bits!r}: QAdam sends 8 bits a number, or 1.")
+
+    def averager(self, link: Link, device: torch.device) -> Averager:
+        return _Momenta(link, self)
+
+    def prepare_optimizer(self, optimizer: Optimizer, averager: Averager | None) -> Optimizer:
+        prepared = QAdamOptimizer(optimizer, self.warmup_steps)
+        if isinstance(averager, _Momenta):
+            averager.serve(prepared)
+        return prepared
+
+
+class _Momenta(Averager):
+    wants_scale = True
+
+    def __init__(self, link: Link, options: QAdam) -> None:
+        self._link, self._options = link, options
+        codec = Sign() if options.bits == 1 else MinMax8()
+        self._mean = CompressedMean(link, codec, feedback=options.error_feedback or options.bits == 1)
+        self._group_of: dict[int, tuple[QAdamOptimizer, dict[str, Any]]] = {}
+
+    def serve(self, optimizer: QAdamOptimizer) -> None:
+        """Turn the gradients of an optimizer's parameters into its momenta, once it is warm."""
+        for group in optimizer.param_groups:
+            self._group_of.update({id(parameter): (optimizer, group) for parameter in group["params"]})
+
+    def average(self, bucket: Bucket) -> None:
+        frozen = [self._is_frozen(id(parameter)) for parameter in bucket.parameters]
+        if not any(frozen):
+            self._link.mean(bucket.values)
+            return
+        if not all(frozen):
+            raise ModelError(
+                "comm='qadam': this model has two optimizers, of which one is warm and the other is not. Step them as "
+                "often, or wrap their parts of the model one by one."
+            )
+        _refuse_unknown_scale()
+        for parameter, gradient in zip(bucket.parameters, bucket.views, strict=True):
+            optimizer, group = self._group_of[id(parameter)]
+            beta = group["betas"][0]
+            if group["weight_decay"] and not optimizer.decoupled:
+                gradient.add_(parameter.detach(), alpha=group["weight_decay"] * bucket.scale)
+            gradient.mul_(1 - beta)
+            if "exp_avg" in optimizer.state[parameter]:
+                gradient.add_(optimizer.state[parameter]["exp_avg"], alpha=beta * bucket.scale)
+        self._mean.average(bucket)
+
+    def _is_frozen(self, parameter: int) -> bool:
+        if parameter not in self._group_of:
+            raise ModelError(
+                "comm='qadam' exchanges Adam's momentum, and this parameter's optimizer is not known: "
+                "optimizer = wrap_optimizer(torch.optim.Adam(model.parameters()), model), before the first backward."
+            )
+        group = self._group_of[parameter][1]
+        return bool(group[_STEPS] >= self._options.warmup_steps)
+
+
+class QAdamOptimizer(Optimizer):
+    """Adam whose variance is frozen after `warmup_steps`, when gradients come as averaged momenta.
+
+    Shares parameter groups and state with the optimizer that it was made of. After the warm-up a step is
+    lr / (1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵀ) + ε) with v as it was after the T-th step. What never had a gradient until
+    then, whose v is 0, is not trained any more: its momentum is the codec's noise.
+
+    Raises:
+        OptionError: it is no Adam, or one whose options are not in the formula.
+    """
+
+    def __init__(self, adam: Optimizer, warmup_steps: int) -> None:
+        if not isinstance(adam, (Adam, AdamW)):
+            raise OptionError(f"comm='qadam' needs torch.optim.Adam or AdamW, not {type(adam).__name__}.")
+        for name in ("amsgrad", "maximize", "differentiable"):
+            if any(group.get(name) for group in adam.param_groups):
+                raise OptionError(f"comm='qadam' takes no {type(adam).__name__}({name}=True).")
+        self.decoupled, self._warmup = isinstance(adam, AdamW), warmup_steps
+        super().__init__(adam.param_groups, adam.defaults)
+        self.state = adam.state
+        for group in self.param_groups:
+            group.setdefault(_STEPS, 0)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take a step."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            self._step(group)
+        return loss
+
+    def _step(self, group: dict[str, Any]) -> None:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        gradients: Any = [parameter.grad for parameter in parameters]
+        states = [self._state_of(parameter) for parameter in parameters]
+        (beta1, beta2), decay = group["betas"], group["weight_decay"]
+        lr = float(group["lr"])
+        momenta = [state["exp_avg"] for state in states]
+        variances = [state["exp_avg_sq"] for state in states]
+        frozen = group[_STEPS] >= self._warmup
+        group[_STEPS] += 1
+        step = group[_STEPS]
+        if not parameters:
+            return
+        if decay and self.decoupled:
+            torch._foreach_mul_(parameters, 1 - lr * decay)
+        if frozen:
+            torch._foreach_copy_(momenta, gradients)
+        else:
+            if decay and not self.decoupled:
+                gradients = torch._foreach_add(gradients, parameters, alpha=decay)
+            torch._foreach_lerp_(momenta, gradients, 1 - beta1)
+            torch._foreach_mul_(variances, beta2)
+            torch._foreach_addcmul_(variances, gradients, gradients, 1 - beta2)
+        for state in states:
+            state["step"] += 1
+        correction1, correction2 = 1 - beta1**step, 1 - beta2 ** min(step, self._warmup)
+        scales = torch._foreach_sqrt(variances)
+        torch._foreach_div_(scales, correction2**0.5)
+        torch._foreach_add_(scales, group["eps"])
+        torch._foreach_addcdiv_(parameters, momenta, scales, value=-lr / correction1)
+        if step == self._warmup:
+            for variance in variances:
+                variance.masked_fill_(variance == 0, torch.inf)
+
+    def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
+        state: dict[str, Any] = self.state[parameter]
+        if not state:
+            state["step"] = torch.tensor(0.0)
+            state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+            state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        return state
+
+
+def _refuse_unknown_scale() -> None:
+    world = current_world()
+    if world.precision == "fp16" and not world.grads_are_scaled:
+        raise ModelError(
+            "comm='qadam' under precision='fp16' must know by how much the gradients are scaled, and a GradScaler of "
+            "the loop's own does not say: call distwrap.backward(loss) and distwrap.optimizer_step(optimizer)."
+        )

@@ -1,0 +1,48 @@
+"""Error feedback: what a rank could not send in this step is added to what it sends in the next.
+
+Source: https://arxiv.org/abs/1901.09847, algorithm 2.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from distwrap.comm.base import Bucket
+
+
+class Residuals:
+    """One number a gradient, kept with its parameter, since DDP rearranges its buckets after the first step.
+
+    Args:
+        dtype: theirs, by default float32.
+    """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        self._flat: dict[tuple[int, ...], torch.Tensor] = {}
+        self._parts: dict[int, torch.Tensor] = {}
+        self._scales: dict[tuple[int, ...], float] = {}
+        self._dtype = dtype
+
+    def of(self, bucket: Bucket) -> torch.Tensor:
+        """Return those of a bucket, flat, to be changed in place; in the scale of its gradients."""
+        key = bucket.key
+        if key not in self._flat:
+            self._rearrange(bucket)
+        flat = self._flat[key]
+        if self._scales[key] != bucket.scale:
+            flat.mul_(bucket.scale / self._scales[key])
+            self._scales[key] = bucket.scale
+        return flat
+
+    def _rearrange(self, bucket: Bucket) -> None:
+        flat = torch.zeros(bucket.values.numel(), dtype=self._dtype, device=bucket.values.device)
+        parameters = set(bucket.key)
+        for parameter, part in zip(bucket.parameters, bucket.parts(flat), strict=True):
+            if id(parameter) in self._parts:
+                part.copy_(self._parts[id(parameter)])
+            self._parts[id(parameter)] = part
+        # All buckets of a step have the same scale, so an old one's is the one in which its numbers are.
+        scale = next((self._scales[old] for old in self._flat if parameters.intersection(old)), bucket.scale)
+        for old in [old for old in self._flat if parameters.issuperset(old)]:
+            del self._flat[old], self._scales[old]
+        self._flat[bucket.key], self._scales[bucket.key] = flat, scale

@@ -1,0 +1,47 @@
+"""A model that trains on its own most of the time, under an algorithm that exchanges weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from distwrap.group.world import current_world, say
+from distwrap.model.distributed import DistributedModel
+
+
+class ReplicaModel(DistributedModel):
+    """A `DistributedModel` whose gradients DDP leaves alone while ``_trains_alone``, as in its ``no_sync()``.
+
+    Says once where weights are looked at that the ranks do not share.
+    """
+
+    _same_weights = False
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward averages gradients, as DDP reads it."""
+        own = self.__dict__
+        return own.get("_syncs", True) and not own.get("_trains_alone", False)
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self.__dict__["_syncs"] = value
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the training flag."""
+        if self.training and not mode:
+            self._note_own_weights("eval()")
+        return super().train(mode)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the model's own state dict, of this rank's weights."""
+        self._note_own_weights("state_dict()")
+        return super().state_dict(*args, **kwargs)
+
+    def _note_own_weights(self, where: str) -> None:
+        exchange, world = self.__dict__.get("_exchange"), current_world()
+        if exchange is not None and not exchange.alike and "own weights" not in world.noted:
+            world.noted.add("own weights")
+            say(
+                f"{where} sees this rank's own weights, and under this comm= each rank has others. For the mean of "
+                f"all: with distwrap.consolidate(model): ..."
+            )

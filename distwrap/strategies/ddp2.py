@@ -1,0 +1,48 @@
+"""One process a node over all its devices, gradients averaged across nodes: Lightning's former ``ddp2``.
+
+Inside the process torch's DataParallel splits the batch over threads, in full precision; between the nodes it is DDP,
+with any algorithm of exchange. On the CPU, and with one device a node, it is DDP with one process a node.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.nn.parallel import data_parallel
+
+from distwrap.comm.base import Algorithm
+from distwrap.errors import OptionError
+from distwrap.group.devices import visible_devices
+from distwrap.group.world import World
+from distwrap.model.distributed import DistributedModel
+from distwrap.strategies.base import Wrapping
+from distwrap.strategies.ddp import DDPStrategy
+
+
+class DDP2Strategy(DDPStrategy):
+    """DDP between nodes, DataParallel inside; takes DDP's options."""
+
+    launches = "node"
+
+    def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
+        if world.placement.local_world_size > 1:
+            raise OptionError(
+                f"strategy='ddp2' is one process a node, and this node has {world.placement.local_world_size}. Start "
+                f"one a node (srun --ntasks-per-node=1, torchrun --nproc-per-node=1), or use strategy='ddp'."
+            )
+        return super().prepare_model(model, world, wrapping)
+
+    def wrapper(self, comm: Algorithm | None) -> type[DistributedModel]:
+        return super().wrapper(comm) if visible_devices().count < 2 else _OverDevices
+
+    def devices(self, wrapping: Wrapping) -> dict[str, Any]:
+        return super().devices(wrapping) if visible_devices().count < 2 else {}
+
+
+class _OverDevices(DistributedModel):
+    """A forward runs on all devices of this process; DDP sees the gradients on the first."""
+
+    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        devices = list(range(visible_devices().count))
+        return data_parallel(self.module, inputs, devices, module_kwargs=kwargs or None)

@@ -1,0 +1,262 @@
+"""Each gradient algorithm against NumPy, for one to five ranks: odd and empty buckets, small and large numbers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distwrap.comm import BF16, FP16, AllReduce, ByteGrad, GradientAlgorithm, Link, PowerSGD, QAdam, TopK, Traffic
+from distwrap.comm.base import Bucket
+from distwrap.testing import run_ranks
+from tests.comm import references
+
+RANKS = [1, 2, 3, 4, 5]
+STEPS = 4
+# Of one bucket each: with matrices that are worth approximating, and without; nothing at all; less than a rank each.
+SHAPES: dict[str, list[tuple[int, ...]]] = {
+    "odd": [(37, 53), (19,), (3, 5, 7)],
+    "two blocks": [(131, 1009), (3,)],
+    "one": [(1,)],
+    "three": [(3,)],
+    "empty": [(0,)],
+}
+SCALES = [1e-12, 1.0, 1e12]
+ALGORITHMS: dict[str, GradientAlgorithm] = {
+    "allreduce": AllReduce(),
+    "fp16": FP16(),
+    "bf16": BF16(),
+    "bytegrad": ByteGrad(),
+    "bytegrad, error feedback": ByteGrad(error_feedback=True),
+    "powersgd": PowerSGD(rank=2),
+    "topk": TopK(ratio=0.1),
+}
+Reference = Callable[[Sequence[references.Array]], references.Array]
+
+
+def count_of(shapes: Sequence[tuple[int, ...]]) -> int:
+    return sum(math.prod(shape) for shape in shapes)
+
+
+def gradients(rank: int, step: int, count: int, scale: float) -> torch.Tensor:
+    """A part that all ranks share, and one of each rank's own."""
+    shared = torch.randn(count, generator=torch.Generator().manual_seed(step))
+    own = torch.randn(count, generator=torch.Generator().manual_seed(1000 * rank + step))
+    return (shared + own) * scale
+
+
+def _average_everything(dtype: torch.dtype = torch.float32) -> dict[tuple[str, str, float], list[Any]]:
+    """Run on each rank: every algorithm over every bucket, some steps each."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found: dict[tuple[str, str, float], list[Any]] = {}
+    for name, algorithm in ALGORITHMS.items():
+        for kind, shapes in SHAPES.items():
+            for scale in SCALES:
+                link = Link(dist.group.WORLD, list(range(size)), rank, Traffic())
+                averager = algorithm.averager(link, torch.device("cpu"))
+                parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+                results = []
+                for step in range(STEPS):
+                    values = gradients(rank, step, count_of(shapes), scale).to(dtype)
+                    averager.average(Bucket(values, parameters))
+                    results.append(values.double().numpy())
+                found[name, kind, scale] = results
+    return found
+
+
+@cache
+def everyones(ranks: int) -> list[dict[tuple[str, str, float], list[Any]]]:
+    return run_ranks(_average_everything, ranks, timeout=100)
+
+
+def reference_of(name: str, shapes: list[tuple[int, ...]], ranks: int) -> Reference:
+    count = count_of(shapes)
+    if name == "topk":
+        return references.TopK(count, ranks, 0.1)
+    if name == "powersgd":
+        random, rights = torch.Generator().manual_seed(0), []
+        powersgd = references.PowerSGD(shapes, ranks, 2, [])
+        for shape in shapes:
+            if not powersgd.small(shape):
+                columns = math.prod(shape[1:])
+                right = torch.randn(columns, min(2, shape[0], columns), generator=random)
+                rights.append(right.double().numpy())
+        return references.PowerSGD(shapes, ranks, 2, rights)
+    coded: dict[str, references.Coded] = {
+        "allreduce": lambda x: x,
+        "fp16": references.as_float16,
+        "bf16": references.as_bfloat16,
+        "bytegrad": references.as_minmax8,
+        "bytegrad, error feedback": references.as_minmax8,
+    }
+    return references.CompressedMean(coded[name], count, ranks, feedback="feedback" in name)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize("ranks", RANKS)
+def test_like_the_reference_and_alike_on_all_ranks(ranks: int, name: str, kind: str, scale: float) -> None:
+    results = [of_rank[name, kind, scale] for of_rank in everyones(ranks)]
+    reference = reference_of(name, SHAPES[kind], ranks)
+    for step in range(STEPS):
+        for others in results[1:]:
+            assert np.array_equal(others[step], results[0][step], equal_nan=True)  # to the bit
+        inputs = [gradients(rank, step, count_of(SHAPES[kind]), scale).double().numpy() for rank in range(ranks)]
+        got = results[0][step]
+        if name == "fp16" and ranks > 1 and scale == 1e12:
+            assert not np.isfinite(got).any()  # beyond float16: never a number that looks right
+            continue
+        expected = reference(inputs)
+        off = np.abs(got - expected) > 2e-5 * (np.abs(expected) + scale)
+        # Where a number lies on the middle between two codes a last bit decides, and its step is 1/254 of the range.
+        assert off.mean() < 2e-3 if off.size else not got.size
+        assert np.abs(got - expected).max(initial=0) <= 0.1 * scale
+
+
+@pytest.mark.parametrize("name", ["bytegrad, error feedback", "topk", "powersgd"])
+def test_what_is_not_sent_is_sent_later(name: str) -> None:
+    """With error feedback, the sum of what came out follows the sum of what went in."""
+    ranks, scale = 3, 1.0
+    for kind in ("odd", "three"):
+        count = count_of(SHAPES[kind])
+        results = everyones(ranks)[0][name, kind, scale]
+        truth = [
+            np.mean([gradients(r, s, count, scale).double().numpy() for r in range(ranks)], axis=0)
+            for s in range(STEPS)
+        ]
+        late = np.abs(np.sum(results, axis=0) - np.sum(truth, axis=0)).mean()
+        if name == "bytegrad, error feedback":
+            # A step's rounding, not four: without feedback errors would add up.
+            assert late <= np.abs(results[0] - truth[0]).mean() * 2 + 1e-6
+        else:
+            assert late <= np.abs(np.sum(truth, axis=0)).mean() * 2
+
+
+def _with_bad_numbers(bad: float) -> list[tuple[str, list[float], int]]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found = []
+    for name, algorithm in ALGORITHMS.items():
+        link = Link(dist.group.WORLD, list(range(size)), rank, Traffic())
+        averager = algorithm.averager(link, torch.device("cpu"))
+        parameters = [nn.Parameter(torch.zeros(20, 30)), nn.Parameter(torch.zeros(7))]
+        names = {id(parameters[0]): "weight", id(parameters[1]): "bias"}
+        reports: list[list[str]] = []
+        for step in range(3):
+            values = gradients(rank, step, 607, 1.0)
+            if step == 1 and rank == size - 1:
+                values[603] = bad
+            averager.average(Bucket(values, parameters, name_of=names, report=reports.append))
+            found.append((name, [float(values[603]), float(torch.isfinite(values).float().mean())], len(reports)))
+        assert reports in ([], [["bias"]]), reports
+    return found
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_reported_reaches_all_ranks_and_does_not_stay(bad: float) -> None:
+    ranks = 3
+    for rank, found in enumerate(run_ranks(_with_bad_numbers, ranks, bad)):
+        for index, (name, (value, finite), reports) in enumerate(found):
+            step = index % 3
+            if step != 1:
+                assert finite == 1.0, (name, step)  # error feedback has not kept it
+            else:
+                assert not math.isfinite(value), name
+            if name == "allreduce":
+                assert reports == 0  # as DDP
+            elif name == "powersgd":
+                assert reports == int(step >= 1) * (1 if rank == ranks - 1 else reports)
+            else:
+                assert reports == int(step >= 1 and rank == ranks - 1), (name, rank)
+
+
+def _in_other_types(dtype: torch.dtype) -> list[float]:
+    return [float(np.abs(values[0]).sum()) for values in _average_everything(dtype).values()]
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_gradients_of_other_types(dtype: torch.dtype) -> None:
+    first, second = run_ranks(_in_other_types, 2, dtype, timeout=60)
+    assert np.array_equal(first, second, equal_nan=True)
+    expected = [np.abs(values[0]).sum() for values in everyones(2)[0].values()]
+    keys = list(everyones(2)[0])
+    for key, got, wanted in zip(keys, first, expected, strict=True):
+        if key[0] != "fp16" or key[2] != 1e12:
+            assert got == pytest.approx(wanted, rel=0.05), key
+
+
+QADAMS: dict[str, dict[str, Any]] = {
+    "8 bits": {"bits": 8},
+    "8 bits, no feedback": {"bits": 8, "error_feedback": False},
+    "1 bit": {"bits": 1},
+}
+DECAYS: dict[str, tuple[type[torch.optim.Optimizer], float]] = {
+    "Adam": (torch.optim.Adam, 0.0),
+    "Adam, decay": (torch.optim.Adam, 0.1),
+    "AdamW, decay": (torch.optim.AdamW, 0.1),
+}
+
+
+def _train_by_qadam() -> dict[tuple[str, str], list[Any]]:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    found = {}
+    for name, options in QADAMS.items():
+        for kind, (optimizer_class, decay) in DECAYS.items():
+            algorithm = QAdam(warmup_steps=3, **options)
+            link = Link(dist.group.WORLD, list(range(size)), rank, Traffic())
+            averager = algorithm.averager(link, torch.device("cpu"))
+            parameters = [nn.Parameter(torch.ones(41, 7)), nn.Parameter(torch.ones(5))]
+            plain = optimizer_class(parameters, lr=0.01, weight_decay=decay)  # type: ignore[call-arg]
+            optimizer = algorithm.prepare_optimizer(plain, averager)
+            history = []
+            for step in range(7):
+                values = gradients(rank, step, 292, 1.0)
+                bucket = Bucket(values, parameters)
+                bucket.views = [part.view(p.shape) for part, p in zip(bucket.parts(), parameters, strict=True)]
+                averager.average(bucket)
+                for parameter, view in zip(parameters, bucket.views, strict=True):
+                    parameter.grad = view.clone()
+                optimizer.step()
+                history.append(torch.cat([p.detach().flatten() for p in parameters]).double().numpy())
+            found[name, kind] = history
+    return found
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_qadam_like_the_reference(ranks: int) -> None:
+    everyone = run_ranks(_train_by_qadam, ranks)
+    for (name, kind), history in everyone[0].items():
+        options, (optimizer_class, decay) = QADAMS[name], DECAYS[kind]
+        coded = references.as_sign if options["bits"] == 1 else references.as_minmax8
+        feedback = options.get("error_feedback", True)
+        mean = references.CompressedMean(coded, 292, ranks, feedback=feedback)
+        reference = references.QAdam(
+            np.ones(292), mean, warmup=3, lr=0.01, decay=decay, decoupled=optimizer_class is torch.optim.AdamW
+        )
+        for step in range(7):
+            reference.step([gradients(rank, step, 292, 1.0).double().numpy() for rank in range(ranks)])
+            for other in everyone[1:]:
+                assert np.array_equal(other[name, kind][step], history[step])
+            off = np.abs(history[step] - reference.weights) > 1e-4
+            assert off.mean() < 0.02, (name, kind, step, np.abs(history[step] - reference.weights).max())
+
+
+def test_qadams_warm_up_is_plain_adam() -> None:
+    def train(prepared: bool) -> torch.Tensor:
+        parameter = nn.Parameter(torch.ones(9))
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW([parameter], lr=0.1, weight_decay=0.3)
+        if prepared:
+            optimizer = QAdam(warmup_steps=5).prepare_optimizer(optimizer, None)
+        for step in range(5):
+            parameter.grad = gradients(0, step, 9, 1.0)
+            optimizer.step()
+        return parameter.detach()
+
+    assert torch.allclose(train(True), train(False), atol=1e-6)

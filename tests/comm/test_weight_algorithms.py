@@ -1,0 +1,268 @@
+"""Each weight algorithm against NumPy: replicas that descend quadratics of their own, through wrap_model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from distwrap import consolidate, wrap_model
+from distwrap.comm import (
+    Algorithm,
+    AsyncAveraging,
+    Decentralized,
+    DiLoCo,
+    LocalSGD,
+    LowPrecisionDecentralized,
+    pause,
+    traffic,
+)
+from distwrap.errors import OptionError
+from distwrap.group import rank, world_size
+from distwrap.testing import run_ranks
+from tests.comm import references
+
+RANKS = [1, 2, 3, 4, 5]
+STEPS, LR = 13, 0.1
+SIZES = [37, 5, 58]
+PARTS = [slice(0, 42), slice(42, 100)]  # as `fragments` cuts these sizes in two
+
+ALGORITHMS: dict[str, tuple[Algorithm, type[references.Replicas]]] = {
+    "local_sgd": (LocalSGD(sync_every=3), references.LocalSGD),
+    "diloco": (DiLoCo(sync_every=3), references.DiLoCo),
+    "streaming diloco": (DiLoCo(sync_every=4, fragments=2, delay=1, mixing=0.25), references.StreamingDiLoCo),
+    "decentralized": (Decentralized(), references.DecentralizedAll),
+    "shift_one": (Decentralized(peer_selection="shift_one"), references.ShiftOne),
+    "low_precision_decentralized": (LowPrecisionDecentralized(), references.Ring),
+}
+
+
+class Quadratic(nn.Module):
+    """Its loss is 0.5·|w - target|², so that the gradient is w - target."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.ParameterList(nn.Parameter(torch.ones(size, dtype=torch.float64)) for size in SIZES)
+
+    def forward(self, target: torch.Tensor) -> torch.Tensor:
+        return 0.5 * (torch.cat(list(self.w)) - target).square().sum()
+
+
+def target_of(number: int, scale: float) -> torch.Tensor:
+    return torch.randn(100, generator=torch.Generator().manual_seed(number), dtype=torch.float64) * scale
+
+
+def flat(model: nn.Module) -> Any:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).numpy().copy()
+
+
+def _descend(algorithms: dict[str, Algorithm], scale: float) -> dict[str, tuple[list[Any], Any, Any]]:
+    found = {}
+    for name, algorithm in algorithms.items():
+        model = wrap_model(Quadratic(), comm=algorithm)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(scale)  # after wrapping, as a checkpoint that is loaded
+        optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+        target, history = target_of(rank(), scale), []
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            model(target).backward()
+            optimizer.step()
+            history.append(flat(model))
+        with consolidate(model):
+            mean = flat(model)
+        found[name] = history, mean, flat(model)
+    return found
+
+
+@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_like_the_reference(ranks: int, scale: float) -> None:
+    chosen = {name: algorithm for name, (algorithm, _) in ALGORITHMS.items() if name != "shift_one" or ranks % 2 == 0}
+    everyone = run_ranks(_descend, ranks, chosen, scale)
+    for name in chosen:
+        kind = ALGORITHMS[name][1]
+        targets = [target_of(number, scale).numpy() for number in range(ranks)]
+        start = np.full(100, scale)
+        if ranks == 1:  # a plain step
+            replicas = references.Replicas(start, targets, LR)
+        elif kind is references.StreamingDiLoCo:
+            replicas = references.StreamingDiLoCo(start, targets, LR, PARTS)
+        else:
+            replicas = kind(start, targets, LR)
+        quantised = name == "low_precision_decentralized"
+        for step in range(STEPS):
+            replicas.step()
+            for number in range(ranks):
+                got, expected = everyone[number][name][0][step], replicas.w[number]
+                worst = np.abs(got - expected).max()
+                assert worst <= (2e-2 if quantised else 1e-9) * scale, (name, step, number, worst)
+        means = [everyone[number][name][1] for number in range(ranks)]
+        assert all(np.array_equal(mean, means[0]) for mean in means), name
+        own = [everyone[number][name][2] for number in range(ranks)]
+        assert np.allclose(means[0], np.mean(own, axis=0), rtol=1e-12, atol=0), name
+
+
+def test_consolidate_gives_the_own_weights_back() -> None:
+    for history, _, after in (
+        found["local_sgd"] for found in run_ranks(_descend, 2, {"local_sgd": LocalSGD(sync_every=5)}, 1.0)
+    ):
+        assert np.array_equal(history[-1], after)
+
+
+class Linear(nn.Module):
+    """Its gradient is the same everywhere, so a replica's progress does not depend on when it was averaged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(101, dtype=torch.float64))
+
+    def forward(self, slope: torch.Tensor) -> torch.Tensor:
+        return (self.w * slope).sum()
+
+
+def _steps_at_own_pace(interval_ms: int, steps: Sequence[int], pauses: bool) -> tuple[Any, int]:
+    model = wrap_model(Linear(), comm=AsyncAveraging(sync_interval_ms=interval_ms))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    slope = target_of(rank(), 1.0)[:1].expand(101)
+    for step in range(steps[rank()]):
+        optimizer.zero_grad()
+        model(slope).backward()
+        optimizer.step()
+        time.sleep(0.002 * (1 + rank()))
+        if pauses and step == 5:
+            with pause(model):
+                before = flat(model)
+                time.sleep(0.02)
+                assert np.array_equal(flat(model), before)
+    exchange: Any = model.__dict__["_exchange"]
+    consolidate(model)
+    return flat(model), exchange.rounds
+
+
+@pytest.mark.parametrize("pauses", [False, True])
+@pytest.mark.parametrize("ranks", [2, 3, 4])
+def test_async_loses_no_progress_whatever_the_pace(ranks: int, pauses: bool) -> None:
+    """A mean moves weights from rank to rank and makes none: the final mean is known, though the rounds are not."""
+    steps = [20 + 13 * number for number in range(ranks)]
+    everyone = run_ranks(_steps_at_own_pace, ranks, 3, steps, pauses)
+    progress = [-float(target_of(number, 1.0)[0]) * steps[number] for number in range(ranks)]
+    for weights, rounds in everyone:
+        assert rounds >= 2
+        assert np.array_equal(weights, everyone[0][0])
+        assert np.allclose(weights, np.mean(progress), rtol=1e-9, atol=1e-9)
+
+
+def _goes_on_after_consolidate() -> list[float]:
+    model = wrap_model(Linear(), comm=AsyncAveraging(sync_interval_ms=1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    seen = []
+    for epoch in range(3):
+        for _ in range(4 + rank()):
+            optimizer.zero_grad()
+            model(torch.full((101,), float(rank() + 1), dtype=torch.float64)).backward()
+            optimizer.step()
+        if epoch == 1:
+            consolidate(model)
+            seen.append(float(model.w[0]))
+        else:
+            with consolidate(model):
+                seen.append(float(model.w[0]))
+    return seen
+
+
+def test_async_goes_on_after_consolidate() -> None:
+    first, second = run_ranks(_goes_on_after_consolidate, 2)
+    assert first == second == pytest.approx([-7.0, -14.0, -21.0])  # (4·1 + 5·2) / 2 an epoch
+
+
+def _warm_up(algorithm: Algorithm) -> tuple[Any, Any]:
+    model = wrap_model(Quadratic(), comm=algorithm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    found = []
+    for _ in range(5):
+        optimizer.zero_grad()
+        model(target_of(rank(), 1.0)).backward()
+        optimizer.step()
+        found.append(flat(model))
+    return found[3], found[4]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [LocalSGD, DiLoCo, Decentralized, LowPrecisionDecentralized, AsyncAveraging],
+    ids=["local_sgd", "diloco", "decentralized", "low_precision", "async"],
+)
+def test_the_warm_up_averages_gradients(kind: Callable[..., Algorithm]) -> None:
+    first, second = run_ranks(_warm_up, 2, kind(warmup_steps=4))
+    w, target = np.ones(100), np.mean([target_of(number, 1.0).numpy() for number in range(2)], axis=0)
+    for _ in range(4):
+        w = w - LR * (w - target)
+    assert np.allclose(first[0], w)
+    assert np.array_equal(first[0], second[0])
+    own = w - LR * (w - target_of(0, 1.0).numpy())
+    assert kind is LowPrecisionDecentralized or np.allclose(first[1], own)
+
+
+@pytest.mark.parametrize("compression", ["16bit", "8bit", "1bit"])
+def test_a_quantised_outer_step_follows_the_full_one(compression: str) -> None:
+    def train(comm: Algorithm) -> Any:
+        return run_ranks(_descend, 2, {"x": comm}, 1.0)[0]["x"][1]
+
+    # Many steps: the error of one outer step is fed back into the next.
+    full = train(DiLoCo(sync_every=1, outer_momentum=0.5))
+    few = train(DiLoCo(sync_every=1, outer_momentum=0.5, compression=compression))
+    assert 0 < np.abs(full - few).max() < {"16bit": 0.02, "8bit": 0.05, "1bit": 1.5}[compression]
+
+
+def _bytes_of(algorithm: Algorithm) -> int:
+    model = wrap_model(Quadratic(), comm=algorithm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for _ in range(13):  # the last exchange of twelve has come back
+        optimizer.zero_grad()
+        model(target_of(rank(), 1.0)).backward()
+        optimizer.step()
+    return traffic(model).sent
+
+
+def test_nothing_is_sent_between_two_exchanges() -> None:
+    weights = 100 * 8
+    assert run_ranks(_bytes_of, 2, LocalSGD(sync_every=4)) == [3 * weights] * 2
+    assert run_ranks(_bytes_of, 2, LocalSGD(sync_every=100)) == [0] * 2
+    assert run_ranks(_bytes_of, 2, Decentralized(communication_interval=6)) == [2 * weights] * 2
+
+
+def test_shift_one_refuses_an_odd_number_of_ranks() -> None:
+    with pytest.raises(OptionError, match="cannot be paired"):
+        run_ranks(_bytes_of, 3, Decentralized(peer_selection="shift_one"))
+
+
+@pytest.mark.parametrize(
+    ("make", "problem"),
+    [
+        (lambda: LocalSGD(sync_every=0), "whole number"),
+        (lambda: DiLoCo(delay=40), "less than sync_every"),
+        (lambda: DiLoCo(compression="8 bit"), "8bit"),
+        (lambda: DiLoCo(mixing=2.0), "from 0.0 to 1.0"),
+        (lambda: Decentralized(peer_selection="shift"), "shift_one"),
+        (lambda: AsyncAveraging(sync_interval_ms=-1), "from 0"),
+        (lambda: LocalSGD(warmup_steps=-1), "from 0"),
+    ],
+)
+def test_wrong_options_are_refused_at_once(make: Callable[[], Algorithm], problem: str) -> None:
+    with pytest.raises(OptionError, match=problem):
+        make()
+
+
+def test_a_world_of_one() -> None:
+    assert world_size() == 1
+    model = nn.Linear(1, 1)
+    assert wrap_model(model, comm="diloco") is model
+    with consolidate(model):
+        assert traffic(model).sent == 0
