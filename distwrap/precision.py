@@ -184,8 +184,8 @@ def optimizer_step(
     overflowed = any(found.item() for found in scaler._found_inf_per_device(optimizer).values())
     world.grads_are_scaled = False
     scaler.step(optimizer)
-    for tell in list(world.on_skipped) if overflowed else ():
-        tell(optimizer)
+    for exchange in list(world.exchanges) if overflowed else ():
+        exchange.skipped(optimizer)
     # The scale is updated before the next backward: another optimizer may still have gradients in the present one.
     world.stepped.add(id(optimizer))
     return _stepped(scheduler, not overflowed)

@@ -67,8 +67,8 @@ class Registry:
         """
         if not isinstance(chosen, str):
             if isinstance(chosen, type) or not all(hasattr(chosen, method) for method in self._methods):
-                word = f"{chosen.__name__}(…), an object of the class" if isinstance(chosen, type) else "an object"
-                raise OptionError(f"a {self._kind} is a name or {word}, not {chosen!r}.")
+                thing = f"{chosen.__name__}(…), an object of the class" if isinstance(chosen, type) else "an object"
+                raise OptionError(f"{self._kind} {chosen!r}: give a name, or {thing}.")
             return chosen
         name, options = _parsed(self._kind, chosen)
         entry = self._entries.get(name) or self._of_packages().get(name)

@@ -32,7 +32,7 @@ def train() -> None: ...
     ("options", "message"),
     [
         ({"strategy": "ddpp"}, r"@distributed: unknown strategy 'ddpp'\. Did you mean 'ddp'\? Known: bagua, ddp, "),
-        ({"strategy": 3}, r"a strategy is a name or an object, not 3"),
+        ({"strategy": 3}, r"strategy 3: give a name, or an object"),
         ({"nprocs": 0}, r"nprocs=0: it must be 'auto' or a whole number of at least 1"),
         ({"nprocs": -1}, r"nprocs=-1"),
         ({"nprocs": 2.5}, r"nprocs=2\.5"),

@@ -182,18 +182,17 @@ class AsyncExchange(WeightExchange):
     def before_step(self) -> None:
         self.resume()  # after a pause that nobody has ended, as a consolidate() for good
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Stop averaging for the time of a ``with``; all ranks enter and leave it."""
+        self.pause()
+        try:
+            yield
+        finally:
+            self.resume()
+
     def close(self) -> None:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
         super().close()
-
-
-@contextmanager
-def paused(exchange: AsyncExchange) -> Iterator[None]:
-    """Stop averaging for the time of a ``with``; all ranks enter and leave it."""
-    exchange.pause()
-    try:
-        yield
-    finally:
-        exchange.resume()

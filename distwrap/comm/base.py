@@ -12,7 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
@@ -33,9 +33,11 @@ class Algorithm(ABC):
 
     Attributes:
         hierarchical: full precision inside a node, the algorithm between the nodes' first ranks.
+        same_weights: whether all ranks hold the same weights after each step.
     """
 
     hierarchical: bool = False
+    same_weights: ClassVar[bool] = True
 
     def check(self, world_size: int) -> None:  # noqa: B027 - most have nothing to refuse
         """Refuse options that do not fit a world of so many ranks, or of so many nodes where hierarchical.

@@ -51,12 +51,10 @@ class CompressedMean(Averager):
             finite = codec.encode(piece, codes) and finite
         if not finite:
             bucket.complain()
-        if residual is not None:
+        elif residual is not None:  # of a step that is not finite nothing is kept
             for piece, codes, low in zip(parts, sent, bounds, strict=False):
                 codec.decode(codes, residual[low : low + piece.numel()])
             torch.sub(x, residual, out=residual)
-            if not finite:
-                residual.nan_to_num_(0.0, 0.0, 0.0)
         link.all_to_all(received, sent)
         mine = self._mean(bucket, parts[link.rank], received)
         link.all_gather(sent, mine)
@@ -80,10 +78,7 @@ class CompressedMean(Averager):
         # Of a bucket that DDP rearranges after the first step, this part belongs to another rank: it begins anew.
         residual, scale = self._summed.get(bucket.key, (torch.zeros_like(mean), bucket.scale))
         mean.add_(residual, alpha=bucket.scale / scale)
-        finite = codec.encode(mean, result)
-        codec.decode(result, piece)
-        torch.sub(mean, piece, out=mean)
-        if not finite:
-            mean.nan_to_num_(0.0, 0.0, 0.0)
-        self._summed[bucket.key] = mean, bucket.scale
+        if codec.encode(mean, result):
+            codec.decode(result, piece)
+            self._summed[bucket.key] = mean.sub_(piece), bucket.scale
         return result

@@ -2,28 +2,29 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from distwrap.comm.asynchronous import AsyncExchange, paused
-from distwrap.comm.exchange import Exchange
-from distwrap.comm.link import Traffic
-from distwrap.comm.weights import WeightExchange
 from distwrap.errors import ModelError
 from distwrap.group.solo import refuse
 from distwrap.group.world import current_world
 from distwrap.model.buffers import sync_buffers
 from distwrap.model.transparent import TransparentModule, unwrap_model
 
+if TYPE_CHECKING:
+    from distwrap.comm.exchange import Exchange
+    from distwrap.comm.link import Traffic
+    from distwrap.comm.weights import WeightExchange
+
 
 class Consolidated(AbstractContextManager[None]):
     """What `consolidate` returns: leave the ``with``, and each rank goes on with its own weights."""
 
-    def __init__(self, exchange: WeightExchange | None = None) -> None:
+    def __init__(self, exchange: WeightExchange | None) -> None:
         self._exchange = exchange
         self._own: torch.Tensor | None = None
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -64,8 +65,8 @@ def consolidate(model: nn.Module) -> Consolidated:
     """
     refuse("consolidate()")
     current_world().crumbs.drop("consolidate")
-    exchange = _exchange_of(model)
-    return Consolidated(exchange if isinstance(exchange, WeightExchange) else None)
+    exchange: Any = _exchange_of(model)
+    return Consolidated(None if exchange is None or exchange.algorithm.same_weights else exchange)
 
 
 def pause(model: nn.Module) -> AbstractContextManager[None]:
@@ -80,7 +81,7 @@ def pause(model: nn.Module) -> AbstractContextManager[None]:
     """
     refuse("pause()")
     exchange = _exchange_of(model)
-    return paused(exchange) if isinstance(exchange, AsyncExchange) else Consolidated()
+    return nullcontext() if exchange is None else exchange.paused()
 
 
 def traffic(model: nn.Module) -> Traffic:
@@ -90,6 +91,8 @@ def traffic(model: nn.Module) -> Traffic:
         >>> traffic(wrap_model(nn.Linear(1, 1))).sent
         0
     """
+    from distwrap.comm.link import Traffic
+
     exchange = _exchange_of(model)
     return exchange.traffic if exchange is not None else Traffic()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod, finalize, ref
@@ -78,6 +78,10 @@ class Exchange:
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
         """Return the optimizer that the loop steps."""
         return optimizer
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Do nothing in the background for the time of a ``with``."""
+        return nullcontext()
 
     def report(self, names: list[str]) -> None:
         """Say that this rank's gradients are not finite."""

@@ -70,8 +70,8 @@ class LowRankMean(Averager):
             bucket.complain()
         lefts = [torch.linalg.qr(left).Q if finite else torch.full_like(left, torch.nan) for left in lefts]
         own = [m.T @ left for m, left in zip(matrices, lefts, strict=True)]
-        residual.zero_()
         if finite:
+            residual.zero_()
             for m, left, right, error in zip(matrices, lefts, own, errors, strict=True):
                 torch.sub(m, left @ right.T, out=error)
         means = self._averaged(own)

@@ -51,10 +51,11 @@ class LargestMean(Averager):
         count = math.ceil(self._ratio * x.numel())
         places = x.abs().topk(count, sorted=False).indices
         chosen = x[places]
-        if not torch.isfinite(chosen).all():
-            bucket.complain()
-        residual.copy_(x)
-        residual[places] = 0.0
+        if torch.isfinite(chosen).all():
+            residual.copy_(x)
+            residual[places] = 0.0
+        else:
+            bucket.complain()  # and nothing of this step is kept
         own = torch.stack([places.int(), chosen.view(torch.int32)])
         everyones = torch.empty(2 * link.size, count, dtype=torch.int32, device=x.device)
         link.all_gather(everyones, own)

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
@@ -24,7 +24,7 @@ from distwrap.comm.exchange import Exchange
 from distwrap.comm.flat import FlatWeights, trained
 from distwrap.comm.gradients import on_bucket, watch_failure
 from distwrap.comm.link import Link
-from distwrap.group.world import World
+from distwrap.group.world import World, current_world
 
 if TYPE_CHECKING:
     from distwrap.model.distributed import DistributedModel
@@ -39,6 +39,7 @@ class WeightAlgorithm(Algorithm):
     """
 
     warmup_steps: int = 0
+    same_weights: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         positive("warmup_steps", self.warmup_steps, least=0)
@@ -60,16 +61,9 @@ class WeightExchange(Exchange):
         self._held = set(map(id, parameters))
         self.weights = FlatWeights(parameters)
         self._optimizer: Optimizer | None = None
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
-        world.on_skipped.append(self.skipped)
-        world.settle.append(self.settle)
-        self._undo: list[Callable[[], None]] = [
-            partial(_remove, world.on_skipped, self.skipped),
-            partial(_remove, world.settle, self.settle),
-        ]
+        self._all = world.exchanges
+        _listen(world)
+        self._all.append(self)
         model.register_comm_hook(self, on_bucket)
         self._let_go()
 
@@ -93,13 +87,15 @@ class WeightExchange(Exchange):
 
     # Steps
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def before(self, optimizer: Optimizer) -> None:
+        """Run before any optimizer's step."""
         if self._is_mine(optimizer) and self.steps >= self._warmup_steps:
             if self.steps == self._warmup_steps:
                 self.begin()
             self.before_step()
 
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def after(self, optimizer: Optimizer) -> None:
+        """Run after any optimizer's step."""
         if not self._is_mine(optimizer):
             return
         self.steps += 1
@@ -110,8 +106,8 @@ class WeightExchange(Exchange):
 
     def skipped(self, optimizer: Optimizer) -> None:
         """Count a step that fp16 has skipped on this rank: the others may have taken it."""
-        self._before(optimizer, (), {})
-        self._after(optimizer, (), {})
+        self.before(optimizer)
+        self.after(optimizer)
 
     def _is_mine(self, optimizer: Optimizer) -> bool:
         if self._optimizer is None:
@@ -161,9 +157,8 @@ class WeightExchange(Exchange):
         self.alike = False
 
     def close(self) -> None:
-        for undo in (*[handle.remove for handle in self._handles], *self._undo):
-            undo()
-        self._handles, self._undo = [], []
+        if self in self._all:
+            self._all.remove(self)
         super().close()
 
 
@@ -172,6 +167,19 @@ def _averaged(link: Link, values: torch.Tensor) -> torch.Tensor:
     return values
 
 
-def _remove(items: list[Any], item: Any) -> None:
-    if item in items:
-        items.remove(item)
+def _listen(world: World) -> None:
+    """Watch all optimizers' steps until teardown. Hooks must not go while torch runs them, as a model's may."""
+    if not world.listens:
+        world.listens = True
+        for handle in (register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)):
+            world.cleanup.callback(handle.remove)
+
+
+def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for exchange in list(current_world().exchanges):
+        exchange.before(optimizer)
+
+
+def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for exchange in list(current_world().exchanges):
+        exchange.after(optimizer)

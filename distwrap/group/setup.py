@@ -176,8 +176,8 @@ def _teardown(*, destroy: bool) -> None:
     world = active_world()
     if world is None:
         return
-    for settle in list(world.settle):
-        settle()
+    for exchange in list(world.exchanges):
+        exchange.settle()
     deactivate()
     if world.channel is not None:
         world.channel.stop()

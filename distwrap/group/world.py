@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import sys
 from collections import Counter
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -50,8 +49,8 @@ class World:
         window: of the accumulation that is under way.
         loaders: how many loaders were sharded, so that each has a random stream of its own.
         comm: how wrapped models exchange, an `Algorithm`; ``None`` as DDP does.
-        settle: what all ranks do together before an orderly end.
-        on_skipped: told of an optimizer whose step fp16 has skipped.
+        exchanges: of models whose ranks hold different weights; they act around optimizer steps.
+        listens: whether steps are watched for these.
         models: those that hold on to the process group; released before it goes.
         wrapped: how many models were wrapped, so that each has a name alike on every rank.
         first_steps: what looks at the optimizers' first steps.
@@ -87,8 +86,8 @@ class World:
     window: Any = None
     loaders: int = 0
     comm: Any = None
-    settle: list[Callable[[], None]] = field(default_factory=list)
-    on_skipped: list[Callable[[Any], None]] = field(default_factory=list)
+    listens: bool = False
+    exchanges: list[Any] = field(default_factory=list)
     models: WeakSet[Any] = field(default_factory=WeakSet)
     wrapped: int = 0
     first_steps: Any = None

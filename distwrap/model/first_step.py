@@ -50,14 +50,14 @@ class FirstSteps:
         self._handles: list[Any] = []
 
     def start(self) -> None:
-        """Listen to optimizers."""
+        """Listen to optimizers, after whoever else does."""
         self._steps = 0
         self._open.clear()
-        if not self._handles:
-            self._handles = [
-                register_optimizer_step_pre_hook(self._before),
-                register_optimizer_step_post_hook(self._after),
-            ]
+        self.stop()
+        self._handles = [
+            register_optimizer_step_pre_hook(self._before),
+            register_optimizer_step_post_hook(self._after),
+        ]
 
     def stop(self) -> None:
         """Listen no more."""
@@ -70,7 +70,7 @@ class FirstSteps:
         if optimizer not in self._seen:
             self._refuse_strangers(optimizer)
         self._steps += 1
-        if self._steps > _PATIENCE or (not self._open and self._is_done()):
+        if (self._steps > _PATIENCE or (not self._open and self._is_done())) and self._are_last():
             self.stop()
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -130,6 +130,11 @@ class FirstSteps:
                     f"train nothing. Make it from model.parameters() of what wrap_model() got or returned, not of a "
                     f"copy."
                 )
+
+    def _are_last(self) -> bool:
+        """Whether torch, which is running its hooks, has none after this one: else they must not change now."""
+        hooks = self._handles[0].hooks_dict_ref()
+        return hooks is None or next(reversed(hooks)) == self._handles[0].id
 
     def _is_done(self) -> bool:
         return all(model in self._proven for model in self._world.models)

@@ -14,7 +14,6 @@ from torch.optim import Optimizer
 
 from distwrap.collectives import broadcast
 from distwrap.comm.base import Algorithm
-from distwrap.comm.weights import WeightAlgorithm
 from distwrap.errors import ModelError, OptionError, unknown_name
 from distwrap.group.setup import require_group
 from distwrap.group.world import World, current_world
@@ -87,7 +86,7 @@ class DDPStrategy(Strategy):
 
     def wrapper(self, comm: Algorithm | None) -> type[DistributedModel]:
         """Choose the class around the model."""
-        return ReplicaModel if isinstance(comm, WeightAlgorithm) else DistributedModel
+        return DistributedModel if comm is None or comm.same_weights else ReplicaModel
 
     def devices(self, wrapping: Wrapping) -> dict[str, Any]:
         """Choose DDP's ``device_ids``."""
