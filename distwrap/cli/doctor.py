@@ -34,6 +34,9 @@ def add_arguments(commands: Any) -> None:
     parser.add_argument("--nprocs", type=int, help="ranks to start on this machine; by default 2, or one a device")
     parser.add_argument("--json", action="store_true", help="for scripts: one JSON object on standard output")
     parser.add_argument("--plot", metavar="FILE.png", help="draw time and bandwidth by size (needs matplotlib)")
+    parser.add_argument("--comm", action="store_true", help="measure the algorithms of exchange, and recommend one")
+    parser.add_argument("--weights", type=float, default=1e7, help="of the model, for --comm; by default ten million")
+    parser.add_argument("--step-ms", type=float, help="of one step on one rank, for --comm; by default measured")
     parser.add_argument("--no-test", action="store_true", help="only look, start nothing")
     parser.set_defaults(run=run)
 
@@ -48,7 +51,7 @@ def run(given: argparse.Namespace) -> int:
     problems, measured = list(facts.problems), None
     if not given.no_test and not problems:
         try:
-            measured = _test(nprocs)
+            measured = _test(nprocs, given)
         except Exception as error:  # noqa: BLE001 - whatever went wrong is what the user wants to know
             problems.append(f"the real test failed: {type(error).__name__}: {error}")
     if isinstance(measured, NodeSummary):
@@ -78,12 +81,15 @@ def _default_nprocs() -> int:
     return max(2, visible_devices().count) if visible_devices().kind == "cpu" else visible_devices().count
 
 
-def _test(nprocs: int | None) -> Measured | NodeSummary:
+def _test(nprocs: int | None, given: argparse.Namespace) -> Measured | NodeSummary:
     quiet = os.environ.get("DISTWRAP_QUIET")
     os.environ["DISTWRAP_QUIET"] = "1"
     try:
         options: dict[str, Any] = {"timeout": TIMEOUT_SECONDS} | ({} if nprocs is None else {"nprocs": nprocs})
-        return distributed(measure).options(**options)()
+        asked = None
+        if given.comm:
+            asked = (int(given.weights), None if given.step_ms is None else given.step_ms / 1000)
+        return distributed(measure).options(**options)(asked)
     finally:
         os.environ.pop("DISTWRAP_QUIET") if quiet is None else os.environ.update(DISTWRAP_QUIET=quiet)
 
@@ -103,6 +109,8 @@ def _print(
         parts = [report.of_facts(facts)]
         if measured is not None:
             parts.append(report.of_measured(measured, seconds))
+            if measured.advice is not None:
+                parts.append(report.of_advice(measured.advice))
         print("\n\n".join([*parts, report.of_problems(problems, remarks)]))
     if given.plot and measured is not None and measured.exchanges:
         try:

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from distwrap.cli.facts import Facts, look
 from distwrap.collectives import gather_object
+from distwrap.comm.advice import Advice, advise
 from distwrap.group.devices import unique_name
 from distwrap.group.world import current_world
 
@@ -47,15 +48,19 @@ class Measured:
     Attributes:
         facts: of each rank, in order.
         exchanges: by size; empty with one rank.
+        advice: which algorithm of exchange is worth it, where it was asked for.
     """
 
     facts: list[Facts]
     exchanges: list[Exchange]
+    advice: Advice | None = None
 
     def plain(self) -> dict[str, Any]:
         """As JSON takes it."""
         ranks = len(self.facts)
+        advice = {} if self.advice is None else {"comm": self.advice.plain()}
         return {
+            **advice,
             "ranks": [facts.plain() for facts in self.facts],
             "all_reduce": [
                 {**asdict(each), "bus_bytes_per_second": each.bus_bandwidth(ranks)} for each in self.exchanges
@@ -63,15 +68,20 @@ class Measured:
         }
 
 
-def measure() -> Measured:
-    """Measure on every rank; all return the same."""
+def measure(asked: tuple[int, float | None] | None = None) -> Measured:
+    """Measure on every rank; all return the same.
+
+    Args:
+        asked: for advice on the exchange: the weights of a model, and the seconds of its step, if they are known.
+    """
     world = current_world()
     facts = look()
     facts.rank, facts.local_rank = world.placement.rank, world.placement.local_rank
     facts.device = unique_name(world.device)
     everybody = gather_object(facts)
     exchanges = [_exchange(size) for size in SIZES] if len(everybody) > 1 else []
-    return Measured(everybody, exchanges)
+    advice = advise(*asked) if asked is not None and len(everybody) > 1 else None
+    return Measured(everybody, exchanges, advice)
 
 
 def _exchange(size: int) -> Exchange:

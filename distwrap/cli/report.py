@@ -7,6 +7,7 @@ from pathlib import Path
 
 from distwrap.cli.facts import Facts
 from distwrap.cli.measure import Exchange, Measured
+from distwrap.comm.advice import Advice
 
 
 def of_facts(facts: Facts) -> str:
@@ -35,6 +36,21 @@ def of_measured(measured: Measured, seconds: float) -> str:
         lines.append("  all-reduce      time      bandwidth of the link")
         lines += [f"  {_row(each, ranks)}" for each in measured.exchanges]
     return "\n".join(lines)
+
+
+def of_advice(advice: Advice) -> str:
+    """Describe what each algorithm of exchange would make of a step, and which one to take."""
+    lines = [
+        f"A step of a model with {advice.weights / 1e6:.3g} million weights, {advice.ranks} ranks, "
+        f"{advice.bandwidth * 8 / 1e6:.3g} Mbit/s from each",
+        f"  compute alone {advice.compute * 1e3:.1f} ms",
+        "  comm                              exchange        step    against DDP",
+    ]
+    first = advice.predictions[0]
+    for row in advice.predictions:
+        faster = first.step / row.step
+        lines.append(f"  {row.comm:<30} {row.exchange * 1e3:>8.1f} ms {row.step * 1e3:>8.1f} ms {faster:>8.2f} times")
+    return "\n".join([*lines, f"Recommended: comm={advice.choice!r}: {advice.reason}."])
 
 
 def of_problems(problems: Sequence[str], remarks: Sequence[str]) -> str:

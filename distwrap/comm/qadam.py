@@ -3,6 +3,9 @@
 Source: https://arxiv.org/abs/2102.02888, algorithm 1. Of Bagua's ``QAdamAlgorithm`` four defects are not copied: the
 bias correction of the variance went on growing after the variance was frozen; the weight decay ended with the warm-up;
 the first group's betas were taken for all; nothing was fed back.
+
+A momentum is coded in units of the frozen denominator, that is, of how far it moves its weight. Coded as it is, the
+error of a block would be divided by the tiny denominator of a weight that hardly ever has a gradient.
 """
 
 from __future__ import annotations
@@ -80,15 +83,17 @@ class _Momenta(Averager):
                 "often, or wrap their parts of the model one by one."
             )
         _refuse_unknown_scale()
+        denominators = []
         for parameter, gradient in zip(bucket.parameters, bucket.views, strict=True):
             optimizer, group = self._group_of[id(parameter)]
-            beta = group["betas"][0]
+            state, beta = optimizer.frozen_state(parameter, group), group["betas"][0]
             if group["weight_decay"] and not optimizer.decoupled:
                 gradient.add_(parameter.detach(), alpha=group["weight_decay"] * bucket.scale)
-            gradient.mul_(1 - beta)
-            if "exp_avg" in optimizer.state[parameter]:
-                gradient.add_(optimizer.state[parameter]["exp_avg"], alpha=beta * bucket.scale)
+            gradient.mul_(1 - beta).add_(state["exp_avg"], alpha=beta * bucket.scale)
+            denominators.append(state["denominator"])
+        torch._foreach_div_(bucket.views, denominators)
         self._mean.average(bucket)
+        torch._foreach_mul_(bucket.views, denominators)
 
     def _is_frozen(self, parameter: int) -> bool:
         if parameter not in self._group_of:
@@ -159,14 +164,27 @@ class QAdamOptimizer(Optimizer):
             torch._foreach_addcmul_(variances, gradients, gradients, 1 - beta2)
         for state in states:
             state["step"] += 1
-        correction1, correction2 = 1 - beta1**step, 1 - beta2 ** min(step, self._warmup)
-        scales = torch._foreach_sqrt(variances)
-        torch._foreach_div_(scales, correction2**0.5)
-        torch._foreach_add_(scales, group["eps"])
-        torch._foreach_addcdiv_(parameters, momenta, scales, value=-lr / correction1)
-        if step == self._warmup:
-            for variance in variances:
-                variance.masked_fill_(variance == 0, torch.inf)
+        if frozen:
+            states = [self.frozen_state(parameter, group) for parameter in parameters]
+            denominators = [state["denominator"] for state in states]
+            for state in states:
+                state["exp_avg"].masked_fill_(state["exp_avg_sq"] == 0, 0.0)
+        else:
+            denominators = self._denominators(variances, group, step)
+        torch._foreach_addcdiv_(parameters, momenta, denominators, value=-lr / (1 - beta1**step))
+
+    def frozen_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """Return a parameter's state with the denominator √v / √(1 - β₂ᵀ) + ε of the end of the warm-up."""
+        state = self._state_of(parameter)
+        if "denominator" not in state:
+            state["denominator"] = self._denominators([state["exp_avg_sq"]], group, self._warmup)[0]
+        return state
+
+    def _denominators(self, variances: list[torch.Tensor], group: dict[str, Any], step: int) -> list[torch.Tensor]:
+        denominators = torch._foreach_sqrt(variances)
+        torch._foreach_div_(denominators, (1 - group["betas"][1] ** step) ** 0.5)
+        torch._foreach_add_(denominators, group["eps"])
+        return list(denominators)
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]

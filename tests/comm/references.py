@@ -169,7 +169,8 @@ class QAdam:
             self._m = b1 * self._m + (1 - b1) * g
             self._v = b2 * self._v + (1 - b2) * g**2
         else:
-            self._m = self._mean([b1 * self._m + (1 - b1) * g for g in everyone])
+            frozen = np.sqrt(self._v / (1 - b2**self._warmup)) + self._eps
+            self._m = frozen * self._mean([(b1 * self._m + (1 - b1) * g) / frozen for g in everyone])
         self._t += 1
         unbiased = np.sqrt(self._v / (1 - b2 ** min(self._t, self._warmup))) + self._eps
         if self._decoupled:

@@ -1,0 +1,216 @@
+"""Which algorithm of exchange is worth it here: measured on the real ranks, and predicted for a model's size.
+
+What an exchange takes is close to a + b·n for n weights, codec and link together; two sizes give a and b.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distwrap.collectives import gather_object
+from distwrap.comm.allreduce import BF16, FP16, AllReduce
+from distwrap.comm.base import Averager, Bucket
+from distwrap.comm.bytegrad import ByteGrad
+from distwrap.comm.codecs import MinMax8, Sign
+from distwrap.comm.compressed import CompressedMean
+from distwrap.comm.link import Link, Traffic
+from distwrap.comm.powersgd import PowerSGD
+from distwrap.comm.topk import TopK
+from distwrap.group.world import current_world
+
+_SMALL, _LARGE = 1 << 14, 1 << 21  # weights; the larger size is cut to what the time allows
+_SECONDS = 1.0
+_OVERLAP = 0.5  # of the compute: DDP exchanges during the backward
+_WORTH = 1.15  # a choice that bends training more must save this much
+_EVERY = 32  # steps, for the algorithms that exchange now and then
+
+# From the one that changes nothing to the one that changes training most: what is sent, and what it asks for.
+_MAKERS: dict[str, Callable[[Link, torch.device], Averager]] = {
+    "allreduce": AllReduce().averager,
+    "bf16": BF16().averager,
+    "fp16": FP16().averager,
+    "bytegrad": ByteGrad().averager,
+    "bytegrad(error_feedback=True)": ByteGrad(error_feedback=True).averager,
+    "powersgd": PowerSGD().averager,
+    "qadam": lambda link, device: CompressedMean(link, MinMax8(), feedback=True),
+    "qadam(bits=1)": lambda link, device: CompressedMean(link, Sign(), feedback=True),
+    "topk": TopK().averager,
+}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What an exchange takes.
+
+    Attributes:
+        seconds: of one that is empty.
+        seconds_a_weight: beyond that.
+    """
+
+    seconds: float
+    seconds_a_weight: float
+
+    def of(self, weights: float) -> float:
+        """Return the seconds for so many weights."""
+        return self.seconds + self.seconds_a_weight * weights
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One row of the advice.
+
+    Attributes:
+        comm: as `wrap_model` takes it.
+        exchange: seconds a step, on average.
+        step: seconds a step, with the compute, of which a part hides the exchange.
+    """
+
+    comm: str
+    exchange: float
+    step: float
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What was measured, and what follows.
+
+    Attributes:
+        ranks: how many.
+        weights: of the model that is asked for.
+        compute: seconds of one step without any exchange.
+        bandwidth: bytes a second that each rank sends in an all-reduce.
+        predictions: by algorithm, in the order of how much they change training.
+        choice: the first of them that no later one beats by much.
+        reason: in words.
+    """
+
+    ranks: int
+    weights: int
+    compute: float
+    bandwidth: float
+    predictions: list[Prediction]
+    choice: str
+    reason: str
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON takes it."""
+        return asdict(self)
+
+
+def advise(weights: int, compute: float | None = None) -> Advice:
+    """Measure every algorithm's exchange between the ranks of this world, and recommend one; a collective.
+
+    Args:
+        weights: how many the model has.
+        compute: seconds of one of its steps on one rank; measured on a stack of linear layers where not given.
+    """
+    world = current_world()
+    ranks = world.placement.world_size
+    compute = _slowest(_compute(weights, world.device) if compute is None else compute)
+    link = Link(dist.group.WORLD, list(range(ranks)), world.placement.rank, Traffic())
+    costs = {name: _cost(partial(make, link, world.device), world.device) for name, make in _MAKERS.items()}
+    full = costs["allreduce"]
+    bandwidth = 8 * (ranks - 1) / ranks / max(full.seconds_a_weight, 1e-12)
+    predictions = predict(costs, weights, compute)
+    choice, reason = choose(predictions, compute)
+    return Advice(ranks, weights, compute, bandwidth, predictions, choice, reason)
+
+
+def predict(costs: dict[str, Cost], weights: float, compute: float) -> list[Prediction]:
+    """Predict a step under each algorithm: those of gradients from their own costs, those of weights from the others'.
+
+    Example:
+        >>> slow = predict({"allreduce": Cost(0.0, 1e-7), "bytegrad": Cost(0.0, 0.25e-7)}, 10_000_000, 0.1)
+        >>> [(row.comm, round(row.step, 2)) for row in slow if "sgd" in row.comm or row.comm in ("allreduce", "async")]
+        [('allreduce', 1.05), ('local_sgd(sync_every=32)', 0.13), ('async', 0.1)]
+    """
+    rows = []
+    for name, cost in costs.items():
+        exchange = cost.of(weights)
+        rows.append(Prediction(name, exchange, compute + max(0.0, exchange - _OVERLAP * compute)))
+    full, byte = costs["allreduce"].of(weights), costs["bytegrad"].of(weights)
+    rows += [
+        Prediction("decentralized", full, max(compute, full)),  # hidden by the whole step
+        Prediction("low_precision_decentralized", byte, compute + byte),  # by nothing
+        Prediction(f"local_sgd(sync_every={_EVERY})", full / _EVERY, compute + full / _EVERY),
+        Prediction(f"diloco(sync_every={_EVERY})", full / _EVERY, compute + full / _EVERY),
+        Prediction("async", full, compute),
+    ]
+    return rows
+
+
+def choose(predictions: Sequence[Prediction], compute: float) -> tuple[str, str]:
+    """Take the first that no later one beats by 15 %, and say why.
+
+    Example:
+        >>> rows = predict({"allreduce": Cost(0.0, 1e-9), "bytegrad": Cost(0.0, 0.3e-9)}, 10_000_000, 0.1)
+        >>> choose(rows, 0.1)
+        ('allreduce', 'the exchange hides behind the compute: leave comm= out')
+    """
+    best = min(range(len(predictions)), key=lambda index: predictions[index].step)
+    chosen = next(row for row in predictions if row.step <= _WORTH * predictions[best].step)
+    first = predictions[0]
+    if chosen is first and first.exchange <= _OVERLAP * compute:
+        return chosen.comm, "the exchange hides behind the compute: leave comm= out"
+    if chosen is first:
+        return chosen.comm, "no other is faster by much: leave comm= out"
+    saved = first.step / chosen.step
+    return chosen.comm, f"{saved:.1f} times the steps of plain DDP, and no other is faster by much"
+
+
+def _cost(make: Callable[[], Averager], device: torch.device) -> Cost:
+    few = _exchange_seconds(make(), _SMALL, device)
+    large = _LARGE
+    while large > 2 * _SMALL and few * large / _SMALL > _SECONDS:
+        large //= 2
+    many = _exchange_seconds(make(), large, device)
+    slope = max(0.0, many - few) / (large - _SMALL)
+    return Cost(max(0.0, few - slope * _SMALL), slope)
+
+
+def _exchange_seconds(averager: Averager, weights: int, device: torch.device) -> float:
+    """Time the exchange of a square matrix's gradients, the best of three, on the slowest rank."""
+    parameter = nn.Parameter(torch.empty(int(weights**0.5), int(weights**0.5), device=device))
+    values = torch.randn(parameter.numel(), device=device)
+    taken = []
+    for _ in range(4):  # the first one makes buffers and connections
+        dist.barrier()
+        start = time.perf_counter()
+        averager.average(Bucket(values.clone(), [parameter]))
+        _finish(device)
+        taken.append(time.perf_counter() - start)
+    return _slowest(min(taken[1:]))
+
+
+def _compute(weights: int, device: torch.device) -> float:
+    """Time a step of a stack of linear layers with about so many weights, on 32 samples."""
+    width = 512
+    model = nn.Sequential(*(nn.Linear(width, width) for _ in range(max(1, weights // width**2)))).to(device)
+    optimizer = torch.optim.AdamW(model.parameters())
+    x = torch.randn(32, width, device=device)
+    taken = []
+    for _ in range(4):
+        start = time.perf_counter()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        _finish(device)
+        taken.append(time.perf_counter() - start)
+    return min(taken[1:])
+
+
+def _slowest(seconds: float) -> float:
+    return max(gather_object(seconds))
+
+
+def _finish(device: torch.device) -> None:
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
