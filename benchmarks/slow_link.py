@@ -1,0 +1,366 @@
+"""Every algorithm of exchange on slow links: four hosts in network namespaces, each on a link of 10, 100, 1000 Mbit/s.
+
+A byte-level language model of ten million weights (Bengio's, https://www.jmlr.org/papers/v3/bengio03a.html) learns from
+the source of the standard library. Plain DDP takes its steps, and sets the loss that the others then have to reach; the
+loss is that of a held-out text, on rank 0's weights. Needs root, iproute2 and the kernel's tbf, and says so without.
+
+    python benchmarks/slow_link.py [--quick] [--rates 10 100 1000 0] [--only ddp bytegrad …] [--json FILE] [--plot FILE.png]
+
+A rate of 0 is an unshaped link. All four ranks share this machine's processors: on two cores compute and codecs take
+twice the time that they take on hosts of their own, so the ratios are on the safe side.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+HOSTS = ("node0", "node1", "node2", "node3")
+CONTEXT, BATCH, WIDTH, EMBEDDING = 16, 64, 2800, 32
+
+# Name: what wrap_model takes, and how many of the steps are timed. A warm-up of full gradients is not timed.
+WAYS: dict[str, tuple[str | None, int]] = {
+    "ddp": (None, 0),
+    "allreduce": ("allreduce", 0),
+    "fp16": ("fp16", 0),
+    "bf16": ("bf16", 0),
+    "bytegrad": ("bytegrad", 0),
+    "bytegrad, feedback": ("bytegrad(error_feedback=True)", 0),
+    "powersgd": ("powersgd", 0),
+    "topk 1 %": ("topk(ratio=0.01)", 0),
+    "qadam, 8 bits": ("qadam(warmup_steps=4)", 4),
+    "qadam, 1 bit": ("qadam(warmup_steps=4, bits=1)", 4),
+    "decentralized": ("decentralized", 0),
+    "shift_one": ("decentralized(peer_selection='shift_one')", 0),
+    "low precision": ("low_precision_decentralized", 0),
+    "async, 1 s": ("async(sync_interval_ms=1000)", 0),
+    "local SGD, 16": ("local_sgd(sync_every=16)", 0),
+    "local SGD, 48": ("local_sgd(sync_every=48)", 0),
+    "diloco, 32": ("diloco(sync_every=32, outer_momentum=0.5)", 0),
+    "diloco, 24, 8 bits": ("diloco(sync_every=24, outer_momentum=0.5, compression='8bit')", 0),
+}
+ROUND = {"local SGD, 16": 16, "local SGD, 48": 48, "diloco, 32": 32, "diloco, 24, 8 bits": 24}
+
+# Per rate: plain DDP's steps, the steps in which a way is timed at least, and the steps after which it is given up.
+STEPS = {10: (3, 2, 4), 100: (30, 5, 400), 1000: (60, 8, 400), 0: (60, 10, 120)}
+GOALS = {"bytegrad": 3.0, "qadam, 1 bit": 8.0}
+
+
+# On the hosts
+
+
+def job(args: argparse.Namespace) -> None:
+    """Run on each rank: all ways, one after the other; rank 0 prints a line of JSON for each."""
+    import torch
+    import torch.nn.functional as F
+    from torch import nn
+
+    from distwrap import agree, barrier, consolidate, distributed, rank, wrap_model, wrap_optimizer
+    from distwrap.comm import traffic
+
+    text = bytearray()
+    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+        text += file.read_bytes()
+        if len(text) > 1_000_000:
+            break
+    data = torch.tensor(bytearray(byte for byte in text if byte < 128))
+    cut = len(data) * 9 // 10
+
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(128, EMBEDDING)
+            self.first, self.second = nn.Linear(CONTEXT * EMBEDDING, WIDTH), nn.Linear(WIDTH, WIDTH)
+            self.out = nn.Linear(WIDTH, 128)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = torch.relu(self.first(self.embedding(x).flatten(1)))
+            result: torch.Tensor = self.out(torch.relu(self.second(h)))
+            return result
+
+    def batch(random: torch.Generator, low: int, high: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        starts = torch.randint(low, high - CONTEXT - 1, (count, 1), generator=random)
+        windows = data[starts + torch.arange(CONTEXT + 1)].long()
+        return windows[:, :-1], windows[:, -1]
+
+    def sent_by_the_kernel() -> int:
+        return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+    @distributed(timeout=400)
+    def run() -> None:
+        held_out = batch(torch.Generator().manual_seed(-1), cut, len(data), 1024)
+        target, patience = float("-inf"), float("inf")
+        first_steps, least, most = args.steps
+        for name in args.only:
+            comm, warm = WAYS[name]
+            torch.manual_seed(0)
+            model = wrap_model(Net(), comm=comm)
+            optimizer = wrap_optimizer(torch.optim.Adam(model.parameters(), lr=1e-3), model)
+            random = torch.Generator().manual_seed(rank())
+            every = ROUND.get(name, 1)
+            limit = first_steps if name == "ddp" else most
+            taken: list[float] = []
+            curve: list[tuple[float, float]] = []
+            sent = kernel = 0
+            reached = False
+            for step in range(limit):
+                if step in (0, warm):
+                    barrier()
+                    sent, kernel = traffic(model).sent, sent_by_the_kernel()
+                    counted_from = step
+                start = time.perf_counter()
+                x, y = batch(random, 0, cut, BATCH)
+                optimizer.zero_grad()
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                taken.append(time.perf_counter() - start)
+                done = step + 1
+                if done % every == 0 or done == limit:
+                    if rank() == 0:
+                        with torch.no_grad():
+                            loss = F.cross_entropy(model(held_out[0]), held_out[1]).item()
+                        curve.append((sum(taken), loss))
+                    # All go on together, so that no rank computes while rank 0 evaluates, outside of the clock.
+                    if done % max(every, 4 if "async" in name else 1) == 0:
+                        reached = agree(rank() == 0 and (curve[-1][1] <= target or sum(taken) > patience))
+                    if name == "allreduce" and done >= least:
+                        break  # its curve is DDP's
+                    if (
+                        name != "ddp"
+                        and reached
+                        and done >= max(least + warm, 2 * every if args.steps[2] > 2 * every else 0)
+                    ):
+                        break
+            barrier()
+            steps = len(taken) - counted_from
+            sent, kernel = traffic(model).sent - sent, sent_by_the_kernel() - kernel
+            consolidate(model)
+            if rank() == 0:
+                with torch.no_grad():
+                    end = F.cross_entropy(model(held_out[0]), held_out[1]).item()
+                if name == "ddp":
+                    target, patience = min(loss for _, loss in curve), sum(taken)
+                timed = taken[warm + 1 :] if every == 1 else taken
+                timed = timed or taken
+                figures = {
+                    "way": name,
+                    "weights": sum(p.numel() for p in model.parameters()),
+                    "step": statistics.median(timed) if every == 1 else sum(timed) / len(timed),
+                    "sent": sent / steps,
+                    "kernel": kernel / steps,
+                    "curve": curve,
+                    "to_target": next((seconds for seconds, loss in curve if loss <= target), None),
+                    "mean_of_all": end,
+                    "target": target,
+                }
+                print("FIGURES", json.dumps(figures), flush=True)
+
+    run()
+
+
+# Here
+
+
+@contextmanager
+def shaped_hosts(mbit: int) -> Iterator[Any]:
+    """Make the hosts, and slow their links in both directions."""
+    from tests.clusters import namespaces
+
+    with namespaces.hosts(*HOSTS) as hosts:
+        if mbit:
+            for i, name in enumerate(HOSTS):
+                inside = ["ip", "netns", "exec", hosts.space(name)]
+                for command in (
+                    [*inside, "tc", "qdisc", "add", "dev", "eth0"],
+                    ["tc", "qdisc", "add", "dev", f"dwv{os.getpid()}-{i}"],
+                ):
+                    shape = ["root", "tbf", "rate", f"{mbit}mbit", "burst", "128kb", "limit", "4mb"]
+                    subprocess.run([*command, *shape], check=True, capture_output=True, timeout=20)
+        yield hosts
+
+
+def missing() -> str:
+    """Say what this machine lacks; empty where nothing does."""
+    from tests.clusters import namespaces
+
+    lacking = namespaces.missing()
+    if lacking:
+        return lacking
+    try:
+        with shaped_hosts(100):
+            return ""
+    except (subprocess.CalledProcessError, FileNotFoundError) as error:
+        return f"the link cannot be shaped: {error}"
+
+
+def measure(mbit: int, only: list[str], quick: bool) -> dict[str, dict[str, Any]]:
+    """Run the ways on hosts of one rate, and return their figures."""
+    steps = (3, 2, 4) if quick else STEPS.get(mbit, STEPS[100])
+    with shaped_hosts(mbit) as hosts:
+        command = [sys.executable, __file__, "--job", "--steps", *map(str, steps), "--only", *only]
+        common = {name: value for name, value in os.environ.items() if not name.startswith("DISTWRAP_")}
+        common |= {
+            "PYTHONPATH": str(ROOT),
+            "OMP_NUM_THREADS": "1",
+            "GLOO_SOCKET_IFNAME": "eth0",
+            "MASTER_ADDR": hosts.address(HOSTS[0]),
+            "MASTER_PORT": "29500",
+            "WORLD_SIZE": str(len(HOSTS)),
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+            "DISTWRAP_QUIET": "1",
+        }
+        ranks = [
+            subprocess.Popen(
+                hosts.command(name, *command),
+                env={**common, "RANK": str(i)},
+                stdout=subprocess.PIPE if i == 0 else subprocess.DEVNULL,
+                text=True,
+            )
+            for i, name in enumerate(HOSTS)
+        ]
+        found = {}
+        try:
+            assert ranks[0].stdout is not None
+            for line in ranks[0].stdout:
+                if line.startswith("FIGURES "):
+                    figures = json.loads(line.partition(" ")[2])
+                    found[figures["way"]] = figures
+                    print(f"  {mbit:>4} Mbit/s  {words(figures, found['ddp'])}", flush=True)
+            codes = [rank.wait(60) for rank in ranks]
+        finally:
+            for name in HOSTS:
+                hosts.kill_all_on(name)
+            for rank in ranks:
+                rank.wait(10)
+        if any(codes):
+            raise SystemExit(f"the ranks ended with {codes}")
+    return found
+
+
+def words(figures: dict[str, Any], ddp: dict[str, Any]) -> str:
+    """Put a way's figures in a line, beside plain DDP's."""
+    goal = ddp["to_target"]
+    if figures["to_target"] is None or goal is None:
+        there = "-"
+    else:
+        there = f"{figures['to_target']:7.2f} s, {goal / max(1e-9, figures['to_target']):5.1f} x sooner"
+    return (
+        f"{figures['way']:<20} {figures['step'] * 1e3:9.1f} ms {ddp['step'] / figures['step']:6.2f} x"
+        f"  sent {figures['sent'] / 1e6:7.3f} MB, on the wire {figures['kernel'] / 1e6:7.3f}"
+        f"  to the loss {there}  (end {figures['mean_of_all']:.3f})"
+    )
+
+
+def verdicts(found: dict[int, dict[str, dict[str, Any]]]) -> list[str]:
+    """Hold the figures against the goals."""
+    lines = []
+
+    def goal(text: str, figure: float, met: bool) -> None:
+        lines.append(f"{'met   ' if met else 'MISSED'} {text}: {figure:.2f}")
+
+    if 100 in found:
+        ways = found[100]
+        for name, factor in GOALS.items():
+            if name in ways:
+                ratio = ways["ddp"]["step"] / ways[name]["step"]
+                goal(
+                    f"at 100 Mbit/s a step of {name} at least {factor:g} times faster than DDP's",
+                    ratio,
+                    ratio >= factor,
+                )
+        sooner = [
+            ways["ddp"]["to_target"] / ways[name]["to_target"]
+            for name in ROUND
+            if name in ways and ways[name]["to_target"]
+        ]
+        if sooner:
+            goal(
+                "at 100 Mbit/s diloco or local SGD reaches DDP's loss at least 10 times sooner",
+                max(sooner),
+                max(sooner) >= 10,
+            )
+    if 0 in found and "allreduce" in found[0]:
+        ratio = found[0]["allreduce"]["step"] / found[0]["ddp"]["step"]
+        goal("on an unshaped link a step of allreduce at most 1.1 times DDP's", ratio, ratio <= 1.1)
+    return lines
+
+
+def draw(found: dict[int, dict[str, dict[str, Any]]], path: str) -> None:
+    """Draw milliseconds a step by rate, and the loss against wall time of the slowest rate that has a curve."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(15, 6.5), layout="constrained")
+    rates = sorted(found)
+    names = list(found[rates[0]])
+    for shift, rate in enumerate(rates):
+        places = [y + 0.8 * (shift + 0.5) / len(rates) - 0.4 for y in range(len(names))]
+        label = f"{rate} Mbit/s" if rate else "unshaped"
+        left.barh(places, [1e3 * found[rate][name]["step"] for name in names], 0.8 / len(rates), label=label)
+    left.set_yticks(range(len(names)), names)
+    left.invert_yaxis()
+    left.set_xscale("log")
+    left.set_xlabel("ms a step, four ranks on two cores")
+    left.legend()
+    shown = 100 if 100 in found else rates[-1]
+    for name in names:
+        curve = found[shown][name]["curve"]
+        right.plot([seconds for seconds, _ in curve], [loss for _, loss in curve], label=name, marker=".", markersize=3)
+    right.axhline(found[shown]["ddp"]["target"], color="gray", linestyle=":")
+    right.set_xscale("log")
+    right.set_xlabel(f"seconds at {shown} Mbit/s")
+    right.set_ylabel("loss of a held-out text, rank 0's weights")
+    right.legend(fontsize=7)
+    for axes in (left, right):
+        axes.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
+def main() -> None:
+    """Read the command line; on the hosts do the job, here all else."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="few steps at one rate: does it run?")
+    parser.add_argument("--rates", type=int, nargs="+", default=[10, 100, 1000, 0], help="Mbit/s; 0 is unshaped")
+    parser.add_argument("--only", nargs="+", default=list(WAYS), choices=list(WAYS), metavar="WAY", help="some ways")
+    parser.add_argument("--json", metavar="FILE", help="write every figure there")
+    parser.add_argument("--plot", metavar="FILE.png", help="draw them there (matplotlib)")
+    parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--steps", type=int, nargs=3, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.job:
+        job(args)
+        return
+    lacking = missing()
+    if lacking:
+        print(f"slow_link needs network namespaces and tbf, and {lacking}.")
+        return
+    if "ddp" not in args.only:
+        args.only.insert(0, "ddp")
+    rates = [100] if args.quick else args.rates
+    found = {rate: measure(rate, args.only, args.quick) for rate in rates}
+    print("\n".join(verdicts(found)))
+    if args.json:
+        Path(args.json).write_text(json.dumps(found, indent=1))
+    if args.plot:
+        draw(found, args.plot)
+
+
+if __name__ == "__main__":
+    main()
