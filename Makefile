@@ -34,6 +34,8 @@ bench: $(VENV)/.installed-bench
 	$(bin)/python benchmarks/faults.py
 	$(bin)/python benchmarks/clusters.py
 	$(bin)/python benchmarks/data.py
+	$(bin)/python benchmarks/codecs.py
+	$(bin)/python benchmarks/slow_link.py
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis digits.pt digits_retrofit.pt

@@ -4,7 +4,7 @@ A byte-level language model of ten million weights (Bengio's, https://www.jmlr.o
 the source of the standard library. Plain DDP takes its steps, and sets the loss that the others then have to reach; the
 loss is that of a held-out text, on rank 0's weights. Needs root, iproute2 and the kernel's tbf, and says so without.
 
-    python benchmarks/slow_link.py [--quick] [--rates 10 100 1000 0] [--only ddp bytegrad …] [--json FILE] [--plot FILE.png]
+    python benchmarks/slow_link.py [--quick] [--rates 10 100 …] [--only ddp bytegrad …] [--json FILE] [--plot FILE.png]
 
 A rate of 0 is an unshaped link. All four ranks share this machine's processors: on two cores compute and codecs take
 twice the time that they take on hosts of their own, so the ratios are on the safe side.
@@ -111,7 +111,7 @@ def job(args: argparse.Namespace) -> None:
             optimizer = wrap_optimizer(torch.optim.Adam(model.parameters(), lr=1e-3), model)
             random = torch.Generator().manual_seed(rank())
             every = ROUND.get(name, 1)
-            limit = first_steps if name == "ddp" else most
+            limit = first_steps if name == "ddp" else max(most, every)
             taken: list[float] = []
             curve: list[tuple[float, float]] = []
             sent = kernel = 0

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
@@ -31,6 +33,23 @@ def test_checkpoint(tmp_path: Path) -> None:
     table, rows = run_quick("checkpoint.py", tmp_path, seconds=60)
     assert len(rows) == 3
     assert all(row in table for row in rows)
+
+
+def test_codecs(tmp_path: Path) -> None:
+    """The codecs' benchmark runs, and prints each one's way there and back."""
+    table, rows = run_quick("codecs.py", tmp_path, seconds=60)
+    assert len(rows) == 8
+    assert all(row in table for row in rows)
+
+
+def test_slow_link(tmp_path: Path) -> None:
+    """The benchmark of slow links runs on shaped links, where the machine has them, and says so where not."""
+    command = [sys.executable, str(BENCHMARKS / "slow_link.py"), "--quick", "--only", "bytegrad", "local SGD, 16"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    if "slow_link needs" in done.stdout:
+        pytest.skip(done.stdout.strip())
+    assert [line.split("Mbit/s")[1].split()[0] for line in done.stdout.splitlines()[:3]] == ["ddp", "bytegrad", "local"]
 
 
 def test_clusters(tmp_path: Path) -> None:

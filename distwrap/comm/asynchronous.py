@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from distwrap.comm.base import positive
+from distwrap.comm.engine import PATIENCE
 from distwrap.comm.link import Link
 from distwrap.comm.weights import WeightAlgorithm, WeightExchange
 from distwrap.errors import CollectiveTimeoutError
@@ -61,7 +62,8 @@ class AsyncExchange(WeightExchange):
         self._interval, self._patience = algorithm.sync_interval_ms / 1000, world.timeout
         self.rounds = 0
         self._changed = threading.Condition()
-        self._parked = self._pausing = self._wanted = self._closed = False
+        self._runs = self._resumes = self._closed = False
+        self._parked = self._pausing = self._wanted = False
         self._snapshot: torch.Tensor | None = None
         self._move: torch.Tensor | None = None
         self._failure: BaseException | None = None
@@ -128,8 +130,6 @@ class AsyncExchange(WeightExchange):
             self._runs = False
             self._take_over()
 
-    _runs = False
-
     def resume(self) -> None:
         """Average again."""
         if self._runs:
@@ -175,9 +175,14 @@ class AsyncExchange(WeightExchange):
             while not self._pausing and not self._closed and (left := until - time.monotonic()) > 0:
                 self._changed.wait(left)
 
+    def consolidate(self) -> torch.Tensor:
+        self._resumes = self._runs
+        return super().consolidate()
+
     def restore(self, own: torch.Tensor) -> None:
         super().restore(own)
-        self.resume()
+        if self._resumes:
+            self.resume()
 
     def before_step(self) -> None:
         self.resume()  # after a pause that nobody has ended, as a consolidate() for good
@@ -195,4 +200,9 @@ class AsyncExchange(WeightExchange):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.join(PATIENCE)
+            if thread.is_alive():
+                self.keep_groups()  # it waits in one for ranks that do not come any more
         super().close()

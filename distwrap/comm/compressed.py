@@ -9,6 +9,7 @@ Source: https://arxiv.org/abs/2107.01499, section 3 (the centralised primitive w
 from __future__ import annotations
 
 from itertools import pairwise
+from typing import Any
 
 import torch
 
@@ -16,6 +17,8 @@ from distwrap.comm.base import Averager, Bucket
 from distwrap.comm.codecs import Codec
 from distwrap.comm.link import Link
 from distwrap.comm.residuals import Residuals
+
+_AT_ONCE = 1 << 21  # numbers: while one such piece of a bucket travels, another is coded
 
 
 class CompressedMean(Averager):
@@ -34,51 +37,95 @@ class CompressedMean(Averager):
         self._summed: dict[tuple[int, ...], tuple[torch.Tensor, float]] = {}
 
     def average(self, bucket: Bucket) -> None:
-        link, codec, count = self._link, self._codec, bucket.values.numel()
-        if link.size == 1 or not count:
+        count = bucket.values.numel()
+        if self._link.size == 1 or not count:
             return
         x = bucket.values.float()  # itself, where it is float32
-        part = -(-count // link.size)
-        bounds = [min(count, rank * part) for rank in range(link.size + 1)]
-        parts = [x[low:high] for low, high in pairwise(bounds)]
-        sent = torch.empty(link.size, codec.size(part), dtype=torch.uint8, device=x.device)
-        received = torch.empty_like(sent)
         residual = None if self._sent is None else self._sent.of(bucket)
-        if residual is not None:
-            x.add_(residual)
+        pieces = [
+            _Piece(self, bucket, x[start : start + _AT_ONCE], start, residual) for start in range(0, count, _AT_ONCE)
+        ]
+        # As in a conveyor belt, in the same order on all ranks: a piece is scattered while the one before it is
+        # gathered and the one before that is decoded.
         finite = True
-        for piece, codes in zip(parts, sent, strict=True):
-            finite = codec.encode(piece, codes) and finite
-        if not finite:
-            bucket.complain()
-        elif residual is not None:  # of a step that is not finite nothing is kept
-            for piece, codes, low in zip(parts, sent, bounds, strict=False):
-                codec.decode(codes, residual[low : low + piece.numel()])
-            torch.sub(x, residual, out=residual)
-        link.all_to_all(received, sent)
-        mine = self._mean(bucket, parts[link.rank], received)
-        link.all_gather(sent, mine)
-        for piece, codes in zip(parts, sent, strict=True):
-            codec.decode(codes, piece)
+        for turn in range(len(pieces) + 2):
+            if turn < len(pieces):
+                was_finite, finite = finite, pieces[turn].scatter() and finite
+                if was_finite and not finite:
+                    bucket.complain()
+            if 1 <= turn <= len(pieces):
+                pieces[turn - 1].gather()
+            if turn >= 2:
+                pieces[turn - 2].decode()
         if x is not bucket.values:
             bucket.values.copy_(x)
 
-    def _mean(self, bucket: Bucket, own: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-        """Decode what the ranks have sent of this rank's part, add it up, and return the mean's codes."""
-        codec = self._codec
-        mean, piece = torch.zeros_like(own), torch.empty_like(own)
-        for codes in received:
-            codec.decode(codes, piece)
-            mean.add_(piece)
-        mean.mul_(1.0 / len(received))
-        result = torch.empty_like(received[0])
-        if self._sent is None:
-            codec.encode(mean, result)
-            return result
+
+class _Piece:
+    """A part of a bucket on its way."""
+
+    def __init__(
+        self, owner: CompressedMean, bucket: Bucket, x: torch.Tensor, start: int, residual: torch.Tensor | None
+    ) -> None:
+        self._owner, self._link, self._codec = owner, owner._link, owner._codec
+        self._scale, self._key = bucket.scale, (start, *bucket.key)
+        self._x, self._residual = x, None if residual is None else residual[start : start + x.numel()]
+        part = -(-x.numel() // self._link.size)
+        self._bounds = [min(x.numel(), rank * part) for rank in range(self._link.size + 1)]
+        self._parts = self._cut(x)
+        self._codes = torch.empty(self._link.size, self._codec.size(part), dtype=torch.uint8, device=x.device)
+        self._received = torch.empty_like(self._codes)
+        self._work: Any = None
+
+    def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        return [flat[low:high] for low, high in pairwise(self._bounds)]
+
+    def scatter(self) -> bool:
+        """Send each rank the codes of its part; return whether all numbers were finite."""
+        finite = True
+        if self._residual is not None:
+            self._x.add_(self._residual)
+        for part, codes in zip(self._parts, self._codes, strict=True):
+            finite = self._codec.encode(part, codes) and finite
+        self._work = self._link.begin_all_to_all(self._received, self._codes)
+        if self._residual is not None and finite:  # of a step that is not finite nothing is kept
+            for part, codes in zip(self._cut(self._residual), self._codes, strict=True):
+                self._codec.decode(codes, part)
+            torch.sub(self._x, self._residual, out=self._residual)
+        return finite
+
+    def gather(self) -> None:
+        """Add up what has come, and send everybody the mean's codes."""
+        self._wait()
+        mean = torch.zeros_like(self._parts[self._link.rank])
+        term = torch.empty_like(mean)
+        for codes in self._received:
+            self._codec.decode(codes, term)
+            mean.add_(term)
+        mean.mul_(1.0 / self._link.size)
+        own = torch.empty_like(self._received[0])
+        self._encode_mean(mean, term, own)
+        self._work = self._link.begin_all_gather(self._codes, own)
+
+    def _encode_mean(self, mean: torch.Tensor, decoded: torch.Tensor, codes: torch.Tensor) -> None:
+        if self._residual is None:
+            self._codec.encode(mean, codes)
+            return
         # Of a bucket that DDP rearranges after the first step, this part belongs to another rank: it begins anew.
-        residual, scale = self._summed.get(bucket.key, (torch.zeros_like(mean), bucket.scale))
-        mean.add_(residual, alpha=bucket.scale / scale)
-        if codec.encode(mean, result):
-            codec.decode(result, piece)
-            self._summed[bucket.key] = mean.sub_(piece), bucket.scale
-        return result
+        summed = self._owner._summed
+        if self._key in summed:
+            residual, scale = summed[self._key]
+            mean.add_(residual, alpha=self._scale / scale)
+        if self._codec.encode(mean, codes):
+            self._codec.decode(codes, decoded)
+            summed[self._key] = mean.sub_(decoded), self._scale
+
+    def decode(self) -> None:
+        """Set the numbers to the mean."""
+        self._wait()
+        for part, codes in zip(self._parts, self._codes, strict=True):
+            self._codec.decode(codes, part)
+
+    def _wait(self) -> None:
+        if self._work is not None:
+            self._work.wait()

@@ -16,7 +16,7 @@ from torch.futures import Future
 
 T = TypeVar("T")
 
-_PATIENCE = 0.5  # seconds for the thread to end; it may be in a collective to which nobody comes any more
+PATIENCE = 0.5  # seconds for the thread to end; it may be in a collective to which nobody comes any more
 
 
 class Engine:
@@ -76,7 +76,7 @@ class Engine:
         if thread is None or thread is threading.current_thread():
             return thread is None
         self._queue.put(None)
-        thread.join(_PATIENCE)
+        thread.join(PATIENCE)
         self._thread = None
         return not thread.is_alive()
 

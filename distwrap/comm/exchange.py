@@ -94,12 +94,17 @@ class Exchange:
                 every_rank=True,
             )
 
+    def keep_groups(self) -> None:
+        """Leave the groups to the end of the process: somebody is still inside."""
+        self._groups = []
+
     def close(self) -> None:
         """End the thread, and let go of the groups where no other rank need take part."""
-        ended = self.engine.close()
+        if not self.engine.close():
+            self.keep_groups()
         groups, self._groups = self._groups, []
         for group in groups:
-            if ended and group is not None and dist.is_initialized():
+            if group is not None and dist.is_initialized():
                 with suppress(ValueError):  # of a group that went with the world's
                     if dist.get_backend(group) == "gloo":
                         dist.destroy_process_group(group)

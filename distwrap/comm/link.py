@@ -66,22 +66,34 @@ class Link:
             dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self._group)
         return int(tensor.item())
 
-    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> None:
-        """Send the n-th row to the n-th rank, and receive one from each; both of shape (ranks, …)."""
+    def begin_all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Any:
+        """Send the n-th row to the n-th rank, and receive one from each; both of shape (ranks, …).
+
+        Returns what has a ``wait()``, or ``None`` where it is done.
+        """
         if self.size == 1:
             received.copy_(sent)
-            return
+            return None
         self._count((self.size - 1) * _bytes(sent) // self.size)
-        dist.all_to_all_single(received, sent, group=self._group)
+        return dist.all_to_all_single(received, sent, group=self._group, async_op=True)
 
-    def all_gather(self, received: torch.Tensor, own: torch.Tensor) -> None:
-        """Receive every rank's tensor, in rank order, into one of as many numbers each."""
+    def begin_all_gather(self, received: torch.Tensor, own: torch.Tensor) -> Any:
+        """Receive every rank's tensor, in rank order, into one of as many numbers each.
+
+        Returns what has a ``wait()``, or ``None`` where it is done.
+        """
         rows = list(received.view(self.size, own.numel()))
         if self.size == 1:
             rows[0].copy_(own.view(-1))
-            return
+            return None
         self._count((self.size - 1) * _bytes(own))
-        dist.all_gather(rows, own.view(-1), group=self._group)
+        return dist.all_gather(rows, own.view(-1), group=self._group, async_op=True)
+
+    def all_gather(self, received: torch.Tensor, own: torch.Tensor) -> None:
+        """Receive every rank's tensor, and wait for it."""
+        work = self.begin_all_gather(received, own)
+        if work is not None:
+            work.wait()
 
     def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
         """Send to some ranks and receive from some, by their places here."""

@@ -6,9 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from torch import nn
 from torch.utils.data import DataLoader
 
 from distwrap import retrofit
+from distwrap.comm.consolidate import consolidate
 from distwrap.group.world import Precision, current_world
 from distwrap.model.diagnosis import explained
 from distwrap.retrofit import Retrofitted
@@ -65,6 +67,9 @@ def _execute(call: Call, run: Run) -> tuple[Any, list[Retrofitted]]:
         return call.function(*call.args, **call.kwargs), []
     args, kwargs, found = retrofit.wrap(call.args, call.kwargs)
     value = call.function(*args, **kwargs)
+    for item in found:
+        if isinstance(item.original, nn.Module):
+            consolidate(item.wrapped)  # the caller gets one model, not rank 0's of several
     for item in found:
         if isinstance(item.original, DataLoader):
             item.load(item.state())  # where this process is the caller's own, nobody else brings it home

@@ -13,7 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distwrap.comm import BF16, FP16, AllReduce, ByteGrad, GradientAlgorithm, Link, PowerSGD, QAdam, TopK, Traffic
+from distwrap.comm import (
+    BF16,
+    FP16,
+    AllReduce,
+    ByteGrad,
+    GradientAlgorithm,
+    Link,
+    PowerSGD,
+    QAdam,
+    TopK,
+    Traffic,
+    compressed,
+)
 from distwrap.comm.base import Bucket
 from distwrap.testing import run_ranks
 from tests.comm import references
@@ -119,6 +131,34 @@ def test_like_the_reference_and_alike_on_all_ranks(ranks: int, name: str, kind: 
         # Where a number lies on the middle between two codes a last bit decides, and its step is 1/254 of the range.
         assert off.mean() < 2e-3 if off.size else not got.size
         assert np.abs(got - expected).max(initial=0) <= 0.1 * scale
+
+
+def _in_pieces(name: str, at_once: int) -> list[Any]:
+    compressed._AT_ONCE = at_once
+    rank, size = dist.get_rank(), dist.get_world_size()
+    link = Link(dist.group.WORLD, list(range(size)), rank, Traffic())
+    averager = ALGORITHMS[name].averager(link, torch.device("cpu"))
+    parameters = [nn.Parameter(torch.zeros(2085))]
+    results = []
+    for step in range(STEPS):
+        values = gradients(rank, step, 2085, 1.0)
+        averager.average(Bucket(values, parameters))
+        results.append(values.double().numpy())
+    return results
+
+
+@pytest.mark.parametrize("at_once", [100, 1000, 2084, 2085])
+@pytest.mark.parametrize("name", ["fp16", "bytegrad, error feedback"])
+def test_a_bucket_in_pieces_of_which_several_are_on_their_way(name: str, at_once: int) -> None:
+    everyone = run_ranks(_in_pieces, 3, name, at_once)
+    starts = range(0, 2085, at_once)
+    references_of = [reference_of(name, [(min(at_once, 2085 - start),)], 3) for start in starts]
+    for step in range(STEPS):
+        inputs = [gradients(rank, step, 2085, 1.0).double().numpy() for rank in range(3)]
+        pieces = [[x[start : start + at_once] for x in inputs] for start in starts]
+        expected = np.concatenate([reference(piece) for reference, piece in zip(references_of, pieces, strict=True)])
+        assert all(np.array_equal(results[step], everyone[0][step]) for results in everyone)
+        assert (np.abs(everyone[0][step] - expected) > 2e-5).mean() < 2e-3
 
 
 @pytest.mark.parametrize("name", ["bytegrad, error feedback", "topk", "powersgd"])

@@ -266,3 +266,45 @@ def test_a_world_of_one() -> None:
     assert wrap_model(model, comm="diloco") is model
     with consolidate(model):
         assert traffic(model).sent == 0
+
+
+def _dropped_while_it_averages() -> int:
+    import gc
+    import threading
+
+    before = threading.active_count()
+    for _ in range(3):
+        model = wrap_model(Linear(), comm=AsyncAveraging(sync_interval_ms=1))
+        optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+        for _ in range(5):
+            model(torch.ones(101, dtype=torch.float64)).backward()
+            optimizer.step()
+        del model, optimizer
+        gc.collect()
+    deadline = time.monotonic() + 10
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return threading.active_count() - before
+
+
+def test_async_ends_with_its_model() -> None:
+    """Without a pause first: no thread is left, and nobody waits for long."""
+    assert run_ranks(_dropped_while_it_averages, 2) == [0, 0]
+
+
+def _consolidated_in_a_pause() -> list[bool]:
+    model = wrap_model(Linear(), comm=AsyncAveraging(sync_interval_ms=1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(torch.ones(101, dtype=torch.float64)).backward()
+    optimizer.step()
+    exchange: Any = model.__dict__["_exchange"]
+    running = [exchange._runs]
+    with pause(model):
+        with consolidate(model):
+            running.append(exchange._runs)
+        running.append(exchange._runs)
+    return [*running, exchange._runs]
+
+
+def test_a_consolidate_inside_a_pause_does_not_end_it() -> None:
+    assert run_ranks(_consolidated_in_a_pause, 2) == [[True, False, False, True]] * 2

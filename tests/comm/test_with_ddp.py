@@ -22,6 +22,7 @@ from distwrap import (
     assert_in_sync,
     backward,
     consolidate,
+    distributed,
     lockstep,
     optimizer_step,
     wrap_model,
@@ -417,3 +418,20 @@ def test_own_weights_are_not_evaluated_without_a_word() -> None:
     assert first.count("consolidate(model)") == 1
     assert not second
     assert world_size() == 1
+
+
+def _untouched_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
+    for step in range(5):
+        optimizer.zero_grad()
+        loss_of(model, inputs(step, rank())).backward()
+        optimizer.step()
+    return flat(model).tolist()
+
+
+def test_a_retrofitted_caller_gets_the_mean_of_all_ranks() -> None:
+    torch.manual_seed(0)
+    net = Net()
+    run = distributed(nprocs=2, retrofit=True, comm="local_sgd(sync_every=100)", returns="all")(_untouched_loop)
+    first, second = run(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    assert first != second
+    assert torch.allclose(flat(net), (torch.tensor(first) + torch.tensor(second)) / 2, atol=1e-6)

@@ -69,6 +69,14 @@ def test_readme_programs_run(launcher: list[str], tmp_path: Path) -> None:
     assert max(losses) < 0.5
 
 
+def test_programs_about_communication_run(tmp_path: Path) -> None:
+    """The Python blocks of docs/communication.md are a program that ends well."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "communication.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    (tmp_path / "communication.py").write_text("\n\n".join(blocks))
+    run("communication.py", folder=tmp_path)
+
+
 def test_programs_about_models_run(tmp_path: Path) -> None:
     """The Python blocks of docs/model.md are a program that ends well, twice in an empty folder."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "model.md").read_text(), re.DOTALL)
@@ -135,6 +143,15 @@ def test_language_model_learns(tmp_path: Path) -> None:
     printed = run(EXAMPLES / "language_model.py", *tiny.split(), folder=tmp_path)
     assert last_number(printed, "test loss") < last_number(printed, "before training") - 0.5
     assert len(printed.split("it writes:")[1].strip()) > 10
+
+
+@pytest.mark.slow
+def test_a_strategy_of_ones_own(tmp_path: Path) -> None:
+    """The strategy example meets, wraps, clips and saves in its own way, and fits its line."""
+    printed = run(EXAMPLES / "custom_strategy.py", folder=tmp_path)
+    assert "2 ranks meet over gloo" in printed
+    assert last_number(printed, "loss") < 1e-6
+    assert (tmp_path / "in_double.pt.gz").read_bytes()[:2] == b"\x1f\x8b"
 
 
 @pytest.mark.slow
