@@ -8,7 +8,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from distwrap.comm.base import Algorithm, Averager, Bucket, GradientAlgorithm
+from distwrap.comm.base import Algorithm, Averager, Bucket
 from distwrap.comm.consolidate import Consolidated, consolidate, pause, traffic
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from distwrap.comm.bytegrad import ByteGrad
     from distwrap.comm.decentralized import Decentralized
     from distwrap.comm.diloco import DiLoCo
+    from distwrap.comm.gradients import GradientAlgorithm
     from distwrap.comm.link import Link, Traffic
     from distwrap.comm.local_sgd import LocalSGD
     from distwrap.comm.low_precision import LowPrecisionDecentralized
@@ -61,6 +62,7 @@ _PLACES = {
     "DiLoCo": "diloco",
     "FP16": "allreduce",
     "Link": "link",
+    "GradientAlgorithm": "gradients",
     "LocalSGD": "local_sgd",
     "LowPrecisionDecentralized": "low_precision",
     "PowerSGD": "powersgd",

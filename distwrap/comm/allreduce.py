@@ -6,9 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from distwrap.comm.base import Averager, Bucket, GradientAlgorithm
+from distwrap.comm.base import Averager, Bucket
 from distwrap.comm.codecs import Cast
 from distwrap.comm.compressed import CompressedMean
+from distwrap.comm.gradients import GradientAlgorithm
 from distwrap.comm.link import Link
 
 

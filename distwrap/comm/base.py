@@ -16,13 +16,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
 
 from distwrap.errors import OptionError
 
 if TYPE_CHECKING:
-    from distwrap.comm.exchange import Exchange
-    from distwrap.comm.link import Link
     from distwrap.group.world import World
     from distwrap.model.distributed import DistributedModel
 
@@ -47,8 +44,8 @@ class Algorithm(ABC):
         """
 
     @abstractmethod
-    def attach(self, model: DistributedModel, world: World) -> Exchange:
-        """Begin to exchange for a model that was wrapped just now; every rank calls it."""
+    def attach(self, model: DistributedModel, world: World) -> Any:
+        """Begin to exchange for a model that was wrapped just now; every rank calls it. Returns the `Exchange`."""
 
 
 @dataclass
@@ -104,24 +101,6 @@ class Averager(ABC):
 
         Numbers that are not finite stay so on all ranks, and are reported by `Bucket.complain`.
         """
-
-
-@dataclass(frozen=True, kw_only=True)
-class GradientAlgorithm(Algorithm):
-    """The ranks average gradients, in one way or another, and hold the same weights."""
-
-    @abstractmethod
-    def averager(self, link: Link, device: torch.device) -> Averager:
-        """Make what averages, for one model."""
-
-    def prepare_optimizer(self, optimizer: Optimizer, averager: Averager | None) -> Optimizer:
-        """Return the optimizer that the loop steps; `averager` is ``None`` on a node's ranks but its first."""
-        return optimizer
-
-    def attach(self, model: DistributedModel, world: World) -> Exchange:
-        from distwrap.comm.gradients import GradientExchange
-
-        return GradientExchange(self, model, world)
 
 
 def positive(name: str, value: Any, *, least: int = 1) -> None:

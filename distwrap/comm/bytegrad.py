@@ -9,9 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from distwrap.comm.base import Averager, GradientAlgorithm
+from distwrap.comm.base import Averager
 from distwrap.comm.codecs import MinMax8
 from distwrap.comm.compressed import CompressedMean
+from distwrap.comm.gradients import GradientAlgorithm
 from distwrap.comm.link import Link
 
 

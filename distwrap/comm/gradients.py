@@ -5,6 +5,8 @@ Source: https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,14 +16,31 @@ from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
-from distwrap.comm.base import Averager, Bucket, GradientAlgorithm
+from distwrap.comm.base import Algorithm, Averager, Bucket
 from distwrap.comm.exchange import Exchange
+from distwrap.comm.link import Link
 from distwrap.group.world import World, current_world
 
 if TYPE_CHECKING:
     from distwrap.model.distributed import DistributedModel
 
 _graph_task = torch._C._current_graph_task_id
+
+
+@dataclass(frozen=True, kw_only=True)
+class GradientAlgorithm(Algorithm):
+    """The ranks average gradients, in one way or another, and hold the same weights."""
+
+    @abstractmethod
+    def averager(self, link: Link, device: torch.device) -> Averager:
+        """Make what averages, for one model."""
+
+    def prepare_optimizer(self, optimizer: Optimizer, averager: Averager | None) -> Optimizer:
+        """Return the optimizer that the loop steps; `averager` is ``None`` on a node's ranks but its first."""
+        return optimizer
+
+    def attach(self, model: DistributedModel, world: World) -> GradientExchange:
+        return GradientExchange(self, model, world)
 
 
 class GradientExchange(Exchange):

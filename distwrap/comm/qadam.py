@@ -17,9 +17,10 @@ from typing import Any
 import torch
 from torch.optim import Adam, AdamW, Optimizer
 
-from distwrap.comm.base import Averager, Bucket, GradientAlgorithm, positive
+from distwrap.comm.base import Averager, Bucket, positive
 from distwrap.comm.codecs import MinMax8, Sign
 from distwrap.comm.compressed import CompressedMean
+from distwrap.comm.gradients import GradientAlgorithm
 from distwrap.comm.link import Link
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import current_world

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from distwrap.comm.base import Averager, Bucket, GradientAlgorithm, fraction
+from distwrap.comm.base import Averager, Bucket, fraction
+from distwrap.comm.gradients import GradientAlgorithm
 from distwrap.comm.link import Link
 from distwrap.comm.residuals import Residuals
 
