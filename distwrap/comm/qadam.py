@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch.optim import Adam, AdamW, Optimizer
@@ -53,9 +53,10 @@ class QAdam(GradientAlgorithm):
         return _Momenta(link, self)
 
     def prepare_optimizer(self, optimizer: Optimizer, averager: Averager | None) -> Optimizer:
-        prepared = QAdamOptimizer(optimizer, self.warmup_steps)
+        known = isinstance(optimizer, QAdamOptimizer)
+        prepared = optimizer if known else QAdamOptimizer(optimizer, self.warmup_steps)
         if isinstance(averager, _Momenta):
-            averager.serve(prepared)
+            averager.serve(cast(QAdamOptimizer, prepared))
         return prepared
 
 
@@ -66,12 +67,12 @@ class _Momenta(Averager):
         self._link, self._options = link, options
         codec = Sign() if options.bits == 1 else MinMax8()
         self._mean = CompressedMean(link, codec, feedback=options.error_feedback or options.bits == 1)
-        self._group_of: dict[int, tuple[QAdamOptimizer, dict[str, Any]]] = {}
+        self._place_of: dict[int, tuple[QAdamOptimizer, int]] = {}  # load_state_dict() replaces an optimizer's groups
 
     def serve(self, optimizer: QAdamOptimizer) -> None:
         """Turn the gradients of an optimizer's parameters into its momenta, once it is warm."""
-        for group in optimizer.param_groups:
-            self._group_of.update({id(parameter): (optimizer, group) for parameter in group["params"]})
+        for index, group in enumerate(optimizer.param_groups):
+            self._place_of.update({id(parameter): (optimizer, index) for parameter in group["params"]})
 
     def average(self, bucket: Bucket) -> None:
         frozen = [self._is_frozen(id(parameter)) for parameter in bucket.parameters]
@@ -86,7 +87,8 @@ class _Momenta(Averager):
         _refuse_unknown_scale()
         denominators = []
         for parameter, gradient in zip(bucket.parameters, bucket.views, strict=True):
-            optimizer, group = self._group_of[id(parameter)]
+            optimizer, index = self._place_of[id(parameter)]
+            group = optimizer.param_groups[index]
             state, beta = optimizer.frozen_state(parameter, group), group["betas"][0]
             if group["weight_decay"] and not optimizer.decoupled:
                 gradient.add_(parameter.detach(), alpha=group["weight_decay"] * bucket.scale)
@@ -97,13 +99,13 @@ class _Momenta(Averager):
         torch._foreach_mul_(bucket.views, denominators)
 
     def _is_frozen(self, parameter: int) -> bool:
-        if parameter not in self._group_of:
+        if parameter not in self._place_of:
             raise ModelError(
                 "comm='qadam' exchanges Adam's momentum, and this parameter's optimizer is not known: "
                 "optimizer = wrap_optimizer(torch.optim.Adam(model.parameters()), model), before the first backward."
             )
-        group = self._group_of[parameter][1]
-        return bool(group[_STEPS] >= self._options.warmup_steps)
+        optimizer, index = self._place_of[parameter]
+        return optimizer.steps_of(optimizer.param_groups[index]) >= self._options.warmup_steps
 
 
 class QAdamOptimizer(Optimizer):
@@ -126,8 +128,14 @@ class QAdamOptimizer(Optimizer):
         self.decoupled, self._warmup = isinstance(adam, AdamW), warmup_steps
         super().__init__(adam.param_groups, adam.defaults)
         self.state = adam.state
-        for group in self.param_groups:
-            group.setdefault(_STEPS, 0)
+
+    def steps_of(self, group: dict[str, Any]) -> int:
+        """Return how many steps a group has behind it, also as plain Adam."""
+        if _STEPS not in group:
+            states = (self.state.get(parameter, {}) for parameter in group["params"])
+            group[_STEPS] = max((int(state["step"]) for state in states if "step" in state), default=0)
+        steps: int = group[_STEPS]
+        return steps
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -148,9 +156,9 @@ class QAdamOptimizer(Optimizer):
         lr = float(group["lr"])
         momenta = [state["exp_avg"] for state in states]
         variances = [state["exp_avg_sq"] for state in states]
-        frozen = group[_STEPS] >= self._warmup
-        group[_STEPS] += 1
-        step = group[_STEPS]
+        step = self.steps_of(group) + 1
+        frozen = step > self._warmup
+        group[_STEPS] = step
         if not parameters:
             return
         if decay and self.decoupled:

@@ -300,3 +300,32 @@ def test_qadams_warm_up_is_plain_adam() -> None:
         return parameter.detach()
 
     assert torch.allclose(train(True), train(False), atol=1e-6)
+
+
+def _steps(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, first: int, last: int) -> None:
+    for step in range(first, last):
+        parameter.grad = gradients(0, step, 9, 1.0)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("cut", [2, 5, 7])
+def test_qadams_optimizer_goes_on_from_its_state(cut: int) -> None:
+    """To the bit, before and after the warm-up; and from a plain Adam's state, which counts as its warm-up."""
+    algorithm = QAdam(warmup_steps=5)
+    whole, resumed, plain = (nn.Parameter(torch.ones(9)) for _ in range(3))
+    optimizer = algorithm.prepare_optimizer(torch.optim.AdamW([whole], lr=0.1), None)
+    _steps(optimizer, whole, 0, 10)
+    first = algorithm.prepare_optimizer(torch.optim.AdamW([resumed], lr=0.1), None)
+    _steps(first, resumed, 0, cut)
+    second = algorithm.prepare_optimizer(torch.optim.AdamW([resumed], lr=0.1), None)
+    second.load_state_dict(first.state_dict())
+    assert algorithm.prepare_optimizer(second, None) is second
+    _steps(second, resumed, cut, 10)
+    assert torch.equal(whole, resumed)
+    if cut <= 5:
+        adam = torch.optim.AdamW([plain], lr=0.1)
+        _steps(adam, plain, 0, cut)
+        third = algorithm.prepare_optimizer(torch.optim.AdamW([plain], lr=0.1), None)
+        third.load_state_dict(adam.state_dict())
+        _steps(third, plain, cut, 10)
+        assert torch.allclose(whole, plain, atol=1e-5)

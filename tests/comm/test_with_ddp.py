@@ -9,6 +9,7 @@ import os
 import threading
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,8 +24,10 @@ from distwrap import (
     backward,
     consolidate,
     distributed,
+    load,
     lockstep,
     optimizer_step,
+    save,
     wrap_model,
     wrap_optimizer,
 )
@@ -435,3 +438,38 @@ def test_a_retrofitted_caller_gets_the_mean_of_all_ranks() -> None:
     first, second = run(net, torch.optim.SGD(net.parameters(), lr=0.1))
     assert first != second
     assert torch.allclose(flat(net), (torch.tensor(first) + torch.tensor(second)) / 2, atol=1e-6)
+
+
+def _qadam_goes_on(path: str, plain_first: bool) -> tuple[list[float], list[float], float]:
+    comm = "qadam(warmup_steps=3, error_feedback=False)"
+
+    def run(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
+        for step in range(first, last):
+            optimizer.zero_grad()
+            loss_of(model, inputs(step, rank())).backward()
+            optimizer.step()
+
+    model, optimizer = prepared(comm)
+    run(model, optimizer, 0, 8)
+    whole = flat(model).tolist()
+    if plain_first:  # the warm-up without distwrap's optimizer, as from a checkpoint of plain DDP
+        model, optimizer = prepared(None)
+        run(model, optimizer, 0, 3)
+    else:
+        model, optimizer = prepared(comm)
+        run(model, optimizer, 0, 5)
+    save({"model": model, "optimizer": optimizer}, path)
+    model, optimizer = prepared(comm)
+    load(path, into={"model": model, "optimizer": optimizer})
+    before = traffic(model).sent
+    run(model, optimizer, 3 if plain_first else 5, 8)
+    sent = (traffic(model).sent - before) / (3 if not plain_first else 5)
+    return whole, flat(model).tolist(), sent / (4 * len(whole))
+
+
+@pytest.mark.parametrize("plain_first", [False, True])
+def test_qadam_goes_on_from_a_checkpoint(tmp_path: Path, plain_first: bool) -> None:
+    """In the phase in which it was saved: no second warm-up, and about the weights of the uninterrupted run."""
+    for whole, resumed, sent in run_ranks(_qadam_goes_on, 2, str(tmp_path / "x.pt"), plain_first):
+        assert (torch.tensor(whole) - torch.tensor(resumed)).abs().max() < 2e-2
+        assert sent < 0.27
