@@ -2,7 +2,8 @@
 
 A byte-level language model of ten million weights (Bengio's, https://www.jmlr.org/papers/v3/bengio03a.html) learns from
 the source of the standard library. Plain DDP takes its steps, and sets the loss that the others then have to reach; the
-loss is that of a held-out text, on rank 0's weights. Needs root, iproute2 and the kernel's tbf, and says so without.
+loss is that of a held-out text, on rank 0's weights. Horovod takes part where it is installed. Needs root, iproute2 and
+the kernel's tbf, and says so without.
 
     python benchmarks/slow_link.py [--quick] [--rates 10 100 …] [--only ddp bytegrad …] [--json FILE] [--plot FILE.png]
 
@@ -13,6 +14,7 @@ twice the time that they take on hosts of their own, so the ratios are on the sa
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import statistics
@@ -20,10 +22,15 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -51,6 +58,8 @@ WAYS: dict[str, tuple[str | None, int]] = {
     "local SGD, 48": ("local_sgd(sync_every=48)", 0),
     "diloco, 32": ("diloco(sync_every=32, outer_momentum=0.5)", 0),
     "diloco, 24, 8 bits": ("diloco(sync_every=24, outer_momentum=0.5, compression='8bit')", 0),
+    "horovod": (None, 0),
+    "horovod, fp16": (None, 0),
 }
 ROUND = {"local SGD, 16": 16, "local SGD, 48": 48, "diloco, 32": 32, "diloco, 24, 8 bits": 24}
 
@@ -62,113 +71,169 @@ GOALS = {"bytegrad": 3.0, "qadam, 1 bit": 8.0}
 # On the hosts
 
 
-def job(args: argparse.Namespace) -> None:
-    """Run on each rank: all ways, one after the other; rank 0 prints a line of JSON for each."""
-    import torch
-    import torch.nn.functional as F
-    from torch import nn
+class Net(nn.Module):
+    """Bengio's model: the bytes before, embedded, through two wide layers, to the next byte."""
 
-    from distwrap import agree, barrier, consolidate, distributed, rank, wrap_model, wrap_optimizer
-    from distwrap.comm import traffic
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(128, EMBEDDING)
+        self.first, self.second = nn.Linear(CONTEXT * EMBEDDING, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.out = nn.Linear(WIDTH, 128)
 
-    text = bytearray()
-    for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
-        text += file.read_bytes()
-        if len(text) > 1_000_000:
-            break
-    data = torch.tensor(bytearray(byte for byte in text if byte < 128))
-    cut = len(data) * 9 // 10
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = torch.relu(self.first(self.embedding(x).flatten(1)))
+        result: torch.Tensor = self.out(torch.relu(self.second(h)))
+        return result
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embedding = nn.Embedding(128, EMBEDDING)
-            self.first, self.second = nn.Linear(CONTEXT * EMBEDDING, WIDTH), nn.Linear(WIDTH, WIDTH)
-            self.out = nn.Linear(WIDTH, 128)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            h = torch.relu(self.first(self.embedding(x).flatten(1)))
-            result: torch.Tensor = self.out(torch.relu(self.second(h)))
-            return result
+class Text:
+    """The source of the standard library's modules: nine tenths to learn from, one to test on."""
 
-    def batch(random: torch.Generator, low: int, high: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def __init__(self) -> None:
+        text = bytearray()
+        for file in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py")):
+            text += file.read_bytes()
+            if len(text) > 1_000_000:
+                break
+        self._data = torch.tensor(bytearray(byte for byte in text if byte < 128))
+        self._cut = len(self._data) * 9 // 10
+        self.held_out = self._windows(torch.Generator().manual_seed(-1), self._cut, len(self._data), 1024)
+
+    def batch(self, random: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+        """Draw contexts, and the bytes that follow them."""
+        return self._windows(random, 0, self._cut, BATCH)
+
+    def _windows(self, random: torch.Generator, low: int, high: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
         starts = torch.randint(low, high - CONTEXT - 1, (count, 1), generator=random)
-        windows = data[starts + torch.arange(CONTEXT + 1)].long()
+        windows = self._data[starts + torch.arange(CONTEXT + 1)].long()
         return windows[:, :-1], windows[:, -1]
 
-    def sent_by_the_kernel() -> int:
-        return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+    @torch.no_grad()
+    def loss(self, model: nn.Module) -> float:
+        """Test a model."""
+        return F.cross_entropy(model(self.held_out[0]), self.held_out[1]).item()
+
+
+@dataclass
+class Ranks:
+    """How a way's ranks speak to each other outside of the clock.
+
+    Attributes:
+        rank: this one.
+        agree: whether any rank says so.
+        sent: bytes that this rank has sent by the way's own count.
+        consolidate: give all ranks the mean of their weights.
+    """
+
+    rank: int
+    agree: Callable[[bool], bool]
+    sent: Callable[[], int]
+    consolidate: Callable[[], object]
+
+
+def course(name: str, model: nn.Module, optimizer: Any, text: Text, ranks: Ranks, args: argparse.Namespace) -> float:
+    """Train by one way, print its figures on rank 0, and return the seconds it took."""
+    every, warm = ROUND.get(name, 1), WAYS[name][1]
+    first_steps, least, most = args.steps
+    limit = first_steps if name == "ddp" else max(most, every)
+    random = torch.Generator().manual_seed(ranks.rank)
+    taken: list[float] = []
+    curve: list[tuple[float, float]] = []
+    sent = kernel = counted_from = 0
+    for step in range(limit):
+        if step in (0, warm):
+            ranks.agree(False)
+            sent, kernel, counted_from = ranks.sent(), sent_by_the_kernel(), step
+        start = time.perf_counter()
+        x, y = text.batch(random)
+        optimizer.zero_grad()
+        F.cross_entropy(model(x), y).backward()
+        optimizer.step()
+        taken.append(time.perf_counter() - start)
+        done = step + 1
+        if done % every and done != limit:
+            continue
+        if ranks.rank == 0:
+            curve.append((sum(taken), text.loss(model)))
+        # All go on together, so that no rank computes while rank 0 evaluates, outside of the clock.
+        if done % max(every, 4 if "async" in name else 1) == 0:
+            there = ranks.rank == 0 and (curve[-1][1] <= args.target or sum(taken) > args.patience)
+            there = ranks.agree(there)
+            if name == "allreduce" and done >= least:
+                break  # its curve is DDP's
+            if name != "ddp" and there and done >= max(least + warm, min(2 * every, most)):
+                break
+    ranks.agree(False)
+    steps = len(taken) - counted_from
+    sent, kernel = ranks.sent() - sent, sent_by_the_kernel() - kernel
+    ranks.consolidate()
+    if ranks.rank == 0:
+        if name == "ddp":
+            args.target = min(loss for _, loss in curve)
+        timed = (taken[warm + 1 :] if every == 1 else taken) or taken
+        figures = {
+            "way": name,
+            "weights": sum(parameter.numel() for parameter in model.parameters()),
+            "step": statistics.median(timed) if every == 1 else sum(timed) / len(timed),
+            "sent": sent / steps,
+            "kernel": kernel / steps,
+            "curve": curve,
+            "to_target": next((seconds for seconds, loss in curve if loss <= args.target), None),
+            "mean_of_all": text.loss(model),
+            "target": args.target,
+        }
+        print("FIGURES", json.dumps(figures), flush=True)
+    return sum(taken)
+
+
+def sent_by_the_kernel() -> int:
+    """Return the bytes that have left this host."""
+    return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
+
+
+def job(args: argparse.Namespace) -> None:
+    """Run on each rank: all ways but Horovod's, one after the other."""
+    from distwrap import agree, consolidate, distributed, rank, wrap_model, wrap_optimizer
+    from distwrap.comm import traffic
 
     @distributed(timeout=400)
     def run() -> None:
-        held_out = batch(torch.Generator().manual_seed(-1), cut, len(data), 1024)
-        target, patience = float("-inf"), float("inf")
-        first_steps, least, most = args.steps
+        text = Text()
         for name in args.only:
-            comm, warm = WAYS[name]
             torch.manual_seed(0)
-            model = wrap_model(Net(), comm=comm)
+            model = wrap_model(Net(), comm=WAYS[name][0])
             optimizer = wrap_optimizer(torch.optim.Adam(model.parameters(), lr=1e-3), model)
-            random = torch.Generator().manual_seed(rank())
-            every = ROUND.get(name, 1)
-            limit = first_steps if name == "ddp" else max(most, every)
-            taken: list[float] = []
-            curve: list[tuple[float, float]] = []
-            sent = kernel = 0
-            reached = False
-            for step in range(limit):
-                if step in (0, warm):
-                    barrier()
-                    sent, kernel = traffic(model).sent, sent_by_the_kernel()
-                    counted_from = step
-                start = time.perf_counter()
-                x, y = batch(random, 0, cut, BATCH)
-                optimizer.zero_grad()
-                F.cross_entropy(model(x), y).backward()
-                optimizer.step()
-                taken.append(time.perf_counter() - start)
-                done = step + 1
-                if done % every == 0 or done == limit:
-                    if rank() == 0:
-                        with torch.no_grad():
-                            loss = F.cross_entropy(model(held_out[0]), held_out[1]).item()
-                        curve.append((sum(taken), loss))
-                    # All go on together, so that no rank computes while rank 0 evaluates, outside of the clock.
-                    if done % max(every, 4 if "async" in name else 1) == 0:
-                        reached = agree(rank() == 0 and (curve[-1][1] <= target or sum(taken) > patience))
-                    if name == "allreduce" and done >= least:
-                        break  # its curve is DDP's
-                    if (
-                        name != "ddp"
-                        and reached
-                        and done >= max(least + warm, 2 * every if args.steps[2] > 2 * every else 0)
-                    ):
-                        break
-            barrier()
-            steps = len(taken) - counted_from
-            sent, kernel = traffic(model).sent - sent, sent_by_the_kernel() - kernel
-            consolidate(model)
-            if rank() == 0:
-                with torch.no_grad():
-                    end = F.cross_entropy(model(held_out[0]), held_out[1]).item()
-                if name == "ddp":
-                    target, patience = min(loss for _, loss in curve), sum(taken)
-                timed = taken[warm + 1 :] if every == 1 else taken
-                timed = timed or taken
-                figures = {
-                    "way": name,
-                    "weights": sum(p.numel() for p in model.parameters()),
-                    "step": statistics.median(timed) if every == 1 else sum(timed) / len(timed),
-                    "sent": sent / steps,
-                    "kernel": kernel / steps,
-                    "curve": curve,
-                    "to_target": next((seconds for seconds, loss in curve if loss <= target), None),
-                    "mean_of_all": end,
-                    "target": target,
-                }
-                print("FIGURES", json.dumps(figures), flush=True)
+            ranks = Ranks(
+                rank(), agree, lambda model=model: traffic(model).sent, lambda model=model: consolidate(model)
+            )
+            seconds = course(name, model, optimizer, text, ranks, args)
+            if name == "ddp":
+                args.patience = seconds
 
     run()
+
+
+def horovod_job(args: argparse.Namespace) -> None:
+    """Run on each rank: Horovod as its documentation has it, on the same text and model."""
+    import horovod.torch as hvd
+
+    hvd.init()
+    torch.manual_seed(0)
+    model = Net()
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
+    fp16 = args.only == ["horovod, fp16"]
+    optimizer = hvd.DistributedOptimizer(
+        optimizer,
+        named_parameters=model.named_parameters(),
+        compression=hvd.Compression.fp16 if fp16 else hvd.Compression.none,
+    )
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+
+    def agree(flag: bool) -> bool:
+        return bool(hvd.allreduce(torch.tensor([float(flag)]), op=hvd.Sum).item())
+
+    course(args.only[0], model, optimizer, Text(), Ranks(hvd.rank(), agree, lambda: 0, lambda: None), args)
+    hvd.shutdown()
 
 
 # Here
@@ -209,46 +274,75 @@ def missing() -> str:
 def measure(mbit: int, only: list[str], quick: bool) -> dict[str, dict[str, Any]]:
     """Run the ways on hosts of one rate, and return their figures."""
     steps = (3, 2, 4) if quick else STEPS.get(mbit, STEPS[100])
+    found: dict[str, dict[str, Any]] = {}
     with shaped_hosts(mbit) as hosts:
-        command = [sys.executable, __file__, "--job", "--steps", *map(str, steps), "--only", *only]
-        common = {name: value for name, value in os.environ.items() if not name.startswith("DISTWRAP_")}
-        common |= {
-            "PYTHONPATH": str(ROOT),
-            "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "eth0",
-            "MASTER_ADDR": hosts.address(HOSTS[0]),
-            "MASTER_PORT": "29500",
-            "WORLD_SIZE": str(len(HOSTS)),
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-            "DISTWRAP_QUIET": "1",
-        }
-        ranks = [
-            subprocess.Popen(
-                hosts.command(name, *command),
-                env={**common, "RANK": str(i)},
-                stdout=subprocess.PIPE if i == 0 else subprocess.DEVNULL,
-                text=True,
-            )
-            for i, name in enumerate(HOSTS)
-        ]
-        found = {}
-        try:
-            assert ranks[0].stdout is not None
-            for line in ranks[0].stdout:
-                if line.startswith("FIGURES "):
-                    figures = json.loads(line.partition(" ")[2])
-                    found[figures["way"]] = figures
-                    print(f"  {mbit:>4} Mbit/s  {words(figures, found['ddp'])}", flush=True)
-            codes = [rank.wait(60) for rank in ranks]
-        finally:
-            for name in HOSTS:
-                hosts.kill_all_on(name)
-            for rank in ranks:
-                rank.wait(10)
-        if any(codes):
-            raise SystemExit(f"the ranks ended with {codes}")
+        ours = [name for name in only if not name.startswith("horovod")]
+        meeting = {"MASTER_ADDR": hosts.address(HOSTS[0]), "MASTER_PORT": "29500", "WORLD_SIZE": str(len(HOSTS))}
+        variables = [{**meeting, "RANK": str(i), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for i in range(len(HOSTS))]
+        _run(hosts, mbit, ["--job", "--steps", *map(str, steps), "--only", *ours], variables, found)
+        for name in [name for name in only if name.startswith("horovod")]:
+            goal = ["--target", str(found["ddp"]["target"]), "--patience", str(found["ddp"]["curve"][-1][0])]
+            with horovod_variables(hosts) as variables:
+                _run(
+                    hosts, mbit, ["--horovod-job", "--steps", *map(str, steps), *goal, "--only", name], variables, found
+                )
     return found
+
+
+def _run(
+    hosts: Any, mbit: int, words_of_job: list[str], variables: list[dict[str, str]], found: dict[str, dict[str, Any]]
+) -> None:
+    """Start a job on every host, and take rank 0's figures as they come."""
+    common = {name: value for name, value in os.environ.items() if not name.startswith(("DISTWRAP_", "HOROVOD_"))}
+    common |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "DISTWRAP_QUIET": "1"}
+    ranks = [
+        subprocess.Popen(
+            hosts.command(name, sys.executable, __file__, *words_of_job),
+            env={**common, **own},
+            stdout=subprocess.PIPE if i == 0 else subprocess.DEVNULL,
+            text=True,
+        )
+        for i, (name, own) in enumerate(zip(HOSTS, variables, strict=True))
+    ]
+    try:
+        assert ranks[0].stdout is not None
+        for line in ranks[0].stdout:
+            if line.startswith("FIGURES "):
+                figures = json.loads(line.partition(" ")[2])
+                found[figures["way"]] = figures
+                print(f"  {mbit:>4} Mbit/s  {words(figures, found['ddp'])}", flush=True)
+        codes = [rank.wait(60) for rank in ranks]
+    finally:
+        for name in HOSTS:
+            hosts.kill_all_on(name)
+        for rank in ranks:
+            rank.wait(10)
+    if any(codes):
+        raise SystemExit(f"the ranks ended with {codes}")
+
+
+@contextmanager
+def horovod_variables(hosts: Any) -> Iterator[list[dict[str, str]]]:
+    """Start the server where Horovod's ranks meet, as horovodrun does, and say what each rank must know."""
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.gloo_run import create_slot_env_vars
+    from horovod.runner.http.http_server import RendezvousServer
+
+    server = RendezvousServer(0)
+    port = server.start()
+    plan = get_host_assignments(parse_hosts(",".join(f"{name}:1" for name in HOSTS)), len(HOSTS))
+    server.init(plan)
+    meeting = {
+        "HOROVOD_GLOO_RENDEZVOUS_ADDR": f"{hosts.subnet}.254",
+        "HOROVOD_GLOO_RENDEZVOUS_PORT": str(port),
+        "HOROVOD_GLOO_IFACE": "eth0",
+        "HOROVOD_CONTROLLER": "gloo",
+        "HOROVOD_CPU_OPERATIONS": "gloo",
+    }
+    try:
+        yield [{**meeting, **create_slot_env_vars(slot)} for slot in plan]
+    finally:
+        server.stop()
 
 
 def words(figures: dict[str, Any], ddp: dict[str, Any]) -> str:
@@ -342,17 +436,25 @@ def main() -> None:
     parser.add_argument("--json", metavar="FILE", help="write every figure there")
     parser.add_argument("--plot", metavar="FILE.png", help="draw them there (matplotlib)")
     parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--horovod-job", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--target", type=float, default=float("-inf"), help=argparse.SUPPRESS)
+    parser.add_argument("--patience", type=float, default=float("inf"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.job:
         job(args)
+        return
+    if args.horovod_job:
+        horovod_job(args)
         return
     lacking = missing()
     if lacking:
         print(f"slow_link needs network namespaces and tbf, and {lacking}.")
         return
-    if "ddp" not in args.only:
-        args.only.insert(0, "ddp")
+    if importlib.util.find_spec("horovod") is None:
+        print("horovod: not installed")
+        args.only = [name for name in args.only if not name.startswith("horovod")]
+    args.only = ["ddp", *(name for name in args.only if name != "ddp")]
     rates = [100] if args.quick else args.rates
     found = {rate: measure(rate, args.only, args.quick) for rate in rates}
     print("\n".join(verdicts(found)))

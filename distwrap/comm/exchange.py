@@ -62,13 +62,16 @@ class Exchange:
 
     def _between(self, world: World, ranks: list[int], *, leaves_node: bool = True) -> Link | None:
         """Make a link between some ranks; every rank of the world calls it. ``None`` where this one is not in it."""
-        group = None
+        group = back = None
         if len(ranks) > 1:
-            group = dist.new_group(ranks, timeout=timedelta(seconds=world.timeout))
+            timeout = timedelta(seconds=world.timeout)
+            group = dist.new_group(ranks, timeout=timeout)
+            if leaves_node and "gloo" in str(world.backend):
+                back = dist.new_group(ranks, timeout=timeout)
         if self.rank not in ranks:
             return None
-        self._groups.append(group)
-        return Link(group, ranks, self.rank, self.traffic, leaves_node=leaves_node)
+        self._groups += [group, back]
+        return Link(group, ranks, self.rank, self.traffic, back=back, leaves_node=leaves_node)
 
     @property
     def model(self) -> DistributedModel | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,8 +31,12 @@ class Link:
     A ring all-reduce sends 2(n-1)/n of a tensor's bytes, an all-gather (n-1) times its input's, and so the others are
     counted too. Source: https://docs.pytorch.org/docs/stable/distributed.html.
 
+    Where `back` is given, messages to higher ranks go through `group` and those to lower ones through `back`: gloo has
+    one connection between two ranks, and what goes over it in both directions at once takes up to twice the time.
+
     Args:
         group: its process group; ``None`` where this rank is alone in it, or not in it.
+        back: a second one of the same ranks, or ``None``.
         ranks: the global ranks in it, in order.
         me: this process's global rank.
         traffic: where to count.
@@ -43,9 +47,20 @@ class Link:
         size: how many ranks it has.
     """
 
-    def __init__(self, group: Any, ranks: list[int], me: int, traffic: Traffic, *, leaves_node: bool = True) -> None:
-        self._group, self._ranks, self._traffic, self._leaves_node = group, ranks, traffic, leaves_node
+    def __init__(
+        self,
+        group: Any,
+        ranks: list[int],
+        me: int,
+        traffic: Traffic,
+        *,
+        back: Any = None,
+        leaves_node: bool = True,
+    ) -> None:
+        self._group, self._back, self._ranks = group, back, ranks
+        self._traffic, self._leaves_node = traffic, leaves_node
         self.rank, self.size = ranks.index(me), len(ranks)
+        self._messages = 0
 
     def sum(self, x: torch.Tensor) -> None:
         """Replace `x` by the sum over the ranks."""
@@ -74,8 +89,12 @@ class Link:
         if self.size == 1:
             received.copy_(sent)
             return None
-        self._count((self.size - 1) * _bytes(sent) // self.size)
-        return dist.all_to_all_single(received, sent, group=self._group, async_op=True)
+        if self._back is None:
+            self._count((self.size - 1) * _bytes(sent) // self.size)
+            return dist.all_to_all_single(received, sent, group=self._group, async_op=True)
+        received[self.rank].copy_(sent[self.rank])
+        others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        return self._post({to: sent[to] for to in others}, {source: received[source] for source in reversed(others)})
 
     def begin_all_gather(self, received: torch.Tensor, own: torch.Tensor) -> Any:
         """Receive every rank's tensor, in rank order, into one of as many numbers each.
@@ -97,12 +116,24 @@ class Link:
 
     def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
         """Send to some ranks and receive from some, by their places here."""
-        sends = [dist.P2POp(dist.isend, x, self._ranks[to], self._group) for to, x in outgoing.items()]
-        receives = [dist.P2POp(dist.irecv, x, self._ranks[source], self._group) for source, x in incoming.items()]
+        self._post(outgoing, incoming).wait()
+
+    def _post(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> _Works:
         for x in outgoing.values():
             self._count(_bytes(x))
-        for work in dist.batch_isend_irecv(sends + receives):
-            work.wait()
+        if self._back is None:
+            sends = [dist.P2POp(dist.isend, x, self._ranks[to], self._group) for to, x in outgoing.items()]
+            receives = [dist.P2POp(dist.irecv, x, self._ranks[source], self._group) for source, x in incoming.items()]
+            return _Works(dist.batch_isend_irecv(sends + receives))
+        self._messages = tag = (self._messages + 1) % (1 << 30)  # which exchange it belongs to, alike on all ranks
+        works = []
+        for to, x in outgoing.items():
+            way = self._group if to > self.rank else self._back
+            works.append(dist.isend(x, self._ranks[to], group=way, tag=tag))
+        for source, x in incoming.items():
+            way = self._group if source < self.rank else self._back
+            works.append(dist.irecv(x, self._ranks[source], group=way, tag=tag))
+        return _Works(works)
 
     def to_first(self, x: torch.Tensor) -> None:
         """Replace `x` on the first rank by the sum; what it is then on the others is undefined."""
@@ -120,6 +151,18 @@ class Link:
         self._traffic.sent += sent
         self._traffic.between_nodes += sent if self._leaves_node else 0
         self._traffic.exchanges += 1
+
+
+class _Works:
+    """Several messages under way."""
+
+    def __init__(self, works: Iterable[Any]) -> None:
+        self._works = list(works)
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self._works:
+            work.wait()
 
 
 def _bytes(x: torch.Tensor) -> int:

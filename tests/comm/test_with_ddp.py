@@ -470,6 +470,8 @@ def _qadam_goes_on(path: str, plain_first: bool) -> tuple[list[float], list[floa
 @pytest.mark.parametrize("plain_first", [False, True])
 def test_qadam_goes_on_from_a_checkpoint(tmp_path: Path, plain_first: bool) -> None:
     """In the phase in which it was saved: no second warm-up, and about the weights of the uninterrupted run."""
-    for whole, resumed, sent in run_ranks(_qadam_goes_on, 2, str(tmp_path / "x.pt"), plain_first):
-        assert (torch.tensor(whole) - torch.tensor(resumed)).abs().max() < 2e-2
+    everyone = run_ranks(_qadam_goes_on, 2, str(tmp_path / "x.pt"), plain_first)
+    for whole, resumed, sent in everyone:
+        assert (torch.tensor(whole) - torch.tensor(resumed)).abs().mean() < 3e-3  # a step's length
+        assert resumed == everyone[0][1]
         assert sent < 0.27
