@@ -457,7 +457,8 @@ def main() -> None:
     args.only = ["ddp", *(name for name in args.only if name != "ddp")]
     rates = [100] if args.quick else args.rates
     found = {rate: measure(rate, args.only, args.quick) for rate in rates}
-    print("\n".join(verdicts(found)))
+    if not args.quick:
+        print("\n".join(verdicts(found)))
     if args.json:
         Path(args.json).write_text(json.dumps(found, indent=1))
     if args.plot:

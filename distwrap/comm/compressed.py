@@ -18,7 +18,7 @@ from distwrap.comm.codecs import Codec
 from distwrap.comm.link import Link
 from distwrap.comm.residuals import Residuals
 
-_AT_ONCE = 1 << 21  # numbers: while one such piece of a bucket travels, another is coded
+_AT_ONCE = 1 << 20  # numbers: while one such piece of a bucket travels, another is coded
 
 
 class CompressedMean(Averager):

@@ -93,7 +93,7 @@ class Link:
             self._count((self.size - 1) * _bytes(sent) // self.size)
             return dist.all_to_all_single(received, sent, group=self._group, async_op=True)
         received[self.rank].copy_(sent[self.rank])
-        others = [(self.rank + distance) % self.size for distance in range(1, self.size)]
+        others = self._others()
         return self._post({to: sent[to] for to in others}, {source: received[source] for source in reversed(others)})
 
     def begin_all_gather(self, received: torch.Tensor, own: torch.Tensor) -> Any:
@@ -105,8 +105,13 @@ class Link:
         if self.size == 1:
             rows[0].copy_(own.view(-1))
             return None
-        self._count((self.size - 1) * _bytes(own))
-        return dist.all_gather(rows, own.view(-1), group=self._group, async_op=True)
+        own = own.view(-1)
+        if self._back is None:
+            self._count((self.size - 1) * _bytes(own))
+            return dist.all_gather(rows, own, group=self._group, async_op=True)
+        rows[self.rank].copy_(own)
+        others = self._others()
+        return self._post(dict.fromkeys(others, own), {source: rows[source] for source in reversed(others)})
 
     def all_gather(self, received: torch.Tensor, own: torch.Tensor) -> None:
         """Receive every rank's tensor, and wait for it."""
@@ -117,6 +122,10 @@ class Link:
     def swap(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> None:
         """Send to some ranks and receive from some, by their places here."""
         self._post(outgoing, incoming).wait()
+
+    def _others(self) -> list[int]:
+        """List the other ranks, the next one first, so that not all send to the same one at once."""
+        return [(self.rank + distance) % self.size for distance in range(1, self.size)]
 
     def _post(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> _Works:
         for x in outgoing.values():
