@@ -451,9 +451,10 @@ def main() -> None:
     if lacking:
         print(f"slow_link needs network namespaces and tbf, and {lacking}.")
         return
-    if importlib.util.find_spec("horovod") is None:
+    theirs = [name for name in args.only if name.startswith("horovod")]
+    if theirs and importlib.util.find_spec("horovod") is None:
         print("horovod: not installed")
-        args.only = [name for name in args.only if not name.startswith("horovod")]
+        args.only = [name for name in args.only if name not in theirs]
     args.only = ["ddp", *(name for name in args.only if name != "ddp")]
     rates = [100] if args.quick else args.rates
     found = {rate: measure(rate, args.only, args.quick) for rate in rates}
