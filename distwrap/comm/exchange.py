@@ -7,6 +7,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 from weakref import WeakMethod, finalize, ref
 
+import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
@@ -18,6 +19,9 @@ from distwrap.group.world import World, say
 
 if TYPE_CHECKING:
     from distwrap.model.distributed import DistributedModel
+
+# Ends a group with the interpreter's lock taken, for which one of gloo's threads may wait.
+_BEFORE_2_8 = tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 8)
 
 _REPORTS = 3  # of gradients that are not finite, a model
 
@@ -103,7 +107,7 @@ class Exchange:
 
     def close(self) -> None:
         """End the thread, and let go of the groups where no other rank need take part."""
-        if not self.engine.close():
+        if not self.engine.close() or _BEFORE_2_8:
             self.keep_groups()
         groups, self._groups = self._groups, []
         for group in groups:

