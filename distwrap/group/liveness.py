@@ -74,7 +74,7 @@ class Watch:
 
     def look(self) -> tuple[bool, float]:
         """Say whether it has moved since the last look, and for how many seconds it has not."""
-        frame = sys._current_frames().get(stacks.main_thread())
+        frame = stacks.frame_of(stacks.main_thread())
         mark = (id(frame), frame.f_lasti) if frame is not None else None
         del frame
         cpu, now = time.process_time(), time.monotonic()

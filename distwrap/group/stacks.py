@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import sysconfig
@@ -46,9 +47,25 @@ class Position(NamedTuple):
         return ", ".join(parts)
 
 
+def frame_of(ident: int) -> FrameType | None:
+    """Return the frame in which a thread is.
+
+    Before Python 3.11.9 a garbage collection inside ``sys._current_frames`` may lock the interpreter for good.
+    Source: https://github.com/python/cpython/issues/106883
+    """
+    collects = sys.version_info < (3, 11, 9) and gc.isenabled()
+    if collects:
+        gc.disable()
+    try:
+        return sys._current_frames().get(ident)
+    finally:
+        if collects:
+            gc.enable()
+
+
 def of_thread(ident: int) -> list[Line]:
     """Read a thread's stack, the outermost frame first."""
-    return of_frame(sys._current_frames().get(ident))
+    return of_frame(frame_of(ident))
 
 
 def of_frame(frame: FrameType | None) -> list[Line]:
@@ -62,7 +79,7 @@ def users_frame() -> FrameType | None:
 
     With an accelerator a backward runs in a thread of its own.
     """
-    for frame in (sys._getframe(), sys._current_frames().get(main_thread())):
+    for frame in (sys._getframe(), frame_of(main_thread())):
         while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
             frame = frame.f_back
         if frame is not None and not frame.f_code.co_filename.startswith(_LIBRARIES):

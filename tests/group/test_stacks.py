@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import sys
 import sysconfig
+import threading
+import weakref
 
 import pytest
 import torch
 
 from distwrap.group.breadcrumbs import Breadcrumbs
 from distwrap.group.stacks import Line, Position, locate, merge, of_frame, of_thread, ranks
+from distwrap.testing import run_ranks
 
 TORCH = os.path.dirname(torch.__file__)
 STDLIB = sysconfig.get_path("stdlib")
@@ -63,9 +68,6 @@ def test_ranks_in_words() -> None:
 
 def test_a_stack_that_runs() -> None:
     """The stack of this thread ends here, and so does that of its frame."""
-    import sys
-    import threading
-
     ident = threading.main_thread().ident
     assert ident is not None
     assert "test_a_stack_that_runs" in [name for _, _, name in of_thread(ident)]
@@ -84,3 +86,34 @@ def test_breadcrumbs() -> None:
     assert crumbs.step == 2
     del batches
     assert crumbs.step is None
+
+
+class _Ends:
+    """A cycle, whose end starts a thread."""
+
+    def __init__(self) -> None:
+        self.itself = self
+        weakref.finalize(self, _start_a_thread).atexit = False
+
+
+def _start_a_thread() -> None:
+    thread = threading.Thread(target=int)
+    thread.start()
+    thread.join()
+
+
+def _looks_while_garbage_is_collected() -> bool:
+    thresholds = gc.get_threshold()
+    gc.set_threshold(1, 1, 1)
+    try:
+        for count in range(200):
+            _Ends()
+            _ = [[] for _ in range(count % 7)]  # so that a collection is due here or there
+            of_thread(threading.get_ident())
+        return gc.isenabled()
+    finally:
+        gc.set_threshold(*thresholds)
+
+
+def test_a_collection_while_somebody_looks_does_not_lock_the_interpreter() -> None:
+    assert run_ranks(_looks_while_garbage_is_collected, 1, timeout=20) == [True]
