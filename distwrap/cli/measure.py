@@ -13,7 +13,7 @@ import torch.distributed as dist
 from distwrap.cli.facts import Facts, look
 from distwrap.collectives import gather_object
 from distwrap.comm.advice import Advice, advise
-from distwrap.group.devices import unique_name
+from distwrap.group.devices import finish, unique_name
 from distwrap.group.world import current_world
 
 SIZES = tuple(4**n for n in range(5, 14))  # bytes: 1 KiB to 64 MiB
@@ -105,6 +105,5 @@ def _timed(tensor: torch.Tensor) -> float:
     start = time.perf_counter()
     tensor.zero_()
     dist.all_reduce(tensor)
-    if tensor.device.type != "cpu":
-        torch.get_device_module(tensor.device).synchronize()
+    finish(tensor.device)
     return time.perf_counter() - start

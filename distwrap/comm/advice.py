@@ -24,6 +24,7 @@ from distwrap.comm.compressed import CompressedMean
 from distwrap.comm.link import Link, Traffic
 from distwrap.comm.powersgd import PowerSGD
 from distwrap.comm.topk import TopK
+from distwrap.group.devices import finish
 from distwrap.group.world import current_world
 
 _SMALL, _LARGE = 1 << 14, 1 << 21  # weights; the larger size is cut to what the time allows
@@ -185,7 +186,7 @@ def _exchange_seconds(averager: Averager, weights: int, device: torch.device) ->
         dist.barrier()
         start = time.perf_counter()
         averager.average(Bucket(values.clone(), [parameter]))
-        _finish(device)
+        finish(device)
         taken.append(time.perf_counter() - start)
     return _slowest(min(taken[1:]))
 
@@ -202,15 +203,10 @@ def _compute(weights: int, device: torch.device) -> float:
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        _finish(device)
+        finish(device)
         taken.append(time.perf_counter() - start)
     return min(taken[1:])
 
 
 def _slowest(seconds: float) -> float:
     return max(gather_object(seconds))
-
-
-def _finish(device: torch.device) -> None:
-    if device.type != "cpu":
-        torch.get_device_module(device).synchronize()

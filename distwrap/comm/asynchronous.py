@@ -47,7 +47,7 @@ class AsyncAveraging(WeightAlgorithm):
         return AsyncExchange(self, model, world)
 
 
-class AsyncExchange(WeightExchange):
+class AsyncExchange(WeightExchange[AsyncAveraging]):
     """A thread that averages, and a training thread that hands it weights and takes back how far to move.
 
     Where the algorithm is hierarchical, only the nodes' first ranks have the thread, and tell the rest of their node at
@@ -68,6 +68,14 @@ class AsyncExchange(WeightExchange):
         self._move: torch.Tensor | None = None
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
+
+    @property
+    def runs(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    def drop(self) -> None:
+        self._parked = self._pausing = True  # the thread ends when all ranks have dropped the model
+        super().drop()
 
     def begin(self) -> None:
         self.resume()

@@ -13,7 +13,7 @@ from distwrap.errors import ModelError
 from distwrap.group.solo import refuse
 from distwrap.group.world import current_world
 from distwrap.model.buffers import sync_buffers
-from distwrap.model.transparent import TransparentModule, unwrap_model
+from distwrap.model.transparent import unwrap_model
 
 if TYPE_CHECKING:
     from distwrap.comm.exchange import Exchange
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 class Consolidated(AbstractContextManager[None]):
     """What `consolidate` returns: leave the ``with``, and each rank goes on with its own weights."""
 
-    def __init__(self, exchange: WeightExchange | None) -> None:
+    def __init__(self, exchange: WeightExchange[Any] | None) -> None:
         self._exchange = exchange
         self._own: torch.Tensor | None = None
         self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -97,17 +97,11 @@ def traffic(model: nn.Module) -> Traffic:
     return exchange.traffic if exchange is not None else Traffic()
 
 
-def _exchange_of(model: Any) -> Exchange | None:
+def _exchange_of(model: Any) -> Exchange[Any] | None:
     """Find what a wrapped model exchanges through, also where it is compiled around it."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"this takes the model that wrap_model() returned, not a {type(model).__name__}.")
-    bare = unwrap_model(model)
-    while not issubclass(type(model), TransparentModule):
-        inner = model.__dict__.get("_modules", {}).get("_orig_mod")
-        if inner is None:
-            found = (each for each in current_world().models if unwrap_model(each) is bare)
-            model = next(found, None)
-            return None if model is None else model.__dict__.get("_exchange")
-        model = inner
-    exchange: Exchange | None = model.__dict__.get("_exchange")
-    return exchange
+    net = unwrap_model(model)
+    wrapped = (each for each in current_world().models if "_exchange" in each.__dict__ and unwrap_model(each) is net)
+    found = next(wrapped, None)
+    return None if found is None else found.__dict__["_exchange"]

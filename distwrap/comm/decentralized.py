@@ -50,7 +50,7 @@ class Decentralized(WeightAlgorithm):
                 f"Use an even number, or peer_selection='all'."
             )
 
-    def attach(self, model: DistributedModel, world: World) -> WeightExchange:
+    def attach(self, model: DistributedModel, world: World) -> _Decentralized:
         return _Decentralized(self, model, world)
 
 
@@ -65,10 +65,9 @@ def peer_of(rank: int, size: int, turn: int) -> int:
     return half + (turn + rank) % half if rank < half else (rank - half - turn) % half
 
 
-class _Decentralized(WeightExchange):
+class _Decentralized(WeightExchange[Decentralized]):
     def __init__(self, algorithm: Decentralized, model: DistributedModel, world: World) -> None:
         super().__init__(algorithm, model, world)
-        self._options = algorithm
         self._turn = 0
         self._under_way: torch.futures.Future[torch.Tensor] | None = None
 
@@ -79,12 +78,12 @@ class _Decentralized(WeightExchange):
             self.weights.write(mean)
 
     def after_step(self, step: int) -> None:
-        if step % self._options.communication_interval == 0:
+        if step % self.algorithm.communication_interval == 0:
             self._under_way = self.engine.submit(partial(self._exchange, self.weights.read(), self._turn))
             self._turn += 1
 
     def _exchange(self, weights: torch.Tensor, turn: int) -> torch.Tensor:
-        if self._options.peer_selection == "all":
+        if self.algorithm.peer_selection == "all":
             self.among_replicas(Link.mean, weights)
         else:
             self.among_replicas(partial(_with_peer, turn=turn), weights)

@@ -68,7 +68,7 @@ class DiLoCo(WeightAlgorithm):
                 f"be less than sync_every, and there can be as many fragments as steps."
             )
 
-    def attach(self, model: DistributedModel, world: World) -> WeightExchange:
+    def attach(self, model: DistributedModel, world: World) -> _DiLoCo:
         return _DiLoCo(self, model, world)
 
 
@@ -113,14 +113,13 @@ class _Fragment:
             self._weights.write(self._anchor)
 
 
-class _DiLoCo(WeightExchange):
+class _DiLoCo(WeightExchange[DiLoCo]):
     def __init__(self, algorithm: DiLoCo, model: DistributedModel, world: World) -> None:
         super().__init__(algorithm, model, world)
-        self._options = algorithm
         self._fragments: list[_Fragment] = []
 
     def begin(self) -> None:
-        options = self._options
+        options = self.algorithm
         parts = fragments(self.weights.parameters, options.fragments)
         self._fragments = [
             _Fragment(part, options, self.link, options.sync_every * index // len(parts))
@@ -129,12 +128,12 @@ class _DiLoCo(WeightExchange):
 
     def after_step(self, step: int) -> None:
         for fragment in self._fragments:
-            if step >= self._options.sync_every and (step - fragment.offset) % self._options.sync_every == 0:
+            if step >= self.algorithm.sync_every and (step - fragment.offset) % self.algorithm.sync_every == 0:
                 self._send(fragment, step)
             if fragment.due == step:
                 self._receive(fragment)
-        self.alike = self._options.delay == 0 == self._options.mixing and all(
-            fragment.offset == 0 and step % self._options.sync_every == 0 for fragment in self._fragments
+        self.alike = self.algorithm.delay == 0 == self.algorithm.mixing and all(
+            fragment.offset == 0 and step % self.algorithm.sync_every == 0 for fragment in self._fragments
         )
 
     def _send(self, fragment: _Fragment, step: int) -> None:
@@ -144,7 +143,7 @@ class _DiLoCo(WeightExchange):
             self.among_replicas(fragment.averaged, progress)
             return progress
 
-        fragment.future, fragment.due = self.engine.submit(work), step + self._options.delay
+        fragment.future, fragment.due = self.engine.submit(work), step + self.algorithm.delay
 
     def _receive(self, fragment: _Fragment) -> None:
         assert fragment.future is not None

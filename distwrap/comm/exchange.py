@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakMethod, finalize, ref
 
 import torch
@@ -26,12 +26,15 @@ _BEFORE_2_8 = tuple(int(number) for number in torch.__version__.split(".")[:2]) 
 _REPORTS = 3  # of gradients that are not finite, a model
 
 
-class Exchange:
+A = TypeVar("A", bound=Algorithm)
+
+
+class Exchange(Generic[A]):
     """Holds what a model exchanges through. Made on every rank, in the same order.
 
     Attributes:
+        algorithm: its options.
         traffic: what this rank has sent.
-        everyone: between all ranks.
         node: between the ranks of this node, where the algorithm is hierarchical; else ``None``.
         link: between the ranks that run the algorithm: all of them, or the nodes' first ones where it is hierarchical;
             ``None`` on the others of a node.
@@ -39,32 +42,29 @@ class Exchange:
         reports: how often this rank's gradients were not finite.
     """
 
-    def __init__(self, algorithm: Algorithm, model: DistributedModel, world: World) -> None:
+    def __init__(self, algorithm: A, model: DistributedModel, world: World) -> None:
+        _close_dropped(world)
         place = world.placement
         self.algorithm, self.device, self.rank, self.world_size = algorithm, world.device, place.rank, place.world_size
         self.traffic, self.reports = Traffic(), 0
         self._model = ref(model)
         self._groups: list[Any] = []
-        nodes = (
-            _ranks_of_nodes(place.node_rank) if algorithm.hierarchical else [[rank] for rank in range(place.world_size)]
-        )
+        everybody = list(range(place.world_size))
+        nodes = _ranks_of_nodes(place.node_rank) if algorithm.hierarchical else [[rank] for rank in everybody]
         self.nnodes = len(nodes)
         algorithm.check(self.nnodes)
-        everyone = self._between(world, list(range(place.world_size)), leaves_node=self.nnodes > 1)
-        assert everyone is not None
-        self.everyone: Link = everyone
-        self.link: Link | None = everyone
         self.node: Link | None = None
         if algorithm.hierarchical:
-            links = [self._between(world, ranks, leaves_node=False) for ranks in nodes]
+            links = [self.between(world, ranks, leaves_node=False) for ranks in nodes]
             self.node = next(link for link in links if link is not None)
-            self.link = self._between(world, [ranks[0] for ranks in nodes])
+        self.link = self.between(world, [ranks[0] for ranks in nodes])
         self.engine = Engine(world.device)
         closing = WeakMethod(self.close)
         world.cleanup.callback(lambda: (close := closing()) and close())
-        finalize(model, self.close).atexit = False
+        self._dropped = world.dropped
+        finalize(model, self.drop).atexit = False
 
-    def _between(self, world: World, ranks: list[int], *, leaves_node: bool = True) -> Link | None:
+    def between(self, world: World, ranks: list[int], *, leaves_node: bool = True) -> Link | None:
         """Make a link between some ranks; every rank of the world calls it. ``None`` where this one is not in it."""
         group = back = None
         if len(ranks) > 1:
@@ -76,6 +76,11 @@ class Exchange:
             return None
         self._groups += [group, back]
         return Link(group, ranks, self.rank, self.traffic, back=back, leaves_node=leaves_node)
+
+    @property
+    def runs(self) -> bool:
+        """Whether something goes on in the background, which ends with the other ranks only."""
+        return False
 
     @property
     def model(self) -> DistributedModel | None:
@@ -101,6 +106,14 @@ class Exchange:
                 every_rank=True,
             )
 
+    def drop(self) -> None:
+        """Take note that nobody holds the model any more.
+
+        A garbage collection calls this, in any thread and anywhere, also in the middle of making a group: the end
+        itself is for later.
+        """
+        self._dropped.append(self)
+
     def keep_groups(self) -> None:
         """Leave the groups to the end of the process: somebody is still inside."""
         self._groups = []
@@ -115,6 +128,13 @@ class Exchange:
                 with suppress(ValueError):  # of a group that went with the world's
                     if dist.get_backend(group) == "gloo":
                         dist.destroy_process_group(group)
+
+
+def _close_dropped(world: World) -> None:
+    """End the exchanges of models that nobody holds any more."""
+    for exchange in [each for each in world.dropped if not each.runs]:
+        world.dropped.remove(exchange)
+        exchange.close()
 
 
 def _ranks_of_nodes(node_rank: int) -> list[list[int]]:

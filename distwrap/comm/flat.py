@@ -23,11 +23,10 @@ class FlatWeights:
         double = any(parameter.dtype == torch.float64 for parameter in self.parameters)
         self.dtype = torch.float64 if double else torch.float32
 
-    def read(self, flat: torch.Tensor | None = None) -> torch.Tensor:
-        """Return a copy of the weights, in `flat` where it is given."""
-        if flat is None:
-            count = sum(parameter.numel() for parameter in self.parameters)
-            flat = torch.empty(count, dtype=self.dtype, device=self.parameters[0].device)
+    def read(self) -> torch.Tensor:
+        """Return a copy of the weights."""
+        count = sum(parameter.numel() for parameter in self.parameters)
+        flat = torch.empty(count, dtype=self.dtype, device=self.parameters[0].device)
         torch._foreach_copy_(self._views(flat), [parameter.detach() for parameter in self.parameters])
         return flat
 

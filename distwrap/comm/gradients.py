@@ -43,12 +43,11 @@ class GradientAlgorithm(Algorithm):
         return GradientExchange(self, model, world)
 
 
-class GradientExchange(Exchange):
+class GradientExchange(Exchange[GradientAlgorithm]):
     """A gradient algorithm at work for one model."""
 
     def __init__(self, algorithm: GradientAlgorithm, model: DistributedModel, world: World) -> None:
         super().__init__(algorithm, model, world)
-        self._algorithm = algorithm
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._averager: Averager | None = None
         if self.link is not None:
@@ -56,7 +55,7 @@ class GradientExchange(Exchange):
         model.register_comm_hook(self, on_bucket)
 
     def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
-        return self._algorithm.prepare_optimizer(optimizer, self._averager)
+        return self.algorithm.prepare_optimizer(optimizer, self._averager)
 
     def submit(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Queue a bucket; the future has its buffer when it holds the mean."""
@@ -87,7 +86,7 @@ def on_bucket(state, bucket):  # type: ignore[no-untyped-def]
     return state.submit(bucket)
 
 
-def watch_failure(exchange: Exchange, bucket: GradBucket) -> None:
+def watch_failure(exchange: Exchange[Any], bucket: GradBucket) -> None:
     """Raise what the model's thread has met at the end of this backward, after DDP's own end of it."""
     if _graph_task() == -1:
         exchange.engine.raise_failure()  # in Join, which calls the hook for a rank that is out of data

@@ -28,17 +28,13 @@ class LocalSGD(WeightAlgorithm):
         super().__post_init__()
         positive("sync_every", self.sync_every)
 
-    def attach(self, model: DistributedModel, world: World) -> WeightExchange:
+    def attach(self, model: DistributedModel, world: World) -> _LocalSGD:
         return _LocalSGD(self, model, world)
 
 
-class _LocalSGD(WeightExchange):
-    def __init__(self, algorithm: LocalSGD, model: DistributedModel, world: World) -> None:
-        super().__init__(algorithm, model, world)
-        self._sync_every = algorithm.sync_every
-
+class _LocalSGD(WeightExchange[LocalSGD]):
     def after_step(self, step: int) -> None:
-        if step % self._sync_every == 0:
+        if step % self.algorithm.sync_every == 0:
             weights = self.weights.read()
             self.engine.call(partial(self.among_replicas, Link.mean, weights))
             self.weights.write(weights)

@@ -36,16 +36,15 @@ class LowPrecisionDecentralized(WeightAlgorithm):
         super().__post_init__()
         positive("communication_interval", self.communication_interval)
 
-    def attach(self, model: DistributedModel, world: World) -> WeightExchange:
+    def attach(self, model: DistributedModel, world: World) -> _Ring:
         return _Ring(self, model, world)
 
 
-class _Ring(WeightExchange):
+class _Ring(WeightExchange[LowPrecisionDecentralized]):
     """Holds what this rank's neighbours know of it, and what it knows of them: exactly the same numbers."""
 
     def __init__(self, algorithm: LowPrecisionDecentralized, model: DistributedModel, world: World) -> None:
         super().__init__(algorithm, model, world)
-        self._interval = algorithm.communication_interval
         self._known: list[torch.Tensor] = []  # own, left, right
 
     def begin(self) -> None:
@@ -56,7 +55,7 @@ class _Ring(WeightExchange):
             self.begin()
 
     def after_step(self, step: int) -> None:
-        if step % self._interval == 0:
+        if step % self.algorithm.communication_interval == 0:
             weights = self.weights.read()
             self.engine.call(lambda: self.among_replicas(self._exchange, weights))
             self.weights.write(weights)

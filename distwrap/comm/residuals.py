@@ -11,17 +11,12 @@ from distwrap.comm.base import Bucket
 
 
 class Residuals:
-    """One number a gradient, kept with its parameter, since DDP rearranges its buckets after the first step.
+    """One float32 a gradient, kept with its parameter, since DDP rearranges its buckets after the first step."""
 
-    Args:
-        dtype: theirs, by default float32.
-    """
-
-    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self) -> None:
         self._flat: dict[tuple[int, ...], torch.Tensor] = {}
         self._parts: dict[int, torch.Tensor] = {}
         self._scales: dict[tuple[int, ...], float] = {}
-        self._dtype = dtype
 
     def of(self, bucket: Bucket) -> torch.Tensor:
         """Return those of a bucket, flat, to be changed in place; in the scale of its gradients."""
@@ -35,7 +30,7 @@ class Residuals:
         return flat
 
     def _rearrange(self, bucket: Bucket) -> None:
-        flat = torch.zeros(bucket.values.numel(), dtype=self._dtype, device=bucket.values.device)
+        flat = torch.zeros(bucket.values.numel(), device=bucket.values.device)
         parameters = set(bucket.key)
         for parameter, part in zip(bucket.parameters, bucket.parts(flat), strict=True):
             if id(parameter) in self._parts:

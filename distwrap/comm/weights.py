@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
@@ -45,16 +45,25 @@ class WeightAlgorithm(Algorithm):
         positive("warmup_steps", self.warmup_steps, least=0)
 
 
-class WeightExchange(Exchange):
+W = TypeVar("W", bound=WeightAlgorithm)
+
+
+class WeightExchange(Exchange[W]):
     """A weight algorithm at work for one model. The steps that count are those of the first optimizer that steps.
 
     Attributes:
+        everyone: between all ranks.
         steps: how many there were.
         alike: whether the ranks hold the same weights now, as far as is known here.
     """
 
-    def __init__(self, algorithm: WeightAlgorithm, model: DistributedModel, world: World) -> None:
+    def __init__(self, algorithm: W, model: DistributedModel, world: World) -> None:
         super().__init__(algorithm, model, world)
+        everyone = self.link
+        if self.node is not None:
+            everyone = self.between(world, list(range(self.world_size)), leaves_node=self.nnodes > 1)
+        assert everyone is not None
+        self.everyone = everyone
         self._warmup_steps = algorithm.warmup_steps
         self.steps, self.alike = 0, True
         parameters = trained(model)
@@ -110,6 +119,8 @@ class WeightExchange(Exchange):
         self.after(optimizer)
 
     def _is_mine(self, optimizer: Optimizer) -> bool:
+        if self.model is None:
+            return False
         if self._optimizer is None:
             held = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
             if self._held.isdisjoint(held):

@@ -77,6 +77,12 @@ def use(device: torch.device) -> None:
         torch.get_device_module(device).set_device(device)
 
 
+def finish(device: torch.device) -> None:
+    """Wait until a device has done what it was given, so that a clock can be read."""
+    if device.type != "cpu":
+        torch.get_device_module(device).synchronize()
+
+
 def choose_backend(asked: str, device: torch.device) -> str:
     """Turn ``"auto"`` into NCCL on CUDA, gloo on the CPU, else what torch names for the device."""
     if asked != "auto":

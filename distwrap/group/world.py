@@ -49,6 +49,7 @@ class World:
         window: of the accumulation that is under way.
         loaders: how many loaders were sharded, so that each has a random stream of its own.
         comm: how wrapped models exchange, an `Algorithm`; ``None`` as DDP does.
+        dropped: what a model exchanged through that nobody holds any more; ended when the next one is made.
         exchanges: of models whose ranks hold different weights; they act around optimizer steps.
         listens: whether steps are watched for these.
         models: those that hold on to the process group; released before it goes.
@@ -87,6 +88,7 @@ class World:
     loaders: int = 0
     comm: Any = None
     listens: bool = False
+    dropped: list[Any] = field(default_factory=list)
     exchanges: list[Any] = field(default_factory=list)
     models: WeakSet[Any] = field(default_factory=WeakSet)
     wrapped: int = 0

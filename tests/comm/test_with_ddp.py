@@ -8,6 +8,7 @@ import io
 import os
 import threading
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,6 +91,13 @@ def loss_of(model: nn.Module, x: torch.Tensor, **how: Any) -> torch.Tensor:
     return (model(x, **how) - x[:, :3]).square().mean()
 
 
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterable[int]) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, inputs(step, rank())).backward()
+        optimizer.step()
+
+
 def prepared(comm: Any, **options: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = wrap_model(Net(), comm=comm, bucket_cap_mb=0.01, **options)  # a bucket for each matrix
@@ -100,10 +108,7 @@ def _plainly(comms: list[Any], steps: int = 6, **options: Any) -> dict[Any, list
     found = {}
     for comm in comms:
         model, optimizer = prepared(comm, **options)
-        for step in range(steps):
-            optimizer.zero_grad()
-            loss_of(model, inputs(step, rank())).backward()
-            optimizer.step()
+        train(model, optimizer, range(steps))
         consolidate(model)
         assert_in_sync(model)
         found[comm] = flat(model).tolist()
@@ -224,10 +229,7 @@ def _joined(comms: list[Any]) -> dict[Any, list[float]]:
     for comm in comms:
         model, optimizer = prepared(comm)
         with Join([model]):
-            for step in range(4 + 2 * rank()):
-                optimizer.zero_grad()
-                loss_of(model, inputs(step, rank())).backward()
-                optimizer.step()
+            train(model, optimizer, range(4 + 2 * rank()))
         found[comm] = flat(model).tolist()
     return found
 
@@ -244,10 +246,7 @@ def _in_lockstep(comms: list[str]) -> dict[str, list[float]]:
     found = {}
     for comm in comms:
         model, optimizer = prepared(comm)
-        for step in lockstep(range(3 + rank())):
-            optimizer.zero_grad()
-            loss_of(model, inputs(step, rank())).backward()
-            optimizer.step()
+        train(model, optimizer, lockstep(range(3 + rank())))
         consolidate(model)
         found[comm] = flat(model).tolist()
     return found
@@ -292,10 +291,7 @@ def test_a_failure_in_the_thread_is_raised_in_the_backward_and_nobody_hangs(how:
 def _one_leaves() -> None:
     current_world().timeout = 2.0
     model, optimizer = prepared("bytegrad")
-    for step in range(4 - 2 * rank()):
-        optimizer.zero_grad()
-        loss_of(model, inputs(step, rank())).backward()
-        optimizer.step()
+    train(model, optimizer, range(4 - 2 * rank()))
     time.sleep(6)
 
 
@@ -340,6 +336,8 @@ def _several() -> tuple[int, int, int]:
         del pairs, model, optimizer, _
         gc.collect()
         dist.barrier()
+    last, _ = prepared("bytegrad")  # ends what is left of the others
+    before += len(last.__dict__["_exchange"]._groups)
     return threading.active_count() - threads, groups() - before, len(current_world().exchanges)
 
 
@@ -347,6 +345,23 @@ def test_a_model_that_nobody_holds_leaves_no_thread_and_no_group() -> None:
     threads, groups, exchanges = zip(*run_ranks(_several, 2), strict=True)
     assert set(threads) == set(exchanges) == {0}
     assert set(groups) == {0} or torch.__version__ < "2.8"  # which cannot end a group safely
+
+
+def _one_rank_drops_it() -> list[float]:
+    model, optimizer = prepared("async(sync_interval_ms=1)")
+    train(model, optimizer, range(5))
+    if rank() == 1:
+        current_world().cleanup.callback(id, model)  # held to the end
+    model, optimizer = prepared("bytegrad")
+    gc.collect()
+    model, optimizer = prepared("bytegrad")
+    train(model, optimizer, range(5))
+    return flat(model).tolist()
+
+
+def test_a_model_at_work_that_one_rank_drops_ends_with_the_others() -> None:
+    first, second = run_ranks(_one_rank_drops_it, 2, timeout=30)
+    assert first == second
 
 
 def _wrapped_anew() -> list[float]:
@@ -426,10 +441,7 @@ def test_own_weights_are_not_evaluated_without_a_word() -> None:
 
 
 def _untouched_loop(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[float]:
-    for step in range(5):
-        optimizer.zero_grad()
-        loss_of(model, inputs(step, rank())).backward()
-        optimizer.step()
+    train(model, optimizer, range(5))
     return flat(model).tolist()
 
 
@@ -445,26 +457,20 @@ def test_a_retrofitted_caller_gets_the_mean_of_all_ranks() -> None:
 def _qadam_goes_on(path: str, plain_first: bool) -> tuple[list[float], list[float], float]:
     comm = "qadam(warmup_steps=3, error_feedback=False)"
 
-    def run(model: nn.Module, optimizer: torch.optim.Optimizer, first: int, last: int) -> None:
-        for step in range(first, last):
-            optimizer.zero_grad()
-            loss_of(model, inputs(step, rank())).backward()
-            optimizer.step()
-
     model, optimizer = prepared(comm)
-    run(model, optimizer, 0, 8)
+    train(model, optimizer, range(8))
     whole = flat(model).tolist()
     if plain_first:  # the warm-up without distwrap's optimizer, as from a checkpoint of plain DDP
         model, optimizer = prepared(None)
-        run(model, optimizer, 0, 3)
+        train(model, optimizer, range(3))
     else:
         model, optimizer = prepared(comm)
-        run(model, optimizer, 0, 5)
+        train(model, optimizer, range(5))
     save({"model": model, "optimizer": optimizer}, path)
     model, optimizer = prepared(comm)
     load(path, into={"model": model, "optimizer": optimizer})
     before = traffic(model).sent
-    run(model, optimizer, 3 if plain_first else 5, 8)
+    train(model, optimizer, range(3 if plain_first else 5, 8))
     sent = (traffic(model).sent - before) / (3 if not plain_first else 5)
     return whole, flat(model).tolist(), sent / (4 * len(whole))
 
