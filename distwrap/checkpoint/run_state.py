@@ -1,4 +1,4 @@
-"""What a run itself holds beside the loop's objects: every rank's random numbers, and the scale of fp16."""
+"""What a run itself holds beside the loop's objects: random numbers, the scale of fp16, what exchanges keep."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from distwrap.collectives import gather_object
+from distwrap.comm.state import restore_exchanges, state_of_exchanges
 from distwrap.errors import CheckpointError
 from distwrap.group.world import current_world
 from distwrap.precision import settle_scale
@@ -23,11 +24,12 @@ class RunState:
     on_all_ranks = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the random numbers of every rank, the seed, and the gradient scaler's state."""
+        """Return the random numbers of every rank, the seed, the gradient scaler's state, and the exchanges'."""
         world = current_world()
         settle_scale(world)
         scaler = None if world.scaler is None else world.scaler.state_dict()
-        return {"random": gather_object(_random()), "seed": world.seed, "scaler": scaler}
+        comm = state_of_exchanges(world)
+        return {"random": gather_object(_random()), "seed": world.seed, "scaler": scaler, "comm": comm}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with this rank's random numbers; a rank that was not there then takes those of rank 0.
@@ -49,17 +51,20 @@ class RunState:
         if world.scaler is not None:
             world.stepped = None
             world.scaler.load_state_dict(state["scaler"])
+        restore_exchanges(world, state.get("comm", []))
 
 
 def run_state() -> RunState:
     """Return what the run holds: random numbers of all ranks (torch, `random`, numpy), the seed, the scaler of fp16.
 
     Saved with models, optimizers, schedulers and loaders, a run that goes on is the run that was never cut, bit by bit.
+    With ``comm=`` it also has the count of steps and DiLoCo's outer state. What one rank alone holds is not in it, as
+    error feedback, or weights and optimizers where they differ: there a run goes on from the ranks' mean.
 
     Example:
         >>> state = run_state().state_dict()
         >>> sorted(state)
-        ['random', 'scaler', 'seed']
+        ['comm', 'random', 'scaler', 'seed']
     """
     return RunState()
 

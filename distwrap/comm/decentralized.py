@@ -68,7 +68,6 @@ def peer_of(rank: int, size: int, turn: int) -> int:
 class _Decentralized(WeightExchange[Decentralized]):
     def __init__(self, algorithm: Decentralized, model: DistributedModel, world: World) -> None:
         super().__init__(algorithm, model, world)
-        self._turn = 0
         self._under_way: torch.futures.Future[torch.Tensor] | None = None
 
     def before_step(self) -> None:
@@ -78,9 +77,9 @@ class _Decentralized(WeightExchange[Decentralized]):
             self.weights.write(mean)
 
     def after_step(self, step: int) -> None:
-        if step % self.algorithm.communication_interval == 0:
-            self._under_way = self.engine.submit(partial(self._exchange, self.weights.read(), self._turn))
-            self._turn += 1
+        turn, rest = divmod(step, self.algorithm.communication_interval)
+        if rest == 0:
+            self._under_way = self.engine.submit(partial(self._exchange, self.weights.read(), turn - 1))
 
     def _exchange(self, weights: torch.Tensor, turn: int) -> torch.Tensor:
         if self.algorithm.peer_selection == "all":

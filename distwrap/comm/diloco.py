@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -83,8 +83,8 @@ class _Fragment:
     def __init__(self, weights: FlatWeights, options: DiLoCo, link: Link | None, offset: int) -> None:
         self._weights, self._options = weights, options
         self.offset = offset
-        self._anchor = weights.read()
-        self._momentum = torch.zeros_like(self._anchor)
+        self.anchor = weights.read()
+        self.momentum = torch.zeros_like(self.anchor)
         self.due: int | None = None
         self.future: torch.futures.Future[torch.Tensor] | None = None
         self._mean: CompressedMean | None = None
@@ -93,7 +93,7 @@ class _Fragment:
 
     def progress(self) -> torch.Tensor:
         """Return how far this replica has moved since, with the sign of a gradient."""
-        return self._anchor - self._weights.read()
+        return self.anchor - self._weights.read()
 
     def averaged(self, link: Link, progress: torch.Tensor) -> None:
         """Replace a progress by the replicas' mean; in the model's thread."""
@@ -105,18 +105,19 @@ class _Fragment:
     def outer_step(self, mean: torch.Tensor) -> None:
         """Step as torch.optim.SGD(nesterov=True) does, and set the weights."""
         options = self._options
-        self._momentum.mul_(options.outer_momentum).add_(mean)
-        self._anchor.add_(mean + options.outer_momentum * self._momentum, alpha=-options.outer_lr)
+        self.momentum.mul_(options.outer_momentum).add_(mean)
+        self.anchor.add_(mean + options.outer_momentum * self.momentum, alpha=-options.outer_lr)
         if options.mixing:
-            self._weights.write(torch.lerp(self._anchor, self._weights.read(), options.mixing))
+            self._weights.write(torch.lerp(self.anchor, self._weights.read(), options.mixing))
         else:
-            self._weights.write(self._anchor)
+            self._weights.write(self.anchor)
 
 
 class _DiLoCo(WeightExchange[DiLoCo]):
     def __init__(self, algorithm: DiLoCo, model: DistributedModel, world: World) -> None:
         super().__init__(algorithm, model, world)
         self._fragments: list[_Fragment] = []
+        self._saved: dict[str, torch.Tensor] | None = None
 
     def begin(self) -> None:
         options = self.algorithm
@@ -125,6 +126,26 @@ class _DiLoCo(WeightExchange[DiLoCo]):
             _Fragment(part, options, self.link, options.sync_every * index // len(parts))
             for index, part in enumerate(parts)
         ]
+        if self._saved is not None:
+            for name, pieces in self._outer_state().items():
+                torch._foreach_copy_(pieces, torch.split(self._saved[name], [len(piece) for piece in pieces]))
+            self._saved = None
+
+    def _outer_state(self) -> dict[str, list[torch.Tensor]]:
+        return {
+            "anchor": [fragment.anchor for fragment in self._fragments],
+            "momentum": [fragment.momentum for fragment in self._fragments],
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        outer = {name: torch.cat(pieces) for name, pieces in self._outer_state().items() if pieces}
+        return {**super().state_dict(), **(self._saved or outer)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state)
+        self._fragments = []  # and what is on its way is not received
+        goes_on = "anchor" in state and self.steps > self.algorithm.warmup_steps
+        self._saved = {name: state[name] for name in ("anchor", "momentum")} if goes_on else None
 
     def after_step(self, step: int) -> None:
         for fragment in self._fragments:

@@ -66,6 +66,7 @@ class WeightExchange(Exchange[W]):
         self.everyone = everyone
         self._warmup_steps = algorithm.warmup_steps
         self.steps, self.alike = 0, True
+        self._begun = False
         parameters = trained(model)
         self._held = set(map(id, parameters))
         self.weights = FlatWeights(parameters)
@@ -99,7 +100,8 @@ class WeightExchange(Exchange[W]):
     def before(self, optimizer: Optimizer) -> None:
         """Run before any optimizer's step."""
         if self._is_mine(optimizer) and self.steps >= self._warmup_steps:
-            if self.steps == self._warmup_steps:
+            if not self._begun:
+                self._begun = True
                 self.begin()
             self.before_step()
 
@@ -132,6 +134,17 @@ class WeightExchange(Exchange[W]):
         """Where gradients are not averaged any more, keep DDP's reducer out of the backward."""
         if self.model is not None:
             self.model.__dict__["_trains_alone"] = self.node is None and self.steps >= self._warmup_steps
+
+    # Checkpoints
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a run that goes on needs beside weights and optimizer; rank 0's is for all ranks."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there, with weights that are the same on all ranks."""
+        self.steps, self._begun = state["steps"], False
+        self._let_go()
 
     # Gradients, in the warm-up or inside a node
 

@@ -28,6 +28,7 @@ from distwrap import (
     load,
     lockstep,
     optimizer_step,
+    run_state,
     save,
     wrap_model,
     wrap_optimizer,
@@ -411,6 +412,65 @@ def _refused(kind: str) -> None:
 def test_what_does_not_go_together_is_refused(kind: str, message: str) -> None:
     with pytest.raises((OptionError, ModelError), match=message):
         run_ranks(_refused, 2, kind)
+
+
+def _goes_on(comm: str, path: str, first: int) -> tuple[list[float], list[float], int, int]:
+    def sgd() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model, _ = prepared(comm)
+        return model, torch.optim.SGD(model.parameters(), lr=0.05)
+
+    model, optimizer = sgd()
+    train(model, optimizer, range(16))
+    consolidate(model)
+    whole, sent = flat(model).tolist(), traffic(model).sent
+    model, optimizer = sgd()
+    train(model, optimizer, range(first))
+    before = traffic(model).sent
+    with consolidate(model):
+        save({"model": model, "optimizer": optimizer, "run": run_state()}, path)
+    model, optimizer = sgd()
+    load(path, into={"model": model, "optimizer": optimizer, "run": run_state()})
+    train(model, optimizer, range(first, 16))
+    consolidate(model)
+    return whole, flat(model).tolist(), sent, before + traffic(model).sent
+
+
+@pytest.mark.parametrize(
+    ("comm", "first", "alike"),
+    [
+        ("diloco(sync_every=4, warmup_steps=2)", 10, True),
+        ("diloco(sync_every=4, fragments=2)", 8, False),
+        ("diloco(sync_every=4)", 2, False),
+        ("local_sgd(sync_every=3, warmup_steps=4)", 10, True),
+        ("local_sgd(sync_every=4, warmup_steps=8)", 5, True),
+        ("decentralized(communication_interval=3)", 7, False),
+    ],
+)
+def test_a_run_goes_on_from_the_mean(tmp_path: Path, comm: str, first: int, alike: bool) -> None:
+    """Saved where the ranks were alike, it is the run that was never cut: phase, warm-up and outer momentum go on."""
+    everyone = run_ranks(_goes_on, 2, comm, str(tmp_path / "x.pt"), first)
+    for whole, resumed, sent, in_two in everyone:
+        assert resumed == everyone[0][1]
+        assert in_two == pytest.approx(sent, rel=1e-3)
+        if alike:
+            assert torch.allclose(torch.tensor(whole), torch.tensor(resumed), atol=1e-6)
+
+
+def _other_comm(path: str) -> str:
+    model, _ = prepared("local_sgd")
+    save({"run": run_state()}, path)
+    os.environ.pop("DISTWRAP_QUIET", None)
+    model, _ = prepared("bytegrad")
+    with contextlib.redirect_stderr(io.StringIO()) as told:
+        load(path, into={"run": run_state()})
+    del model
+    return told.getvalue()
+
+
+def test_a_run_that_goes_on_under_another_algorithm_says_so(tmp_path: Path) -> None:
+    assert (
+        "saved under LocalSGD and goes on under another comm=" in run_ranks(_other_comm, 2, str(tmp_path / "x.pt"))[0]
+    )
 
 
 def _notes() -> str:
