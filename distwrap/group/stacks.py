@@ -18,6 +18,7 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
 _DATA_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
+_OPTIMIZER = os.path.join("torch", "optim", "optimizer.py")
 
 # Names inside torch and the library that say less than the one below or above them.
 _SILENT = {"wrapper", "inner", "decorate_context", "fn", "wrapped", "run", "_lambda"}
@@ -127,7 +128,9 @@ def _is_users(file: str) -> bool:
 def _what(called: list[Line]) -> str:
     if any(file.endswith(_DATA_LOADER) for file, _, _ in called):
         return "DataLoader"
-    return next((name for _, _, name in called if not name.startswith(("_", "<")) and name not in _SILENT), "")
+    # Around an optimizer's step torch has a wrapper, which also runs the hooks.
+    names = ("step" if name == "wrapper" and file.endswith(_OPTIMIZER) else name for file, _, name in called)
+    return next((name for name in names if not name.startswith(("_", "<")) and name not in _SILENT), "")
 
 
 def merge(positions: Mapping[int, Position | str]) -> str:

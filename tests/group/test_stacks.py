@@ -33,6 +33,7 @@ MAIN: Line = ("/home/me/train.py", 88, "main")
         ([(f"{TORCH}/_tensor.py", 1, "backward"), (f"{TORCH}/autograd/graph.py", 2, "_engine_run")], "backward"),
         ([(f"{TORCH}/utils/data/dataloader.py", 1, "__next__"), (f"{STDLIB}/queue.py", 2, "get")], "DataLoader"),
         ([(f"{STDLIB}/subprocess.py", 1, "run"), (f"{STDLIB}/subprocess.py", 2, "communicate")], "communicate"),
+        ([(f"{TORCH}/optim/optimizer.py", 1, "wrapper"), (f"{DISTWRAP}/comm/weights.py", 1, "after")], "step"),
         ([(f"{DISTWRAP}/collectives.py", 1, "gather"), (f"{TORCH}/x.py", 1, "all_gather")], "gather"),
     ],
 )
