@@ -64,7 +64,7 @@ WAYS: dict[str, tuple[str | None, int]] = {
 ROUND = {"local SGD, 16": 16, "local SGD, 48": 48, "diloco, 32": 32, "diloco, 24, 8 bits": 24}
 
 # Per rate: plain DDP's steps, the steps in which a way is timed at least, and the steps after which it is given up.
-STEPS = {10: (3, 2, 4), 100: (30, 5, 400), 1000: (60, 8, 400), 0: (60, 10, 120)}
+STEPS = {10: (3, 2, 4), 100: (30, 5, 400), 1000: (60, 20, 400), 0: (60, 60, 120)}
 GOALS = {"bytegrad": 3.0, "qadam, 1 bit": 8.0}
 
 
@@ -135,7 +135,7 @@ def course(name: str, model: nn.Module, optimizer: Any, text: Text, ranks: Ranks
     """Train by one way, print its figures on rank 0, and return the seconds it took."""
     every, warm = ROUND.get(name, 1), WAYS[name][1]
     first_steps, least, most = args.steps
-    limit = first_steps if name == "ddp" else max(most, every)
+    limit = first_steps if name == "ddp" else max(most, every) + warm
     random = torch.Generator().manual_seed(ranks.rank)
     taken: list[float] = []
     curve: list[tuple[float, float]] = []
