@@ -271,10 +271,9 @@ def missing() -> str:
         return f"the link cannot be shaped: {error}"
 
 
-def measure(mbit: int, only: list[str], quick: bool) -> dict[str, dict[str, Any]]:
-    """Run the ways on hosts of one rate, and return their figures."""
+def measure(mbit: int, only: list[str], quick: bool, found: dict[str, dict[str, Any]]) -> None:
+    """Run the ways on hosts of one rate, and put their figures into `found`."""
     steps = (3, 2, 4) if quick else STEPS.get(mbit, STEPS[100])
-    found: dict[str, dict[str, Any]] = {}
     with shaped_hosts(mbit) as hosts:
         ours = [name for name in only if not name.startswith("horovod")]
         meeting = {"MASTER_ADDR": hosts.address(HOSTS[0]), "MASTER_PORT": "29500", "WORLD_SIZE": str(len(HOSTS))}
@@ -282,11 +281,12 @@ def measure(mbit: int, only: list[str], quick: bool) -> dict[str, dict[str, Any]
         _run(hosts, mbit, ["--job", "--steps", *map(str, steps), "--only", *ours], variables, found)
         for name in [name for name in only if name.startswith("horovod")]:
             goal = ["--target", str(found["ddp"]["target"]), "--patience", str(found["ddp"]["curve"][-1][0])]
+            words_of_job = ["--horovod-job", "--steps", *map(str, steps), *goal, "--only", name]
             with horovod_variables(hosts) as variables:
-                _run(
-                    hosts, mbit, ["--horovod-job", "--steps", *map(str, steps), *goal, "--only", name], variables, found
-                )
-    return found
+                try:
+                    _run(hosts, mbit, words_of_job, variables, found)
+                except RuntimeError as error:
+                    print(f"  {mbit:>4} Mbit/s  {name}: {error}", flush=True)
 
 
 def _run(
@@ -318,7 +318,7 @@ def _run(
         for rank in ranks:
             rank.wait(10)
     if any(codes):
-        raise SystemExit(f"the ranks ended with {codes}")
+        raise RuntimeError(f"the ranks ended with {codes}")
 
 
 @contextmanager
@@ -338,6 +338,7 @@ def horovod_variables(hosts: Any) -> Iterator[list[dict[str, str]]]:
         "HOROVOD_GLOO_IFACE": "eth0",
         "HOROVOD_CONTROLLER": "gloo",
         "HOROVOD_CPU_OPERATIONS": "gloo",
+        "HOROVOD_GLOO_TIMEOUT_SECONDS": "600",  # a step at 10 Mbit/s takes longer than the default
     }
     try:
         yield [{**meeting, **create_slot_env_vars(slot)} for slot in plan]
@@ -402,7 +403,7 @@ def draw(found: dict[int, dict[str, dict[str, Any]]], path: str) -> None:
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(15, 6.5), layout="constrained")
     rates = sorted(found)
-    names = list(found[rates[0]])
+    names = [name for name in found[rates[0]] if all(name in found[rate] for rate in rates)]
     for shift, rate in enumerate(rates):
         places = [y + 0.8 * (shift + 0.5) / len(rates) - 0.4 for y in range(len(names))]
         label = f"{rate} Mbit/s" if rate else "unshaped"
@@ -457,13 +458,16 @@ def main() -> None:
         args.only = [name for name in args.only if name not in theirs]
     args.only = ["ddp", *(name for name in args.only if name != "ddp")]
     rates = [100] if args.quick else args.rates
-    found = {rate: measure(rate, args.only, args.quick) for rate in rates}
+    found: dict[int, dict[str, dict[str, Any]]] = {}
+    for rate in rates:
+        found[rate] = {}
+        measure(rate, args.only, args.quick, found[rate])
+        if args.json:
+            Path(args.json).write_text(json.dumps(found, indent=1))
+        if args.plot:
+            draw(found, args.plot)
     if not args.quick:
         print("\n".join(verdicts(found)))
-    if args.json:
-        Path(args.json).write_text(json.dumps(found, indent=1))
-    if args.plot:
-        draw(found, args.plot)
 
 
 if __name__ == "__main__":

@@ -225,6 +225,16 @@ def _tcp_store(placement: Placement, seconds: float) -> Store:
 
 
 def _listener(address: str | None, port: int) -> socket.socket:
+    """Listen at a port. Of two processes that ask at the same instant Linux now and then refuses both, so ask again."""
+    for _ in range(2):
+        try:
+            return _listen(address, port)
+        except OSError:
+            time.sleep(secrets.SystemRandom().uniform(0.01, 0.04))
+    return _listen(address, port)
+
+
+def _listen(address: str | None, port: int) -> socket.socket:
     if address is None and socket.has_dualstack_ipv6():
         return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=2048)
     return socket.create_server((address or "0.0.0.0", port), backlog=2048)

@@ -339,6 +339,7 @@ def _several() -> tuple[int, int, int]:
         dist.barrier()
     last, _ = prepared("bytegrad")  # ends what is left of the others
     before += len(last.__dict__["_exchange"]._groups)
+    dist.barrier()  # nobody leaves while another one is still making the group
     return threading.active_count() - threads, groups() - before, len(current_world().exchanges)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -42,6 +43,19 @@ def test_a_taken_port_is_told() -> None:
         pytest.raises(ArrivalError, match=r"cannot listen at port \d+: Address already in use.*ss -ltnp"),
     ):
         stores.serve("127.0.0.1", [listener.getsockname()[1]], "mine", 10)
+
+
+def test_a_port_that_is_refused_for_an_instant_is_asked_for_again() -> None:
+    """Two callers that start together may both be refused, because each is about to listen."""
+    holder = socket.socket()
+    holder.bind(("0.0.0.0", 0))
+    port = holder.getsockname()[1]
+    timer = threading.Timer(0.005, holder.close)
+    timer.start()
+    store, found = stores.serve(None, [port], "mine", 10)
+    timer.join()
+    assert found == port
+    del store
 
 
 def test_ports_follow_from_the_job() -> None:
