@@ -131,6 +131,16 @@ class Ranks:
     consolidate: Callable[[], object]
 
 
+def step_of(model: nn.Module, optimizer: Any, text: Text, random: torch.Generator) -> float:
+    """Take a step, and return its seconds."""
+    start = time.perf_counter()
+    x, y = text.batch(random)
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    return time.perf_counter() - start
+
+
 def course(name: str, model: nn.Module, optimizer: Any, text: Text, ranks: Ranks, args: argparse.Namespace) -> float:
     """Train by one way, print its figures on rank 0, and return the seconds it took."""
     every, warm = ROUND.get(name, 1), WAYS[name][1]
@@ -144,12 +154,7 @@ def course(name: str, model: nn.Module, optimizer: Any, text: Text, ranks: Ranks
         if step in (0, warm):
             ranks.agree(False)
             sent, kernel, counted_from = ranks.sent(), sent_by_the_kernel(), step
-        start = time.perf_counter()
-        x, y = text.batch(random)
-        optimizer.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        optimizer.step()
-        taken.append(time.perf_counter() - start)
+        taken.append(step_of(model, optimizer, text, random))
         done = step + 1
         if done % every and done != limit:
             continue
@@ -196,19 +201,32 @@ def job(args: argparse.Namespace) -> None:
     from distwrap import agree, consolidate, distributed, rank, wrap_model, wrap_optimizer
     from distwrap.comm import traffic
 
+    def trained(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = wrap_model(Net(), comm=WAYS[name][0])
+        return model, wrap_optimizer(torch.optim.Adam(model.parameters(), lr=1e-3), model)
+
     @distributed(timeout=400)
     def run() -> None:
         text = Text()
         for name in args.only:
-            torch.manual_seed(0)
-            model = wrap_model(Net(), comm=WAYS[name][0])
-            optimizer = wrap_optimizer(torch.optim.Adam(model.parameters(), lr=1e-3), model)
+            model, optimizer = trained(name)
             ranks = Ranks(
                 rank(), agree, lambda model=model: traffic(model).sent, lambda model=model: consolidate(model)
             )
             seconds = course(name, model, optimizer, text, ranks, args)
             if name == "ddp":
                 args.patience = seconds
+        if args.turns and "allreduce" in args.only:
+            pairs = [trained("ddp"), trained("allreduce")]
+            taken: list[list[float]] = [[], []]
+            random = torch.Generator().manual_seed(rank())
+            for turn in range(args.turns):
+                for which in (turn % 2, 1 - turn % 2):
+                    taken[which].append(step_of(*pairs[which], text, random))
+            if rank() == 0:
+                theirs, ours = (statistics.median(each[2:]) for each in taken)
+                print("IN TURNS", ours / theirs, flush=True)
 
     run()
 
@@ -278,7 +296,8 @@ def measure(mbit: int, only: list[str], quick: bool, found: dict[str, dict[str, 
         ours = [name for name in only if not name.startswith("horovod")]
         meeting = {"MASTER_ADDR": hosts.address(HOSTS[0]), "MASTER_PORT": "29500", "WORLD_SIZE": str(len(HOSTS))}
         variables = [{**meeting, "RANK": str(i), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for i in range(len(HOSTS))]
-        _run(hosts, mbit, ["--job", "--steps", *map(str, steps), "--only", *ours], variables, found)
+        turns = [] if mbit else ["--turns", "60"]  # so that a slow minute of the machine is shared by both
+        _run(hosts, mbit, ["--job", "--steps", *map(str, steps), *turns, "--only", *ours], variables, found)
         for name in [name for name in only if name.startswith("horovod")]:
             goal = ["--target", str(found["ddp"]["target"]), "--patience", str(found["ddp"]["curve"][-1][0])]
             words_of_job = ["--horovod-job", "--steps", *map(str, steps), *goal, "--only", name]
@@ -311,6 +330,8 @@ def _run(
                 figures = json.loads(line.partition(" ")[2])
                 found[figures["way"]] = figures
                 print(f"  {mbit:>4} Mbit/s  {words(figures, found['ddp'])}", flush=True)
+            elif line.startswith("IN TURNS "):
+                found["allreduce"]["in_turns"] = float(line.split()[-1])
         codes = [rank.wait(60) for rank in ranks]
     finally:
         for name in HOSTS:
@@ -389,8 +410,12 @@ def verdicts(found: dict[int, dict[str, dict[str, Any]]]) -> list[str]:
                 max(sooner) >= 10,
             )
     if 0 in found and "allreduce" in found[0]:
-        ratio = found[0]["allreduce"]["step"] / found[0]["ddp"]["step"]
-        goal("on an unshaped link a step of allreduce at most 1.1 times DDP's", ratio, ratio <= 1.1)
+        ratio = found[0]["allreduce"]["in_turns"]
+        goal(
+            "on an unshaped link a step of allreduce, in turns with DDP's, at most 1.1 times as long",
+            ratio,
+            ratio <= 1.1,
+        )
     return lines
 
 
@@ -439,6 +464,7 @@ def main() -> None:
     parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--horovod-job", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--turns", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--target", type=float, default=float("-inf"), help=argparse.SUPPRESS)
     parser.add_argument("--patience", type=float, default=float("inf"), help=argparse.SUPPRESS)
     args = parser.parse_args()
