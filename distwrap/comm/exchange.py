@@ -38,7 +38,6 @@ class Exchange(Generic[A]):
         node: between the ranks of this node, where the algorithm is hierarchical; else ``None``.
         link: between the ranks that run the algorithm: all of them, or the nodes' first ones where it is hierarchical;
             ``None`` on the others of a node.
-        number: of the model, in the order in which models were wrapped.
         nnodes: how many ranks, or nodes, run the algorithm.
         reports: how often this rank's gradients were not finite.
     """
@@ -47,7 +46,7 @@ class Exchange(Generic[A]):
         _close_dropped(world)
         place = world.placement
         self.algorithm, self.device, self.rank, self.world_size = algorithm, world.device, place.rank, place.world_size
-        self.traffic, self.reports, self.number = Traffic(), 0, world.wrapped
+        self.traffic, self.reports = Traffic(), 0
         self._model = ref(model)
         self._groups: list[Any] = []
         everybody = list(range(place.world_size))

@@ -29,16 +29,9 @@ def restore_exchanges(world: World, states: list[dict[str, Any]]) -> None:
 
 
 def _exchanges(world: World) -> list[Any]:
-    found = _held(world)
-    if len(found) > 1:
+    if len(world.exchanges) > 1:
         gc.collect()  # a model that nobody holds may still be there, on one rank and not on another
-        found = _held(world)
-    return sorted(found, key=lambda exchange: exchange.number)
-
-
-def _held(world: World) -> list[Any]:
-    found = (model.__dict__.get("_exchange") for model in world.models)
-    return [exchange for exchange in found if exchange is not None and not exchange.algorithm.same_weights]
+    return [exchange for exchange in world.exchanges if exchange.model is not None]
 
 
 def _name(exchange: Any) -> str:

@@ -64,7 +64,6 @@ class WeightExchange(Exchange[W]):
             everyone = self.between(world, list(range(self.world_size)), leaves_node=self.nnodes > 1)
         assert everyone is not None
         self.everyone = everyone
-        self._warmup_steps = algorithm.warmup_steps
         self.steps, self.alike = 0, True
         self._begun = False
         parameters = trained(model)
@@ -99,7 +98,7 @@ class WeightExchange(Exchange[W]):
 
     def before(self, optimizer: Optimizer) -> None:
         """Run before any optimizer's step."""
-        if self._is_mine(optimizer) and self.steps >= self._warmup_steps:
+        if self._is_mine(optimizer) and self.steps >= self.algorithm.warmup_steps:
             if not self._begun:
                 self._begun = True
                 self.begin()
@@ -110,9 +109,9 @@ class WeightExchange(Exchange[W]):
         if not self._is_mine(optimizer):
             return
         self.steps += 1
-        if self.steps > self._warmup_steps:
+        if self.steps > self.algorithm.warmup_steps:
             self.alike = False
-            self.after_step(self.steps - self._warmup_steps)
+            self.after_step(self.steps - self.algorithm.warmup_steps)
         self._let_go()
 
     def skipped(self, optimizer: Optimizer) -> None:
@@ -133,7 +132,7 @@ class WeightExchange(Exchange[W]):
     def _let_go(self) -> None:
         """Where gradients are not averaged any more, keep DDP's reducer out of the backward."""
         if self.model is not None:
-            self.model.__dict__["_trains_alone"] = self.node is None and self.steps >= self._warmup_steps
+            self.model.__dict__["_trains_alone"] = self.node is None and self.steps >= self.algorithm.warmup_steps
 
     # Checkpoints
 
@@ -151,7 +150,7 @@ class WeightExchange(Exchange[W]):
     def submit(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Queue a bucket; the future has its buffer when it holds the mean."""
         watch_failure(self, bucket)
-        link = self.everyone if self.steps < self._warmup_steps else self.node
+        link = self.everyone if self.steps < self.algorithm.warmup_steps else self.node
         assert link is not None
         values = bucket.buffer()
         return self.engine.submit(partial(_averaged, link, values), otherwise=values)
