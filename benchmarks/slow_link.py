@@ -439,9 +439,14 @@ def draw(found: dict[int, dict[str, dict[str, Any]]], path: str) -> None:
     left.set_xlabel("ms a step, four ranks on two cores")
     left.legend()
     shown = 100 if 100 in found else rates[-1]
-    for name in names:
-        curve = found[shown][name]["curve"]
-        right.plot([seconds for seconds, _ in curve], [loss for _, loss in curve], label=name, marker=".", markersize=3)
+    colors = pyplot.get_cmap("tab20")
+    for i, name in enumerate(names):
+        seconds, losses = zip(*found[shown][name]["curve"], strict=True)
+        style = {"color": colors(i % 20), "linestyle": "--" if i % 2 else "-", "linewidth": 2}
+        right.plot(seconds, losses, label=name, marker=".", markersize=3, **style)
+    losses_of_all = [loss for name in names for _, loss in found[shown][name]["curve"]]
+    start = found[shown]["ddp"]["curve"][0][1]
+    right.set_ylim(0.98 * min(losses_of_all), 1.05 * start)  # what diverges leaves the picture, and flattens nothing
     right.axhline(found[shown]["ddp"]["target"], color="gray", linestyle=":")
     right.set_xscale("log")
     right.set_xlabel(f"seconds at {shown} Mbit/s")

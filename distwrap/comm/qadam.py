@@ -5,11 +5,15 @@ bias correction of the variance went on growing after the variance was frozen; t
 the first group's betas were taken for all; nothing was fed back.
 
 A momentum is coded in units of the frozen denominator, that is, of how far it moves its weight. Coded as it is, the
-error of a block would be divided by the tiny denominator of a weight that hardly ever has a gradient.
+error of a block would be divided by the tiny denominator of a weight that hardly ever has a gradient. Of such a weight
+the variance was frozen too early: once its gradients come, the momentum is a thousand times the denominator. It is held
+to what Adam's own variance would allow (https://arxiv.org/abs/1412.6980, section 2.1); without that one such weight
+coarsens the codes of its block until the loss is NaN.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
@@ -85,7 +89,7 @@ class _Momenta(Averager):
                 "often, or wrap their parts of the model one by one."
             )
         _refuse_unknown_scale()
-        denominators = []
+        denominators, limits = [], []
         for parameter, gradient in zip(bucket.parameters, bucket.views, strict=True):
             optimizer, index = self._place_of[id(parameter)]
             group = optimizer.param_groups[index]
@@ -94,7 +98,11 @@ class _Momenta(Averager):
                 gradient.add_(parameter.detach(), alpha=group["weight_decay"] * bucket.scale)
             gradient.mul_(1 - beta).add_(state["exp_avg"], alpha=beta * bucket.scale)
             denominators.append(state["denominator"])
+            limits.append(bucket.scale * optimizer.largest_momentum(group))
         torch._foreach_div_(bucket.views, denominators)
+        bucket.values.nan_to_num_(nan=math.nan, posinf=math.nan, neginf=math.nan)  # an overflow is not to be held
+        for view, limit in zip(bucket.views, limits, strict=True):
+            view.clamp_(-limit, limit)
         self._mean.average(bucket)
         torch._foreach_mul_(bucket.views, denominators)
 
@@ -112,8 +120,9 @@ class QAdamOptimizer(Optimizer):
     """Adam whose variance is frozen after `warmup_steps`, when gradients come as averaged momenta.
 
     Shares parameter groups and state with the optimizer that it was made of. After the warm-up a step is
-    lr / (1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵀ) + ε) with v as it was after the T-th step. What never had a gradient until
-    then, whose v is 0, is not trained any more: its momentum is the codec's noise.
+    lr / (1 - β₁ᵗ) · m / (√v / √(1 - β₂ᵀ) + ε) with v as it was after the T-th step, and no longer than Adam's can be,
+    lr · max(1, (1 - β₁) / √(1 - β₂)). What never had a gradient until then, whose v is 0, is not trained any more: its
+    momentum is the codec's noise.
 
     Raises:
         OptionError: it is no Adam, or one whose options are not in the formula.
@@ -188,6 +197,12 @@ class QAdamOptimizer(Optimizer):
         if "denominator" not in state:
             state["denominator"] = self._denominators([state["exp_avg_sq"]], group, self._warmup)[0]
         return state
+
+    def largest_momentum(self, group: dict[str, Any]) -> float:
+        """Return the largest m / (√v / √(1 - β₂ᵀ) + ε) with which the next step is no longer than Adam's can be."""
+        beta1, beta2 = group["betas"]
+        step = self.steps_of(group) + 1
+        return float(max(1.0, (1 - beta1) / (1 - beta2) ** 0.5) * (1 - beta1**step))
 
     def _denominators(self, variances: list[torch.Tensor], group: dict[str, Any], step: int) -> list[torch.Tensor]:
         denominators = torch._foreach_sqrt(variances)
