@@ -142,7 +142,10 @@ class TopK:
 
 
 class QAdam:
-    """Adam, whose variance and its bias correction are frozen after the warm-up, with a compressed mean of momenta."""
+    """Adam, whose variance and its bias correction are frozen after the warm-up, with a compressed mean of momenta.
+
+    No step is longer than lr · max(1, (1 - β₁) / √(1 - β₂)), the bound of Adam's own paper.
+    """
 
     def __init__(
         self,
@@ -170,7 +173,9 @@ class QAdam:
             self._v = b2 * self._v + (1 - b2) * g**2
         else:
             frozen = np.sqrt(self._v / (1 - b2**self._warmup)) + self._eps
-            self._m = frozen * self._mean([(b1 * self._m + (1 - b1) * g) / frozen for g in everyone])
+            most = max(1, (1 - b1) / np.sqrt(1 - b2)) * (1 - b1 ** (self._t + 1))
+            moves = [np.clip((b1 * self._m + (1 - b1) * g) / frozen, -most, most) for g in everyone]
+            self._m = frozen * self._mean(moves)
         self._t += 1
         unbiased = np.sqrt(self._v / (1 - b2 ** min(self._t, self._warmup))) + self._eps
         if self._decoupled:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -232,6 +232,7 @@ def test_gradients_of_other_types(dtype: torch.dtype) -> None:
             assert got == pytest.approx(wanted, rel=0.05), key
 
 
+WARM = 5
 QADAMS: dict[str, dict[str, Any]] = {
     "8 bits": {"bits": 8},
     "8 bits, no feedback": {"bits": 8, "error_feedback": False},
@@ -244,28 +245,36 @@ DECAYS: dict[str, tuple[type[torch.optim.Optimizer], float]] = {
 }
 
 
+class _ByQAdam:
+    """292 weights of 1 in two parameters, trained in turn with the other ranks' by gradients that a test makes."""
+
+    def __init__(self, algorithm: QAdam, optimizer_class: type[torch.optim.Optimizer], decay: float = 0.0) -> None:
+        link = Link(dist.group.WORLD, list(range(dist.get_world_size())), dist.get_rank(), Traffic())
+        self._averager = algorithm.averager(link, torch.device("cpu"))
+        self._parameters = [nn.Parameter(torch.ones(41, 7)), nn.Parameter(torch.ones(5))]
+        plain = optimizer_class(self._parameters, lr=0.01, weight_decay=decay)  # type: ignore[call-arg]
+        self._optimizer = algorithm.prepare_optimizer(plain, self._averager)
+        self.reported: list[str] = []
+
+    def step(self, values: torch.Tensor) -> Any:
+        """Take a step, and return the weights."""
+        bucket = Bucket(values, self._parameters, name_of={id(p): str(i) for i, p in enumerate(self._parameters)})
+        bucket.report = self.reported.extend
+        bucket.views = [part.view(p.shape) for part, p in zip(bucket.parts(), self._parameters, strict=True)]
+        self._averager.average(bucket)
+        for parameter, view in zip(self._parameters, bucket.views, strict=True):
+            parameter.grad = view.clone()
+        self._optimizer.step()
+        return torch.cat([p.detach().flatten() for p in self._parameters]).double().numpy()
+
+
 def _train_by_qadam() -> dict[tuple[str, str], list[Any]]:
-    rank, size = dist.get_rank(), dist.get_world_size()
     found = {}
     for name, options in QADAMS.items():
         for kind, (optimizer_class, decay) in DECAYS.items():
-            algorithm = QAdam(warmup_steps=3, **options)
-            link = Link(dist.group.WORLD, list(range(size)), rank, Traffic())
-            averager = algorithm.averager(link, torch.device("cpu"))
-            parameters = [nn.Parameter(torch.ones(41, 7)), nn.Parameter(torch.ones(5))]
-            plain = optimizer_class(parameters, lr=0.01, weight_decay=decay)  # type: ignore[call-arg]
-            optimizer = algorithm.prepare_optimizer(plain, averager)
-            history = []
-            for step in range(7):
-                values = gradients(rank, step, 292, 1.0)
-                bucket = Bucket(values, parameters)
-                bucket.views = [part.view(p.shape) for part, p in zip(bucket.parts(), parameters, strict=True)]
-                averager.average(bucket)
-                for parameter, view in zip(parameters, bucket.views, strict=True):
-                    parameter.grad = view.clone()
-                optimizer.step()
-                history.append(torch.cat([p.detach().flatten() for p in parameters]).double().numpy())
-            found[name, kind] = history
+            trained = _ByQAdam(QAdam(warmup_steps=WARM, **options), optimizer_class, decay)
+            gradients_of = partial(gradients, dist.get_rank(), count=292, scale=1.0)
+            found[name, kind] = [trained.step(gradients_of(step)) for step in range(WARM + 4)]
     return found
 
 
@@ -278,14 +287,69 @@ def test_qadam_like_the_reference(ranks: int) -> None:
         feedback = options.get("error_feedback", True)
         mean = references.CompressedMean(coded, 292, ranks, feedback=feedback)
         reference = references.QAdam(
-            np.ones(292), mean, warmup=3, lr=0.01, decay=decay, decoupled=optimizer_class is torch.optim.AdamW
+            np.ones(292), mean, warmup=WARM, lr=0.01, decay=decay, decoupled=optimizer_class is torch.optim.AdamW
         )
-        for step in range(7):
+        for step in range(WARM + 4):
             reference.step([gradients(rank, step, 292, 1.0).double().numpy() for rank in range(ranks)])
             for other in everyone[1:]:
                 assert np.array_equal(other[name, kind][step], history[step])
             off = np.abs(history[step] - reference.weights) > 1e-4
             assert off.mean() < 0.02, (name, kind, step, np.abs(history[step] - reference.weights).max())
+
+
+def _late(rank: int, step: int) -> torch.Tensor:
+    """Gradients of which every seventh is next to nothing during the warm-up of 10 steps."""
+    values = gradients(rank, step, 292, 1.0)
+    if step < 10:
+        values[::7] *= 1e-6
+    return values
+
+
+def _train_late() -> dict[str, Any]:
+    found = {}
+    for name, options in QADAMS.items():
+        trained = _ByQAdam(QAdam(warmup_steps=10, **options), torch.optim.Adam)
+        found[name] = [trained.step(_late(dist.get_rank(), step)) for step in range(20)]
+    return found
+
+
+def test_a_variance_frozen_too_early_does_no_harm() -> None:
+    """Unbounded, the late ones would move by 10³ a step, and the codes of a block that holds one be as coarse."""
+    everyone = run_ranks(_train_late, 2)
+    exact = references.QAdam(np.ones(292), lambda moves: np.mean(moves, axis=0), warmup=10, lr=0.01)
+    others = np.arange(292) % 7 != 0
+    for step in range(20):
+        exact.step([_late(rank, step).double().numpy() for rank in range(2)])
+    for name, history in everyone[0].items():
+        steps = np.abs(np.diff(np.stack(history), axis=0))
+        assert steps.max() < 0.01 * 0.1 / np.sqrt(0.001) * 1.05, name
+        far = np.abs(history[-1] - exact.weights)[others].mean()
+        assert far < (0.03 if "1 bit" in name else 0.003), name
+
+
+def _overflow_by_qadam(bad: float) -> list[tuple[str, float, float, list[str]]]:
+    found = []
+    for name, options in QADAMS.items():
+        trained = _ByQAdam(QAdam(warmup_steps=3, **options), torch.optim.Adam)
+        for step in range(5):
+            values = gradients(dist.get_rank(), step, 292, 1.0)
+            if step == 4 and dist.get_rank() == 1:
+                values[290] = bad
+            weights = trained.step(values)
+            if step == 3:
+                assert np.isfinite(weights).all()
+                assert not trained.reported
+        found.append((name, float(weights[290]), float(np.isfinite(weights).mean()), trained.reported))
+    return found
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_after_qadams_warm_up_what_is_not_finite_is_not_held_to_the_bound(bad: float) -> None:
+    for rank, found in enumerate(run_ranks(_overflow_by_qadam, 2, bad)):
+        for name, weight, finite, reported in found:
+            assert not math.isfinite(weight), name
+            assert finite < 1, name
+            assert ("1" in reported) == (rank == 1), (name, reported)
 
 
 def test_qadams_warm_up_is_plain_adam() -> None:
