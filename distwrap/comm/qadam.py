@@ -27,7 +27,7 @@ from distwrap.comm.compressed import CompressedMean
 from distwrap.comm.gradients import GradientAlgorithm
 from distwrap.comm.link import Link
 from distwrap.errors import ModelError, OptionError
-from distwrap.group.world import current_world
+from distwrap.group.world import current_world, say
 
 _STEPS = "qadam_steps"  # in a parameter group, so that it is saved with the optimizer's state
 
@@ -182,6 +182,8 @@ class QAdamOptimizer(Optimizer):
             torch._foreach_addcmul_(variances, gradients, gradients, 1 - beta2)
         for state in states:
             state["step"] += 1
+        if step == self._warmup + 1:
+            self._say_what_is_left_out(group)
         if frozen:
             states = [self.frozen_state(parameter, group) for parameter in parameters]
             denominators = [state["denominator"] for state in states]
@@ -209,6 +211,19 @@ class QAdamOptimizer(Optimizer):
         torch._foreach_div_(denominators, (1 - group["betas"][1] ** step) ** 0.5)
         torch._foreach_add_(denominators, group["eps"])
         return list(denominators)
+
+    def _say_what_is_left_out(self, group: dict[str, Any]) -> None:
+        weights = left_out = 0
+        for parameter in group["params"]:
+            variance = self.state.get(parameter, {}).get("exp_avg_sq")
+            weights += parameter.numel()
+            left_out += parameter.numel() if variance is None else int((variance == 0).sum())
+        if left_out:
+            say(
+                f"comm='qadam': the variance is frozen after {self._warmup} steps, in which {left_out:,} of "
+                f"{weights:,} weights had no gradient. They are not trained any more; if they should be, let it warm "
+                f"up longer: warmup_steps=."
+            )
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:
         state: dict[str, Any] = self.state[parameter]

@@ -366,6 +366,24 @@ def test_qadams_warm_up_is_plain_adam() -> None:
     assert torch.allclose(train(True), train(False), atol=1e-6)
 
 
+@pytest.mark.parametrize("without", [0, 3])
+def test_qadam_says_what_it_does_not_train_any_more(
+    without: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DISTWRAP_QUIET", raising=False)
+    parameter, unused = nn.Parameter(torch.ones(1500)), nn.Parameter(torch.ones(without))
+    optimizer = QAdam(warmup_steps=2).prepare_optimizer(torch.optim.Adam([parameter, unused]), None)
+    for step in range(5):
+        parameter.grad = gradients(0, step, 1500, 1.0)
+        if step < 2:
+            parameter.grad[:without] = 0
+        optimizer.step()
+    told = capsys.readouterr().err
+    assert told.count("comm='qadam'") == (1 if without else 0)
+    assert ("after 2 steps, in which 6 of 1,503 weights had no gradient" in told) == bool(without)
+    assert (parameter == 1).sum() == without
+
+
 def _steps(optimizer: torch.optim.Optimizer, parameter: nn.Parameter, first: int, last: int) -> None:
     for step in range(first, last):
         parameter.grad = gradients(0, step, 9, 1.0)
