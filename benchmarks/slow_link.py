@@ -25,11 +25,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from timing import in_turns
 from torch import nn
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -218,15 +220,12 @@ def job(args: argparse.Namespace) -> None:
             if name == "ddp":
                 args.patience = seconds
         if args.turns and "allreduce" in args.only:
-            pairs = [trained("ddp"), trained("allreduce")]
-            taken: list[list[float]] = [[], []]
             random = torch.Generator().manual_seed(rank())
-            for turn in range(args.turns):
-                for which in (turn % 2, 1 - turn % 2):
-                    taken[which].append(step_of(*pairs[which], text, random))
+            ways = {name: partial(step_of, *trained(name), text, random) for name in ("ddp", "allreduce")}
+            in_turns(ways, 2)  # DDP arranges its buckets anew after the first backward
+            taken = in_turns(ways, args.turns)
             if rank() == 0:
-                theirs, ours = (statistics.median(each[2:]) for each in taken)
-                print("IN TURNS", ours / theirs, flush=True)
+                print("IN TURNS", taken["allreduce"].median / taken["ddp"].median, flush=True)
 
     run()
 
@@ -289,14 +288,15 @@ def missing() -> str:
         return f"the link cannot be shaped: {error}"
 
 
-def measure(mbit: int, only: list[str], quick: bool, found: dict[str, dict[str, Any]]) -> None:
-    """Run the ways on hosts of one rate, and put their figures into `found`."""
+def measure(mbit: int, only: list[str], quick: bool) -> dict[str, dict[str, Any]]:
+    """Run the ways on hosts of one rate, and return their figures."""
     steps = (3, 2, 4) if quick else STEPS.get(mbit, STEPS[100])
+    found: dict[str, dict[str, Any]] = {}
     with shaped_hosts(mbit) as hosts:
         ours = [name for name in only if not name.startswith("horovod")]
         meeting = {"MASTER_ADDR": hosts.address(HOSTS[0]), "MASTER_PORT": "29500", "WORLD_SIZE": str(len(HOSTS))}
         variables = [{**meeting, "RANK": str(i), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for i in range(len(HOSTS))]
-        turns = [] if mbit else ["--turns", "60"]  # so that a slow minute of the machine is shared by both
+        turns = [] if mbit else ["--turns", "58"]  # so that a slow minute of the machine is shared by both
         _run(hosts, mbit, ["--job", "--steps", *map(str, steps), *turns, "--only", *ours], variables, found)
         for name in [name for name in only if name.startswith("horovod")]:
             goal = ["--target", str(found["ddp"]["target"]), "--patience", str(found["ddp"]["curve"][-1][0])]
@@ -306,6 +306,7 @@ def measure(mbit: int, only: list[str], quick: bool, found: dict[str, dict[str, 
                     _run(hosts, mbit, words_of_job, variables, found)
                 except RuntimeError as error:
                     print(f"  {mbit:>4} Mbit/s  {name}: {error}", flush=True)
+    return found
 
 
 def _run(
@@ -491,8 +492,7 @@ def main() -> None:
     rates = [100] if args.quick else args.rates
     found: dict[int, dict[str, dict[str, Any]]] = {}
     for rate in rates:
-        found[rate] = {}
-        measure(rate, args.only, args.quick, found[rate])
+        found[rate] = measure(rate, args.only, args.quick)
         if args.json:
             Path(args.json).write_text(json.dumps(found, indent=1))
         if args.plot:
