@@ -21,7 +21,7 @@ from pathlib import Path
 
 from timing import Row, Samples, arguments, in_turns, per_call, report
 
-from distwrap.placement import detect
+from distwrap.environments import detect
 
 SLURM = {
     "SLURM_JOB_ID": "7",

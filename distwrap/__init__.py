@@ -2,11 +2,13 @@
 
 from distwrap._version import __version__
 from distwrap.checkpoint import CheckpointIO, load, run_state, save, wait_for_saves
-from distwrap.collectives import agree, barrier, broadcast, gather, gather_object, mean, reduce
+from distwrap.checkpoint.resume import resume_from
+from distwrap.checkpoint.state_dict import add_module_prefix, strip_module_prefix
 from distwrap.comm import consolidate
 from distwrap.data import Preemption, lockstep, shard_loader
 from distwrap.debugging import breakpoint_on
 from distwrap.decorator import distributed
+from distwrap.environments import Placement
 from distwrap.errors import DistwrapError
 from distwrap.group import (
     device,
@@ -20,17 +22,15 @@ from distwrap.group import (
     teardown_process_group,
     world_size,
 )
+from distwrap.group.collectives import agree, barrier, broadcast, gather, gather_object, mean, reduce
+from distwrap.group.rank_zero import on_rank_zero, rank_zero_first, rank_zero_only
 from distwrap.launch.nodes import NodeSummary
 from distwrap.model import assert_in_sync, sync_buffers, unwrap_model
 from distwrap.model.accumulation import Window, accumulate, scale_loss
-from distwrap.placement import Placement
 from distwrap.precision import autocast, backward, optimizer_step, unscale
-from distwrap.progress import progress
-from distwrap.rank_zero import on_rank_zero, rank_zero_first, rank_zero_only
+from distwrap.progress_bar import progress
 from distwrap.registry import available_algorithms, available_strategies, register_algorithm, register_strategy
-from distwrap.resume import resume_from
 from distwrap.seeding import seed_everything
-from distwrap.state_dict import add_module_prefix, strip_module_prefix
 from distwrap.strategies import DDPStrategy, Strategy, wrap_model, wrap_optimizer
 
 __all__ = [

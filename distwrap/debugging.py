@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import TextIO
 
 from distwrap.errors import OptionError, PlacementError
+from distwrap.group.wait_for_rank import share_result
 from distwrap.group.world import current_world
-from distwrap.turns import share
 
 
 def breakpoint_on(rank: int = 0) -> None:
@@ -33,7 +33,7 @@ def breakpoint_on(rank: int = 0) -> None:
     frame = sys._getframe(1)
     name = f"breakpoint_on({rank})"
     if world.placement.world_size > 1 and world.placement.rank != rank:
-        share(name, rank, None)
+        share_result(name, rank, None)
         return
     if world.placement.world_size == 1:
         pdb.Pdb().set_trace(frame)
@@ -45,7 +45,7 @@ def breakpoint_on(rank: int = 0) -> None:
     def let_others_go_on() -> None:
         if world.channel is not None:
             world.channel.excuse(False)
-        share(name, rank, b"on")
+        share_result(name, rank, b"on")
 
     print(f"distwrap: rank {rank} stops, and the others wait until you say 'continue'", file=stdout, flush=True)
     _Debugger(stdin, stdout, let_others_go_on).set_trace(frame)

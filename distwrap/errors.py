@@ -26,9 +26,6 @@ Each leaf is also the builtin error of the same meaning, so code that catches ``
 
 from __future__ import annotations
 
-import difflib
-from collections.abc import Iterable
-
 
 class DistwrapError(Exception):
     """Base of everything that distwrap raises."""
@@ -130,11 +127,3 @@ class StateDictError(DistwrapError, ValueError):
 
 class CheckpointError(DistwrapError, RuntimeError):
     """A checkpoint could not be written, or holds what is not safe to load."""
-
-
-def unknown_name(what: str, name: object, known: Iterable[str]) -> str:
-    """Say that a name is unknown, which names there are, and which was probably meant."""
-    names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=1)
-    guess = f" Did you mean {near[0]!r}?" if near else ""
-    return f"unknown {what} {name!r}.{guess} Known: {', '.join(names)}."

@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from distwrap.errors import OptionError, unknown_name
+from distwrap.errors import OptionError
 from distwrap.group.world import Precision
 from distwrap.registry import algorithms, strategies
+from distwrap.wording import unknown_name
 
 Launcher = Literal["auto", "forkserver", "fork", "spawn", "script", "elastic", "external"]
 Returns = Literal["rank0", "all"]

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from typing import Any
 
-from distwrap.errors import OptionError, unknown_name
+from distwrap.errors import OptionError
+from distwrap.wording import unknown_name
 
 Factory = Callable[..., Any]
 

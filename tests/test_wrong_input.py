@@ -8,8 +8,8 @@ import pytest
 
 import distwrap as dw
 from distwrap import distributed
+from distwrap.devices.selection import Devices
 from distwrap.errors import LaunchError, OptionError, PlacementError
-from distwrap.group.devices import Devices
 from distwrap.launch import local, processes
 
 

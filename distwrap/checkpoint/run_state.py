@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from distwrap.collectives import gather_object
 from distwrap.comm.state import restore_exchanges, state_of_exchanges
 from distwrap.errors import CheckpointError
+from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
 from distwrap.precision import settle_scale
 from distwrap.seeding import RandomState

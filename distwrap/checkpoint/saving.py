@@ -11,16 +11,16 @@ from typing import Any
 
 import torch
 
-from distwrap.checkpoint import files, series
+from distwrap.checkpoint import files, retention
 from distwrap.checkpoint.background import writer_of
 from distwrap.checkpoint.formats import CheckpointIO, choose
 from distwrap.checkpoint.plain import mapped, plain
+from distwrap.checkpoint.state_dict import strip_module_prefix
 from distwrap.errors import CheckpointError, OptionError
-from distwrap.group.solo import refuse
+from distwrap.group.collective_guard import check_collectives_allowed
+from distwrap.group.wait_for_rank import share_result
 from distwrap.group.world import current_world, is_rank_zero
 from distwrap.model import unwrap_model
-from distwrap.state_dict import strip_module_prefix
-from distwrap.turns import share
 
 
 def save(
@@ -65,7 +65,7 @@ def save(
         >>> sorted(file.name for file in folder.glob("step-*"))
         ['step-20.pt', 'step-30.pt', 'step-latest.pt']
     """
-    series.check_keep(keep)
+    retention.check_keep(keep)
     path = Path(path)
     chosen = choose(_of_strategy(io), path)
     state = _with_everyones(state)
@@ -124,7 +124,7 @@ def load(
         path = files.previous_of(path)  # a folder whose successor was about to take its name
     chosen = choose(_of_strategy(io), path)
     if chosen.collective:
-        refuse("load() of a sharded checkpoint")
+        check_collectives_allowed("load() of a sharded checkpoint")
     try:
         state = chosen.load(path, map_location)
     except (FileNotFoundError, CheckpointError):
@@ -168,10 +168,10 @@ def restore(into: Any, state: Any, where: str = "") -> None:
 def _save_file(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, background: bool) -> None:
     def write(plain_state: Any) -> None:
         def set_aside() -> None:
-            series.set_aside(path, keep)
+            retention.set_aside(path, keep)
 
         files.write_atomically(path, lambda temporary: io.save(plain_state, temporary), set_aside)
-        series.settle(path, keep)
+        retention.prune(path, keep)
 
     def work() -> None:
         world, plain_state = current_world(), plain(state)
@@ -188,7 +188,7 @@ def _save_file(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, ba
 
 
 def _save_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO) -> None:
-    refuse("save() of a sharded checkpoint")
+    check_collectives_allowed("save() of a sharded checkpoint")
     temporary = path.parent / f".{path.name}.tmp"
 
     def make_room() -> None:
@@ -197,7 +197,7 @@ def _save_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO) -> N
 
     def finish() -> None:
         files.put_folder(temporary, path)
-        series.settle(path, keep)
+        retention.prune(path, keep)
 
     name, what = f"save {os.path.abspath(path)}", f"the checkpoint {path}"
     problem, cause = _attempt(make_room) if is_rank_zero() else ("", None)
@@ -223,7 +223,7 @@ def _raise_everywhere(name: str, problem: str, cause: Exception | None, what: st
     if name:
         mine = current_world().placement.rank == worker
         host = socket.gethostname()
-        told = share(name, worker, f"{host}\n{problem}".encode() if mine else None).decode()
+        told = share_result(name, worker, f"{host}\n{problem}".encode() if mine else None).decode()
         host, _, problem = told.partition("\n")
         if not mine:
             cause = None

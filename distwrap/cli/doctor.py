@@ -16,9 +16,9 @@ from distwrap.cli import report
 from distwrap.cli.facts import Facts, look
 from distwrap.cli.measure import Measured, measure
 from distwrap.decorator import distributed
+from distwrap.environments import Placement, detect
 from distwrap.errors import DistwrapError
 from distwrap.launch.nodes import NodeSummary
-from distwrap.placement import Placement, detect
 
 TIMEOUT_SECONDS = 60.0
 
@@ -76,7 +76,7 @@ def _is_a_rank() -> bool:
 
 
 def _default_nprocs() -> int:
-    from distwrap.group.devices import visible_devices
+    from distwrap.devices.selection import visible_devices
 
     return max(2, visible_devices().count) if visible_devices().kind == "cpu" else visible_devices().count
 

@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from distwrap._version import __version__
+from distwrap.devices import cpus, selection
+from distwrap.environments import Node, Placement, detect, explain
 from distwrap.errors import DistwrapError
-from distwrap.group import devices, network
 from distwrap.launch import fork_safety
-from distwrap.launch.machines import resolve
+from distwrap.launch.node_plan import resolve
+from distwrap.network import interfaces
 from distwrap.options import Options
-from distwrap.placement import Machine, Placement, detect, explain
 
 SHARED_MEMORY_BYTES = 1 << 30  # below, loader workers may die of a bus error
 OPEN_FILES = 1024
@@ -64,7 +65,7 @@ def look(nprocs: int | None = None) -> Facts:
     env = dict(os.environ)
     facts = Facts(socket.gethostname(), versions=_versions(), launchers=explain(env))
     facts.variables = {name: env[name] for name in sorted(env) if name.startswith(_OF_INTEREST)}
-    found: Placement | Machine = Placement()
+    found: Placement | Node = Placement()
     try:
         found = detect(env)
     except DistwrapError as error:
@@ -74,12 +75,12 @@ def look(nprocs: int | None = None) -> Facts:
         options = options.with_environment(env)
     except DistwrapError as error:
         facts.problems.append(str(error))
-    visible = devices.visible_devices()
+    visible = selection.visible_devices()
     if isinstance(found, Placement) and found.source != "single":
         facts.rank, facts.local_rank = found.rank, found.local_rank
         _joining(facts, found, visible)
     else:
-        _launching(facts, found if isinstance(found, Machine) else None, options, visible, nprocs)
+        _launching(facts, found if isinstance(found, Node) else None, options, visible, nprocs)
     _machine(facts, visible)
     return facts
 
@@ -93,7 +94,7 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _joining(facts: Facts, place: Placement, visible: devices.Devices) -> None:
+def _joining(facts: Facts, place: Placement, visible: selection.Devices) -> None:
     """This process is a rank already."""
     facts.decided["ranks"] = (
         f"{place.world_size} on {place.nnodes} machine(s), started by {place.source}; this is rank {place.rank}, local "
@@ -106,12 +107,12 @@ def _joining(facts: Facts, place: Placement, visible: devices.Devices) -> None:
 
 
 def _launching(
-    facts: Facts, machine: Machine | None, options: Options, visible: devices.Devices, nprocs: int | None
+    facts: Facts, machine: Node | None, options: Options, visible: selection.Devices, nprocs: int | None
 ) -> None:
     """This process would launch."""
     try:
         machines = resolve(options, machine)
-        here = devices.choose_nprocs(machines.nprocs, visible)
+        here = selection.choose_nprocs(machines.nprocs, visible)
     except DistwrapError as error:
         facts.problems.append(str(error))
         return
@@ -126,30 +127,32 @@ def _launching(
     else:
         facts.decided["launcher"] = f"forkserver ({refusal})" if refusal else "fork (it is safe here)"
     local = nprocs or here
-    threads = devices.choose_threads(local)
+    threads = cpus.choose_threads(local)
     set_by_user = f"{os.environ.get('OMP_NUM_THREADS')}, by OMP_NUM_THREADS"
-    cpus = len(devices.allowed_cpus())
-    facts.decided["threads"] = set_by_user if threads is None else f"{threads} a rank ({cpus} CPUs for {local} ranks)"
+    allowed = len(cpus.allowed_cpus())
+    facts.decided["threads"] = (
+        set_by_user if threads is None else f"{threads} a rank ({allowed} CPUs for {local} ranks)"
+    )
     _device(facts, Placement(0, max(1, local), 0, max(1, local)), visible)
     _interface(facts, machines.most, machines.host)
 
 
-def _device(facts: Facts, place: Placement, visible: devices.Devices) -> None:
+def _device(facts: Facts, place: Placement, visible: selection.Devices) -> None:
     try:
-        device = devices.choose_device(place, visible)
+        device = selection.choose_device(place, visible)
     except DistwrapError as error:
         facts.problems.append(str(error))
         return
     facts.decided["device"] = str(device)
-    facts.decided["backend"] = devices.choose_backend("auto", device)
+    facts.decided["backend"] = selection.choose_backend("auto", device)
 
 
 def _interface(facts: Facts, nnodes: int, master: str | None) -> None:
     users = os.environ.get("GLOO_SOCKET_IFNAME")
-    here = "; ".join(f"{name} {' '.join(found)}" for name, found in network.interfaces().items())
+    here = "; ".join(f"{name} {' '.join(found)}" for name, found in interfaces.interfaces().items())
     facts.decided["interfaces"] = here
     try:
-        network.check_users_choice(os.environ, facts.decided.get("backend", "gloo"))
+        interfaces.check_users_choice(os.environ, facts.decided.get("backend", "gloo"))
     except DistwrapError as error:
         facts.problems.append(str(error))
     if users:
@@ -157,14 +160,14 @@ def _interface(facts: Facts, nnodes: int, master: str | None) -> None:
     elif nnodes == 1:
         facts.decided["network"] = "loopback: one machine"
     else:
-        address = network.source_address(str(master))
-        name = network.interface_of(address) if address else None
+        address = interfaces.source_address(str(master))
+        name = interfaces.interface_of(address) if address else None
         facts.decided["network"] = f"{name or '?'} ({address or 'no way'} leads to {master})"
         if address is None:
-            facts.problems.append(f"no way to {master} from {facts.host}. {network.ADVICE}")
+            facts.problems.append(f"no way to {master} from {facts.host}. {interfaces.ADVICE}")
 
 
-def _machine(facts: Facts, visible: devices.Devices) -> None:
+def _machine(facts: Facts, visible: selection.Devices) -> None:
     if os.path.isdir("/dev/shm"):
         memory = shutil.disk_usage("/dev/shm")
         facts.decided["shared memory"] = f"{memory.free / 2**30:.1f} GiB free of {memory.total / 2**30:.1f}"

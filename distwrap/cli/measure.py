@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from distwrap.cli.facts import Facts, look
-from distwrap.collectives import gather_object
 from distwrap.comm.advice import Advice, advise
-from distwrap.group.devices import finish, unique_name
+from distwrap.devices.selection import finish, unique_name
+from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
 
 SIZES = tuple(4**n for n in range(5, 14))  # bytes: 1 KiB to 64 MiB

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distwrap.collectives import gather_object
 from distwrap.comm.allreduce import BF16, FP16, AllReduce
 from distwrap.comm.base import Averager, Bucket
 from distwrap.comm.bytegrad import ByteGrad
@@ -24,7 +23,8 @@ from distwrap.comm.compressed import CompressedMean
 from distwrap.comm.link import Link, Traffic
 from distwrap.comm.powersgd import PowerSGD
 from distwrap.comm.topk import TopK
-from distwrap.group.devices import finish
+from distwrap.devices.selection import finish
+from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
 
 _SMALL, _LARGE = 1 << 14, 1 << 21  # weights; the larger size is cut to what the time allows

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from distwrap.errors import ModelError
-from distwrap.group.solo import refuse
+from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.world import current_world
 from distwrap.model.buffers import sync_buffers
 from distwrap.model.transparent import unwrap_model
@@ -63,8 +63,8 @@ def consolidate(model: nn.Module) -> Consolidated:
         >>> with consolidate(model):
         ...     weights = model.state_dict()
     """
-    refuse("consolidate()")
-    current_world().crumbs.drop("consolidate")
+    check_collectives_allowed("consolidate()")
+    current_world().crumbs.record("consolidate")
     exchange: Any = _exchange_of(model)
     return Consolidated(None if exchange is None or exchange.algorithm.same_weights else exchange)
 
@@ -79,7 +79,7 @@ def pause(model: nn.Module) -> AbstractContextManager[None]:
         >>> with pause(wrap_model(nn.Linear(1, 1))):
         ...     pass
     """
-    refuse("pause()")
+    check_collectives_allowed("pause()")
     exchange = _exchange_of(model)
     return nullcontext() if exchange is None else exchange.paused()
 

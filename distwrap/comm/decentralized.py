@@ -14,8 +14,9 @@ import torch
 from distwrap.comm.base import positive
 from distwrap.comm.link import Link
 from distwrap.comm.weights import WeightAlgorithm, WeightExchange
-from distwrap.errors import OptionError, unknown_name
+from distwrap.errors import OptionError
 from distwrap.group.world import World
+from distwrap.wording import unknown_name
 
 if TYPE_CHECKING:
     from distwrap.model.distributed import DistributedModel

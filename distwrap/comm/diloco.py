@@ -18,8 +18,9 @@ from distwrap.comm.compressed import CompressedMean
 from distwrap.comm.flat import FlatWeights, fragments
 from distwrap.comm.link import Link
 from distwrap.comm.weights import WeightAlgorithm, WeightExchange
-from distwrap.errors import OptionError, unknown_name
+from distwrap.errors import OptionError
 from distwrap.group.world import World
+from distwrap.wording import unknown_name
 
 if TYPE_CHECKING:
     from distwrap.model.distributed import DistributedModel

@@ -11,10 +11,10 @@ import torch
 import torch.distributed as dist
 from torch.optim import Optimizer
 
-from distwrap.collectives import gather_object
 from distwrap.comm.base import Algorithm
 from distwrap.comm.engine import Engine
 from distwrap.comm.link import Link, Traffic
+from distwrap.group.collectives import gather_object
 from distwrap.group.world import World, say
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ class Exchange(Generic[A]):
         algorithm.check(self.nnodes)
         self.node: Link | None = None
         if algorithm.hierarchical:
-            links = [self.between(world, ranks, leaves_node=False) for ranks in nodes]
+            links = [self.between(world, ranks, crosses_nodes=False) for ranks in nodes]
             self.node = next(link for link in links if link is not None)
         self.link = self.between(world, [ranks[0] for ranks in nodes])
         self.engine = Engine(world.device)
@@ -64,18 +64,18 @@ class Exchange(Generic[A]):
         self._dropped = world.dropped
         finalize(model, self.drop).atexit = False
 
-    def between(self, world: World, ranks: list[int], *, leaves_node: bool = True) -> Link | None:
+    def between(self, world: World, ranks: list[int], *, crosses_nodes: bool = True) -> Link | None:
         """Make a link between some ranks; every rank of the world calls it. ``None`` where this one is not in it."""
         group = back = None
         if len(ranks) > 1:
             timeout = timedelta(seconds=world.timeout)
             group = dist.new_group(ranks, timeout=timeout)
-            if leaves_node and "gloo" in str(world.backend):
+            if crosses_nodes and "gloo" in str(world.backend):
                 back = dist.new_group(ranks, timeout=timeout)
         if self.rank not in ranks:
             return None
         self._groups += [group, back]
-        return Link(group, ranks, self.rank, self.traffic, back=back, leaves_node=leaves_node)
+        return Link(group, ranks, self.rank, self.traffic, back=back, crosses_nodes=crosses_nodes)
 
     @property
     def runs(self) -> bool:

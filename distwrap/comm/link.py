@@ -40,7 +40,7 @@ class Link:
         ranks: the global ranks in it, in order.
         me: this process's global rank.
         traffic: where to count.
-        leaves_node: whether its bytes go between nodes.
+        crosses_nodes: whether its bytes go between nodes.
 
     Attributes:
         rank: this one's place in it.
@@ -55,10 +55,10 @@ class Link:
         traffic: Traffic,
         *,
         back: Any = None,
-        leaves_node: bool = True,
+        crosses_nodes: bool = True,
     ) -> None:
         self._group, self._back, self._ranks = group, back, ranks
-        self._traffic, self._leaves_node = traffic, leaves_node
+        self._traffic, self._crosses_nodes = traffic, crosses_nodes
         self.rank, self.size = ranks.index(me), len(ranks)
         self._messages = 0
 
@@ -158,7 +158,7 @@ class Link:
 
     def _count(self, sent: int) -> None:
         self._traffic.sent += sent
-        self._traffic.between_nodes += sent if self._leaves_node else 0
+        self._traffic.between_nodes += sent if self._crosses_nodes else 0
         self._traffic.exchanges += 1
 
 

@@ -61,7 +61,7 @@ class WeightExchange(Exchange[W]):
         super().__init__(algorithm, model, world)
         everyone = self.link
         if self.node is not None:
-            everyone = self.between(world, list(range(self.world_size)), leaves_node=self.nnodes > 1)
+            everyone = self.between(world, list(range(self.world_size)), crosses_nodes=self.nnodes > 1)
         assert everyone is not None
         self.everyone = everyone
         self.steps, self.alike = 0, True

@@ -12,16 +12,17 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
-from distwrap.data import parts
-from distwrap.data.parts import Split
+from distwrap.data import iterable_shards
+from distwrap.data.epoch_check import EpochCheck
+from distwrap.data.indices import Mode
+from distwrap.data.iterable_shards import Split
 from distwrap.data.position import Position
 from distwrap.data.samplers import ExactBatches, MergedBatches, Order, RememberedShuffle, Share
 from distwrap.data.sharded import ShardedLoader, changed, innermost, is_torchs, remembering
-from distwrap.data.streams import Mode
-from distwrap.data.watch import Watch
-from distwrap.errors import LoaderError, OptionError, unknown_name
+from distwrap.errors import LoaderError, OptionError
 from distwrap.group.world import World, current_world, say
 from distwrap.seeding import mix
+from distwrap.wording import unknown_name
 
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
 Modes = Literal["auto", "pad", "exact", "drop"]
@@ -113,7 +114,7 @@ def shard_loader(
         if word not in get_args(known):
             raise OptionError(unknown_name(what, word, get_args(known)))
     world = current_world()
-    world.crumbs.drop("shard_loader")
+    world.crumbs.record("shard_loader")
     where = torch.device(device) if device is not None else world.device
     place = world.placement
     here = (place.rank, place.world_size)
@@ -178,7 +179,7 @@ def _with_parts(
         size = _per_rank(batches.batch_size, world_size, batch_size)
         attributes["batch_size"] = size
         attributes["batch_sampler"] = BatchSampler(batches.sampler, size, batches.drop_last)
-    dataset, part, how = parts.split(loader.dataset, split, rank, world_size)
+    dataset, part, how = iterable_shards.split(loader.dataset, split, rank, world_size)
     position = Position()
     workers_seed = _workers_seed(loader, world)
     result: Loader = changed(
@@ -298,12 +299,12 @@ def _workers_seed(loader: DataLoader[Any], world: World) -> int:
     return mix("loader", world.seed if world.seed is not None else base, world.loaders)
 
 
-def _watch(world: World, position: Position) -> Watch | None:
+def _watch(world: World, position: Position) -> EpochCheck | None:
     """Watch the loader that was counted last, where there is a channel to the other ranks."""
     if world.channel is None:
         return None
     place = world.placement
-    return Watch(world.channel, place.rank, place.world_size, str(world.loaders), world.crumbs.site, position)
+    return EpochCheck(world.channel, place.rank, place.world_size, str(world.loaders), world.crumbs.site, position)
 
 
 def _distributed_sampler(loader: DataLoader[Any]) -> Any:

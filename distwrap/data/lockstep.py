@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 
 from distwrap.data.preemption import SIGNALS, Listener, Preemption, shielded
-from distwrap.errors import LoaderError, OptionError, unknown_name
-from distwrap.group import stacks
+from distwrap.errors import LoaderError, OptionError
+from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.setup import require_group
-from distwrap.group.solo import refuse
 from distwrap.group.world import World, current_world, say
+from distwrap.wording import named_ranks, unknown_name
 
 Batch = TypeVar("Batch")
 Uneven = Literal["shortest", "pad"]
@@ -134,7 +134,7 @@ class Lockstep(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         world = current_world()
-        refuse("lockstep()")
+        check_collectives_allowed("lockstep()")
         group = _status_group(world)
         self.step, self.skipped, self._stop = 0, 0, False
         listener = Listener(SIGNALS if self._listens else ())
@@ -219,7 +219,7 @@ class Lockstep(Generic[Batch]):
         lengths = _gathered([self._has_more], group)
         out = [rank for rank, (more,) in enumerate(lengths) if not more]
         say(
-            f"lockstep ended after step {self.step}, when {stacks.ranks(out)} ran out of data and the others had more; "
+            f"lockstep ended after step {self.step}, when {named_ranks(out)} ran out of data and the others had more; "
             f"uneven='pad' would use it"
         )
 

@@ -9,10 +9,10 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import DistributedSampler, RandomSampler, Sampler
 
-from distwrap.data import streams
+from distwrap.data import indices
+from distwrap.data.indices import Mode
 from distwrap.data.permutation import Permutation
 from distwrap.data.position import Position, Shuffle
-from distwrap.data.streams import Mode
 from distwrap.seeding import BorrowedRandomness, mix
 
 _BLOCK = 16384  # how many items are drawn, or computed, at a time
@@ -46,7 +46,7 @@ class Order(DistributedSampler[Any]):
         self.position = Position()
         self._order = shuffle
         if mode == "exact":
-            self.num_samples = streams.share_size(self.items, rank, world_size, "exact")
+            self.num_samples = indices.share_size(self.items, rank, world_size, "exact")
             self.total_size = self.items
 
     def __iter__(self) -> Iterator[Any]:
@@ -56,7 +56,7 @@ class Order(DistributedSampler[Any]):
         self.epoch = begun.epoch
         look_up = _looks_up(self.items, shuffle)
         world_size = self.num_replicas
-        end = streams.end_of_shares(begun.start, self.items, world_size, self.mode)
+        end = indices.end_of_shares(begun.start, self.items, world_size, self.mode)
         for first in range(begun.start + self.rank, end, _BLOCK * world_size):
             positions = torch.arange(first, min(end, first + _BLOCK * world_size), world_size)
             # Past the end the order begins again, to fill the last round.
@@ -115,10 +115,10 @@ class Share(Sampler[Any]):
         tell = getattr(self.sampler, "set_epoch", None)
         if tell is not None:
             tell(begun.epoch)
-        yield from streams.share(self._draw(int(shuffle.seed)), self.rank, self.num_replicas, self.mode, begun.start)
+        yield from indices.share(self._draw(int(shuffle.seed)), self.rank, self.num_replicas, self.mode, begun.start)
 
     def __len__(self) -> int:
-        return streams.share_size(len(self.sampler), self.rank, self.num_replicas, self.mode)  # type: ignore[arg-type]
+        return indices.share_size(len(self.sampler), self.rank, self.num_replicas, self.mode)  # type: ignore[arg-type]
 
     def shuffle_of(self, epoch: int) -> Shuffle:
         """Say from which seed an epoch's order is drawn."""
@@ -150,12 +150,12 @@ class ExactBatches(Sampler[list[Any]]):
 
     def __iter__(self) -> Iterator[list[Any]]:
         count = self.count(self.sampler.position.next.start)
-        yield from streams.exact_batches(self.sampler, count, self.batch_size, self.drop_last)
+        yield from indices.exact_batches(self.sampler, count, self.batch_size, self.drop_last)
 
     def count(self, start: int = 0) -> int:
         """Say how many batches are left from a place in the order."""
         left = (self.sampler.items or 0) - start
-        return streams.batch_count(left, self.sampler.num_replicas, self.batch_size, self.drop_last)
+        return indices.batch_count(left, self.sampler.num_replicas, self.batch_size, self.drop_last)
 
     def __len__(self) -> int:
         return min(self.count(), len(self.sampler))
@@ -168,7 +168,7 @@ class MergedBatches(Sampler[list[Any]]):
         self.sampler = share
 
     def __iter__(self) -> Iterator[list[Any]]:
-        yield from streams.merged_batches(self.sampler, self.count(self.sampler.position.next.start))
+        yield from indices.merged_batches(self.sampler, self.count(self.sampler.position.next.start))
 
     def count(self, start: int = 0) -> int:
         """Say how many steps are left from a place in the order."""

@@ -13,16 +13,16 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from distwrap.data import position as positions
 from distwrap.data import workers
-from distwrap.data.feeding import on_device
-from distwrap.data.fetching import Fetching
+from distwrap.data.device_prefetch import on_device
+from distwrap.data.epoch_check import EpochCheck
+from distwrap.data.iterable_shards import Part
 from distwrap.data.lockstep import in_step
-from distwrap.data.parts import Part
 from distwrap.data.position import Position, Shuffle
 from distwrap.data.samplers import ExactBatches, MergedBatches, Order, RememberedShuffle, Share
-from distwrap.data.watch import Watch
+from distwrap.data.worker_seeding import Fetching
+from distwrap.environments import distwrap_environment
 from distwrap.errors import LoaderError
 from distwrap.group.world import World, current_world
-from distwrap.placement import own
 from distwrap.seeding import preserved
 
 
@@ -52,7 +52,7 @@ class ShardedLoader(DataLoader[Any]):
     _shard_uneven: Literal["", "shortest", "pad"] = ""
     _shard_part: Part | None = None
     _shard_seed: int = 0
-    _shard_watch: Watch | None = None
+    _shard_watch: EpochCheck | None = None
     _shard_told: Any = None
 
     def set_epoch(self, epoch: int) -> None:
@@ -273,7 +273,7 @@ def remembering(loader: Any, device: torch.device) -> Any:
 
 
 def _tidy(world: World) -> None:
-    undo = workers.tidy(os.environ.get(own.STORE, ""))
+    undo = workers.tidy(os.environ.get(distwrap_environment.STORE, ""))
     if undo is not None:
         world.cleanup.callback(undo)
 

@@ -13,8 +13,8 @@ from types import TracebackType
 from typing import Any
 
 from distwrap.errors import CollectiveTimeoutError, DistwrapError, WorkerDiedError, WorkerError
-from distwrap.group import stacks
 from distwrap.group.world import active_world
+from distwrap.supervision import stacks
 
 CAUSE_SECONDS = 1.5  # for the word of a rank that failed first
 NOTICE_SECONDS = 0.5  # for whoever started the ranks to notice it before this rank's end
@@ -39,7 +39,7 @@ _OF_ANOTHER = re.compile(r"distwrap\.errors\.WorkerError: rank \d+(, which goes 
 _TIMEOUTS = ("Timed out waiting", "wait timeout after", "monitoredBarrier", "Timeout waiting for key")
 
 
-def is_echo(summary: str) -> bool:
+def is_secondary_failure(summary: str) -> bool:
     """Say whether an error's words are the mere echo of a lost peer, or of another rank's failure."""
     if _OF_ANOTHER.match(summary):
         return True
@@ -72,7 +72,7 @@ def explained(error: BaseException) -> BaseException:
             f"{channel.where_all_are()}\nEvery rank must call the same collectives in the same order. For work of "
             f"one rank that takes longer use rank_zero_first() or rank_zero_only(broadcast=True), or raise timeout=."
         )
-    elif is_echo(text) and not channel.supervised:
+    elif is_secondary_failure(text) and not channel.supervised:
         first = channel.another_failure(CAUSE_SECONDS)
         if first is None:
             return error
@@ -107,7 +107,10 @@ def tell(error: BaseException) -> None:
 
 
 def in_words(error: BaseException) -> str:
-    """Return an exception as Python prints it: our own types with their module, by which `is_echo` knows them."""
+    """Return an exception as Python prints it: our own types with their module.
+
+    `is_secondary_failure` knows them by it.
+    """
     return "".join(traceback.format_exception_only(type(error), error)).strip() or type(error).__name__
 
 

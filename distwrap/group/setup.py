@@ -18,14 +18,16 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from distwrap.devices import selection
+from distwrap.environments import Node, Placement, detect, distwrap_environment
 from distwrap.errors import OptionError, PlacementError
-from distwrap.group import devices, failures, network
-from distwrap.group.arrangement import arrange
-from distwrap.group.channel import Channel
-from distwrap.group.rendezvous import await_all_joined, meet, say_goodbye
-from distwrap.group.seals import agree_on_secret
+from distwrap.group import failures
+from distwrap.group.resources import assign_resources
+from distwrap.group.signing import agree_on_secret
 from distwrap.group.world import World, activate, active_world, current_world, deactivate, say
-from distwrap.placement import Machine, Placement, detect, own
+from distwrap.network import interfaces
+from distwrap.network.rendezvous import await_all_joined, meet, say_goodbye
+from distwrap.supervision.channel import Channel
 
 ARRIVAL_SECONDS = 120.0  # for all ranks to come; part of `timeout`, which is for a collective
 
@@ -84,13 +86,13 @@ def setup_process_group(
     return ProcessGroup(ours=True)
 
 
-def _only_rank_of(machine: Machine) -> Placement:
+def _only_rank_of(machine: Node) -> Placement:
     """Be the one rank of a machine whose launcher leaves the ranks to us; refuse where there would be more.
 
     Raises:
         PlacementError: only the decorator starts ranks.
     """
-    nprocs = machine.nprocs or max(1, devices.visible_devices().count)
+    nprocs = machine.nprocs or max(1, selection.visible_devices().count)
     if isinstance(machine.nnodes, str) or machine.node_rank is None or nprocs > 1:
         raise PlacementError(
             f"{machine.source} has started this process for a whole machine ({machine.nnodes} machines, {nprocs} "
@@ -116,14 +118,14 @@ def join(
         raise OptionError(f"timeout={timeout}: it must be a positive number of seconds.")
     if run.get("seed") is None:
         run["seed"] = current_world().seed  # of a seed_everything() before
-    chosen, device = device, device or devices.choose_device(placement, devices.visible_devices())
-    devices.use(device)
-    backend = devices.choose_backend(backend, device)
-    network.check_users_choice(os.environ, backend)
+    chosen, device = device, device or selection.choose_device(placement, selection.visible_devices())
+    selection.use(device)
+    backend = selection.choose_backend(backend, device)
+    interfaces.check_users_choice(os.environ, backend)
     with ExitStack() as cleanup:
-        gpu = devices.unique_name(device) if chosen is None else None
+        gpu = selection.unique_name(device) if chosen is None else None
         store = meet(placement, min(timeout, ARRIVAL_SECONDS), device, gpu)
-        placement = arrange(placement, store, device, cleanup)
+        placement = assign_resources(placement, store, device, cleanup)
         # Now, since the store is certainly there. Where torch cannot clone one (before 2.8) the channel's thread waits
         # now and then for the main thread's look-ups.
         side = store.clone() if hasattr(store, "clone") else store
@@ -150,7 +152,7 @@ def join(
             **run,
         )
     activate(world)
-    world.channel = Channel(side, placement, world.crumbs, own.STORE in os.environ, timeout)
+    world.channel = Channel(side, placement, world.crumbs, distwrap_environment.STORE in os.environ, timeout)
     world.channel.start()
     return world
 
@@ -217,7 +219,7 @@ def temporary_world(world: World) -> Iterator[World]:
 def single_world(**run: Any) -> World:
     """Describe a world of this one process."""
     placement = Placement()
-    return World(placement, devices.choose_device(placement, devices.visible_devices()), **run)
+    return World(placement, selection.choose_device(placement, selection.visible_devices()), **run)
 
 
 def announce(world: World, launcher: str) -> None:
@@ -235,7 +237,7 @@ def announce(world: World, launcher: str) -> None:
 
 def _as_device(device: torch.device | str | int) -> torch.device:
     if isinstance(device, int):
-        return torch.device(devices.visible_devices().kind, device)
+        return torch.device(selection.visible_devices().kind, device)
     return torch.device(device)
 
 

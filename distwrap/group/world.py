@@ -18,14 +18,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from distwrap.group.breadcrumbs import Breadcrumbs
-from distwrap.group.devices import choose_device, visible_devices
-from distwrap.placement import Placement, detect
+from distwrap.devices.selection import choose_device, visible_devices
+from distwrap.environments import Placement, detect
+from distwrap.supervision.activity import Activity
 
 if TYPE_CHECKING:
     from torch.amp.grad_scaler import GradScaler
 
-    from distwrap.group.channel import Channel
+    from distwrap.supervision.channel import Channel
 
 Precision = Literal["32", "bf16", "bf16-true", "fp16"]
 
@@ -97,7 +97,7 @@ class World:
     store: Store | None = None
     secret: bytes = b""
     channel: Channel | None = None
-    crumbs: Breadcrumbs = field(default_factory=Breadcrumbs)
+    crumbs: Activity = field(default_factory=Activity)
     solo: str = ""
     turns: Counter[str] = field(default_factory=Counter)
     preempted: Any = None

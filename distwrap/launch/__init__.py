@@ -9,10 +9,11 @@ from typing import Any
 import torch.distributed as dist
 
 from distwrap import retrofit
-from distwrap.collectives import gather_object
+from distwrap.devices.selection import choose_nprocs, visible_devices
+from distwrap.environments import Node, Placement, detect
 from distwrap.errors import LaunchError, OptionError
 from distwrap.group import failures
-from distwrap.group.devices import choose_nprocs, visible_devices
+from distwrap.group.collectives import gather_object
 from distwrap.group.setup import (
     abandon_process_group,
     announce,
@@ -24,9 +25,8 @@ from distwrap.group.setup import (
 from distwrap.group.world import World, active_world, current_world, say
 from distwrap.launch import elastic, fork_safety, local, script
 from distwrap.launch.execute import Call, Run, execute
-from distwrap.launch.machines import resolve
+from distwrap.launch.node_plan import resolve
 from distwrap.options import Options, switched_on
-from distwrap.placement import Machine, Placement, detect
 from distwrap.registry import strategies
 from distwrap.seeding import preserved
 
@@ -71,7 +71,7 @@ def start(call: Call, options: Options) -> Any:
             "launcher='external' waits for an outer launcher, and none has started this process. Start the script "
             "with `torchrun --nproc-per-node=2 train.py`, or choose launcher='auto'."
         )
-    machines = resolve(options, found if isinstance(found, Machine) else None)
+    machines = resolve(options, found if isinstance(found, Node) else None)
     if strategy.launches == "one":
         if machines.several:
             raise OptionError(f"strategy={options.strategy!r} is one process, but there are {machines.most} machines.")

@@ -25,21 +25,22 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from distwrap import retrofit
+from distwrap.devices.cpus import choose_threads
+from distwrap.environments import Placement, detect
 from distwrap.errors import ArrivalError, ForkError, WorkerDiedError, WorkerTimeoutError
-from distwrap.group import failures, network
-from distwrap.group.devices import choose_threads
-from distwrap.group.rendezvous import count_meetings_anew
+from distwrap.group import failures
 from distwrap.group.setup import abandon_process_group, teardown_process_group
 from distwrap.group.world import say
 from distwrap.launch import fork_safety, local, openmp, pickling, transport, worker
 from distwrap.launch.execute import Call, Run
-from distwrap.launch.exits import OomCount, describe_exit
-from distwrap.launch.machines import Machines
+from distwrap.launch.exit_reason import OomCount, describe_exit
+from distwrap.launch.node_plan import NodePlan
 from distwrap.launch.nodes import NodeSummary
-from distwrap.launch.supervisor import first_cause, is_echo, raise_failure
+from distwrap.launch.supervisor import first_cause, is_secondary_failure, raise_failure
 from distwrap.launch.transport import Outcome
 from distwrap.launch.worker import Assignment, Surroundings
-from distwrap.placement import Placement, detect
+from distwrap.network import interfaces
+from distwrap.network.rendezvous import count_meetings_anew
 
 JOIN_SECONDS = 120.0  # for as many machines to come as are needed
 LAST_CALL_SECONDS = 5.0  # for more machines than these
@@ -50,7 +51,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AGENTS = ("TORCHELASTIC_", "TORCH_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")  # its variables
 
 
-def launch(call: Call, run: Run, launcher: str, nprocs: int, machines: Machines, *, everybody: bool) -> Any:
+def launch(call: Call, run: Run, launcher: str, nprocs: int, machines: NodePlan, *, everybody: bool) -> Any:
     """Run the call under torch elastic, and return rank 0's value, or the list of all.
 
     Args:
@@ -106,7 +107,7 @@ def _method(launcher: str) -> str:
     return "spawn" if refusal else "fork"
 
 
-def _run(common: Assignment, call: Call | None, folder: Path, method: str, nprocs: int, machines: Machines) -> None:
+def _run(common: Assignment, call: Call | None, folder: Path, method: str, nprocs: int, machines: NodePlan) -> None:
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import api
@@ -141,24 +142,24 @@ def _run(common: Assignment, call: Call | None, folder: Path, method: str, nproc
         raise ArrivalError(
             f"{socket.gethostname()}: the machines did not come together at {machines.host}:{machines.port} "
             f"({type(error).__name__}: {error}). At least {machines.fewest} must come within {JOIN_SECONDS:.0f} s: "
-            f"start the same command on every one. {network.ADVICE}"
+            f"start the same command on every one. {interfaces.ADVICE}"
         ) from error
 
 
-def _rendezvous(machines: Machines, folder: Path) -> tuple[dict[str, Any], str]:
+def _rendezvous(machines: NodePlan, folder: Path) -> tuple[dict[str, Any], str]:
     """Say where torch's agents meet, and this one's address."""
     limits = {"join_timeout": JOIN_SECONDS, "last_call_timeout": LAST_CALL_SECONDS}
     if not machines.several:  # no port that somebody could connect to
         return {"rdzv_endpoint": str(folder / "agents"), "rdzv_configs": {**limits, "store_type": "file"}}, "127.0.0.1"
     host, port = str(machines.host), machines.port
-    local_host = network.is_local(host)
+    local_host = interfaces.is_local(host)
     holds = (
-        machines.node_rank == 0 if machines.node_rank is not None else local_host and not network.answers(host, port)
+        machines.node_rank == 0 if machines.node_rank is not None else local_host and not interfaces.answers(host, port)
     )
     if not holds:
-        network.reach(host, [port], JOIN_SECONDS)
+        interfaces.reach(host, [port], JOIN_SECONDS)
     endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
-    address = network.source_address(host) or socket.gethostname()
+    address = interfaces.source_address(host) or socket.gethostname()
     return {"rdzv_endpoint": endpoint, "rdzv_configs": {**limits, "is_host": str(holds)}}, address
 
 
@@ -206,7 +207,7 @@ def _tell_of_restart(folder: Path, attempt: int) -> None:
     why = "a rank, or a machine, ended without a word"
     if before:
         cause = first_cause(before)
-        if isinstance(cause, Outcome) and not is_echo(cause):
+        if isinstance(cause, Outcome) and not is_secondary_failure(cause):
             why = f"rank {cause.rank} on {cause.host} raised {cause.summary}"
     limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
     say(f"restart {attempt} of at most {limit}: {why}")

@@ -12,29 +12,22 @@ from typing import Any
 
 from distwrap import retrofit
 from distwrap.data import workers
+from distwrap.devices.cpus import choose_threads
+from distwrap.environments import Placement
 from distwrap.errors import ForkError, MainGuardError, SerializationError
-from distwrap.group.devices import choose_threads
 from distwrap.group.setup import ARRIVAL_SECONDS
 from distwrap.launch import fork_safety, openmp, pickling, transport, worker
 from distwrap.launch.execute import Call, Run
 from distwrap.launch.logs import Logs, Streams
-from distwrap.launch.machines import Machines
-from distwrap.launch.meeting import Meeting, meeting
-from distwrap.launch.processes import (
-    CommandProcess,
-    ForkedProcess,
-    Process,
-    ServedProcess,
-    spawn_command,
-    warm_server,
-)
+from distwrap.launch.node_plan import NodePlan
+from distwrap.launch.processes import CommandProcess, ForkedProcess, Process, ServedProcess, spawn_command, warm_server
 from distwrap.launch.signals import PassedOn
+from distwrap.launch.store_file import Meeting, meeting
 from distwrap.launch.supervisor import print_where_all_are, stop, supervise
 from distwrap.launch.transport import Outcome
 from distwrap.launch.worker import Assignment, Surroundings, Wanted
-from distwrap.placement import Placement
 
-ONE = Machines()
+ONE = NodePlan()
 
 Start = Callable[[int, list[Process]], Process]
 
@@ -47,7 +40,7 @@ def launch(
     *,
     everybody: bool,
     seconds: float | None = None,
-    machines: Machines = ONE,
+    machines: NodePlan = ONE,
 ) -> Any:
     """Run the call on `nprocs` ranks here, and return rank 0's value, or the list of all.
 

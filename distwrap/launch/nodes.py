@@ -22,14 +22,15 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from distwrap.environments import Placement
 from distwrap.errors import ArrivalError, WorkerDiedError
-from distwrap.group import network, stores
 from distwrap.group.failures import in_words
-from distwrap.group.rendezvous import compare, registration
-from distwrap.launch import retold, transport
-from distwrap.launch.machines import Machines
+from distwrap.launch import exception_json, transport
+from distwrap.launch.node_plan import NodePlan
 from distwrap.launch.transport import Outcome
-from distwrap.placement import Placement
+from distwrap.network import interfaces, stores
+from distwrap.network.rendezvous import compare, registration
+from distwrap.wording import first_line
 
 BEAT_SECONDS = 0.5
 LOST_SECONDS = 30.0  # without a sign of life, after which a machine counts as lost
@@ -85,7 +86,7 @@ class Nodes:
         ArrivalError: not all came, two say that they are the same one, or they run different versions.
     """
 
-    def __init__(self, machines: Machines, nprocs: int, seconds: float) -> None:
+    def __init__(self, machines: NodePlan, nprocs: int, seconds: float) -> None:
         assert machines.host is not None
         self._host, self._port, self._size = machines.host, machines.port, machines.most
         self._began = time.monotonic()
@@ -105,18 +106,18 @@ class Nodes:
 
     # Meeting
 
-    def _open(self, machines: Machines, seconds: float) -> tuple[Store, bool]:
+    def _open(self, machines: NodePlan, seconds: float) -> tuple[Store, bool]:
         """Hold the store on node 0, which without a number is the first that comes on the endpoint's machine.
 
         Returns:
             The store, and whether this process holds it.
         """
         who = "this machine" if machines.node_rank is None else f"node {machines.node_rank}"
-        local = network.is_local(self._host)
+        local = interfaces.is_local(self._host)
         if machines.node_rank == 0 and not local:
             raise ArrivalError(
                 f"node_rank=0 on {socket.gethostname()}, but rdzv_endpoint={self._host}:{self._port} is not this "
-                f"machine: node 0 is the one that the endpoint names. {network.ADVICE}"
+                f"machine: node 0 is the one that the endpoint names. {interfaces.ADVICE}"
             )
         taken = ""
         if machines.node_rank == 0 or (machines.node_rank is None and local):
@@ -251,7 +252,7 @@ class Nodes:
 
     def tell(self, error: BaseException) -> None:
         """Let the other machines know of a failure here; the first is believed to be the cause."""
-        told = {**retold.described(error), "node": self.node_rank}
+        told = {**exception_json.to_json(error), "node": self.node_rank}
         with suppress(dist.DistError, RuntimeError):
             self._store.compare_set("failure", "", json.dumps(told))
 
@@ -302,8 +303,7 @@ class Nodes:
                     self._look_for_the_lost(beats)
             except (dist.DistError, RuntimeError) as error:
                 if not self._stopped.is_set():
-                    first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-                    self._pass_on(self._lost(0, f"its store does not answer ({first_line})"))
+                    self._pass_on(self._lost(0, f"its store does not answer ({first_line(error)})"))
                 return
             self._alive = time.monotonic()
             self._stopped.wait(BEAT_SECONDS)
@@ -330,13 +330,13 @@ class Nodes:
     def _lost(self, number: int, why: str) -> dict[str, Any]:
         host, rank = self.hosts[number], sum(self.counts[:number])
         text = f"node {number} ({host}) is gone: {why}. It, its network, or the command on it has ended."
-        return {**retold.described(WorkerDiedError(text, rank=rank, host=host)), "node": number}
+        return {**exception_json.to_json(WorkerDiedError(text, rank=rank, host=host)), "node": number}
 
     def _pass_on(self, told: dict[str, Any]) -> None:
         if told["node"] == self.node_rank:
             return
         rank = told["rank"] if told["rank"] is not None else sum(self.counts[: told["node"]])
-        error = retold.rebuilt(told)
+        error = exception_json.from_json(told)
         packed, words, trace = transport.pack_error(error), in_words(error), told["traceback"].strip()
         with suppress(OSError):
             self._pipe.send(Outcome(rank, told["host"], 0, told["time"], None, packed, words, trace))

@@ -25,10 +25,10 @@ def by_value() -> bool:
     return importlib.util.find_spec("cloudpickle") is not None
 
 
-def dumps(obj: object, known: Sequence[tuple[object, ...]] = (), *, homeward: bool = False) -> bytes:
+def dumps(obj: object, known: Sequence[tuple[object, ...]] = (), *, to_caller: bool = False) -> bytes:
     """Pickle by value where cloudpickle is installed, by reference else."""
     buffer = io.BytesIO()
-    _pickler_class()(buffer, known, homeward).dump(obj)
+    _pickler_class()(buffer, known, to_caller).dump(obj)
     return buffer.getvalue()
 
 
@@ -63,7 +63,7 @@ class _Hooks:
     """What our pickler does beside the standard one."""
 
     _known: dict[int, int]
-    _homeward: bool
+    _to_caller: bool
 
     def persistent_id(self, obj: object) -> int | None:
         return self._known.get(id(obj))
@@ -79,7 +79,7 @@ class _Hooks:
             module, qualname = obj.__module__, obj.__qualname__
             if by_plain_name(module, qualname) is not obj and by_name(module, qualname) is obj:
                 return _load_by_name, (module, qualname)
-        if self._homeward and isinstance(obj, type):
+        if self._to_caller and isinstance(obj, type):
             reduced = _class_of_the_caller(obj)
             if reduced is not None:
                 return reduced
@@ -169,10 +169,10 @@ def _pickler_class() -> type[Any]:
             base = cloudpickle.Pickler
 
         class Pickler(_Hooks, base):  # type: ignore[misc]
-            def __init__(self, file: io.BytesIO, known: Sequence[tuple[object, ...]], homeward: bool) -> None:
+            def __init__(self, file: io.BytesIO, known: Sequence[tuple[object, ...]], to_caller: bool) -> None:
                 super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
                 self._known = {id(alias): index for index, aliases in enumerate(known) for alias in aliases}
-                self._homeward = homeward
+                self._to_caller = to_caller
 
         _pickler = Pickler
     return _pickler

@@ -22,11 +22,12 @@ import torch
 
 from distwrap import retrofit
 from distwrap.data import workers
+from distwrap.devices.cpus import choose_threads
+from distwrap.environments import distwrap_environment
 from distwrap.errors import LaunchError, WorkerTimeoutError
 from distwrap.group import failures
-from distwrap.group.devices import choose_threads
 from distwrap.group.setup import announce, join, teardown_process_group
-from distwrap.launch import meeting, rerun, transport
+from distwrap.launch import command_line, store_file, transport
 from distwrap.launch.execute import Call, Run, execute
 from distwrap.launch.interrupts import Interrupts
 from distwrap.launch.logs import Logs, redirected
@@ -34,14 +35,13 @@ from distwrap.launch.processes import CommandProcess, kill
 from distwrap.launch.supervisor import (
     INTERRUPT_SECONDS,
     SETTLE_SECONDS,
-    is_echo,
+    is_secondary_failure,
     print_where_all_are,
     stop,
     supervise,
 )
 from distwrap.launch.transport import Outcome
 from distwrap.launch.worker import become_a_rank, failure, outcome, stalled, tell_failure
-from distwrap.placement import own
 
 FD = "DISTWRAP_SCRIPT_FD"
 
@@ -68,11 +68,11 @@ def launch(call: Call, run: Run, nprocs: int, *, everybody: bool) -> Any:
     # One place for all calls of this process: the parked ranks still hold it when the next call begins.
     store = _place or _place_until_exit()
     processes = _others(call, nprocs, store, run.log_dir)
-    place = own.on_one_machine(0, nprocs)
+    place = distwrap_environment.on_one_machine(0, nprocs)
     news = _News(processes, store)
     value: Any = None
     with (
-        _environment(own.variables(place, "script", store)),
+        _environment(distwrap_environment.variables(place, "script", store)),
         _threads(nprocs),
         redirected(_logs.streams(0) if _logs is not None else None),
         Interrupts(news.interrupt, news.print_where_all_are),
@@ -121,7 +121,7 @@ def _end(news: _News) -> None:
 def _place_until_exit() -> str:
     global _place
     stack = ExitStack()
-    _place = stack.enter_context(meeting.place())
+    _place = stack.enter_context(store_file.place())
     atexit.register(stack.close)
     return _place
 
@@ -143,8 +143,8 @@ def join_from_child(call: Call, run: Run, launcher: str, *, everybody: bool) -> 
         _conn = Connection(int(os.environ[FD]))
         become_a_rank(_conn)
     own_conn, rank = _conn, int(os.environ["RANK"])
-    os.environ[own.STORE], name = _message(_conn)
-    place = own.on_one_machine(rank, int(os.environ["WORLD_SIZE"]))
+    os.environ[distwrap_environment.STORE], name = _message(_conn)
+    place = distwrap_environment.on_one_machine(rank, int(os.environ["WORLD_SIZE"]))
     try:
         if name != call.name:
             raise LaunchError(
@@ -198,11 +198,16 @@ def _others(call: Call, nprocs: int, store: str, log_dir: str | None) -> list[Co
             process.conn.send(data)
     else:
         _logs = Logs(log_dir, range(nprocs)) if log_dir is not None else None
-        commands = [rerun.command(rank) for rank in range(1, nprocs)]
+        commands = [command_line.command(rank) for rank in range(1, nprocs)]
         atexit.register(_let_the_parked_leave)
         try:
             for rank, command in enumerate(commands, start=1):
-                env = {**os.environ, **own.variables(own.on_one_machine(rank, nprocs), "script", store)}
+                env = {
+                    **os.environ,
+                    **distwrap_environment.variables(
+                        distwrap_environment.on_one_machine(rank, nprocs), "script", store
+                    ),
+                }
                 _parked.append(_start(rank, command, env))
         except BaseException:
             stop(_parked, all_they_started=True)
@@ -239,7 +244,7 @@ def _start(rank: int, command: list[str], env: dict[str, str]) -> CommandProcess
         env[FD] = str(fd)
         return command
 
-    return CommandProcess(rank, with_descriptor, env, rerun.directory(), _logs.streams(rank) if _logs else None)
+    return CommandProcess(rank, with_descriptor, env, command_line.directory(), _logs.streams(rank) if _logs else None)
 
 
 class _News(threading.Thread):
@@ -300,7 +305,7 @@ class _News(threading.Thread):
         """After a failure of rank 0: return another rank's instead, where that came first and caused it."""
         self.rank_zero_is_done.set()
         self.join(SETTLE_SECONDS)
-        an_effect = isinstance(error, KeyboardInterrupt) or is_echo(failure(0, error))
+        an_effect = isinstance(error, KeyboardInterrupt) or is_secondary_failure(failure(0, error))
         return self.error if self.error is not None and an_effect else error
 
 

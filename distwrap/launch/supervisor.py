@@ -15,14 +15,15 @@ from multiprocessing.connection import wait
 from typing import NoReturn
 
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError, WorkerTimeoutError, WorkerTraceback
-from distwrap.group import failures, reports
-from distwrap.group.rendezvous import side_store
+from distwrap.group import failures
 from distwrap.launch import transport
-from distwrap.launch.exits import OomCount, describe_exit
+from distwrap.launch.exit_reason import OomCount, describe_exit
 from distwrap.launch.nodes import Nodes
 from distwrap.launch.processes import Process, kill
 from distwrap.launch.signals import PassedOn
 from distwrap.launch.transport import Outcome
+from distwrap.network.rendezvous import side_store
+from distwrap.supervision import hang_report
 
 SETTLE_SECONDS = 0.3  # after a failure, for the other ranks' accounts of it
 CAUSE_SECONDS = 4.0  # after the mere echo of a failure, for the failure itself
@@ -119,7 +120,7 @@ def _all_report(
                 outcomes[process.rank] = told
             if isinstance(told, Death) or told.failed:
                 failed.append(told)
-                echo = is_echo(first_cause(failed))
+                echo = is_secondary_failure(first_cause(failed))
                 if echo and nodes is not None:
                     nodes.hurry()
                 patience = CAUSE_SECONDS if echo else SETTLE_SECONDS
@@ -134,7 +135,7 @@ def _all_report(
 
 
 def _cause_is_elsewhere(failed: Sequence[Outcome | Death], nodes: Nodes | None) -> bool:
-    return nodes is not None and bool(failed) and is_echo(first_cause(failed))
+    return nodes is not None and bool(failed) and is_secondary_failure(first_cause(failed))
 
 
 def _report(process: Process, oom_kills: OomCount, store: str) -> Outcome | Death:
@@ -178,7 +179,7 @@ def first_cause(failed: Sequence[Outcome | Death]) -> Outcome | Death:
 
     A rank that dies silently is noticed after its peers' complaints, so an echo never wins over it.
     """
-    return min(failed, key=lambda failure: (is_echo(failure), failure.time))
+    return min(failed, key=lambda failure: (is_secondary_failure(failure), failure.time))
 
 
 def raise_failure(cause: Outcome | Death, failed: Sequence[Outcome | Death], finished: Sequence[int] = ()) -> NoReturn:
@@ -201,7 +202,7 @@ def raise_failure(cause: Outcome | Death, failed: Sequence[Outcome | Death], fin
     over_there = WorkerTraceback(
         f"{where} raised:\n\n{cause.traceback}{also}", rank=cause.rank, host=cause.host, exitcode=1
     )
-    if finished and is_echo(cause):
+    if finished and is_secondary_failure(cause):
         done = ", ".join(map(str, sorted(finished)))
         raise CollectiveError(
             f"{where} waited in a collective for rank(s) {done}, which had left the function already. Every rank must "
@@ -266,9 +267,9 @@ def _remaining(deadline: float | None) -> float | None:
     return None if deadline is None else max(0.0, deadline - time.monotonic())
 
 
-def is_echo(failure: Outcome | Death) -> bool:
+def is_secondary_failure(failure: Outcome | Death) -> bool:
     """Say whether a failure is the mere echo of a lost peer."""
-    return isinstance(failure, Outcome) and failures.is_echo(failure.summary)
+    return isinstance(failure, Outcome) and failures.is_secondary_failure(failure.summary)
 
 
 def _out_of_time(
@@ -292,7 +293,7 @@ def _where_all_are(store: str, ranks: int) -> str:
     if not store:
         return "  nobody can be asked"
     try:
-        return reports.where_all_are(side_store(store), ranks)
+        return hang_report.where_all_are(side_store(store), ranks)
     except RuntimeError as error:
         return f"  nobody can be asked: {error}"
 
@@ -303,4 +304,4 @@ def print_where_all_are(store: str, ranks: int) -> None:
 
 
 def _last_seen(store: str, rank: int) -> str:
-    return reports.last_seen(side_store(store), rank) if store else ""
+    return hang_report.last_seen(side_store(store), rank) if store else ""

@@ -85,7 +85,7 @@ def pack_result(value: object, what: str, known: Sequence[tuple[object, ...]] = 
     """
 
     def dump(obj: object) -> bytes:
-        return dumps(obj, known, homeward=True)
+        return dumps(obj, known, to_caller=True)
 
     try:
         return dump(value)
@@ -105,7 +105,7 @@ def unpack_result(data: bytes, known: Sequence[object] = ()) -> Any:
 def pack_error(error: BaseException) -> bytes | None:
     """Pickle an exception, or return ``None`` where it would not come out on the other side as it went in."""
     try:
-        data = dumps(error, homeward=True)
+        data = dumps(error, to_caller=True)
         return data if type(pickle.loads(data)) is type(error) else None
     except Exception:  # noqa: BLE001 - an exception may break in any way; its traceback goes along as text
         return None

@@ -19,14 +19,14 @@ from typing import Any, Literal
 
 import torch
 
-from distwrap.collectives import gather_object
+from distwrap.environments import Placement, distwrap_environment
 from distwrap.errors import WorkerTimeoutError
 from distwrap.group import failures
-from distwrap.group.rendezvous import count_meetings_anew
+from distwrap.group.collectives import gather_object
 from distwrap.group.setup import abandon_process_group, announce, finish_process_group, join
 from distwrap.launch import execute, pickling, transport
 from distwrap.launch.execute import Call
-from distwrap.placement import Placement, own
+from distwrap.network.rendezvous import count_meetings_anew
 from distwrap.seeding import RandomState
 
 
@@ -160,7 +160,7 @@ def spawned(fd: int) -> None:
 
 def _run(assignment: Assignment, call: Call | None, conn: Connection) -> bytes | None:
     prepare(assignment)
-    os.environ.update(own.variables(assignment.placement, assignment.launcher, assignment.store))
+    os.environ.update(distwrap_environment.variables(assignment.placement, assignment.launcher, assignment.store))
     return run(assignment, call, on_stall=lambda report: stalled(report, conn, assignment.placement.rank))
 
 

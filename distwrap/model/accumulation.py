@@ -13,9 +13,9 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from distwrap.collectives import total
 from distwrap.data.sharded import batches_left
 from distwrap.errors import LoaderError, ModelError, OptionError
+from distwrap.group.collectives import total
 from distwrap.group.world import current_world
 from distwrap.model.transparent import TransparentModule
 

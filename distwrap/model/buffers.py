@@ -14,11 +14,12 @@ import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from distwrap.collectives import broadcast, reduce
-from distwrap.errors import OptionError, unknown_name
-from distwrap.group.channel import Channel
+from distwrap.errors import OptionError
+from distwrap.group.collectives import broadcast, reduce
 from distwrap.model.fingerprints import fingerprint
 from distwrap.model.transparent import unwrap_model
+from distwrap.supervision.channel import Channel
+from distwrap.wording import unknown_name
 
 
 class Buffers:

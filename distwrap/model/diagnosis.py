@@ -14,10 +14,10 @@ from typing import Any
 from torch import nn
 
 from distwrap.errors import ModelError
-from distwrap.group.stacks import ranks as named_ranks
-from distwrap.group.stacks import users_frame
 from distwrap.group.world import World, current_world
 from distwrap.model.transparent import unwrap_model
+from distwrap.supervision.stacks import users_frame
+from distwrap.wording import named_ranks
 
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 _TWICE = "Expected to mark a variable ready only once"

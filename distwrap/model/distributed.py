@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from distwrap.errors import ModelError
 from distwrap.model import diagnosis
 from distwrap.model.buffers import Buffers
+from distwrap.model.forward_routing import ForwardMethods, MethodCall, RoutedModule, has_gradient
 from distwrap.model.gradients import Gradients
 from distwrap.model.local import LocalModel
-from distwrap.model.methods import Call, ForwardMethods, RoutedModule, has_gradient
 from distwrap.precision import InPrecision
 
 Forward = Callable[..., Any]
@@ -90,7 +90,7 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
     def _takes_part(self) -> bool:
         return torch.is_grad_enabled() or not self._plain
 
-    def _begin(self, call: Call) -> bool:
+    def _begin(self, call: MethodCall) -> bool:
         if not call.begun:
             super()._begin(call)
         if not torch.is_grad_enabled():
@@ -102,7 +102,7 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
         self._prepare(call)
         return False
 
-    def _prepare(self, call: Call) -> None:
+    def _prepare(self, call: MethodCall) -> None:
         """Do what DDP's forward does around the model's own, so far as it needs no outputs."""
         gradients = self._gradients
         call.prepared, call.again = True, bool(gradients.due)
@@ -114,7 +114,7 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
         except RuntimeError as error:
             raise self._explained(error)  # noqa: B904 - which knows its cause
 
-    def _end(self, output: Any, call: Call) -> Any:
+    def _end(self, output: Any, call: MethodCall) -> Any:
         gradients = self._gradients
         if torch.is_grad_enabled():
             if not call.prepared and gradients.due is None and has_gradient(output):

@@ -19,10 +19,10 @@ from torch.optim.optimizer import (
 )
 
 from distwrap.errors import ModelError
-from distwrap.group.channel import Channel
 from distwrap.group.world import World
 from distwrap.model import in_sync
 from distwrap.model.in_sync import Fingerprint
+from distwrap.supervision.channel import Channel
 
 _PATIENCE = 50  # steps, after which what is still open stays so
 

@@ -7,13 +7,13 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from distwrap.collectives import gather_object
 from distwrap.errors import ModelError
-from distwrap.group.stacks import ranks as named_ranks
+from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
 from distwrap.model.buffers import statistics_of
 from distwrap.model.fingerprints import fingerprint
 from distwrap.model.transparent import unwrap_model
+from distwrap.wording import named_ranks
 
 # Of a tensor: its bits, its size, and the sum of its absolute values.
 Fingerprint = Sequence[float]

@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DataParallel
 from torch.nn.parallel.parallel_apply import parallel_apply
 
-from distwrap.model.methods import ForwardMethods, RoutedModule
+from distwrap.model.forward_routing import ForwardMethods, RoutedModule
 from distwrap.model.transparent import unwrap_model
 from distwrap.precision import InPrecision
 

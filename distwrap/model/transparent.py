@@ -8,10 +8,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
+from distwrap.checkpoint.state_dict import strip_module_prefix
 from distwrap.errors import ModelError
-from distwrap.state_dict import strip_module_prefix
 
 # What DistributedDataParallel keeps but reads no more once it is built, and user's models often have themselves.
 _IDLE = ("dim", "device")
@@ -168,13 +167,6 @@ def _refuse_unknown_parameters(model: nn.Module, name: str, value: Any) -> None:
 
 def _same(model: nn.Module) -> nn.Module:
     return model
-
-
-def to_device(value: Any, device: torch.device) -> Any:
-    """Move the tensors in any nesting to a device; costs nothing on the CPU."""
-    if device.type == "cpu":
-        return value
-    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, value)
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

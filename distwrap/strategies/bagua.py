@@ -10,11 +10,12 @@ from typing import Any
 from torch import nn
 
 from distwrap.comm.base import Algorithm
-from distwrap.errors import OptionError, unknown_name
+from distwrap.errors import OptionError
 from distwrap.group.world import World
 from distwrap.registry import algorithms
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp import DDPStrategy
+from distwrap.wording import unknown_name
 
 # Bagua's name: ours, the options that differ in name, and whether Bagua's is hierarchical by itself.
 _NAMES: dict[str, tuple[str, dict[str, str], bool]] = {

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distwrap.group.world import World
-from distwrap.model.methods import ForwardMethods
+from distwrap.model.forward_routing import ForwardMethods
 from distwrap.precision import InPrecision
 
 if TYPE_CHECKING:

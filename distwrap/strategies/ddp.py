@@ -12,9 +12,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from distwrap.collectives import broadcast
 from distwrap.comm.base import Algorithm
-from distwrap.errors import ModelError, OptionError, unknown_name
+from distwrap.errors import ModelError, OptionError
+from distwrap.group.collectives import broadcast
 from distwrap.group.setup import require_group
 from distwrap.group.world import World, current_world
 from distwrap.model.buffers import Buffers
@@ -25,6 +25,7 @@ from distwrap.model.transparent import unwrap_model
 from distwrap.registry import algorithms
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.single import local
+from distwrap.wording import unknown_name
 
 # By which the user decides when buffers are broadcast; the second name is torch's since 2.13.
 _BROADCAST = {"broadcast_buffers", "forward_sync_buffers"}

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn.parallel import data_parallel
 
 from distwrap.comm.base import Algorithm
+from distwrap.devices.selection import visible_devices
 from distwrap.errors import OptionError
-from distwrap.group.devices import visible_devices
 from distwrap.group.world import World
 from distwrap.model.distributed import DistributedModel
 from distwrap.strategies.base import Wrapping

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from distwrap.devices.selection import visible_devices
 from distwrap.errors import ModelError, OptionError
-from distwrap.group.devices import visible_devices
 from distwrap.group.world import World
 from distwrap.model.local import DataParallelModel
 from distwrap.strategies.base import Strategy, Wrapping

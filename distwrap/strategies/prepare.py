@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from distwrap.comm.base import Algorithm
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import World, current_world
-from distwrap.model.methods import ForwardMethods, check_forward_methods
+from distwrap.model.forward_routing import ForwardMethods, check_forward_methods
 from distwrap.model.transparent import TransparentModule
 from distwrap.options import check_comm, check_precision, check_strategy
 from distwrap.precision import InPrecision, prepare_scaler
@@ -71,7 +71,7 @@ def wrap_model(
             f"wrap a model once, or hand over unwrap_model(model)."
         )
     world = current_world()
-    world.crumbs.drop("wrap_model")
+    world.crumbs.record("wrap_model")
     chosen = strategies.make(check_strategy(strategy)) if strategy is not None else _of(world)
     algorithm = check_comm(comm) if comm is not None else world.comm
     where = torch.device(device) if device is not None else world.device

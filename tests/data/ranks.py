@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import DataLoader
 
+from distwrap.environments import Placement
 from distwrap.group.world import World, activate, deactivate
-from distwrap.placement import Placement
 
 T = TypeVar("T")
 

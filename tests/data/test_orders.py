@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from distwrap import rank, shard_loader
+from distwrap.data.indices import Mode
 from distwrap.data.samplers import Order
-from distwrap.data.streams import Mode
 from distwrap.errors import LoaderError, OptionError
 from distwrap.testing import run_ranks
 

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.utils.data import BatchSampler, DataLoader, Dataset, Sampler, SequentialSampler, WeightedRandomSampler
 
 from distwrap import load, rank, save, shard_loader
-from distwrap.data.streams import Mode
+from distwrap.data.indices import Mode
 from distwrap.errors import LoaderError
 from distwrap.testing import run_ranks
 from tests.data.ranks import batches, standing_on

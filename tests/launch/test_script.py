@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from distwrap.launch.rerun import again
+from distwrap.launch.command_line import again
 
 LIMIT = 60.0
 

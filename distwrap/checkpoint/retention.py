@@ -1,0 +1,78 @@
+"""Keep the last few checkpoints: a numbered series with a link to the latest, or the predecessors of one name."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from pathlib import Path
+
+from distwrap.checkpoint import files
+from distwrap.errors import OptionError
+
+_NUMBER = re.compile(r"(.*?)(\d+)(\D*)", re.DOTALL)
+
+
+def check_keep(keep: int | None) -> None:
+    """Refuse what is no number of checkpoints.
+
+    Raises:
+        OptionError: says so.
+    """
+    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+        raise OptionError(f"save(keep={keep!r}): it must be a whole number from 1, or None to keep all.")
+
+
+def latest_of(path: Path) -> Path | None:
+    """Name the link to the latest of a numbered series: ``step-latest.pt`` for ``step-100.pt``; ``None`` of no series.
+
+    Example:
+        >>> latest_of(Path("runs/step-100.pt")).name, latest_of(Path("last.pt"))
+        ('step-latest.pt', None)
+    """
+    prefix, number, suffix = _parts(path)
+    return path.with_name(f"{prefix}latest{suffix}") if number else None
+
+
+def set_aside(path: Path, keep: int | None) -> None:
+    """Keep what a name without a number holds before it is replaced: as ``last.pt.1``, the one before as ``.2``."""
+    if keep is None or latest_of(path) is not None or not path.exists():
+        return
+    for number in range(keep - 1, 0, -1):
+        older = path if number == 1 else _numbered(path, number - 1)
+        if older.exists():
+            temporary = path.parent / f".{path.name}.aside.tmp"
+            temporary.unlink(missing_ok=True)
+            os.link(older, temporary)  # the name itself is never without its file
+            os.replace(temporary, _numbered(path, number))
+
+
+def prune(path: Path, keep: int | None) -> None:
+    """Point to the newest of a numbered series, and then remove the oldest."""
+    latest = latest_of(path)
+    if keep is None or latest is None:
+        return
+    files.point(latest, path)
+    prefix, _, suffix = _parts(path)
+    series = []
+    for other in path.parent.iterdir():
+        begins, number, ends = _parts(other)
+        if number and (begins, ends) == (prefix, suffix):
+            series.append((int(number), other))
+    for _, other in sorted(series, reverse=True)[keep:]:
+        if other == path:
+            continue
+        if other.is_dir():
+            shutil.rmtree(other)
+        else:
+            other.unlink(missing_ok=True)
+
+
+def _parts(path: Path) -> tuple[str, str, str]:
+    """Split a name at its number; all empty where it has none."""
+    parts = _NUMBER.fullmatch(path.stem)
+    return ("", "", "") if parts is None else (parts[1], parts[2], f"{parts[3]}{path.suffix}")
+
+
+def _numbered(path: Path, number: int) -> Path:
+    return path.with_name(f"{path.name}.{number}")

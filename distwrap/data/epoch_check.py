@@ -1,0 +1,108 @@
+"""What the ranks' loops over one loader tell each other on the way; nobody waits for anybody.
+
+A rank that goes through a shuffled loader alone, as ``next(iter(loader))`` under ``if rank() == 0`` does, is an epoch
+ahead of the others from then on: the shares are of different shuffles, and samples are repeated and left out. Of an
+iterable dataset that nobody divides, all ranks have the same batches.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from distwrap.data.position import Position
+from distwrap.errors import LoaderError
+from distwrap.group.world import say
+from distwrap.supervision.channel import Channel
+from distwrap.wording import named_ranks as named
+
+_REMEMBERED = 8  # epochs
+
+
+class EpochCheck:
+    """A loader's, on one rank.
+
+    Args:
+        channel: to the other ranks.
+        rank: this one.
+        world_size: how many there are.
+        name: of the loader, alike on every rank.
+        site: where it was sharded.
+        position: where this rank's loop is.
+    """
+
+    def __init__(self, channel: Channel, rank: int, world_size: int, name: str, site: str, position: Position) -> None:
+        self._channel, self._rank, self._name, self._site = channel, rank, name, site
+        self._others = [other for other in range(world_size) if other != rank]
+        self._position = position
+        self._left: list[tuple[int, int]] = []  # epochs, and how many batches this rank took of each
+        self._first_batches_differ = False
+
+    def epochs(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Pass an epoch's batches on, unless another rank has left this epoch for a later one after fewer of them."""
+        taken, epoch = 0, None
+        try:
+            for batch in batches:
+                taken += 1
+                if taken == 1:
+                    epoch = self._position.epoch
+                    self._channel.note(self._key(self._rank), json.dumps([epoch, self._left]))
+                elif taken & (taken - 1) == 0 and not self._position.told:
+                    self._look(epoch, taken)
+                yield batch
+        finally:
+            if epoch is not None:
+                self._left = [*self._left, (epoch, taken)][-_REMEMBERED:]
+
+    def _look(self, epoch: int | None, taken: int) -> None:
+        for other in self._others:
+            now, left = json.loads(self._channel.noted(self._key(other)) or "[-1, []]")
+            batches = dict(left).get(epoch)
+            if batches is not None and batches < taken:
+                few = f"{batches} batch{'es' if batches > 1 else ''}"
+                raise LoaderError(
+                    f"rank {other} has taken {few} of epoch {epoch} of the loader sharded at {self._site} and is in "
+                    f"epoch {now} by now, but rank {self._rank} has taken {taken} and goes on: their shares are of "
+                    f"different shuffles, so samples are repeated and left out. Look at a first batch on every rank or "
+                    f"through another loader, leave the loop on all ranks after the same step (distwrap.lockstep), or "
+                    f"call set_epoch() before each loop."
+                )
+
+    def first_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Pass batches on, and say so where the first ones of all ranks are the same."""
+        for number, batch in enumerate(batches, 1):
+            if number == 1:
+                self._channel.note(self._key(self._rank), _digest(batch))
+            elif number & (number - 1) == 0 and self._rank == 0 and not self._first_batches_differ:
+                self._compare()
+            yield batch
+
+    def _compare(self) -> None:
+        digests = [self._channel.noted(self._key(rank)) for rank in (self._rank, *self._others)]
+        if all(digests):
+            self._first_batches_differ = True  # or was said
+            if len(set(digests)) == 1:
+                say(
+                    f"the first batches of {named([self._rank, *self._others])} of the loader sharded at {self._site} "
+                    f"are the same: the dataset seems not to be divided among the ranks. "
+                    f"Let its __iter__ take every n-th item, or say shard_loader(loader, split='items')."
+                )
+
+    def _key(self, rank: int) -> str:
+        return f"loader/{self._name}/{rank}"
+
+
+def _digest(batch: Any) -> str:
+    digest = hashlib.blake2b(digest_size=16)
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
+            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        else:
+            digest.update(repr(leaf).encode())
+    return digest.hexdigest()

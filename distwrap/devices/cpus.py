@@ -1,0 +1,49 @@
+"""How many CPUs this process may use, and how many threads a rank takes of them."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+
+def allowed_cpus() -> list[int]:
+    """List the CPUs on which this process may run, fewer where its cgroup has a smaller quota."""
+    cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    quota = _quota()
+    return cpus if quota is None else cpus[: max(1, math.ceil(quota))]
+
+
+def _quota(root: str = "/sys/fs/cgroup") -> float | None:
+    """Read how many CPUs' worth of time the cgroup gives; ``None`` where it sets no limit.
+
+    See https://docs.kernel.org/admin-guide/cgroup-v2.html, cpu.max, and cgroup-v1's cpu.cfs_quota_us.
+    """
+    for names in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        try:
+            words = [word for name in names for word in Path(root, name).read_text().split()]
+            quota, period = (-1.0 if word == "max" else float(word) for word in words)
+        except (OSError, ValueError):
+            continue
+        return quota / period if quota > 0 else None
+    return None
+
+
+def choose_threads(local_world_size: int) -> int | None:
+    """Share the CPUs this process may use among the ranks here; ``None`` where the user has set the number."""
+    if "OMP_NUM_THREADS" in os.environ:
+        return None
+    return max(1, len(allowed_cpus()) // local_world_size)
+
+
+def share_threads(rank: int, came: dict[int, dict[str, Any]]) -> int | None:
+    """Share this rank's CPUs among the ranks of this machine that may use the same; ``None`` where the user has.
+
+    A cluster may have given each rank CPUs of its own, which are then not to be divided once more.
+    """
+    if "OMP_NUM_THREADS" in os.environ:
+        return None
+    mine = set(came[rank]["cpus"])
+    sharing = sum(1 for said in came.values() if mine.intersection(said["cpus"]))
+    return max(1, len(mine) // sharing)

@@ -1,0 +1,15 @@
+"""Copy tensors in any nesting to a device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Move the tensors in any nesting to a device; costs nothing on the CPU."""
+    if device.type == "cpu":
+        return value
+    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, value)

@@ -1,0 +1,57 @@
+"""A task of a Slurm step, started by srun.
+
+The variables are also in the shell of sbatch and salloc, where no tasks were started: a real step has a number, and
+more than one task. Source: https://slurm.schedmd.com/srun.html, "output environment variables"; read off Slurm 22.05.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from distwrap.environments import hosts
+from distwrap.environments.base import Placement
+from distwrap.environments.reading import meeting_point, quoted, require, whole
+from distwrap.errors import PlacementError
+
+NAMES = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
+
+_NO_STEPS = 0xFFFFFFF0  # step numbers from here on are batch and interactive shells, and Slurm's own
+
+
+def detect(env: Mapping[str, str]) -> Placement | str:
+    """Read a step's variables."""
+    if "SLURM_JOB_ID" not in env:
+        return "no SLURM_JOB_ID"
+    step = env.get("SLURM_STEP_ID", "")
+    if not step.isdigit() or int(step) >= _NO_STEPS:
+        return f"job {env['SLURM_JOB_ID']}, but no step: a shell of sbatch or salloc (srun starts tasks)"
+    # What the job has asked for may be more than what this step runs.
+    size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    if env.get(size) == "1":
+        return f"step {env['SLURM_JOB_ID']}.{step} has one task"
+    require(env, ("SLURM_PROCID", size, "SLURM_LOCALID", "SLURM_NODEID"), "slurm")
+    rank, world_size, local_rank, node_rank = (
+        whole(env, name) for name in ("SLURM_PROCID", size, "SLURM_LOCALID", "SLURM_NODEID")
+    )
+    each = _tasks(env, world_size)
+    if node_rank >= len(each):
+        raise PlacementError(f"SLURM_NODEID={node_rank}, but the step has tasks on {len(each)} node(s): {each}.")
+    nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    job = f"slurm {env['SLURM_JOB_ID']}.{step}"
+    first = hosts.expand(nodelist)[0] if nodelist else None
+    address, port = meeting_point(env, len(each), first, job, "slurm")
+    return Placement(rank, world_size, local_rank, each[node_rank], node_rank, len(each), address, port, "slurm", job)
+
+
+def _tasks(env: Mapping[str, str], world_size: int) -> list[int]:
+    """How many tasks each node has: not SLURM_NTASKS_PER_NODE, which is only there when asked for."""
+    name = next((n for n in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") if n in env), None)
+    if name is None:
+        raise PlacementError("the environment is half set for slurm: there is no SLURM_STEP_TASKS_PER_NODE.")
+    each = hosts.tasks_per_node(env[name])
+    if sum(each) != world_size:
+        raise PlacementError(
+            f"{quoted(env, (name, 'SLURM_STEP_NUM_TASKS', 'SLURM_NTASKS'))} contradict each other: the nodes' tasks "
+            f"are {sum(each)} in all, not {world_size}."
+        )
+    return each

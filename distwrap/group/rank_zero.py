@@ -1,0 +1,250 @@
+"""Let one rank do what must be done once: print, download, log."""
+
+from __future__ import annotations
+
+import inspect
+import pickle
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, ParamSpec, TypeVar, overload
+
+import wrapt
+
+from distwrap.errors import OptionError, WorkerError
+from distwrap.group.collective_guard import check_collectives_allowed, guard_collectives
+from distwrap.group.collectives import broadcast, gather_object
+from distwrap.group.wait_for_rank import share_result
+from distwrap.group.world import current_world
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@overload
+def rank_zero_only(fn: Callable[P, R], /) -> Callable[P, R | None]: ...
+@overload
+def rank_zero_only(
+    fn: None = None, /, *, default: Any = None, broadcast: bool = False, local: bool = False
+) -> Callable[[Callable[P, R]], Callable[P, R]]: ...
+
+
+def rank_zero_only(
+    fn: Callable[..., Any] | None = None, /, *, default: Any = None, broadcast: bool = False, local: bool = False
+) -> Any:
+    """Run a function or method on rank 0 alone; the other ranks return `default`.
+
+    A collective inside it, ours or torch's, raises at once: the other ranks would never come to it.
+
+    Args:
+        fn: the function.
+        default: what the other ranks return.
+        broadcast: give rank 0's return value, or the exception it raised, to every rank. All of them must call; they
+            wait as long as rank 0 works, and no longer than it lives.
+        local: run on the first rank of every machine instead.
+
+    Raises:
+        CollectiveInRankZeroError: the function calls a collective.
+
+    Example:
+        >>> @rank_zero_only
+        ... def report(loss):
+        ...     print(f"loss {loss:.2f}")
+        >>> report(0.5)
+        loss 0.50
+    """
+    if fn is None:
+        return lambda fn: _decorated(fn, default, broadcast, local)
+    return _decorated(fn, default, broadcast, local)
+
+
+def _decorated(fn: Callable[..., Any], default: Any, everywhere: bool, local: bool) -> Any:
+    if not callable(fn) and not isinstance(fn, (staticmethod, classmethod)):
+        raise OptionError(f"@rank_zero_only decorates a function, not a {type(fn).__qualname__}.")
+    if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
+        raise OptionError(f"@rank_zero_only takes plain functions; {fn.__qualname__} is async or a generator.")
+
+    return RankZeroFunction(fn, default, everywhere, local)
+
+
+class _Bound(wrapt.BoundFunctionWrapper[..., Any]):
+    """A decorated method, bound."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (self._self_instance, self.__wrapped__.__name__)
+
+
+class RankZeroFunction(wrapt.FunctionWrapper[..., Any]):
+    """What ``@rank_zero_only`` makes of a function. It goes to the ranks along with the function that calls it."""
+
+    __bound_function_wrapper__ = _Bound
+
+    def __init__(self, wrapped: Callable[..., Any], default: Any, everywhere: bool, local: bool) -> None:
+        def run(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
+            chosen = _is_chosen(local)
+            name = f"the rank-zero function {getattr(wrapped, '__qualname__', type(wrapped).__qualname__)}()"
+            if everywhere:
+                return _everywhere(name, lambda: wrapped(*args, **kwargs), chosen, local)
+            if not chosen:
+                return default
+            with guard_collectives(name):
+                return wrapped(*args, **kwargs)
+
+        super().__init__(wrapped, run)
+        self._self_options = (default, everywhere, local)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        module = self.__module__
+        if module != "__main__" and getattr(sys.modules.get(module), self.__qualname__, None) is self:
+            return self.__qualname__  # pickle takes a string for a name in the module
+        return RankZeroFunction, (self.__wrapped__, *self._self_options)
+
+    def __copy__(self) -> RankZeroFunction:
+        return RankZeroFunction(self.__wrapped__, *self._self_options)
+
+    def __deepcopy__(self, memo: Any) -> RankZeroFunction:
+        return self.__copy__()
+
+
+@contextmanager
+def rank_zero_first(local: bool = False) -> Iterator[None]:
+    """Let rank 0 go first, and the others after it is done: to download or preprocess once.
+
+    The others wait as long as rank 0 works, whatever the timeout of collectives, and no longer than it lives.
+
+    Args:
+        local: the first rank of every machine goes first.
+
+    Raises:
+        CollectiveInRankZeroError: a collective is called inside.
+        WorkerError: on the other ranks, where the first one failed; none of them is left waiting.
+
+    Example:
+        >>> with rank_zero_first():
+        ...     files = ["train.csv"]
+    """
+    name, worker = "rank_zero_first()", _worker(local)
+    check_collectives_allowed(name)
+    if _is_chosen(local):
+        try:
+            with guard_collectives(name):
+                yield
+        except BaseException as error:
+            share_result(name, worker, f"{type(error).__name__}: {error}".encode())
+            raise
+        share_result(name, worker, b"")
+        return
+    problem = share_result(name, worker, None)
+    if problem:
+        raise WorkerError(
+            f"rank {worker}, which goes first, failed inside {name}, so rank {current_world().placement.rank} does not "
+            f"enter: {problem.decode()}",
+            rank=worker,
+        )
+    with guard_collectives(name):
+        yield
+
+
+def on_rank_zero(factory: Callable[[], R]) -> R:
+    """Make an object on rank 0; elsewhere a twin that takes any call or attribute, and does nothing.
+
+    For loggers and the like: one run, not one a rank.
+
+    Example:
+        >>> log = on_rank_zero(list)
+        >>> log.append(1)
+        >>> log
+        [1]
+    """
+    if _is_chosen(local=False):
+        return factory()
+    return _Nothing()  # type: ignore[return-value]
+
+
+class _Nothing:
+    """Takes everything, does nothing."""
+
+    def __getattr__(self, name: str) -> _Nothing:
+        if name.startswith("__") and name.endswith("__"):
+            raise AttributeError(name)
+        return self
+
+    def __setattr__(self, name: str, value: Any) -> None: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
+        return self
+
+    def __enter__(self) -> _Nothing:
+        return self
+
+    def __exit__(self, *args: Any) -> None: ...
+
+    def __getitem__(self, key: Any) -> _Nothing:
+        return self
+
+    def __setitem__(self, key: Any, value: Any) -> None: ...
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __bool__(self) -> bool:
+        return False
+
+
+def _is_chosen(local: bool) -> bool:
+    place = current_world().placement
+    return (place.local_rank if local else place.rank) == 0
+
+
+def _worker(local: bool) -> int:
+    """The rank that is chosen, as seen from this one."""
+    place = current_world().placement
+    return place.rank - place.local_rank if local else 0
+
+
+def _everywhere(name: str, run: Callable[[], Any], chosen: bool, local: bool) -> Any:
+    """Run on the chosen rank, and share how it ended: a value, or an exception."""
+    if current_world().placement.world_size == 1:
+        return run()
+    check_collectives_allowed(name)
+    worker = _worker(local)
+    result: tuple[Any, BaseException | None] = (None, None)
+    if chosen:
+        try:
+            with guard_collectives(name):
+                result = (run(), None)
+        except Exception as error:  # noqa: BLE001 - it is raised again, on every rank
+            result = (None, error)
+        except BaseException as error:
+            share_result(name, worker, f"{type(error).__name__} {error}".encode())
+            raise
+    problem = share_result(name, worker, b"" if chosen else None)
+    if problem:
+        raise WorkerError(f"rank {worker} ended inside {name}: {problem.decode()}", rank=worker)
+    shared = _shared(result, local)
+    own_error = result[1]
+    if own_error is not None:
+        raise own_error
+    value, their_error = shared
+    if their_error is not None:
+        raise their_error
+    return result[0] if chosen else value
+
+
+def _shared(result: tuple[Any, BaseException | None], local: bool) -> tuple[Any, BaseException | None]:
+    place = current_world().placement
+    try:
+        data = pickle.dumps(result)
+        pickle.loads(data)
+    except Exception as error:  # noqa: BLE001 - whatever is raised, the others must hear of it
+        kind = type(result[1] if result[1] is not None else result[0]).__qualname__
+        text = f"rank {place.rank}'s {kind} cannot be sent to the other ranks: {type(error).__name__}: {error}"
+        data = pickle.dumps((None, TypeError(text if result[1] is None else f"{text}\n{result[1]!r}")))
+    if not local:
+        return pickle.loads(broadcast(data))  # type: ignore[no-any-return]
+    everyone = gather_object((place.node_rank, place.local_rank, data))
+    mine = next(sent for node, index, sent in everyone if (node, index) == (place.node_rank, 0))
+    return pickle.loads(mine)  # type: ignore[no-any-return]

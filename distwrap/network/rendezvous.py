@@ -1,0 +1,205 @@
+"""Meet the other ranks, and part from them: through a store, with a limit, and naming who is missing."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
+
+from distwrap._version import __version__
+from distwrap.devices.cpus import allowed_cpus
+from distwrap.environments import Placement, distwrap_environment
+from distwrap.environments.identity import identity
+from distwrap.errors import ArrivalError
+from distwrap.network import interfaces, stores
+from distwrap.network.stores import NOTICE_SECONDS
+from distwrap.wording import first_line, named_ranks
+
+_LEAVE_SECONDS = 10.0  # for the others to leave before the rank that holds the store does
+
+_PREFIX = "distwrap"
+
+_generation = 0  # a second group in the same processes must not read the first one's keys
+
+
+def meet(placement: Placement, seconds: float, device: torch.device | None = None, gpu: str | None = None) -> Store:
+    """Open the store, say who we are, and wait until everybody has.
+
+    Args:
+        placement: who we are.
+        seconds: for all to come.
+        device: ours, for the others to see.
+        gpu: its unique name, where no other rank may have it too.
+    """
+    global _generation
+    _generation += 1
+    store: Store = PrefixStore(f"{_PREFIX}/{_generation}", stores.open_store(placement, seconds))
+    where = stores.where(placement)
+    address = interfaces.source_address(str(placement.master_addr)) if placement.nnodes > 1 else None
+    mine = json.dumps({**registration(device), "gpu": gpu, "address": address})
+    first = store.compare_set(f"here/{placement.rank}", "", mine).decode()
+    if first != mine:
+        other = json.loads(first)
+        raise ArrivalError(
+            f"there are two ranks {placement.rank}: this one (pid {os.getpid()} on {socket.gethostname()}) and pid "
+            f"{other['pid']} on {other['host']}, both said to be so by {placement.source}. Give each its own RANK or "
+            f"node rank; or was this process started by a rank, whose variables it has inherited?"
+        )
+    try:
+        _wait_for_all(store, placement, seconds, where)
+    except dist.DistNetworkError as error:
+        raise ArrivalError(
+            f"rank {placement.rank} on {socket.gethostname()} lost the meeting place at {where} "
+            f"({first_line(error)}): rank 0, or its launcher, which holds it, is gone. Look at what it printed."
+        ) from error
+    _compare(placement, json.loads(store.get("here/0")))
+    return store
+
+
+def registrations(store: Store, ranks: Sequence[int]) -> list[dict[str, Any]]:
+    """Return what ranks have said of themselves."""
+    names = [f"here/{rank}" for rank in ranks]
+    if store.has_extended_api():  # type: ignore[attr-defined]
+        return [json.loads(text) for text in store.multi_get(names)]
+    return [json.loads(store.get(name)) for name in names]
+
+
+def _wait_for_all(store: Store, placement: Placement, seconds: float, where: str) -> None:
+    names = [f"here/{rank}" for rank in range(placement.world_size)]
+    start, noticed = time.monotonic(), False
+    while not _all_set(store, names):
+        waited = time.monotonic() - start
+        if waited > min(NOTICE_SECONDS, seconds) and not noticed:
+            noticed = True
+            hosts = _arrived(store, names)
+            if placement.rank == min(hosts):
+                print(f"distwrap: after {waited:.0f} s {_who_is_here(placement, hosts)}", file=sys.stderr, flush=True)
+        others_gave_up = store.check(["gave up"])
+        if waited > seconds or others_gave_up:
+            here = _who_is_here(placement, _arrived(store, names))
+            if not others_gave_up:
+                store.set("gave up", "")
+            if placement.rank == 0 and not stores.held_elsewhere():
+                time.sleep(1.5)  # it may hold the store, in which the others are to read this
+            raise ArrivalError(
+                f"rank {placement.rank} on {socket.gethostname()} waited {waited:.0f} s at {where}: {here}. Look at "
+                f"what the missing ones printed; they did not reach setup_process_group()."
+            )
+
+
+def side_store(path: str) -> Store:
+    """Open the store as the ranks of a launch have it, for the process that has launched them and is none of them.
+
+    It may live only as long as that: torch looks at a file once more when a store is deleted.
+    """
+    return PrefixStore(f"{_PREFIX}/1", stores.from_outside(path))
+
+
+def count_meetings_anew() -> None:
+    """Begin with the first meeting again, in a process that a launch has started."""
+    global _generation
+    _generation = 0
+
+
+def registration(device: torch.device | None) -> dict[str, Any]:
+    """What a process says of itself to those it meets."""
+    versions = {"distwrap": __version__, "torch": torch.__version__}
+    script = os.path.basename(sys.argv[0]) if sys.argv else ""
+    return {**identity(), "device": str(device), "cpus": allowed_cpus(), "script": script, "versions": versions}
+
+
+def _compare(placement: Placement, theirs: dict[str, Any]) -> None:
+    """Refuse to run with other versions than rank 0, and remark on another script."""
+    mine = registration(None)
+    here, there = f"rank {placement.rank} on {mine['host']}", f"rank 0 on {theirs['host']}"
+    if distwrap_environment.STORE in os.environ:
+        mine["script"] = theirs["script"]  # the machines' callers have compared theirs
+    compare(mine, here, theirs, there)
+
+
+def compare(mine: dict[str, Any], here: str, theirs: dict[str, Any], there: str) -> None:
+    """Refuse to run with other versions than another process, and remark on another script."""
+    if theirs["versions"] != mine["versions"]:
+        raise ArrivalError(
+            f"{here} runs {_words(mine['versions'])}, but {there} runs {_words(theirs['versions'])}. "
+            f"Install the same versions on all machines."
+        )
+    if theirs["script"] != mine["script"]:
+        print(
+            f"distwrap: {here} runs {mine['script']}, but {there} runs {theirs['script']}: is that meant?",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _words(versions: dict[str, str]) -> str:
+    return " and ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _arrived(store: Store, names: list[str]) -> dict[int, str]:
+    """Return the hosts of those ranks that are here."""
+    return {rank: json.loads(store.get(name))["host"] for rank, name in enumerate(names) if store.check([name])}
+
+
+def _who_is_here(placement: Placement, hosts: dict[int, str]) -> str:
+    """Say how many ranks are here, and which are missing on which machine.
+
+    Example:
+        >>> place = Placement(0, 8, local_rank=0, local_world_size=4, nnodes=2)
+        >>> _who_is_here(place, {0: "n1", 1: "n1", 2: "n1", 3: "n1", 6: "n2", 7: "n2"})
+        '6 of 8 ranks are here; missing: ranks 4, 5 (n2)'
+        >>> _who_is_here(place, {0: "n1", 1: "n1", 2: "n1"})
+        '3 of 8 ranks are here; missing: rank 3 (n1), ranks 4-7 (node 1, of which nobody is here)'
+    """
+    size = placement.local_world_size
+    missing: dict[int, list[int]] = {}
+    for rank in range(placement.world_size):
+        if rank not in hosts:
+            missing.setdefault(rank // size, []).append(rank)
+    parts = []
+    for node, members in missing.items():
+        host = next((hosts[rank] for rank in range(node * size, node * size + size) if rank in hosts), None)
+        place = host or f"node {node}, of which nobody is here"
+        parts.append(named_ranks(members) + (f" ({place})" if placement.nnodes > 1 else ""))
+    return f"{len(hosts)} of {placement.world_size} ranks are here; missing: {', '.join(parts)}"
+
+
+def _all_set(store: Store, names: list[str]) -> bool:
+    """Wait for keys, but only for a moment: no signal, as Ctrl-C, is heard while torch itself waits."""
+    pause, longest = 0.0005, min(0.25, 0.01 * max(1.0, len(names) / 8))
+    deadline = time.monotonic() + 1.0
+    while not store.check(names):
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, longest)
+    return True
+
+
+def await_all_joined(store: Store, placement: Placement) -> None:
+    """Wait before leaving: a rank may be done while another is still connecting to it."""
+    joined = [f"joined/{rank}" for rank in range(placement.world_size)]
+    with suppress(dist.DistError):  # whoever is gone without a goodbye has its own story to tell
+        if not _all_set(store, joined):
+            store.wait(joined, timedelta(seconds=_LEAVE_SECONDS))
+
+
+def say_goodbye(store: Store, placement: Placement) -> None:
+    """Be the last to go, as rank 0 that holds the store in its own process: the others may still need it."""
+    if stores.held_elsewhere():
+        return
+    with suppress(dist.DistError):
+        store.set(f"gone/{placement.rank}", "")
+        if placement.rank == 0:
+            gone = [f"gone/{rank}" for rank in range(placement.world_size)]
+            store.wait(gone, timedelta(seconds=_LEAVE_SECONDS))

@@ -1,0 +1,270 @@
+"""Open the store in which the ranks meet: a file, torchrun's, or one that rank 0 serves."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+from functools import cache, partial
+
+import torch.distributed as dist
+from torch.distributed import FileStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
+
+from distwrap.environments import Placement, distwrap_environment
+from distwrap.errors import ArrivalError
+from distwrap.network import interfaces
+from distwrap.wording import first_line
+
+NOTICE_SECONDS = 20.0  # until those who are here say who is not
+
+GIVEN = "given"  # the job's name where its port is given
+
+_AGENT = "TORCHELASTIC_USE_AGENT_STORE"
+_PORTS = range(20_000, 30_000)  # below those that systems give to anybody
+_CANDIDATES = 8  # ports, where somebody may sit on the first
+_ROUND_TRIP_SECONDS = 15.0
+
+
+def held_elsewhere() -> bool:
+    """Say whether the store outlives the ranks, in their launcher's process."""
+    return distwrap_environment.STORE in os.environ or (os.environ.get(_AGENT) == "True" and not _may_restart())
+
+
+def where(placement: Placement) -> str:
+    """Say in words where the ranks meet."""
+    if distwrap_environment.STORE in os.environ and placement.master_addr is None:
+        return "the launching process"
+    return f"{placement.master_addr}:{placement.master_port or 'a port of the job'}"
+
+
+def open_store(placement: Placement, seconds: float) -> Store:
+    """Open the store of this rank's world.
+
+    Raises:
+        ArrivalError: nobody answers at the meeting place, or somebody else sits there.
+    """
+    limit = timedelta(seconds=seconds)
+    if distwrap_environment.STORE in os.environ and placement.master_addr is None:
+        return FileStore(_opened(os.environ[distwrap_environment.STORE]), placement.world_size)
+    try:
+        if os.environ.get(_AGENT) == "True":
+            store: Store = next(iter(rendezvous("env://", placement.rank, placement.world_size, timeout=limit)))[0]
+            return _fresh_store(store, placement, seconds) if _may_restart() else store
+        return _tcp_store(placement, seconds)
+    except (dist.DistError, ValueError, OSError) as error:
+        if isinstance(error, ArrivalError):
+            raise
+        raise ArrivalError(
+            f"rank {placement.rank} on {socket.gethostname()} found no meeting place at {where(placement)} within "
+            f"{seconds:.0f} s ({first_line(error)}). Is rank 0 running, and MASTER_ADDR and MASTER_PORT right?"
+        ) from error
+
+
+def _may_restart() -> bool:
+    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+
+
+def _fresh_store(agents: Store, placement: Placement, seconds: float) -> Store:
+    """Open a store of this attempt's own.
+
+    torchrun's agents keep one store over all restarts (torch 2.13), so that ranks would read what those of an earlier
+    attempt have left, and no two agents count the attempts alike. Rank 0 holds this one, and says in the agents' where
+    it is; an earlier attempt's is gone with its rank 0.
+    """
+    key, one_machine = "distwrap store", placement.nnodes == 1
+    if placement.rank == 0:
+        token = secrets.token_hex(8)
+        store, port = serve("127.0.0.1" if one_machine else None, [0], token, seconds)
+        agents.set(key, f"{port} {token}")
+        return store
+    address, deadline = "127.0.0.1" if one_machine else str(placement.master_addr), time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        if agents.check([key]):
+            number, token = agents.get(key).decode().split()
+            if interfaces.answers(address, int(number)):
+                found = _round_trip(address, int(number), token, seconds)
+                if found is not None:
+                    return found
+        time.sleep(0.02)
+    raise ArrivalError(
+        f"rank {placement.rank} on {socket.gethostname()} waited {seconds:.0f} s for rank 0 at {address}: it did not "
+        f"reach setup_process_group(). Look at what it printed."
+    )
+
+
+def from_outside(place: str, seconds: float = 10.0) -> Store:
+    """Open the store of a launch in a process that is none of its ranks."""
+    host, port = distwrap_environment.address(place)
+    if host is None or port is None:
+        return FileStore(place)
+    return connect(host, [port], GIVEN, seconds, "the caller")[0]
+
+
+def ports_of(job: str) -> list[int]:
+    """Derive ports from what tells this job from others.
+
+    Example:
+        >>> ports_of("slurm 7.0") == ports_of("slurm 7.0") != ports_of("slurm 7.1")
+        True
+    """
+    digest = hashlib.sha256(job.encode()).digest()
+    return [_PORTS[int.from_bytes(digest[2 * i : 2 * i + 2], "big") % len(_PORTS)] for i in range(_CANDIDATES)]
+
+
+def serve(address: str | None, ports: list[int], job: str, seconds: float) -> tuple[TCPStore, int]:
+    """Hold a store in this process, at the first of the ports that is free.
+
+    Args:
+        address: to listen at; ``None`` for all of this machine's.
+        ports: those to try; 0 is any.
+        job: so that others know the store.
+        seconds: for an operation on the store.
+    """
+    problem: OSError | None = None
+    for port in ports:
+        try:
+            listener = _listener(address, port)
+        except OSError as error:
+            problem = error
+            continue
+        port = listener.getsockname()[1]
+        listen = partial(
+            TCPStore,
+            address or "127.0.0.1",
+            port,
+            is_master=True,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+        try:
+            store = listen()
+        except NotImplementedError:  # before torch 2.7 its usual store cannot take a socket over
+            store = listen(use_libuv=False)
+        store.set("job", job)
+        return store, port
+    assert problem is not None
+    raise ArrivalError(
+        f"{socket.gethostname()} cannot listen at port {', '.join(map(str, ports))}: {problem.strerror}. Another "
+        f"program, or an earlier run that is still there, has it (`ss -ltnp` names it). Choose another port."
+    )
+
+
+def connect(address: str, ports: list[int], job: str, seconds: float, who: str) -> tuple[TCPStore, int]:
+    """Reach a store that another process serves, which may come yet.
+
+    Args:
+        address: its machine.
+        ports: where it may be.
+        job: that it must be of.
+        seconds: for it to be there.
+        who: we are, in words.
+    """
+    start, noticed = time.monotonic(), False
+
+    def notice(why: str) -> None:
+        nonlocal noticed
+        waited = time.monotonic() - start
+        if waited > min(NOTICE_SECONDS, seconds) and not noticed:
+            noticed = True
+            print(
+                f"distwrap: {who} on {socket.gethostname()} waits for rank 0 at {address} for {waited:.0f} s ({why})",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    strangers: list[int] = []
+    while True:
+        left = seconds - (time.monotonic() - start)
+        numeric, port = interfaces.reach(address, [p for p in ports if p not in strangers] or ports, left, notice)
+        store = _round_trip(numeric, port, job, seconds)
+        if store is not None:
+            return store, port
+        strangers.append(port)
+        if time.monotonic() - start > seconds or len(ports) == 1:
+            raise ArrivalError(
+                f"{who} on {socket.gethostname()}: somebody listens at {address} port {port}, but it is not rank 0 of "
+                f"this run (no round trip within {_ROUND_TRIP_SECONDS:g} s). Choose another MASTER_PORT."
+            )
+
+
+def _round_trip(address: str, port: int, job: str, seconds: float) -> TCPStore | None:
+    """Connect, and see that it is the store of our job; ``None`` where it is a stranger."""
+    found: list[TCPStore] = []
+
+    def ask() -> None:
+        with suppress(dist.DistError, ValueError, RuntimeError):
+            limit = timedelta(seconds=min(_ROUND_TRIP_SECONDS, seconds))
+            store = TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
+            if store.get("job").decode() == job:
+                store.set_timeout(timedelta(seconds=seconds))
+                found.append(store)
+
+    # In a thread, since torch waits without a limit for who listens and never answers.
+    asking = threading.Thread(target=ask, name="distwrap-preflight", daemon=True)
+    asking.start()
+    asking.join(_ROUND_TRIP_SECONDS)
+    return found[0] if found else None
+
+
+def _tcp_store(placement: Placement, seconds: float) -> Store:
+    """Serve the store on rank 0, reach it on the others; a launcher of ours serves it for all."""
+    address, who = str(placement.master_addr), f"rank {placement.rank}"
+    job = placement.job or (f"{placement.source} {_starter()}" if placement.master_port is None else GIVEN)
+    ports = ports_of(job) if placement.master_port is None else [placement.master_port]
+    if placement.rank == 0 and distwrap_environment.STORE not in os.environ:
+        return serve("127.0.0.1" if placement.nnodes == 1 else None, ports, job, seconds)[0]
+    if placement.nnodes == 1:
+        address = "127.0.0.1"
+    return connect(address, ports, job, seconds, who)[0]
+
+
+def _listener(address: str | None, port: int) -> socket.socket:
+    """Listen at a port. Of two processes that ask at the same instant Linux now and then refuses both, so ask again."""
+    for _ in range(2):
+        try:
+            return _listen(address, port)
+        except OSError:
+            time.sleep(secrets.SystemRandom().uniform(0.01, 0.04))
+    return _listen(address, port)
+
+
+def _listen(address: str | None, port: int) -> socket.socket:
+    if address is None and socket.has_dualstack_ipv6():
+        return socket.create_server(("::", port), family=socket.AF_INET6, dualstack_ipv6=True, backlog=2048)
+    return socket.create_server((address or "0.0.0.0", port), backlog=2048)
+
+
+def _starter() -> str:
+    """Name the process that started all ranks of this machine, by its number and its birth."""
+    pid = os.getppid()
+    while True:
+        try:
+            with open(f"/proc/{pid}/stat") as stat:
+                name, _, rest = stat.read().partition("(")[2].rpartition(")")
+        except OSError:
+            return str(os.getppid())
+        fields = rest.split()
+        if any(
+            word in name for word in ("hydra", "pmi_proxy", "mpirun", "mpiexec", "orted", "prted", "palsd", "mpispawn")
+        ):
+            return f"{pid} {fields[19]}"
+        pid = int(fields[1])
+        if pid <= 1:
+            return str(os.getppid())
+
+
+@cache
+def _opened(path: str) -> str:
+    """Hold the launching process's file open ourselves, and return the path to it.
+
+    torch opens the path again at each access, the last one being when the store is deleted, whenever that is; the
+    number in the launching process may lead to another file by then.
+    """
+    return f"/proc/self/fd/{os.open(path, os.O_RDWR)}" if path.startswith("/proc/") else path

@@ -1,0 +1,46 @@
+"""What a rank did last, for the reports of ranks that hang or are gone."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+
+
+class Activity:
+    """The last helper that the user's code called, from where, and how far its loader is.
+
+    Attributes:
+        helper: the helper's name, or empty.
+        site: file and line of the call.
+    """
+
+    def __init__(self) -> None:
+        self.helper = ""
+        self.site = ""
+        self._batches: weakref.ref[Any] | None = None
+
+    def record(self, helper: str) -> None:
+        """Note that a helper runs, and who called it."""
+        frame = sys._getframe(1)
+        while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+            frame = frame.f_back
+        self.helper, self.site = helper, f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+    def follow(self, batches: Iterator[Any]) -> None:
+        """Read the step off a loader's iterator when it is asked for: counting here would cost each step."""
+        self._batches = weakref.ref(batches)
+
+    @property
+    def step(self) -> int | None:
+        """How many batches the last loader has given; ``None`` where nobody counts."""
+        batches = self._batches() if self._batches is not None else None
+        step = getattr(batches, "_num_yielded", None)
+        return step if isinstance(step, int) else None
+
+    def __str__(self) -> str:
+        return f"{self.helper} at {self.site}" if self.helper else ""

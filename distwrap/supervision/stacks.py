@@ -1,0 +1,153 @@
+"""Where ranks are, in words: of a Python stack the one line that its owner would look for, and equal ranks together."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+import sysconfig
+import threading
+import traceback
+from collections.abc import Iterable, Mapping
+from types import FrameType, TracebackType
+from typing import NamedTuple
+
+import torch
+
+from distwrap.wording import named_ranks
+
+_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+_TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
+_LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
+_DATA_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
+_OPTIMIZER = os.path.join("torch", "optim", "optimizer.py")
+
+# Names inside torch and the library that say less than the one below or above them.
+_SILENT = {"wrapper", "inner", "decorate_context", "fn", "wrapped", "run", "_lambda"}
+
+Line = tuple[str, int, str]  # file, line number, function
+
+
+class Location(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        what: the function that the user's code has called, as ``all_reduce``; empty where it computes by itself.
+        where: file and line in the user's code.
+        step: how many batches the innermost loader has given, or ``None``.
+        last: the last helper of distwrap that ran, and where, if any.
+    """
+
+    what: str
+    where: str
+    step: int | None = None
+    last: str = ""
+
+    def __str__(self) -> str:
+        parts = [f"in {self.what} at {self.where}" if self.what else f"at {self.where}"]
+        if self.step is not None:
+            parts.append(f"step {self.step}")
+        return ", ".join(parts)
+
+
+def frame_of(ident: int) -> FrameType | None:
+    """Return the frame in which a thread is.
+
+    Before Python 3.11.9 a garbage collection inside ``sys._current_frames`` may lock the interpreter for good.
+    Source: https://github.com/python/cpython/issues/106883
+    """
+    collects = sys.version_info < (3, 11, 9) and gc.isenabled()
+    if collects:
+        gc.disable()
+    try:
+        return sys._current_frames().get(ident)
+    finally:
+        if collects:
+            gc.enable()
+
+
+def of_thread(ident: int) -> list[Line]:
+    """Read a thread's stack, the outermost frame first."""
+    return of_frame(frame_of(ident))
+
+
+def of_frame(frame: FrameType | None) -> list[Line]:
+    """Read a frame's stack, the outermost frame first."""
+    lines = [(f.f_code.co_filename, number or 0, f.f_code.co_name) for f, number in traceback.walk_stack(frame)]
+    return lines[::-1]
+
+
+def users_frame() -> FrameType | None:
+    """Find the innermost frame outside of torch and distwrap; the main thread's where this thread has none.
+
+    With an accelerator a backward runs in a thread of its own.
+    """
+    for frame in (sys._getframe(), frame_of(main_thread())):
+        while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
+            frame = frame.f_back
+        if frame is not None and not frame.f_code.co_filename.startswith(_LIBRARIES):
+            return frame
+    return None
+
+
+def of_traceback(trace: TracebackType | None) -> list[Line]:
+    """Read where an exception was raised, the outermost frame first."""
+    return [(f.f_code.co_filename, number or 0, f.f_code.co_name) for f, number in traceback.walk_tb(trace)]
+
+
+def main_thread() -> int:
+    """Return the main thread's number."""
+    ident = threading.main_thread().ident
+    assert ident is not None
+    return ident
+
+
+def locate(lines: Iterable[Line]) -> tuple[str, str]:
+    """Say what the user's code is in, and where: the innermost line of theirs, and what it called.
+
+    Args:
+        lines: a stack, the outermost frame first.
+
+    Example:
+        >>> locate([("/home/me/train.py", 88, "main"), (_TORCH + "distributed/distributed_c10d.py", 3, "all_reduce")])
+        ('all_reduce', 'train.py:88')
+    """
+    stack = list(lines)
+    theirs = [index for index, (file, _, _) in enumerate(stack) if _is_users(file)]
+    if not theirs:  # user code that is installed as a library, or none
+        theirs = [index for index, (file, _, _) in enumerate(stack) if not file.startswith((_OURS, _TORCH, "<"))]
+    if not theirs:
+        return "", "an unknown place"
+    file, number, name = stack[theirs[-1]]
+    called = stack[theirs[-1] + 1 :]
+    return _what(called) or (name if name != "<module>" else ""), f"{os.path.basename(file)}:{number}"
+
+
+def _is_users(file: str) -> bool:
+    return not file.startswith((_OURS, _TORCH, *_LIBRARIES, "<frozen", "<string>"))
+
+
+def _what(called: list[Line]) -> str:
+    if any(file.endswith(_DATA_LOADER) for file, _, _ in called):
+        return "DataLoader"
+    # Around an optimizer's step torch has a wrapper, which also runs the hooks.
+    names = ("step" if name == "wrapper" and file.endswith(_OPTIMIZER) else name for file, _, name in called)
+    return next((name for name in names if not name.startswith(("_", "<")) and name not in _SILENT), "")
+
+
+def merge(positions: Mapping[int, Location | str]) -> str:
+    """List where all ranks are, those at the same place in one line.
+
+    Args:
+        positions: of each rank, or words instead where there is none.
+
+    Example:
+        >>> there = Location("all_reduce", "train.py:88", step=812)
+        >>> print(merge({0: there, 1: Location("DataLoader", "train.py:81"), 2: there}))
+          ranks 0, 2 in all_reduce at train.py:88, step 812
+          rank 1 in DataLoader at train.py:81
+    """
+    together: dict[str, list[int]] = {}
+    for rank, position in sorted(positions.items()):
+        together.setdefault(str(position), []).append(rank)
+    return "\n".join(f"  {named_ranks(members)} {where}" for where, members in together.items())

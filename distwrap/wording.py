@@ -1,0 +1,36 @@
+"""Words that messages share."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+def unknown_name(what: str, name: object, known: Iterable[str]) -> str:
+    """Say that a name is unknown, which names there are, and which was probably meant."""
+    names = sorted(known)
+    near = difflib.get_close_matches(str(name), names, n=1)
+    guess = f" Did you mean {near[0]!r}?" if near else ""
+    return f"unknown {what} {name!r}.{guess} Known: {', '.join(names)}."
+
+
+def named_ranks(numbers: Iterable[int]) -> str:
+    """Put ranks into words, neighbours as a range.
+
+    Example:
+        >>> named_ranks([1]), named_ranks([0, 2]), named_ranks([0, 1, 2, 3, 7])
+        ('rank 1', 'ranks 0, 2', 'ranks 0-3, 7')
+    """
+    runs: list[list[int]] = []
+    for number in sorted(numbers):
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    words = [word for run in runs for word in ([f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run))]
+    return ("rank " if sum(map(len, runs)) == 1 else "ranks ") + ", ".join(words)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type's name where it has none."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,54 @@
+"""Exceptions that cross machines: in their own type where that is safe, in words where not."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError
+from distwrap.launch import exception_json
+
+
+class Custom(Exception):
+    """One that takes what JSON takes."""
+
+
+class Picky(Exception):
+    """One that cannot be made of its arguments."""
+
+    def __init__(self, what: str, *, detail: int) -> None:
+        super().__init__(what)
+        self.detail = detail
+
+
+def told(error: BaseException) -> dict[str, Any]:
+    """As it comes over the network, from rank 3 on another host."""
+    return {**json.loads(json.dumps(exception_json.to_json(error))), "host": "n2", "rank": 3}
+
+
+@pytest.mark.parametrize(
+    "error",
+    [ValueError("x"), KeyError("k", 3), Custom("a", 1), CollectiveError("c"), WorkerDiedError("d"), OSError(2, "no")],
+)
+def test_an_exception_comes_in_its_own_type(error: Exception) -> None:
+    """One whose type is known here, and whose arguments are plain, is made again, with rank and host."""
+    made = exception_json.from_json(told(error))
+    assert type(made) is type(error)
+    assert made.args == error.args
+    assert (made.rank, made.host) == (3, "n2")  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("error", [Picky("x", detail=1), ValueError(object()), KeyboardInterrupt(), SystemExit(3)])
+def test_what_cannot_be_made_again_is_told_in_words(error: BaseException) -> None:
+    """Others, and what is no exception to raise elsewhere, come as a WorkerError that quotes them."""
+    made = exception_json.from_json(told(error))
+    assert type(made) is WorkerError
+    assert str(made).startswith(f"on n2: {type(error).__name__}: ")
+
+
+def test_nothing_is_imported_or_called_for_an_exception() -> None:
+    """A type that is not loaded, or is no exception, is not looked for."""
+    for kind in (["antigravity", "Error"], ["builtins", "print"], ["os", "system"], ["builtins", "object"]):
+        assert type(exception_json.from_json({**told(ValueError("echo")), "type": kind})) is WorkerError

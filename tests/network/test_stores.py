@@ -1,0 +1,109 @@
+"""Where ranks meet when nobody gave a port, or somebody else sits on it."""
+
+from __future__ import annotations
+
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from distwrap.environments import Placement
+from distwrap.errors import ArrivalError
+from distwrap.network import stores
+from tests.clusters.running import environment
+
+
+def test_a_store_is_found_among_strangers() -> None:
+    """Where a stranger has the first port, rank 0 takes the next, and the others find it there."""
+    ports = stores.ports_of("a job of this test")
+    with socket.create_server(("127.0.0.1", ports[0])):
+        store, port = stores.serve("127.0.0.1", ports, "mine", 10)
+        assert port == ports[1]
+        client, found = stores.connect("127.0.0.1", ports[1:], "mine", 10, "rank 1")
+        client.set("a", "b")
+        assert (store.get("a"), found) == (b"b", port)
+
+
+def test_another_jobs_store_is_passed_over() -> None:
+    """A store of another job at the first port is not taken for ours."""
+    other, first = stores.serve("127.0.0.1", [0], "other", 10)
+    mine, second = stores.serve("127.0.0.1", [0], "mine", 10)
+    assert stores.connect("127.0.0.1", [first, second], "mine", 10, "rank 1")[1] == second
+    del other, mine
+
+
+def test_a_taken_port_is_told() -> None:
+    """Where the only port is taken, the error says which, and how to see by whom."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        pytest.raises(ArrivalError, match=r"cannot listen at port \d+: Address already in use.*ss -ltnp"),
+    ):
+        stores.serve("127.0.0.1", [listener.getsockname()[1]], "mine", 10)
+
+
+def test_a_port_that_is_refused_for_an_instant_is_asked_for_again() -> None:
+    """Two callers that start together may both be refused, because each is about to listen."""
+    holder = socket.socket()
+    holder.bind(("0.0.0.0", 0))
+    port = holder.getsockname()[1]
+    timer = threading.Timer(0.005, holder.close)
+    timer.start()
+    store, found = stores.serve(None, [port], "mine", 10)
+    timer.join()
+    assert found == port
+    del store
+
+
+def test_ports_follow_from_the_job() -> None:
+    """The same job gives the same ports on every machine, in a range that systems do not give away."""
+    jobs = [f"slurm {job}.{step}" for job in range(100, 200) for step in range(3)]
+    first = [stores.ports_of(job)[0] for job in jobs]
+    assert first == [stores.ports_of(job)[0] for job in jobs]
+    assert all(20_000 <= port < 30_000 for port in first)
+    assert len(set(first)) > 0.95 * len(first)
+
+
+def test_a_stranger_that_never_answers() -> None:
+    """Who listens and does not speak our language is told within the limit, though torch itself would wait."""
+    # In a process of its own: the thread that asks stays until the stranger is gone.
+    program = (
+        "import socket; from distwrap.group import stores; stores._ROUND_TRIP_SECONDS = 1.0\n"
+        "with socket.create_server(('127.0.0.1', 0)) as s:\n"
+        "    try: stores.connect('127.0.0.1', [s.getsockname()[1]], 'mine', 5, 'rank 1')\n"
+        "    except Exception as error: print(error, flush=True)\n"
+        "    import os; os._exit(0)\n"
+    )
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60
+    )
+    assert "somebody listens at 127.0.0.1 port" in done.stdout
+    assert "it is not rank 0 of this run" in done.stdout
+    assert time.monotonic() - start < 30
+
+
+def test_one_machine_listens_on_loopback_alone() -> None:
+    """The store of ranks on one machine cannot be reached from another."""
+    place = Placement(0, 2, 0, 2, 0, 1, "some-name", None, "open_mpi", "open_mpi 1")
+    store = stores.open_store(place, 10)
+    ports = stores.ports_of(place.job)
+    found = [address for address, port in listening() if port in ports]
+    assert found
+    assert set(found) == {"0100007F"}  # 127.0.0.1, as the kernel writes it
+    del store
+
+
+def listening() -> list[tuple[str, int]]:
+    """Every address and port at which somebody on this machine listens."""
+    found = []
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A":
+                address, _, port = fields[1].partition(":")
+                found.append((address, int(port, 16)))
+    return found
