@@ -11,7 +11,7 @@ from torch import nn
 
 import distwrap as dw
 from distwrap.testing import run_ranks
-from tests.model.test_methods import Net
+from tests.model.test_forward_routing import Net
 
 pytestmark = pytest.mark.gpu
 

@@ -12,7 +12,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 
 import distwrap as dw
 from distwrap.testing import run_ranks
-from tests.model.test_methods import Net, batches, share
+from tests.model.test_forward_routing import Net, batches, share
 
 # The compiler's own, on a fresh process: it warns of what it leaves out, and imports for seconds.
 pytestmark = pytest.mark.filterwarnings("ignore")

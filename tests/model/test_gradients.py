@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import distwrap as dw
 from distwrap.errors import ModelError
 from distwrap.testing import run_ranks
-from tests.model.test_methods import Net, batches, share
+from tests.model.test_forward_routing import Net, batches, share
 
 
 def x() -> torch.Tensor:

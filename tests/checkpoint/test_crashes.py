@@ -16,13 +16,13 @@ from distwrap.errors import CheckpointError
 from distwrap.testing import run_ranks
 
 KILLS = 300
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_killed_at_any_of_300_moments_the_newest_complete_checkpoint_loads(tmp_path: Path) -> None:
     """SIGKILL at random moments of saving in series, over one name, in the background and in parts."""
-    command = [sys.executable, "-W", "error", "-m", "tests.crashing", str(tmp_path), str(KILLS)]
-    done = subprocess.run(command, cwd=HERE.parent, capture_output=True, text=True, timeout=170)
+    command = [sys.executable, "-W", "error", "-m", "tests.checkpoint.crashing", str(tmp_path), str(KILLS)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stderr[-3000:]
     killed, in_midst, newest = map(int, done.stdout.split()[-3:])
     assert killed == KILLS

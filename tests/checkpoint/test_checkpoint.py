@@ -88,8 +88,8 @@ def test_no_wrapper_leaves_its_prefix(tmp_path: Path) -> None:
 UNSAFE = {
     "state['a'][1] is a numpy.float64": {"a": [1, numpy.float64(1)]},
     "(use .item() or torch.as_tensor(…))": numpy.ones(2),
-    "state['config']['colour'] is a tests.test_checkpoint.Colour": {"config": {"colour": Colour.RED}},
-    "state's key <Colour.RED: 1> is a tests.test_checkpoint.Colour": {Colour.RED: 1},
+    "state['config']['colour'] is a tests.checkpoint.test_checkpoint.Colour": {"config": {"colour": Colour.RED}},
+    "state's key <Colour.RED: 1> is a tests.checkpoint.test_checkpoint.Colour": {Colour.RED: 1},
     "state[0] is a builtins.function": (lambda: 1,),
     "state.state_dict()['_extra_state'] is a pathlib": type(
         "Extra", (nn.Module,), {"get_extra_state": lambda self: Path("x")}

@@ -1,6 +1,6 @@
 """Fork a process that saves all the time, kill it at a random moment, look at what it left; many times.
 
-    python -m tests.crashing FOLDER KILLS
+    python -m tests.checkpoint.crashing FOLDER KILLS
 
 Prints how often it killed, how often that met a file half-written, and the number of the newest checkpoint.
 """
