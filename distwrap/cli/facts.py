@@ -117,7 +117,7 @@ def _launching(
         facts.problems.append(str(error))
         return
     why = f"{visible.count} {visible.kind} device(s) visible" if visible.count else "no accelerator visible"
-    several = f" on each of {machines.fewest} to {machines.most} machines" if machines.several else ""
+    several = f" on each of {machines.min_nodes} to {machines.max_nodes} machines" if machines.several else ""
     facts.decided["ranks"] = f"{here}{several} by default ({why})" + (f"; {nprocs} in this test" if nprocs else "")
     refusal = fork_safety.refusal()
     if machines.elastic:
@@ -134,7 +134,7 @@ def _launching(
         set_by_user if threads is None else f"{threads} a rank ({allowed} CPUs for {local} ranks)"
     )
     _device(facts, Placement(0, max(1, local), 0, max(1, local)), visible)
-    _interface(facts, machines.most, machines.host)
+    _interface(facts, machines.max_nodes, machines.host)
 
 
 def _device(facts: Facts, place: Placement, visible: selection.Devices) -> None:

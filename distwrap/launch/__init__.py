@@ -74,7 +74,9 @@ def start(call: Call, options: Options) -> Any:
     machines = resolve(options, found if isinstance(found, Node) else None)
     if strategy.launches == "one":
         if machines.several:
-            raise OptionError(f"strategy={options.strategy!r} is one process, but there are {machines.most} machines.")
+            raise OptionError(
+                f"strategy={options.strategy!r} is one process, but there are {machines.max_nodes} machines."
+            )
         return _in_process(call, run, everybody)
     nprocs = choose_nprocs(machines.nprocs, visible_devices())
     if strategy.launches == "node":

@@ -117,8 +117,8 @@ def _run(common: Assignment, call: Call | None, folder: Path, method: str, nproc
     oom_kills = OomCount()
     rendezvous, local_addr = _rendezvous(machines, folder)
     config = LaunchConfig(
-        min_nodes=machines.fewest,
-        max_nodes=machines.most,
+        min_nodes=machines.min_nodes,
+        max_nodes=machines.max_nodes,
         nproc_per_node=nprocs,
         run_id="distwrap",
         rdzv_backend="c10d",
@@ -141,7 +141,7 @@ def _run(common: Assignment, call: Call | None, folder: Path, method: str, nproc
         _raise_what_ranks_told(folder)
         raise ArrivalError(
             f"{socket.gethostname()}: the machines did not come together at {machines.host}:{machines.port} "
-            f"({type(error).__name__}: {error}). At least {machines.fewest} must come within {JOIN_SECONDS:.0f} s: "
+            f"({type(error).__name__}: {error}). At least {machines.min_nodes} must come within {JOIN_SECONDS:.0f} s: "
             f"start the same command on every one. {interfaces.ADVICE}"
         ) from error
 

@@ -1,4 +1,4 @@
-"""Which machines take part: what the options and the environment say together. Nothing here starts anything."""
+"""The nodes of a launch, as the options and the environment give them together. Nothing here starts anything."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ DEFAULT_PORT = 29400  # torch's own for a rendezvous endpoint without a port
 
 @dataclass(frozen=True)
 class NodePlan:
-    """The machines of a launch.
+    """The nodes of a launch.
 
     Attributes:
-        fewest: with how many it starts.
-        most: how many may join.
-        node_rank: which one this is; ``None`` where they count off as they come.
-        host: where they meet; ``None`` on one machine.
-        port: the port there.
+        min_nodes: number of nodes with which the run starts.
+        max_nodes: number of nodes that may join.
+        node_rank: number of this node; ``None`` where the nodes number themselves as they arrive.
+        host: host of the rendezvous endpoint; ``None`` on one node.
+        port: port of the rendezvous endpoint.
         max_restarts: how often the ranks are started again after a failure.
-        nprocs: how many ranks this one starts.
-        elastic: whether torch elastic is to watch the ranks.
+        nprocs: number of ranks that this node starts.
+        elastic: whether torch elastic watches the ranks.
     """
 
-    fewest: int = 1
-    most: int = 1
+    min_nodes: int = 1
+    max_nodes: int = 1
     node_rank: int | None = None
     host: str | None = None
     port: int = DEFAULT_PORT
@@ -38,15 +38,15 @@ class NodePlan:
 
     @property
     def several(self) -> bool:
-        """Whether there may be more than one."""
-        return self.most > 1
+        """Whether there may be more than one node."""
+        return self.max_nodes > 1
 
 
-def resolve(options: Options, machine: Node | None) -> NodePlan:
-    """Bring together what the options say and what the environment says of this machine.
+def resolve(options: Options, node: Node | None) -> NodePlan:
+    """Return the plan on which the options and the environment of this node agree.
 
     Raises:
-        OptionError: they contradict each other, or half of what several machines need is missing.
+        OptionError: they contradict each other, or half of what several nodes need is missing.
 
     Example:
         >>> resolve(Options().updated({"nnodes": 2, "node_rank": 1, "rdzv_endpoint": "head:1234"}), None).port
@@ -54,36 +54,36 @@ def resolve(options: Options, machine: Node | None) -> NodePlan:
     """
     nnodes, node_rank, endpoint = options.nnodes, options.node_rank, options.rdzv_endpoint
     max_restarts, nprocs = options.max_restarts, options.nprocs
-    if machine is not None:
-        _agree(machine, "nnodes", nnodes, 1, machine.nnodes)
-        _agree(machine, "node_rank", node_rank, None, machine.node_rank)
-        nnodes, node_rank = machine.nnodes, machine.node_rank
-        endpoint = endpoint or machine.endpoint
-        max_restarts = max_restarts or machine.max_restarts or 0
-        nprocs = machine.nprocs or nprocs
+    if node is not None:
+        _agree(node, "nnodes", nnodes, 1, node.nnodes)
+        _agree(node, "node_rank", node_rank, None, node.node_rank)
+        nnodes, node_rank = node.nnodes, node.node_rank
+        endpoint = endpoint or node.endpoint
+        max_restarts = max_restarts or node.max_restarts or 0
+        nprocs = node.nprocs or nprocs
     fewest, _, most = str(nnodes).partition(":")
     low, high = int(fewest), int(most or fewest)
     host, port = _split(endpoint) if endpoint else (None, DEFAULT_PORT)
     if high > 1 and host is None:
         raise OptionError(
-            f"nnodes={nnodes!r} needs rdzv_endpoint='host:port': the name of one of the machines, the same on all of "
+            f"nnodes={nnodes!r} needs rdzv_endpoint='host:port': the name of one of the nodes, the same on all of "
             f"them, and a port that is free there (or DISTWRAP_RDZV_ENDPOINT=host:port)."
         )
     if node_rank is not None and not 0 <= node_rank < high:
         how_many = " Say how many there are with nnodes." if high == 1 else f" It must be 0 to {high - 1}."
-        raise OptionError(f"node_rank={node_rank}, but there are {high} machine(s).{how_many}")
+        raise OptionError(f"node_rank={node_rank}, but there are {high} node(s).{how_many}")
     elastic = low < high or max_restarts > 0 or options.launcher == "elastic"
     if options.launcher == "script" and (elastic or high > 1):
         raise OptionError(
-            "launcher='script' is for one machine and no restarts. Leave launcher at 'auto', or choose 'spawn'."
+            "launcher='script' is for one node and no restarts. Leave launcher at 'auto', or choose 'spawn'."
         )
     return NodePlan(low, high, node_rank, host, port, max_restarts, nprocs, elastic)
 
 
-def _agree(machine: Node, name: str, given: object, default: object, found: object) -> None:
+def _agree(node: Node, name: str, given: object, default: object, found: object) -> None:
     if given not in (default, found) and str(given) != str(found):
         raise OptionError(
-            f"{name}={given!r}, but {machine.source} says {found!r}: take {name} out of the code, or unset the "
+            f"{name}={given!r}, but {node.source} says {found!r}: take {name} out of the code, or unset the "
             f"launcher's variables."
         )
 

@@ -88,7 +88,7 @@ class Nodes:
 
     def __init__(self, machines: NodePlan, nprocs: int, seconds: float) -> None:
         assert machines.host is not None
-        self._host, self._port, self._size = machines.host, machines.port, machines.most
+        self._host, self._port, self._size = machines.host, machines.port, machines.max_nodes
         self._began = time.monotonic()
         store, holds_it = self._open(machines, seconds)
         self._store: Store = PrefixStore("nodes", store)

@@ -1,4 +1,4 @@
-"""Where the ranks of a launch meet. On one machine: in a file without a name, in the caller's memory.
+"""The store in which the ranks of a launch meet. On one node it is a file without a name, in the caller's memory.
 
 No port is needed that somebody would have to pick, or that a stranger could connect to; no name is looked up, so a
 slow name server delays nothing; and when the caller dies, nothing is left.
@@ -19,14 +19,14 @@ from distwrap.launch.nodes import Nodes
 
 @dataclass(frozen=True)
 class Meeting:
-    """A launch as its caller sees it.
+    """The store and the ranks of a launch, as its caller sees them.
 
     Attributes:
-        place: where the ranks meet.
-        ranks: those that this caller starts.
-        world_size: how many there are in all.
-        placement: places one of them.
-        nodes: the callers on the other machines; ``None`` where there are none.
+        place: address of the store, or path of its file.
+        ranks: the ranks that this caller starts.
+        world_size: number of ranks on all nodes.
+        placement: returns the placement of one of the ranks that this caller starts.
+        nodes: connection to the callers on the other nodes; ``None`` where there are none.
     """
 
     place: str
@@ -37,21 +37,21 @@ class Meeting:
 
 
 @contextmanager
-def meeting(machines: NodePlan, nprocs: int, seconds: float) -> Iterator[Meeting]:
-    """Prepare where the ranks meet; with other machines, once the callers of all of them are here.
+def meeting(plan: NodePlan, nprocs: int, seconds: float) -> Iterator[Meeting]:
+    """Hold the store in which the ranks meet; on several nodes, wait for the callers of all of them first.
 
     Args:
-        machines: which take part.
-        nprocs: how many ranks to start here.
-        seconds: for the other machines to come.
+        plan: the nodes that take part.
+        nprocs: number of ranks to start on this node.
+        seconds: time limit for the other nodes to arrive.
     """
-    if not machines.several:
+    if not plan.several:
         with place() as path:
             yield Meeting(
                 path, tuple(range(nprocs)), nprocs, lambda rank: distwrap_environment.on_one_machine(rank, nprocs)
             )
         return
-    nodes = Nodes(machines, nprocs, seconds)
+    nodes = Nodes(plan, nprocs, seconds)
     try:
         yield Meeting(nodes.place, nodes.ranks, nodes.world_size, nodes.placement, nodes)
     except BaseException as error:
