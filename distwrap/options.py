@@ -9,10 +9,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal, get_args
 
 from distwrap.errors import OptionError
-from distwrap.group.world import Precision
 from distwrap.registry import algorithms, strategies
 from distwrap.wording import unknown_name
 
+Precision = Literal["32", "bf16", "bf16-true", "fp16"]
 Launcher = Literal["auto", "forkserver", "fork", "spawn", "script", "elastic", "external"]
 Returns = Literal["rank0", "all"]
 

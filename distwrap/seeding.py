@@ -8,7 +8,7 @@ import random
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -62,7 +62,8 @@ def seed_everything(seed: int) -> int:
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**63:
         raise OptionError(f"seed={seed!r}: it must be a whole number from 0 to 2**63 - 1.")
     seed = int(seed)
-    current_world().seed = seed
+    world = current_world()
+    world.options = replace(world.options, seed=seed)
     _seed_generators(seed)
     return seed
 

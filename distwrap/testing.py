@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from distwrap.errors import OptionError
+from distwrap.group.world import RunOptions
 from distwrap.launch import local
-from distwrap.launch.execute import Call, Run
+from distwrap.launch.execute import Call
 from distwrap.launch.processes import stop_server
 
 P = ParamSpec("P")
@@ -35,6 +36,6 @@ def run_ranks(fn: Callable[..., R], nprocs: int, *args: Any, timeout: float = 30
     """
     if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
         raise OptionError(f"nprocs={nprocs!r}: it must be a whole number of at least 1.")
-    run = Run(strategy=None, backend="auto", precision="32", seed=None, timeout=timeout, retrofit=False)
+    run = RunOptions(timeout=timeout)
     values: list[R] = local.launch(Call(fn, args, {}), run, "forkserver", nprocs, everybody=True, seconds=timeout)
     return values

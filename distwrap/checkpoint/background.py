@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 from distwrap.checkpoint.plain import Staging
-from distwrap.group.world import World
+from distwrap.group.world import RunPart, World
 
 
-class Writer:
+class Writer(RunPart):
     """Of one world, on rank 0. A state that comes while another is being written waits for it."""
 
-    def __init__(self) -> None:
+    def __init__(self, world: World) -> None:
         self._staging = Staging()
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
@@ -50,16 +50,11 @@ class Writer:
         if error is not None:
             raise error
 
-    def leave(self) -> None:
+    def settle(self) -> None:
+        """Wait, and raise the failure of what could not be written."""
+        self.wait()
+
+    def close(self) -> None:
         """Wait, and say nothing of a failure: the run has failed already, or has been told."""
         if self._thread is not None:
             self._thread.join()
-
-
-def writer_of(world: World) -> Writer:
-    """Return a world's writer; it is waited for when the world ends."""
-    if world.writer is None:
-        world.writer = Writer()
-        world.cleanup.callback(world.writer.leave)
-    found: Writer = world.writer
-    return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from distwrap.comm.state import restore_exchanges, state_of_exchanges
 from distwrap.errors import CheckpointError
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
-from distwrap.precision import settle_scale
+from distwrap.precision import LossScaling
 from distwrap.seeding import RandomState
 
 
@@ -26,10 +27,12 @@ class RunState:
     def state_dict(self) -> dict[str, Any]:
         """Return the random numbers of every rank, the seed, the gradient scaler's state, and the exchanges'."""
         world = current_world()
-        settle_scale(world)
-        scaler = None if world.scaler is None else world.scaler.state_dict()
+        scaling = world.part(LossScaling)
+        scaling.update()
+        scaler = scaling.scaler
+        scale = None if scaler is None else scaler.state_dict()
         comm = state_of_exchanges(world)
-        return {"random": gather_object(_random()), "seed": world.seed, "scaler": scaler, "comm": comm}
+        return {"random": gather_object(_random()), "seed": world.options.seed, "scaler": scale, "comm": comm}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on with this rank's random numbers; a rank that was not there then takes those of rank 0.
@@ -42,15 +45,16 @@ class RunState:
             raise CheckpointError("this is not what run_state() has saved: it has no 'random'.")
         mine = state["random"][world.placement.rank if world.placement.rank < len(state["random"]) else 0]
         _restore(mine)
-        world.seed = state["seed"]
-        if (state["scaler"] is None) != (world.scaler is None):
+        world.options = replace(world.options, seed=state["seed"])
+        scaling = world.part(LossScaling)
+        if (state["scaler"] is None) != (scaling.scaler is None):
             raise CheckpointError(
                 f"the run was saved {'without' if state['scaler'] is None else 'with'} a gradient scaler, and this one "
-                f"has precision={world.precision!r}: wrap the model in the same precision before you load."
+                f"has precision={world.options.precision!r}: wrap the model in the same precision before you load."
             )
-        if world.scaler is not None:
-            world.stepped = None
-            world.scaler.load_state_dict(state["scaler"])
+        if scaling.scaler is not None:
+            scaling.stepped = None
+            scaling.scaler.load_state_dict(state["scaler"])
         restore_exchanges(world, state.get("comm", []))
 
 

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 
 from distwrap.checkpoint import files, retention
-from distwrap.checkpoint.background import writer_of
+from distwrap.checkpoint.background import Writer
 from distwrap.checkpoint.formats import CheckpointIO, choose
 from distwrap.checkpoint.plain import mapped, plain
 from distwrap.checkpoint.state_dict import strip_module_prefix
 from distwrap.errors import CheckpointError, OptionError
-from distwrap.group.collective_guard import check_collectives_allowed
+from distwrap.group.collective_guard import CollectiveGuard, check_collectives_allowed
 from distwrap.group.wait_for_rank import share_result
 from distwrap.group.world import current_world, is_rank_zero
 from distwrap.model import unwrap_model
@@ -85,8 +85,8 @@ def wait_for_saves() -> None:
     """
     world = current_world()
     problem, cause = "", None
-    if is_rank_zero() and world.writer is not None:
-        problem, cause = _attempt(world.writer.wait)
+    if is_rank_zero():
+        problem, cause = _attempt(world.part(Writer).wait)
     _raise_everywhere("wait for saves", problem, cause, "a checkpoint written in the background")
 
 
@@ -176,15 +176,16 @@ def _save_file(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, ba
     def work() -> None:
         world, plain_state = current_world(), plain(state)
         if background:
-            writer_of(world).write(plain_state, write)
+            world.part(Writer).write(plain_state, write)
         else:
-            if world.writer is not None:
-                world.writer.wait()  # a later state must not be overtaken by an earlier one
+            world.part(Writer).wait()  # a later state must not be overtaken by an earlier one
             write(plain_state)
 
     problem, cause = _attempt(work) if is_rank_zero() else ("", None)
     name = f"save {os.path.abspath(path)}"
-    _raise_everywhere("" if current_world().solo else name, problem, cause, f"the checkpoint {path}")
+    _raise_everywhere(
+        "" if current_world().part(CollectiveGuard).function else name, problem, cause, f"the checkpoint {path}"
+    )
 
 
 def _save_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO) -> None:
@@ -237,7 +238,7 @@ def _raise_everywhere(name: str, problem: str, cause: Exception | None, what: st
 
 def _of_strategy(io: str | CheckpointIO) -> str | CheckpointIO:
     """Where the call leaves the format open, a strategy of the user's may have one."""
-    strategy = current_world().strategy
+    strategy = current_world().options.strategy
     return strategy.checkpoint_io() if io == "auto" and strategy is not None else io
 
 

@@ -14,6 +14,8 @@ from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.world import current_world
 from distwrap.model.buffers import sync_buffers
 from distwrap.model.transparent import unwrap_model
+from distwrap.model.wrapped_models import WrappedModels
+from distwrap.supervision.activity import Activity
 
 if TYPE_CHECKING:
     from distwrap.comm.exchange import Exchange
@@ -64,7 +66,7 @@ def consolidate(model: nn.Module) -> Consolidated:
         ...     weights = model.state_dict()
     """
     check_collectives_allowed("consolidate()")
-    current_world().crumbs.record("consolidate")
+    current_world().part(Activity).record("consolidate")
     exchange: Any = _exchange_of(model)
     return Consolidated(None if exchange is None or exchange.algorithm.same_weights else exchange)
 
@@ -102,6 +104,10 @@ def _exchange_of(model: Any) -> Exchange[Any] | None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"this takes the model that wrap_model() returned, not a {type(model).__name__}.")
     net = unwrap_model(model)
-    wrapped = (each for each in current_world().models if "_exchange" in each.__dict__ and unwrap_model(each) is net)
+    wrapped = (
+        each
+        for each in current_world().part(WrappedModels)
+        if "_exchange" in each.__dict__ and unwrap_model(each) is net
+    )
     found = next(wrapped, None)
     return None if found is None else found.__dict__["_exchange"]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
-from weakref import WeakMethod, finalize, ref
+from weakref import finalize, ref
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from distwrap.comm.base import Algorithm
 from distwrap.comm.engine import Engine
 from distwrap.comm.link import Link, Traffic
 from distwrap.group.collectives import gather_object
-from distwrap.group.world import World, say
+from distwrap.group.world import RunPart, World, say
 
 if TYPE_CHECKING:
     from distwrap.model.distributed import DistributedModel
@@ -27,6 +27,45 @@ _REPORTS = 3  # of gradients that are not finite, a model
 
 
 A = TypeVar("A", bound=Algorithm)
+
+
+class Exchanges(RunPart):
+    """Exchanges of one run.
+
+    Attributes:
+        of_weights: those of models whose ranks hold different weights; they act around optimizer steps.
+        dropped: those of models that nobody holds any more; ended when the next one is made.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._all: list[ref[Exchange[Any]]] = []
+        self.of_weights: list[Any] = []
+        self.dropped: list[Exchange[Any]] = []
+        self.handles: list[Any] = []
+
+    def add(self, exchange: Exchange[Any]) -> None:
+        """Note an exchange that was made just now."""
+        self._all = [held for held in self._all if held() is not None] + [ref(exchange)]
+
+    def close_dropped(self) -> None:
+        """End the exchanges of models that nobody holds any more."""
+        for exchange in [each for each in self.dropped if not each.runs]:
+            self.dropped.remove(exchange)
+            exchange.close()
+
+    def settle(self) -> None:
+        """Bring what is under way to an end, with the other ranks."""
+        for exchange in list(self.of_weights):
+            exchange.settle()
+
+    def close(self) -> None:
+        """End all exchanges, the last one first, and listen to optimizers no more."""
+        with ExitStack() as stack:
+            for handle in self.handles:
+                stack.callback(handle.remove)
+            for held in self._all:
+                if (exchange := held()) is not None:
+                    stack.callback(exchange.close)
 
 
 class Exchange(Generic[A]):
@@ -43,7 +82,8 @@ class Exchange(Generic[A]):
     """
 
     def __init__(self, algorithm: A, model: DistributedModel, world: World) -> None:
-        _close_dropped(world)
+        self._all = world.part(Exchanges)
+        self._all.close_dropped()
         place = world.placement
         self.algorithm, self.device, self.rank, self.world_size = algorithm, world.device, place.rank, place.world_size
         self.traffic, self.reports = Traffic(), 0
@@ -59,9 +99,7 @@ class Exchange(Generic[A]):
             self.node = next(link for link in links if link is not None)
         self.link = self.between(world, [ranks[0] for ranks in nodes])
         self.engine = Engine(world.device)
-        closing = WeakMethod(self.close)
-        world.cleanup.callback(lambda: (close := closing()) and close())
-        self._dropped = world.dropped
+        self._all.add(self)
         finalize(model, self.drop).atexit = False
 
     def between(self, world: World, ranks: list[int], *, crosses_nodes: bool = True) -> Link | None:
@@ -112,7 +150,7 @@ class Exchange(Generic[A]):
         A garbage collection calls this, in any thread and anywhere, also in the middle of making a group: the end
         itself is for later.
         """
-        self._dropped.append(self)
+        self._all.dropped.append(self)
 
     def keep_groups(self) -> None:
         """Leave the groups to the end of the process: somebody is still inside."""
@@ -128,13 +166,6 @@ class Exchange(Generic[A]):
                 with suppress(ValueError):  # of a group that went with the world's
                     if dist.get_backend(group) == "gloo":
                         dist.destroy_process_group(group)
-
-
-def _close_dropped(world: World) -> None:
-    """End the exchanges of models that nobody holds any more."""
-    for exchange in [each for each in world.dropped if not each.runs]:
-        world.dropped.remove(exchange)
-        exchange.close()
 
 
 def _ranks_of_nodes(node_rank: int) -> list[list[int]]:

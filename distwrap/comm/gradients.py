@@ -20,6 +20,7 @@ from distwrap.comm.base import Algorithm, Averager, Bucket
 from distwrap.comm.exchange import Exchange
 from distwrap.comm.link import Link
 from distwrap.group.world import World, current_world
+from distwrap.precision import LossScaling
 
 if TYPE_CHECKING:
     from distwrap.model.distributed import DistributedModel
@@ -60,13 +61,13 @@ class GradientExchange(Exchange[GradientAlgorithm]):
     def submit(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         """Queue a bucket; the future has its buffer when it holds the mean."""
         watch_failure(self, bucket)
-        world, values = current_world(), bucket.buffer()
-        scaled = world.scaler is not None and world.grads_are_scaled
+        scaling, values = current_world().part(LossScaling), bucket.buffer()
+        scaled = scaling.scaler is not None and scaling.is_scaled
         item = Bucket(values, cast("list[nn.Parameter]", bucket.parameters()), bucket.gradients(), name_of=self._names)
         item.report = None if scaled else self.report  # fp16 has such numbers now and then, and skips the step
         if scaled and self._averager is not None and self._averager.wants_scale:
-            assert world.scaler is not None
-            item.scale = world.scaler.get_scale()
+            assert scaling.scaler is not None
+            item.scale = scaling.scaler.get_scale()
         return self.engine.submit(partial(self._average, item), otherwise=values)
 
     def _average(self, bucket: Bucket) -> torch.Tensor:

@@ -28,6 +28,7 @@ from distwrap.comm.gradients import GradientAlgorithm
 from distwrap.comm.link import Link
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import current_world, say
+from distwrap.precision import LossScaling
 
 _STEPS = "qadam_steps"  # in a parameter group, so that it is saved with the optimizer's state
 
@@ -236,7 +237,7 @@ class QAdamOptimizer(Optimizer):
 
 def _refuse_unknown_scale() -> None:
     world = current_world()
-    if world.precision == "fp16" and not world.grads_are_scaled:
+    if world.options.precision == "fp16" and not world.part(LossScaling).is_scaled:
         raise ModelError(
             "comm='qadam' under precision='fp16' must know by how much the gradients are scaled, and a GradScaler of "
             "the loop's own does not say: call distwrap.backward(loss) and distwrap.optimizer_step(optimizer)."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from typing import Any
 
+from distwrap.comm.exchange import Exchanges
 from distwrap.group.world import World, say
 
 
@@ -29,9 +30,10 @@ def restore_exchanges(world: World, states: list[dict[str, Any]]) -> None:
 
 
 def _exchanges(world: World) -> list[Any]:
-    if len(world.exchanges) > 1:
+    exchanges = world.part(Exchanges).of_weights
+    if len(exchanges) > 1:
         gc.collect()  # a model that nobody holds may still be there, on one rank and not on another
-    return [exchange for exchange in world.exchanges if exchange.model is not None]
+    return [exchange for exchange in exchanges if exchange.model is not None]
 
 
 def _name(exchange: Any) -> str:

@@ -20,11 +20,12 @@ from torch.optim.optimizer import (
 )
 
 from distwrap.comm.base import Algorithm, positive
-from distwrap.comm.exchange import Exchange
+from distwrap.comm.exchange import Exchange, Exchanges
 from distwrap.comm.flat import FlatWeights, trained
 from distwrap.comm.gradients import on_bucket, watch_failure
 from distwrap.comm.link import Link
 from distwrap.group.world import World, current_world
+from distwrap.precision import LossScaling
 
 if TYPE_CHECKING:
     from distwrap.model.distributed import DistributedModel
@@ -70,9 +71,8 @@ class WeightExchange(Exchange[W]):
         self._held = set(map(id, parameters))
         self.weights = FlatWeights(parameters)
         self._optimizer: Optimizer | None = None
-        self._all = world.exchanges
         _listen(world)
-        self._all.append(self)
+        self._all.of_weights.append(self)
         model.register_comm_hook(self, on_bucket)
         self._let_go()
 
@@ -180,8 +180,8 @@ class WeightExchange(Exchange[W]):
         self.alike = False
 
     def close(self) -> None:
-        if self in self._all:
-            self._all.remove(self)
+        if self in self._all.of_weights:
+            self._all.of_weights.remove(self)
         super().close()
 
 
@@ -192,17 +192,22 @@ def _averaged(link: Link, values: torch.Tensor) -> torch.Tensor:
 
 def _listen(world: World) -> None:
     """Watch all optimizers' steps until teardown. Hooks must not go while torch runs them, as a model's may."""
-    if not world.listens:
-        world.listens = True
-        for handle in (register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)):
-            world.cleanup.callback(handle.remove)
+    exchanges = world.part(Exchanges)
+    if not exchanges.handles:
+        exchanges.handles = [register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)]
+        world.part(LossScaling).on_skipped.append(_skipped)
 
 
 def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for exchange in list(current_world().exchanges):
+    for exchange in list(current_world().part(Exchanges).of_weights):
         exchange.before(optimizer)
 
 
+def _skipped(optimizer: Optimizer) -> None:
+    for exchange in list(current_world().part(Exchanges).of_weights):
+        exchange.skipped(optimizer)
+
+
 def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for exchange in list(current_world().exchanges):
+    for exchange in list(current_world().part(Exchanges).of_weights):
         exchange.after(optimizer)

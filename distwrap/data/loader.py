@@ -20,8 +20,9 @@ from distwrap.data.position import Position
 from distwrap.data.samplers import ExactBatches, MergedBatches, Order, RememberedShuffle, Share
 from distwrap.data.sharded import ShardedLoader, changed, innermost, is_torchs, remembering
 from distwrap.errors import LoaderError, OptionError
-from distwrap.group.world import World, current_world, say
+from distwrap.group.world import RunPart, World, current_world, say_once
 from distwrap.seeding import mix
+from distwrap.supervision.activity import Activity
 from distwrap.wording import unknown_name
 
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
@@ -36,6 +37,13 @@ _IN_WORDS = {
     "exact": "each sample once",
     "drop": "what the ranks do not divide is left out",
 }
+
+
+class LoaderCount(RunPart):
+    """Count of the loaders that a run has sharded, so that each has a random stream of its own."""
+
+    def __init__(self, world: World) -> None:
+        self.count = 0
 
 
 def next_epoch(loader: DataLoader[Any]) -> int:
@@ -114,7 +122,7 @@ def shard_loader(
         if word not in get_args(known):
             raise OptionError(unknown_name(what, word, get_args(known)))
     world = current_world()
-    world.crumbs.record("shard_loader")
+    world.part(Activity).record("shard_loader")
     where = torch.device(device) if device is not None else world.device
     place = world.placement
     here = (place.rank, place.world_size)
@@ -212,7 +220,7 @@ def _sharded(
     rank, world_size = attributes["_shard_place"]
     shuffles = not isinstance(innermost(loader), SequentialSampler)
     chosen: Mode = ("pad" if shuffles else "exact") if mode == "auto" else mode
-    order_seed = seed if seed is not None else world.seed if world.seed is not None else 0
+    order_seed = seed if seed is not None else world.options.seed if world.options.seed is not None else 0
     shard = (rank, world_size, chosen)
     batches: Any = loader.batch_sampler
     sampler: Order | Share
@@ -294,9 +302,10 @@ def _per_rank(size: int, world_size: int, meaning: BatchSize) -> int:
 
 def _workers_seed(loader: DataLoader[Any], world: World) -> int:
     """Return the seed of a loader's random numbers where it fetches: another one for each loader of a run."""
-    world.loaders += 1
+    loaders = world.part(LoaderCount)
+    loaders.count += 1
     base = loader.generator.initial_seed() if loader.generator is not None else torch.initial_seed()
-    return mix("loader", world.seed if world.seed is not None else base, world.loaders)
+    return mix("loader", world.options.seed if world.options.seed is not None else base, loaders.count)
 
 
 def _watch(world: World, position: Position) -> EpochCheck | None:
@@ -304,7 +313,14 @@ def _watch(world: World, position: Position) -> EpochCheck | None:
     if world.channel is None:
         return None
     place = world.placement
-    return EpochCheck(world.channel, place.rank, place.world_size, str(world.loaders), world.crumbs.site, position)
+    return EpochCheck(
+        world.channel,
+        place.rank,
+        place.world_size,
+        str(world.part(LoaderCount).count),
+        world.part(Activity).site,
+        position,
+    )
 
 
 def _distributed_sampler(loader: DataLoader[Any]) -> Any:
@@ -341,7 +357,5 @@ def _in_short(loader: DataLoader[Any], sharded: Any, mode: Mode, together: int) 
 
 def _tell(world: World, text: str) -> None:
     """Say it once for each place in the user's code."""
-    site = world.crumbs.site
-    if f"loader {site}" not in world.noted:
-        world.noted.add(f"loader {site}")
-        say(f"loader at {site}: {text}")
+    site = world.part(Activity).site
+    say_once(f"loader {site}", f"loader at {site}: {text}")

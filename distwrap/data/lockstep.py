@@ -19,7 +19,8 @@ from distwrap.data.preemption import SIGNALS, Listener, Preemption, shielded
 from distwrap.errors import LoaderError, OptionError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.setup import require_group
-from distwrap.group.world import World, current_world, say
+from distwrap.group.world import RunPart, World, current_world, is_first_time, say
+from distwrap.supervision.activity import Activity
 from distwrap.wording import named_ranks, unknown_name
 
 Batch = TypeVar("Batch")
@@ -94,6 +95,19 @@ def in_step(loader: Any, uneven: Uneven) -> Iterator[Any]:
     return iter(Lockstep(loader, uneven, None, None, 30.0, listens=False))
 
 
+class LockstepRun(RunPart):
+    """State of one run that all its lockstep loops share.
+
+    Attributes:
+        group: of the CPUs, in which the ranks exchange their status; ``None`` until it is needed.
+        preempted: how the machine was wanted back, once it was.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.group: Any = None
+        self.preempted: Preemption | None = None
+
+
 class Lockstep(Generic[Batch]):
     """What `lockstep` returns.
 
@@ -143,7 +157,7 @@ class Lockstep(Generic[Batch]):
         try:
             with shielded(self._loader, self._grace):
                 batches = self._begin()
-            world.crumbs.follow(self)  # type: ignore[arg-type]
+            world.part(Activity).follow(self)  # type: ignore[arg-type]
             first_pass = True
             while True:
                 batch = next(batches, _NOTHING)
@@ -177,7 +191,7 @@ class Lockstep(Generic[Batch]):
         mine[_Flag.HAS] = has and first_pass
         mine[_Flag.STOP] = self._stop
         mine[_Flag.SKIP] = has and self._skip is not None and bool(self._skip(batch))
-        mine[_Flag.PREEMPTED] = listener.heard is not None or world.preempted is not None
+        mine[_Flag.PREEMPTED] = listener.heard is not None or world.part(LockstepRun).preempted is not None
         mine[_Flag.EMPTY] = self._uneven == "pad" and not has
         if group is None:
             return mine
@@ -204,18 +218,18 @@ class Lockstep(Generic[Batch]):
         return bool(seen[_Flag.OUT])
 
     def _leave_preempted(self, world: World, group: Any, listener: Listener) -> None:
-        if world.preempted is None:
-            self.preempted = world.preempted = _first_heard(listener, group, world, self.step, self._grace)
+        run = world.part(LockstepRun)
+        if run.preempted is None:
+            self.preempted = run.preempted = _first_heard(listener, group, world, self.step, self._grace)
             say(str(self.preempted))
             if self._on_preempt is not None:
                 self._on_preempt(self.preempted)
-        self.preempted = world.preempted
+        self.preempted = run.preempted
 
     def _note_uneven(self, world: World, group: Any) -> None:
         """Say once a run which ranks had more data than others."""
-        if "uneven" in world.noted:
+        if not is_first_time("uneven"):
             return
-        world.noted.add("uneven")
         lengths = _gathered([self._has_more], group)
         out = [rank for rank, (more,) in enumerate(lengths) if not more]
         say(
@@ -238,9 +252,10 @@ def _status_group(world: World) -> Any:
     if world.placement.world_size == 1:
         return None
     require_group("lockstep")
-    if world.status_group is None:
-        world.status_group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
-    return world.status_group
+    run = world.part(LockstepRun)
+    if run.group is None:
+        run.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
+    return run.group
 
 
 def _gathered(mine: list[int], group: Any) -> list[list[int]]:

@@ -24,6 +24,7 @@ from distwrap.environments import distwrap_environment
 from distwrap.errors import LoaderError
 from distwrap.group.world import World, current_world
 from distwrap.seeding import preserved
+from distwrap.supervision.activity import Activity
 
 
 class ShardedLoader(DataLoader[Any]):
@@ -116,7 +117,7 @@ class ShardedLoader(DataLoader[Any]):
         # The run that was cut off had drawn what a loader draws at its start.
         with preserved() if position.next.start > 0 else nullcontext():
             batches = self._shard_resumed() if goes_on else super().__iter__()
-        world.crumbs.follow(batches)
+        world.part(Activity).follow(batches)
         if self.num_workers:
             batches = workers.explained(batches)
         if self._shard_sampler is None and not goes_on:  # else the sampler does

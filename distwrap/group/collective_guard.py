@@ -6,6 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch._C._distributed_c10d import _resolve_process_group  # type: ignore[attr-defined,unused-ignore]
@@ -13,10 +14,27 @@ from torch.distributed import ProcessGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from distwrap.errors import CollectiveInRankZeroError
-from distwrap.group.world import World, current_world
+from distwrap.group.world import RunPart, World, current_world
 
 _NAMESPACES = ("c10d", "_c10d_functional", "_c10d_functional_autograd")
 _NO_COLLECTIVES = ("send", "recv", "wait_tensor")  # between two ranks, or for one that was begun before
+
+
+class CollectiveGuard(RunPart):
+    """Guard of one run against collectives to which the other ranks do not come.
+
+    Attributes:
+        function: in which only some ranks are at this moment; empty where all are.
+        models: whose forward with gradients is a collective.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.function = ""
+        self.models: WeakSet[torch.nn.Module] = WeakSet()
+
+    def watch(self, model: torch.nn.Module) -> None:
+        """Guard a wrapped model's forward too."""
+        self.models.add(model)
 
 
 @contextmanager
@@ -30,14 +48,15 @@ def guard_collectives(name: str) -> Iterator[None]:
         name: of the function whose body it is, for the error.
     """
     world = current_world()
-    if world.placement.world_size == 1 or world.solo:
+    guard = world.part(CollectiveGuard)
+    if world.placement.world_size == 1 or guard.function:
         yield
         return
     with ExitStack() as stack:
-        world.solo = name
-        stack.callback(setattr, world, "guard_collectives", "")
-        for model in world.models:
-            _guard(model, world, stack)
+        guard.function = name
+        stack.callback(setattr, guard, "function", "")
+        for model in list(guard.models):
+            _guard_forward(model, stack)
         stack.enter_context(_Watched())  # type: ignore[no-untyped-call]
         yield
 
@@ -49,14 +68,15 @@ def check_collectives_allowed(what: str) -> None:
         CollectiveInRankZeroError: they are.
     """
     world = current_world()
-    if world.solo:
+    function = world.part(CollectiveGuard).function
+    if function:
         raise CollectiveInRankZeroError(
-            f"rank {world.placement.rank} called {what} inside {world.solo}, where the other ranks are not: they would "
+            f"rank {world.placement.rank} called {what} inside {function}, where the other ranks are not: they would "
             f"never come to it, and all would wait. Call it outside, on every rank, and let one rank do the rest."
         )
 
 
-def _guard(model: torch.nn.Module, world: World, stack: ExitStack) -> None:
+def _guard_forward(model: torch.nn.Module, stack: ExitStack) -> None:
     plain = model.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:

@@ -17,6 +17,7 @@ from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.setup import require_group
 from distwrap.group.signing import opened, seal
 from distwrap.group.world import current_world
+from distwrap.supervision.activity import Activity
 from distwrap.wording import unknown_name
 
 Value = TypeVar("Value")
@@ -303,7 +304,7 @@ def _alone(what: str) -> bool:
         return True
     require_group(what)
     check_collectives_allowed(f"{what}()")
-    world.crumbs.record(what)
+    world.part(Activity).record(what)
     return False
 
 

@@ -6,9 +6,9 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from datetime import timedelta
 from types import TracebackType
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,9 +24,10 @@ from distwrap.errors import OptionError, PlacementError
 from distwrap.group import failures
 from distwrap.group.resources import assign_resources
 from distwrap.group.signing import agree_on_secret
-from distwrap.group.world import World, activate, active_world, current_world, deactivate, say
+from distwrap.group.world import RunOptions, World, activate, active_world, current_world, deactivate, say
 from distwrap.network import interfaces
 from distwrap.network.rendezvous import await_all_joined, meet, say_goodbye
+from distwrap.supervision.activity import Activity
 from distwrap.supervision.channel import Channel
 
 ARRIVAL_SECONDS = 120.0  # for all ranks to come; part of `timeout`, which is for a collective
@@ -81,7 +82,8 @@ def setup_process_group(
     if placement.source == "single":
         return ProcessGroup(ours=False)
     chosen = None if device is None else _as_device(device)
-    world = join(placement, backend=backend, timeout=600.0 if timeout is None else timeout, device=chosen)
+    run = RunOptions(backend=backend, timeout=600.0 if timeout is None else timeout)
+    world = join(placement, run, device=chosen)
     world.cleanup.callback(failures.tell_uncaught())
     return ProcessGroup(ours=True)
 
@@ -105,38 +107,30 @@ def _only_rank_of(machine: Node) -> Placement:
     )
 
 
-def join(
-    placement: Placement,
-    *,
-    backend: str = "auto",
-    timeout: float = 600.0,
-    device: torch.device | None = None,
-    **run: Any,
-) -> World:
+def join(placement: Placement, run: RunOptions, *, device: torch.device | None = None) -> World:
     """Meet the other ranks and make their world the current one."""
-    if timeout <= 0:
-        raise OptionError(f"timeout={timeout}: it must be a positive number of seconds.")
-    if run.get("seed") is None:
-        run["seed"] = current_world().seed  # of a seed_everything() before
+    if run.timeout <= 0:
+        raise OptionError(f"timeout={run.timeout}: it must be a positive number of seconds.")
+    if run.seed is None:
+        run = replace(run, seed=current_world().options.seed)  # of a seed_everything() before
     chosen, device = device, device or selection.choose_device(placement, selection.visible_devices())
     selection.use(device)
-    backend = selection.choose_backend(backend, device)
+    backend = selection.choose_backend(run.backend, device)
     interfaces.check_users_choice(os.environ, backend)
     with ExitStack() as cleanup:
         gpu = selection.unique_name(device) if chosen is None else None
-        store = meet(placement, min(timeout, ARRIVAL_SECONDS), device, gpu)
+        store = meet(placement, min(run.timeout, ARRIVAL_SECONDS), device, gpu)
         placement = assign_resources(placement, store, device, cleanup)
         # Now, since the store is certainly there. Where torch cannot clone one (before 2.8) the channel's thread waits
         # now and then for the main thread's look-ups.
         side = store.clone() if hasattr(store, "clone") else store
-        strategy = run.get("strategy")
-        init = dist.init_process_group if strategy is None else strategy.init_process_group
+        init = dist.init_process_group if run.strategy is None else run.strategy.init_process_group
         init(
             backend,
             store=PrefixStore("group", store),
             rank=placement.rank,
             world_size=placement.world_size,
-            timeout=timedelta(seconds=timeout),
+            timeout=timedelta(seconds=run.timeout),
             device_id=device if device.type != "cpu" and backend != "gloo" else None,
         )
         store.set(f"joined/{placement.rank}", "")
@@ -144,15 +138,16 @@ def join(
             placement,
             device,
             backend=backend,
-            timeout=timeout,
+            timeout=run.timeout,
+            options=run,
             group=dist.group.WORLD,
             store=store,
             secret=agree_on_secret(store, placement.rank),
             cleanup=cleanup.pop_all(),
-            **run,
         )
     activate(world)
-    world.channel = Channel(side, placement, world.crumbs, distwrap_environment.STORE in os.environ, timeout)
+    supervised = distwrap_environment.STORE in os.environ
+    world.channel = Channel(side, placement, world.part(Activity), supervised, run.timeout)
     world.channel.start()
     return world
 
@@ -178,21 +173,20 @@ def _teardown(*, destroy: bool) -> None:
     world = active_world()
     if world is None:
         return
-    for exchange in list(world.exchanges):
-        exchange.settle()
+    world.settle()
     deactivate()
     if world.channel is not None:
         world.channel.stop()
     with world.cleanup:
-        for model in world.models if destroy else ():
-            model.release()
         if world.store is not None:
             await_all_joined(world.store, world.placement)
+        world.close()
+        if world.store is not None:
             if destroy and dist.is_initialized():
                 dist.destroy_process_group()
             say_goodbye(world.store, world.placement)
         if destroy:
-            world.group = world.status_group = None
+            world.group = None
 
 
 def abandon_process_group() -> None:
@@ -202,7 +196,8 @@ def abandon_process_group() -> None:
     if world is not None:
         if world.channel is not None:
             world.channel.stop()
-        world.cleanup.close()
+        with world.cleanup:
+            world.close()
 
 
 @contextmanager
@@ -211,15 +206,18 @@ def temporary_world(world: World) -> Iterator[World]:
     activate(world)
     try:
         yield world
+        world.settle()
     finally:
         deactivate()
-        world.cleanup.close()
+        with world.cleanup:
+            world.close()
 
 
-def single_world(**run: Any) -> World:
-    """Describe a world of this one process."""
+def single_world(run: RunOptions) -> World:
+    """Return a world of this one process."""
     placement = Placement()
-    return World(placement, selection.choose_device(placement, selection.visible_devices()), **run)
+    device = selection.choose_device(placement, selection.visible_devices())
+    return World(placement, device, timeout=run.timeout, options=run)
 
 
 def announce(world: World, launcher: str) -> None:
@@ -231,7 +229,7 @@ def announce(world: World, launcher: str) -> None:
     through = f" on {interface}" if interface and "gloo" in str(world.backend) else ""
     say(
         f"{ranks} on {nodes} ({socket.gethostname()}), {world.device.type}, {world.backend}{through}, "
-        f"precision {world.precision}, started by {launcher}, {torch.get_num_threads()} thread(s) a rank"
+        f"precision {world.options.precision}, started by {launcher}, {torch.get_num_threads()} thread(s) a rank"
     )
 
 

@@ -2,8 +2,23 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from distwrap.group.collectives import gather_object
-from distwrap.group.world import current_world
+from distwrap.group.world import RunPart, World, current_world
+from distwrap.supervision.activity import Activity
+
+
+class WaitCounts(RunPart):
+    """Count of the waits of each name, so that the n-th wait on one rank meets the n-th work on another."""
+
+    def __init__(self, world: World) -> None:
+        self._counts: Counter[str] = Counter()
+
+    def next(self, name: str) -> int:
+        """Return the number of the wait that begins now, from 1."""
+        self._counts[name] += 1
+        return self._counts[name]
 
 
 def share_result(name: str, worker: int, result: bytes | None) -> bytes:
@@ -25,14 +40,13 @@ def share_result(name: str, worker: int, result: bytes | None) -> bytes:
     if world.placement.world_size == 1:
         assert result is not None
         return result
-    world.crumbs.record(name)
+    world.part(Activity).record(name)
     if world.channel is None:
         everyone = gather_object(result)
         shared = everyone[worker]
         assert shared is not None
         return shared
-    world.turns[name] += 1
-    key = f"{name}/{worker}/{world.turns[name]}"
+    key = f"{name}/{worker}/{world.part(WaitCounts).next(name)}"
     if result is None:
         return world.channel.wait_for(key, worker)
     world.channel.publish(key, result)

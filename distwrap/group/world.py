@@ -1,18 +1,20 @@
-"""The current world: the one place where distwrap keeps state.
+"""The current world: the one place where distwrap keeps the state of a run.
 
 `activate` sets it, `deactivate` clears it. Where neither has happened the world is *ambient*: what a launcher's
 variables, or a process group that the user made, say about this process.
+
+What a room of the package keeps for a run is a `RunPart` of that room, which `World.part` makes at its first use. (No
+context variables: DDP's hooks run in autograd's threads, which have contexts of their own.)
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections import Counter
+import threading
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
-from weakref import WeakSet
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -20,91 +22,114 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap.devices.selection import choose_device, visible_devices
 from distwrap.environments import Placement, detect
-from distwrap.supervision.activity import Activity
+from distwrap.supervision.channel import Channel
 
 if TYPE_CHECKING:
-    from torch.amp.grad_scaler import GradScaler
+    from distwrap.comm.base import Algorithm
+    from distwrap.precision.base import Precision
+    from distwrap.strategies.base import Strategy
 
-    from distwrap.supervision.channel import Channel
 
-Precision = Literal["32", "bf16", "bf16-true", "fp16"]
+class RunPart(Protocol):
+    """State that one room keeps for one run; made by `World.part` at its first use."""
+
+    def __init__(self, world: World) -> None: ...
+
+    def settle(self) -> None:
+        """Bring to an end what is under way, at the orderly end of a run; every rank calls it."""
+        return
+
+    def close(self) -> None:
+        """Give back what this part holds; always called, for the part that was made last first."""
+        return
+
+
+Part = TypeVar("Part", bound=RunPart)
+
+
+@dataclass(frozen=True)
+class RunOptions:
+    """Options of a run that matter inside a rank.
+
+    Attributes:
+        strategy: how models are replicated; ``None`` for DDP.
+        precision: in which models compute, a registered name or a `Precision`.
+        comm: how wrapped models exchange gradients or weights; ``None`` as DDP does.
+        seed: the user's; ``None`` where none was given.
+        backend: of the process group, ``"auto"`` by the device.
+        timeout: seconds for a collective.
+        retrofit: whether arguments are wrapped before the function sees them.
+        log_dir: a folder for what each rank prints, or ``None``.
+    """
+
+    strategy: Strategy | None = None
+    precision: str | Precision = "32"
+    comm: Algorithm | None = None
+    seed: int | None = None
+    backend: str = "auto"
+    timeout: float = 600.0
+    retrofit: bool = False
+    log_dir: str | None = None
 
 
 @dataclass
 class World:
-    """What was decided for this run, and what it holds open.
+    """Decisions of a run, and the connections that it holds open.
 
     Attributes:
+        placement: this process's place among the others.
+        device: of this rank.
         backend: of the process group, ``None`` where there is none.
-        strategy: the run's `Strategy`; ``None`` for DDP.
-        seed: the user's; ``None`` where none was given.
         timeout: seconds for a collective.
-        scaler: of fp16; made when the first model is wrapped in that precision.
-        grads_are_scaled: whether `backward` ran since the last `optimizer_step`, so that the gradients are scaled.
-        stepped: the optimizers that have stepped since `backward`, by their ids; ``None`` before the first.
-        unscaled: those whose gradients have had their scale taken off since `backward`.
-        scaled: the models in fp16.
-        marked: a gradient of each as `backward` left it, and its version.
-        user_scales: whether the loop was seen to use a gradient scaler of its own.
-        window: of the accumulation that is under way.
-        loaders: how many loaders were sharded, so that each has a random stream of its own.
-        comm: how wrapped models exchange, an `Algorithm`; ``None`` as DDP does.
-        dropped: what a model exchanged through that nobody holds any more; ended when the next one is made.
-        exchanges: of models whose ranks hold different weights; they act around optimizer steps.
-        listens: whether steps are watched for these.
-        models: those that hold on to the process group; released before it goes.
-        wrapped: how many models were wrapped, so that each has a name alike on every rank.
-        first_steps: what looks at the optimizers' first steps.
-        group: the process group, held so that no model of the user's is the last to hold it: torch ends it then with
-            the interpreter's lock taken, for which gloo's threads wait forever.
+        options: of the run; replaced as a whole where `seed_everything` changes the seed.
+        group: the process group. It is held here so that no model of the user's is the last to hold it: torch would
+            end it then with the interpreter's lock taken, for which gloo's threads wait forever.
         store: where the ranks met.
-        secret: of the run, by which objects from its ranks are known.
+        secret: of the run, with which its ranks sign objects.
         channel: the side channel to the other ranks, where distwrap made the group.
-        crumbs: what this rank did last.
-        solo: the function in which only some ranks are at this moment, so that a collective would wait forever.
-        turns: how often ranks have waited for each kind of work of another rank.
-        preempted: how the machine was wanted back, once it was.
-        status_group: in which `lockstep` exchanges its status.
-        writer: of checkpoints in the background.
-        noted: what was said already, and need not be said again.
-        cleanup: what teardown undoes.
+        cleanup: undoes what joining has changed in this process.
     """
 
     placement: Placement
     device: torch.device
     backend: str | None = None
-    strategy: Any = None
-    precision: Precision = "32"
-    seed: int | None = None
     timeout: float = 600.0
-    scaler: GradScaler | None = None
-    grads_are_scaled: bool = False
-    stepped: set[int] | None = None
-    unscaled: set[int] = field(default_factory=set)
-    scaled: WeakSet[Any] = field(default_factory=WeakSet)
-    marked: list[Any] = field(default_factory=list)
-    user_scales: bool = False
-    window: Any = None
-    loaders: int = 0
-    comm: Any = None
-    listens: bool = False
-    dropped: list[Any] = field(default_factory=list)
-    exchanges: list[Any] = field(default_factory=list)
-    models: WeakSet[Any] = field(default_factory=WeakSet)
-    wrapped: int = 0
-    first_steps: Any = None
+    options: RunOptions = field(default_factory=RunOptions)
     group: object = None
     store: Store | None = None
     secret: bytes = b""
     channel: Channel | None = None
-    crumbs: Activity = field(default_factory=Activity)
-    solo: str = ""
-    turns: Counter[str] = field(default_factory=Counter)
-    preempted: Any = None
-    status_group: Any = None
-    writer: Any = None
-    noted: set[str] = field(default_factory=set)
     cleanup: ExitStack = field(default_factory=ExitStack)
+    _parts: dict[type[RunPart], RunPart] = field(default_factory=dict)
+    _making: threading.RLock = field(default_factory=threading.RLock)
+
+    def part(self, kind: type[Part]) -> Part:
+        """Return a room's state of this run; it is made at the first call.
+
+        Example:
+            >>> world = current_world()
+            >>> world.part(Announcements) is world.part(Announcements)
+            True
+        """
+        found = self._parts.get(kind)
+        if found is None:
+            with self._making:
+                found = self._parts.get(kind)
+                if found is None:
+                    found = self._parts[kind] = kind(self)
+        return cast("Part", found)
+
+    def settle(self) -> None:
+        """Let all parts bring to an end what is under way; every rank calls it, and it may be called again."""
+        for part in list(self._parts.values()):
+            part.settle()
+
+    def close(self) -> None:
+        """Close all parts, the one that was made last first."""
+        with ExitStack() as stack:
+            for part in self._parts.values():
+                stack.callback(part.close)
+        self._parts.clear()
 
 
 _current: World | None = None
@@ -131,6 +156,7 @@ def deactivate() -> None:
     """Forget the current world, and what it left in the ambient one."""
     global _current, _ambient
     if _ambient is not None:
+        _ambient[1].close()
         _ambient[1].cleanup.close()
     _current = _ambient = None
 
@@ -142,7 +168,7 @@ def _ambient_world() -> World:
     key = (group, env.get("RANK"), env.get("WORLD_SIZE"), env.get("LOCAL_RANK"))
     if _ambient is None or _ambient[0] != key:
         found = detect(env) if group is None else _placement_of_group()
-        placement = found if isinstance(found, Placement) else Placement()  # a machine whose ranks are yet to start
+        placement = found if isinstance(found, Placement) else Placement()  # a node whose ranks are yet to start
         world = World(placement, choose_device(placement, visible_devices()))
         world.backend = None if group is None else dist.get_backend()
         _ambient = (key, world)
@@ -170,8 +196,30 @@ def say(text: str, *, every_rank: bool = False) -> None:
         print(f"distwrap: {text}", file=sys.stderr, flush=True)
 
 
+class Announcements(RunPart):
+    """Keys of the announcements that a run has made, so that none is made twice."""
+
+    def __init__(self, world: World) -> None:
+        self.made: set[str] = set()
+
+
+def is_first_time(key: str) -> bool:
+    """Return whether this is the first time in this run that this is asked for a key."""
+    made = current_world().part(Announcements).made
+    if key in made:
+        return False
+    made.add(key)
+    return True
+
+
+def say_once(key: str, text: str) -> None:
+    """Print a line on rank 0's standard error, as `say` does, the first time that a run comes to it."""
+    if is_first_time(key):
+        say(text)
+
+
 def placement() -> Placement:
-    """Say where this process stands: right before, during and after the group's life.
+    """Return where this process stands: right before, during and after the group's life.
 
     Example:
         >>> placement().world_size
@@ -191,22 +239,22 @@ def world_size() -> int:
 
 
 def local_rank() -> int:
-    """Return this process's rank among those on its machine."""
+    """Return this process's rank among those on its node."""
     return current_world().placement.local_rank
 
 
 def local_world_size() -> int:
-    """Return the number of processes on this machine."""
+    """Return the number of processes on this node."""
     return current_world().placement.local_world_size
 
 
 def node_rank() -> int:
-    """Return which machine this is, 0 on one machine."""
+    """Return which node this is, 0 where there is only one."""
     return current_world().placement.node_rank
 
 
 def is_rank_zero() -> bool:
-    """Say whether this is rank 0, as it is in a single process."""
+    """Return whether this is rank 0, as it is in a single process."""
     return current_world().placement.rank == 0
 
 

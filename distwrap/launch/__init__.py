@@ -22,9 +22,9 @@ from distwrap.group.setup import (
     teardown_process_group,
     temporary_world,
 )
-from distwrap.group.world import World, active_world, current_world, say
+from distwrap.group.world import RunOptions, World, active_world, current_world, say
 from distwrap.launch import elastic, fork_safety, local, script
-from distwrap.launch.execute import Call, Run, execute
+from distwrap.launch.execute import Call, execute
 from distwrap.launch.node_plan import resolve
 from distwrap.options import Options, switched_on
 from distwrap.registry import strategies
@@ -47,15 +47,15 @@ def start(call: Call, options: Options) -> Any:
             f"object, a closure or a global is not seen."
         )
     strategy = strategies.make(options.strategy)
-    run = Run(
-        strategy,
-        strategy.backend or options.backend,
-        options.precision,
-        options.seed,
-        options.timeout,
-        options.retrofit,
-        options.log_dir,
-        options.comm,
+    run = RunOptions(
+        strategy=strategy,
+        precision=options.precision,
+        comm=options.comm,
+        seed=options.seed,
+        backend=strategy.backend or options.backend,
+        timeout=options.timeout,
+        retrofit=options.retrofit,
+        log_dir=options.log_dir,
     )
     if active_world() is not None:
         return _here(call, run, everybody)
@@ -114,29 +114,29 @@ def _check_arguments(call: Call) -> None:
         raise TypeError(f"{call.name}: {error}.{hint}") from None
 
 
-def _here(call: Call, run: Run, everybody: bool) -> Any:
+def _here(call: Call, run: RunOptions, everybody: bool) -> Any:
     value, found = execute(call, run)
     value = retrofit.unwrapped(value, found)
     return gather_object(value) if everybody else value
 
 
-def _in_process(call: Call, run: Run, everybody: bool) -> Any:
-    with temporary_world(single_world(timeout=run.timeout, **run.of_world())):
+def _in_process(call: Call, run: RunOptions, everybody: bool) -> Any:
+    with temporary_world(single_world(run)):
         if run.seed is None:
             return _here(call, run, everybody)
         with preserved():
             return _here(call, run, everybody)
 
 
-def _in_users_group(call: Call, run: Run, everybody: bool) -> Any:
+def _in_users_group(call: Call, run: RunOptions, everybody: bool) -> Any:
     ambient = current_world()
-    world = World(ambient.placement, ambient.device, backend=ambient.backend, timeout=run.timeout, **run.of_world())
+    world = World(ambient.placement, ambient.device, backend=ambient.backend, timeout=run.timeout, options=run)
     with temporary_world(world):
         return _here(call, run, everybody)
 
 
-def _joining(call: Call, run: Run, placement: Placement, everybody: bool, options: Options) -> Any:
-    world = join(placement, backend=run.backend, timeout=run.timeout, **run.of_world())
+def _joining(call: Call, run: RunOptions, placement: Placement, everybody: bool, options: Options) -> Any:
+    world = join(placement, run)
     announce(world, placement.source)
     _say_what_is_left_to(placement, options)
     try:

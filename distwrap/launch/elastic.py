@@ -30,9 +30,9 @@ from distwrap.environments import Placement, detect
 from distwrap.errors import ArrivalError, ForkError, WorkerDiedError, WorkerTimeoutError
 from distwrap.group import failures
 from distwrap.group.setup import abandon_process_group, teardown_process_group
-from distwrap.group.world import say
+from distwrap.group.world import RunOptions, say
 from distwrap.launch import fork_safety, local, openmp, pickling, transport, worker
-from distwrap.launch.execute import Call, Run
+from distwrap.launch.execute import Call
 from distwrap.launch.exit_reason import OomCount, describe_exit
 from distwrap.launch.node_plan import NodePlan
 from distwrap.launch.nodes import NodeSummary
@@ -51,7 +51,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AGENTS = ("TORCHELASTIC_", "TORCH_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")  # its variables
 
 
-def launch(call: Call, run: Run, launcher: str, nprocs: int, machines: NodePlan, *, everybody: bool) -> Any:
+def launch(call: Call, run: RunOptions, launcher: str, nprocs: int, machines: NodePlan, *, everybody: bool) -> Any:
     """Run the call under torch elastic, and return rank 0's value, or the list of all.
 
     Args:

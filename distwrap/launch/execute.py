@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 from distwrap import retrofit
 from distwrap.comm.consolidate import consolidate
-from distwrap.group.world import Precision, current_world
+from distwrap.group.world import RunOptions, current_world
 from distwrap.model.diagnosis import explained
 from distwrap.retrofit import Retrofitted
 from distwrap.seeding import seed_everything
@@ -31,25 +31,7 @@ class Call:
         return f"{getattr(self.function, '__qualname__', type(self.function).__qualname__)}()"
 
 
-@dataclass(frozen=True)
-class Run:
-    """The options that matter inside a rank."""
-
-    strategy: Any
-    backend: str
-    precision: Precision
-    seed: int | None
-    timeout: float
-    retrofit: bool
-    log_dir: str | None = None
-    comm: Any = None
-
-    def of_world(self) -> dict[str, Any]:
-        """Those that the current world keeps."""
-        return {"strategy": self.strategy, "precision": self.precision, "seed": self.seed, "comm": self.comm}
-
-
-def execute(call: Call, run: Run) -> tuple[Any, list[Retrofitted]]:
+def execute(call: Call, run: RunOptions) -> tuple[Any, list[Retrofitted]]:
     """Return the function's value, and what was retrofitted."""
     if run.seed is not None:
         seed_everything(run.seed)
@@ -57,12 +39,11 @@ def execute(call: Call, run: Run) -> tuple[Any, list[Retrofitted]]:
         result = _execute(call, run)
     except RuntimeError as error:
         raise explained(error)  # noqa: B904 - which knows its cause
-    if current_world().writer is not None:
-        current_world().writer.wait()
+    current_world().settle()
     return result
 
 
-def _execute(call: Call, run: Run) -> tuple[Any, list[Retrofitted]]:
+def _execute(call: Call, run: RunOptions) -> tuple[Any, list[Retrofitted]]:
     if not run.retrofit:
         return call.function(*call.args, **call.kwargs), []
     args, kwargs, found = retrofit.wrap(call.args, call.kwargs)

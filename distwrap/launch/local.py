@@ -16,8 +16,9 @@ from distwrap.devices.cpus import choose_threads
 from distwrap.environments import Placement
 from distwrap.errors import ForkError, MainGuardError, SerializationError
 from distwrap.group.setup import ARRIVAL_SECONDS
+from distwrap.group.world import RunOptions
 from distwrap.launch import fork_safety, openmp, pickling, transport, worker
-from distwrap.launch.execute import Call, Run
+from distwrap.launch.execute import Call
 from distwrap.launch.logs import Logs, Streams
 from distwrap.launch.node_plan import NodePlan
 from distwrap.launch.processes import CommandProcess, ForkedProcess, Process, ServedProcess, spawn_command, warm_server
@@ -34,7 +35,7 @@ Start = Callable[[int, list[Process]], Process]
 
 def launch(
     call: Call,
-    run: Run,
+    run: RunOptions,
     launcher: str,
     nprocs: int,
     *,
@@ -84,7 +85,7 @@ def launch(
     return value if met.nodes is None or met.nodes.node_rank == 0 else met.nodes.summary()
 
 
-def _assignment(launcher: str, run: Run, threads: int | None) -> Assignment:
+def _assignment(launcher: str, run: RunOptions, threads: int | None) -> Assignment:
     return Assignment(Placement(), launcher, "", run, threads)
 
 

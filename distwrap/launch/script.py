@@ -27,8 +27,9 @@ from distwrap.environments import distwrap_environment
 from distwrap.errors import LaunchError, WorkerTimeoutError
 from distwrap.group import failures
 from distwrap.group.setup import announce, join, teardown_process_group
+from distwrap.group.world import RunOptions
 from distwrap.launch import command_line, store_file, transport
-from distwrap.launch.execute import Call, Run, execute
+from distwrap.launch.execute import Call, execute
 from distwrap.launch.interrupts import Interrupts
 from distwrap.launch.logs import Logs, redirected
 from distwrap.launch.processes import CommandProcess, kill
@@ -55,7 +56,7 @@ _logs: Logs | None = None
 _conn: Connection | None = None
 
 
-def launch(call: Call, run: Run, nprocs: int, *, everybody: bool) -> Any:
+def launch(call: Call, run: RunOptions, nprocs: int, *, everybody: bool) -> Any:
     """Run the call as rank 0, with `nprocs` - 1 others; return rank 0's value, or the list of all."""
     global _last_value, _failed
     if _failed:
@@ -79,7 +80,7 @@ def launch(call: Call, run: Run, nprocs: int, *, everybody: bool) -> Any:
     ):
         news.start()
         try:
-            world = join(place, backend=run.backend, timeout=run.timeout, **run.of_world())
+            world = join(place, run)
             announce(world, "script")
             assert world.channel is not None
             world.channel.on_stall = news.stall
@@ -131,7 +132,7 @@ def in_child() -> bool:
     return FD in os.environ
 
 
-def join_from_child(call: Call, run: Run, launcher: str, *, everybody: bool) -> Any:
+def join_from_child(call: Call, run: RunOptions, launcher: str, *, everybody: bool) -> Any:
     """Take part in rank 0's call, and park at its end."""
     global _conn
     if launcher != "script":
@@ -154,7 +155,7 @@ def join_from_child(call: Call, run: Run, launcher: str, *, everybody: bool) -> 
         threads = choose_threads(place.local_world_size)
         if threads is not None:
             torch.set_num_threads(threads)
-        world = join(place, backend=run.backend, timeout=run.timeout, **run.of_world())
+        world = join(place, run)
         assert world.channel is not None
         world.channel.on_stall = lambda report: stalled(report, own_conn, rank)
         value, found = execute(call, run)

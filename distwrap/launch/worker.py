@@ -24,6 +24,7 @@ from distwrap.errors import WorkerTimeoutError
 from distwrap.group import failures
 from distwrap.group.collectives import gather_object
 from distwrap.group.setup import abandon_process_group, announce, finish_process_group, join
+from distwrap.group.world import RunOptions
 from distwrap.launch import execute, pickling, transport
 from distwrap.launch.execute import Call
 from distwrap.network.rendezvous import count_meetings_anew
@@ -80,7 +81,7 @@ class Assignment:
     placement: Placement
     launcher: str
     store: str
-    run: execute.Run
+    run: RunOptions
     threads: int | None
     value: Wanted = ""
     everybody: bool = False
@@ -188,7 +189,7 @@ def run(assignment: Assignment, call: Call | None, on_stall: Callable[[str], Non
         assert assignment.payload is not None
         call = Call(*transport.unpack(assignment.payload))
     run = assignment.run
-    world = join(assignment.placement, backend=run.backend, timeout=run.timeout, **run.of_world())
+    world = join(assignment.placement, run)
     announce(world, assignment.launcher)
     assert world.channel is not None
     if on_stall is not None:

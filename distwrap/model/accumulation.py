@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from distwrap.data.sharded import batches_left
 from distwrap.errors import LoaderError, ModelError, OptionError
 from distwrap.group.collectives import total
-from distwrap.group.world import current_world
+from distwrap.group.world import RunPart, World, current_world
 from distwrap.model.transparent import TransparentModule
 
 Batch = TypeVar("Batch")
@@ -72,6 +72,17 @@ class Window:
             torch._foreach_mul_(gradients, factor)
 
 
+class Windows(RunPart):
+    """The accumulation windows of one run.
+
+    Attributes:
+        current: the window under way, or ``None``.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.current: Window | None = None
+
+
 def accumulate(
     loader: Iterable[Batch], steps: int, model: nn.Module | Sequence[nn.Module]
 ) -> Iterator[tuple[Batch, Window]]:
@@ -117,17 +128,17 @@ def accumulate(
 
 def _accumulate(loader: Iterable[Batch], steps: int, models: list[nn.Module]) -> Iterator[tuple[Batch, Window]]:
     wrapped = [part for part in map(_under_ddp, models) if part is not None]
-    world = current_world()
+    windows = current_world().part(Windows)
     try:
         for size, batches in _windows(loader, steps):
-            world.window = Window(size, models)
+            window = windows.current = Window(size, models)
             for index, batch in enumerate(batches):
-                world.window.index = index
+                window.index = index
                 for part in wrapped:
-                    part.require_backward_grad_sync = world.window.last
-                yield batch, world.window
+                    part.require_backward_grad_sync = window.last
+                yield batch, window
     finally:
-        world.window = None
+        windows.current = None
         for part in wrapped:
             part.require_backward_grad_sync = True
 
@@ -187,7 +198,7 @@ def scale_loss(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torch.Ten
     if not number >= 0:
         raise OptionError(f"scale_loss(count={number:g}): it must be 0 or more.")
     world = current_world()
-    window: Window | None = world.window
+    window = world.part(Windows).current
     world_size = world.placement.world_size
     if window is not None:
         return window.scaled(loss_sum, number, world_size)

@@ -16,6 +16,7 @@ from torch import nn
 from distwrap.errors import ModelError
 from distwrap.group.world import World, current_world
 from distwrap.model.transparent import unwrap_model
+from distwrap.model.wrapped_models import WrappedModels
 from distwrap.supervision.stacks import users_frame
 from distwrap.wording import named_ranks
 
@@ -117,7 +118,7 @@ def _explained_twice(text: str) -> ModelError:
     found = re.search(r"Parameter at index (\d+)", text)
     candidates = {
         model._gradients.trained[int(found.group(1))]
-        for model in current_world().models
+        for model in current_world().part(WrappedModels)
         if found and int(found.group(1)) < len(model._gradients.trained)
     }
     which = " or ".join(sorted(map(repr, candidates))) or "a parameter"

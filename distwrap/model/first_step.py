@@ -19,9 +19,10 @@ from torch.optim.optimizer import (
 )
 
 from distwrap.errors import ModelError
-from distwrap.group.world import World
+from distwrap.group.world import RunPart, World
 from distwrap.model import in_sync
 from distwrap.model.in_sync import Fingerprint
+from distwrap.model.wrapped_models import WrappedModels
 from distwrap.supervision.channel import Channel
 
 _PATIENCE = 50  # steps, after which what is still open stays so
@@ -31,17 +32,14 @@ def watch_first_step(world: World) -> None:
     """Look at the next step of each optimizer that holds parameters of a wrapped model."""
     if world.channel is None:
         return
-    if world.first_steps is None:
-        world.first_steps = FirstSteps(world, world.channel)
-        world.cleanup.callback(world.first_steps.stop)
-    world.first_steps.start()
+    world.part(FirstSteps).start(world.channel)
 
 
-class FirstSteps:
-    """Those of one world's models, on one rank."""
+class FirstSteps(RunPart):
+    """Watch over the first step of each optimizer of a run, on one rank."""
 
-    def __init__(self, world: World, channel: Channel) -> None:
-        self._world, self._channel = world, channel
+    def __init__(self, world: World) -> None:
+        self._world = world
         self._rank, self._world_size = world.placement.rank, world.placement.world_size
         self._proven: WeakSet[nn.Module] = WeakSet()
         self._seen: WeakSet[Optimizer] = WeakSet()
@@ -49,9 +47,9 @@ class FirstSteps:
         self._noted, self._steps = 0, 0
         self._handles: list[Any] = []
 
-    def start(self) -> None:
+    def start(self, channel: Channel) -> None:
         """Listen to optimizers, after whoever else does."""
-        self._steps = 0
+        self._channel, self._steps = channel, 0
         self._open.clear()
         self.stop()
         self._handles = [
@@ -64,6 +62,10 @@ class FirstSteps:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+
+    def close(self) -> None:
+        """Listen no more."""
+        self.stop()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._compare()
@@ -78,7 +80,11 @@ class FirstSteps:
         if optimizer in self._seen or all(tensor.grad is None for tensor in held.values()):
             return
         self._seen.add(optimizer)
-        models = [model for model in self._world.models if not held.keys().isdisjoint(map(id, model.parameters()))]
+        models = [
+            model
+            for model in self._world.part(WrappedModels)
+            if not held.keys().isdisjoint(map(id, model.parameters()))
+        ]
         tensors: dict[str, torch.Tensor] = {}
         for model in models:
             self._proven.add(model)
@@ -118,7 +124,7 @@ class FirstSteps:
         held = _held(optimizer)
         if any(tensor.grad is not None for tensor in held.values()):
             return
-        for model in self._world.models:
+        for model in self._world.part(WrappedModels):
             parameters = list(model.parameters())
             trained = any(parameter.grad is not None for parameter in parameters)
             shapes = {parameter.shape for parameter in parameters}
@@ -137,7 +143,7 @@ class FirstSteps:
         return hooks is None or next(reversed(hooks)) == self._handles[0].id
 
     def _is_done(self) -> bool:
-        return all(model in self._proven for model in self._world.models)
+        return all(model in self._proven for model in self._world.part(WrappedModels))
 
 
 def _held(optimizer: Optimizer) -> dict[int, nn.Parameter]:

@@ -19,9 +19,10 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from distwrap.errors import ModelError
-from distwrap.group.world import current_world, say
+from distwrap.group.world import current_world, say_once
 from distwrap.model import diagnosis
 from distwrap.model.buffers import Buffers
+from distwrap.model.wrapped_models import WrappedModels
 
 _SENTINELS = 4
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
@@ -197,15 +198,13 @@ def _averaged_elsewhere(model: nn.Module, task: int) -> bool:
     own = set(map(id, model.parameters()))
     return any(
         other is not model and other._gradients._task == task and not own.isdisjoint(map(id, other.parameters()))
-        for other in current_world().models
+        for other in current_world().part(WrappedModels)
     )
 
 
 def _note_late_no_sync() -> None:
-    world = current_world()
-    if "no_sync" not in world.noted:
-        world.noted.add("no_sync")
-        say(
-            "a backward in no_sync() exchanges gradients all the same, because its forward was outside. "
-            "Put both inside, or loop over distwrap.accumulate()."
-        )
+    say_once(
+        "no_sync",
+        "a backward in no_sync() exchanges gradients all the same, because its forward was outside. "
+        "Put both inside, or loop over distwrap.accumulate().",
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from distwrap.group.world import current_world, say
+from distwrap.group.world import say_once
 from distwrap.model.distributed import DistributedModel
 
 
@@ -38,10 +38,10 @@ class ReplicaModel(DistributedModel):
         return super().state_dict(*args, **kwargs)
 
     def _note_own_weights(self, where: str) -> None:
-        exchange, world = self.__dict__.get("_exchange"), current_world()
-        if exchange is not None and not exchange.alike and "own weights" not in world.noted:
-            world.noted.add("own weights")
-            say(
+        exchange = self.__dict__.get("_exchange")
+        if exchange is not None and not exchange.alike:
+            say_once(
+                "own weights",
                 f"{where} sees this rank's own weights, and under this comm= each rank has others. For the mean of "
-                f"all: with distwrap.consolidate(model): ..."
+                f"all: with distwrap.consolidate(model): ...",
             )

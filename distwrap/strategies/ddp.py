@@ -22,6 +22,7 @@ from distwrap.model.distributed import DistributedModel
 from distwrap.model.first_step import watch_first_step
 from distwrap.model.replica import ReplicaModel
 from distwrap.model.transparent import unwrap_model
+from distwrap.model.wrapped_models import WrappedModels
 from distwrap.registry import algorithms
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.single import local
@@ -64,16 +65,17 @@ class DDPStrategy(Strategy):
         if not any(parameter.requires_grad for parameter in model.parameters()):
             _share(model)
             return local(model, wrapping)  # nothing to average; DDP would refuse
-        for other in list(world.models):
+        models = world.part(WrappedModels)
+        for other in models:
             if unwrap_model(other) is unwrap_model(model):
                 other.retire()
         options = {**self.ddp_options, **wrapping.options}
         if wrapping.device.type != "cpu":
             options = {**self.devices(wrapping), **options}
         buffers = None
-        world.wrapped += 1
+        name = models.next_name()
         if world.channel is not None and not _BROADCAST.intersection(options):
-            buffers = Buffers(unwrap_model(model), world.placement.rank, world.channel, f"{world.wrapped}")
+            buffers = Buffers(unwrap_model(model), world.placement.rank, world.channel, name)
         comm = wrapping.comm if wrapping.comm is not None else self.comm
         if comm is not None:
             _refuse_with_comm(model, options)
@@ -81,7 +83,7 @@ class DDPStrategy(Strategy):
         wrapped = kind(model, wrapping.in_precision, wrapping.device, wrapping.forward_methods, buffers, **options)
         if comm is not None:
             wrapped.__dict__["_exchange"] = comm.attach(wrapped, world)
-        world.models.add(wrapped)
+        models.add(wrapped)
         watch_first_step(world)
         return wrapped
 
@@ -95,7 +97,7 @@ class DDPStrategy(Strategy):
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for wrapped in list(current_world().models):
+        for wrapped in current_world().part(WrappedModels):
             exchange = wrapped.__dict__.get("_exchange")
             if exchange is not None and not held.isdisjoint(map(id, wrapped.parameters())):
                 optimizer = exchange.prepare_optimizer(optimizer)

@@ -18,6 +18,7 @@ from distwrap.precision import InPrecision, prepare_scaler
 from distwrap.registry import strategies
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.ddp import DDPStrategy
+from distwrap.supervision.activity import Activity
 
 
 def wrap_model(
@@ -71,11 +72,11 @@ def wrap_model(
             f"wrap a model once, or hand over unwrap_model(model)."
         )
     world = current_world()
-    world.crumbs.record("wrap_model")
+    world.part(Activity).record("wrap_model")
     chosen = strategies.make(check_strategy(strategy)) if strategy is not None else _of(world)
-    algorithm = check_comm(comm) if comm is not None else world.comm
+    algorithm = check_comm(comm) if comm is not None else world.options.comm
     where = torch.device(device) if device is not None else world.device
-    what = check_precision(precision) if precision is not None else world.precision
+    what = check_precision(precision) if precision is not None else str(world.options.precision)
     if sync_batchnorm:
         if where.type == "cpu" and world.placement.world_size > 1:
             raise ModelError("sync_batchnorm=True: torch has SyncBatchNorm on accelerators only, and this is the CPU.")
@@ -109,4 +110,4 @@ def wrap_optimizer(optimizer: Optimizer, model: nn.Module | None = None) -> Opti
 
 
 def _of(world: World) -> Strategy:
-    return world.strategy if world.strategy is not None else DDPStrategy()
+    return world.options.strategy if world.options.strategy is not None else DDPStrategy()

@@ -19,7 +19,7 @@ class Activity:
         site: file and line of the call.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, world: object) -> None:
         self.helper = ""
         self.site = ""
         self._batches: weakref.ref[Any] | None = None
@@ -41,6 +41,10 @@ class Activity:
         batches = self._batches() if self._batches is not None else None
         step = getattr(batches, "_num_yielded", None)
         return step if isinstance(step, int) else None
+
+    def settle(self) -> None: ...
+
+    def close(self) -> None: ...
 
     def __str__(self) -> str:
         return f"{self.helper} at {self.site}" if self.helper else ""

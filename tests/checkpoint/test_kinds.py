@@ -22,6 +22,7 @@ from distwrap.checkpoint.formats import FileIO
 from distwrap.checkpoint.plain import Staging
 from distwrap.errors import CheckpointError, OptionError
 from distwrap.group.world import current_world
+from distwrap.precision import LossScaling
 from distwrap.testing import run_ranks
 
 
@@ -388,7 +389,9 @@ def test_the_scale_of_fp16_is_part_of_the_run(tmp_path: Path) -> None:
         torch.manual_seed(0)
         model = dw.wrap_model(nn.Linear(2, 1))
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        current_world().scaler = torch.amp.GradScaler("cpu", init_scale=64.0)  # at which nothing here overflows
+        current_world().part(LossScaling).scaler = torch.amp.GradScaler(
+            "cpu", init_scale=64.0
+        )  # at which nothing here overflows
         if load:
             dw.load(tmp_path / "a.pt", into={"model": model, "run": dw.run_state()})
         scales = []
@@ -396,7 +399,7 @@ def test_the_scale_of_fp16_is_part_of_the_run(tmp_path: Path) -> None:
             optimizer.zero_grad()
             factor = float("inf") if step == steps - 1 and not load else 1.0
             dw.backward(model(torch.ones(1, 2)).sum() * factor)
-            scales.append(current_world().scaler.get_scale())  # type: ignore[union-attr]
+            scales.append(current_world().part(LossScaling).scaler.get_scale())  # type: ignore[union-attr]
             dw.optimizer_step(optimizer)
         dw.save({"model": model, "run": dw.run_state()}, tmp_path / "a.pt")
         return scales

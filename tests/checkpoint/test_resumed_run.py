@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import distwrap as dw
 from distwrap.group.world import current_world
+from distwrap.precision import LossScaling
 
 EPOCHS, SAMPLES = 3, 29
 
@@ -44,7 +45,7 @@ def train(folder: Path, stop_after: int | None, precision: str, window: int) -> 
     options = {"find_unused_parameters": True} if dw.world_size() > 2 else {}
     model = dw.wrap_model(Net(), **options)
     if precision == "fp16":
-        current_world().scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17, growth_interval=4)
+        current_world().part(LossScaling).scaler = torch.amp.GradScaler("cpu", init_scale=2.0**17, growth_interval=4)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
     loader = dw.shard_loader(DataLoader(Noisy(), batch_size=3, shuffle=True), seed=7, mode="exact")
@@ -64,7 +65,7 @@ def train(folder: Path, stop_after: int | None, precision: str, window: int) -> 
                 return None
     model.eval()
     dw.assert_in_sync(model)
-    scaler = current_world().scaler
+    scaler = current_world().part(LossScaling).scaler
     return {
         "weights": {name: value.tolist() for name, value in model.state_dict().items()},
         "rate": scheduler.get_last_lr(),

@@ -39,6 +39,7 @@ from distwrap.comm.residuals import Residuals
 from distwrap.errors import CollectiveTimeoutError, ModelError, OptionError, WorkerError
 from distwrap.group import rank, world_size
 from distwrap.group.world import current_world
+from distwrap.precision import LossScaling
 from distwrap.testing import run_ranks
 
 GRADIENT = [
@@ -164,12 +165,13 @@ def test_a_window_is_exchanged_once() -> None:
 
 def _in_fp16(comms: list[str]) -> dict[str, tuple[list[float], list[bool], float]]:
     world = current_world()
-    world.precision = "fp16"
+    world.options = replace(world.options, precision="fp16")
+    scaling = world.part(LossScaling)
     found = {}
     for comm in comms:
-        world.scaler = world.stepped = None
+        scaling.scaler = scaling.stepped = None
         model, optimizer = prepared(comm)
-        world.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)  # it moves all the time
+        scaling.scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=2)  # it moves all the time
         stepped = []
         for step in range(8):
             optimizer.zero_grad()
@@ -179,7 +181,7 @@ def _in_fp16(comms: list[str]) -> dict[str, tuple[list[float], list[bool], float
             backward(loss_of(model, x))
             stepped.append(optimizer_step(optimizer, max_norm=100.0))
         consolidate(model)
-        found[comm] = flat(model).tolist(), stepped, world.scaler.get_scale()
+        found[comm] = flat(model).tolist(), stepped, scaling.scaler.get_scale()
     return found
 
 

@@ -13,6 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import distwrap as dw
 from distwrap.errors import LoaderError, ModelError, OptionError
 from distwrap.group.world import current_world
+from distwrap.model.accumulation import Windows
+from distwrap.precision import LossScaling
 from distwrap.testing import run_ranks
 
 RANKS, MICRO = (1, 2, 3, 4), 12  # micro-batches in all: every number of ranks divides them
@@ -138,7 +140,7 @@ def test_in_mixed_precision_with_clipping(precision: str) -> None:
     def on_rank() -> list[float]:
         model = dw.wrap_model(network(torch.float32))
         if precision == "fp16":
-            current_world().scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+            current_world().part(LossScaling).scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for (x, y), window in dw.accumulate(tokens()[dw.rank() :: dw.world_size()], 6 // dw.world_size(), model):
             loss_sum = nn.functional.cross_entropy(model(x.float()), y, reduction="sum")
@@ -214,7 +216,7 @@ def test_a_loader_that_ends_early_is_an_error() -> None:
     with pytest.raises(LoaderError, match="ended after 0 of the 2 micro-batches"):
         for _ in dw.accumulate(Short([1, 2, 3]), 3, nn.Linear(1, 1)):
             pass
-    assert current_world().window is None
+    assert current_world().part(Windows).current is None
 
 
 def test_leaving_early_sets_the_model_free() -> None:

@@ -14,7 +14,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 import distwrap as dw
 from distwrap.errors import PrecisionError
 from distwrap.group import current_world
-from distwrap.precision import InPrecision
+from distwrap.precision import InPrecision, LossScaling
 
 STEPS, SCALE = 5, 64.0
 
@@ -48,9 +48,9 @@ def weights(model: nn.Module) -> list[float]:
 def setting(seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
     model = dw.wrap_model(nn.Linear(4, 1))
-    scaler = current_world().scaler
+    scaler = current_world().part(LossScaling).scaler
     if scaler is not None and scaler.get_scale() != SCALE:  # at which nothing here overflows
-        current_world().scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+        current_world().part(LossScaling).scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
     return model, torch.optim.SGD(model.parameters(), lr=0.1)
 
 
@@ -145,12 +145,12 @@ def test_fp16_skips_a_step_that_overflowed() -> None:
         model, optimizer = setting()
         before = weights(model)
         dw.backward(model(torch.ones(1, 4)).sum() * (float("inf") if dw.rank() == dw.world_size() - 1 else 1.0))
-        scale = current_world().scaler.get_scale()
+        scale = current_world().part(LossScaling).scaler.get_scale()
         assert dw.optimizer_step(optimizer, max_norm=1.0) is False
         assert weights(model) == before
         optimizer.zero_grad()
         dw.backward(model(torch.ones(1, 4)).sum())
-        assert current_world().scaler.get_scale() == scale / 2
+        assert current_world().part(LossScaling).scaler.get_scale() == scale / 2
         assert dw.optimizer_step(optimizer) is True
         assert weights(model) != before
         return weights(model)
@@ -288,13 +288,13 @@ def test_two_optimizers_share_one_backward() -> None:
         before = weights(one)
         x = torch.ones(1, 4)
         dw.backward(one(x).sum() * float("inf") + other(x).sum())
-        scale = current_world().scaler.get_scale()
+        scale = current_world().part(LossScaling).scaler.get_scale()
         assert dw.optimizer_step(of_one) is False
         assert dw.optimizer_step(of_other) is True
         assert weights(one) == before
         torch.testing.assert_close(torch.tensor(weights(other)), torch.tensor(before) - 0.1, rtol=1e-3, atol=1e-4)
         dw.backward(one(x).sum())
-        assert current_world().scaler.get_scale() == scale / 2
+        assert current_world().part(LossScaling).scaler.get_scale() == scale / 2
 
     under("fp16", body)
 

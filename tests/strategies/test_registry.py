@@ -179,7 +179,7 @@ def _through_all_of_it(path: Path) -> list[str]:
     backward(model(torch.ones(1, 1)).sum())
     optimizer_step(optimizer)
     save(model, path)
-    strategy: Any = current_world().strategy
+    strategy: Any = current_world().options.strategy
     asked: list[str] = strategy.asked
     return asked
 

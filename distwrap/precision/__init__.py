@@ -10,18 +10,20 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.hooks import RemovableHandle
 
 from distwrap.errors import ModelError, PrecisionError
-from distwrap.group.world import Precision, World, current_world
+from distwrap.group.world import RunPart, World, current_world
 from distwrap.model.diagnosis import explained
 
-DTYPES: dict[Precision, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Forward = Callable[..., Any]
 
@@ -34,7 +36,7 @@ def autocast() -> AbstractContextManager[Any]:
         ...     loss = torch.ones(2, 2) @ torch.ones(2)
     """
     world = current_world()
-    return InPrecision(world.precision, world.device).context()
+    return InPrecision(str(world.options.precision), world.device).context()
 
 
 class InPrecision:
@@ -43,7 +45,7 @@ class InPrecision:
     Called on a forward, it returns one in that precision.
     """
 
-    def __init__(self, precision: Precision, device: torch.device) -> None:
+    def __init__(self, precision: str, device: torch.device) -> None:
         self.precision, self._device = precision, device
 
     def __call__(self, forward: Forward) -> Forward:
@@ -87,13 +89,78 @@ class InPrecision:
         return value
 
 
+class LossScaling(RunPart):
+    """Loss scaling of fp16 in one run.
+
+    Attributes:
+        scaler: torch's; made when the first model is wrapped in fp16.
+        is_scaled: whether `backward` ran since the last `optimizer_step`, so that the gradients are scaled.
+        stepped: ids of the optimizers that have stepped since `backward`; ``None`` before the first.
+        unscaled: ids of the optimizers whose gradients were unscaled since `backward`.
+        models: in fp16.
+        on_skipped: called with an optimizer whose step was skipped, because a gradient overflowed.
+        hook: of the check before each optimizer step.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.scaler: torch.amp.GradScaler | None = None
+        self.is_scaled = False
+        self.stepped: set[int] | None = None
+        self.unscaled: set[int] = set()
+        self.models: WeakSet[nn.Module] = WeakSet()
+        self.on_skipped: list[Callable[[Optimizer], None]] = []
+        self.hook: RemovableHandle | None = None
+        self._marked: list[tuple[torch.Tensor, int]] = []
+        self._user_scales = False
+
+    def update(self) -> None:
+        """Update the scale now, where optimizers have stepped, instead of at the next backward."""
+        if self.scaler is not None and self.stepped:
+            self.scaler.update()
+            self.stepped = None
+
+    def mark_gradients(self) -> None:
+        """Remember one gradient of each model as `backward` left it."""
+        self._marked = []
+        for model in self.models:
+            gradient = next((p.grad for p in model.parameters() if p.grad is not None), None)
+            if gradient is not None:
+                self._marked.append((gradient, gradient._version))
+
+    def refuse_changed_gradients(self) -> None:
+        """Raise where a marked gradient was changed.
+
+        Raises:
+            PrecisionError: says what to do instead.
+        """
+        if any(gradient._version != version for gradient, version in self._marked):
+            raise PrecisionError(
+                "the gradients were changed between distwrap.backward(loss) and optimizer_step() under "
+                "precision='fp16', where they are still scaled: a clip would cut them to nothing. Use "
+                "optimizer_step(optimizer, max_norm=...), or call distwrap.unscale(optimizer) before you touch them."
+            )
+
+    def sees_users_scaler(self) -> bool:
+        """Look, until there is one, for a `GradScaler` of the user's that has scaled something."""
+        self._user_scales = self._user_scales or any(
+            issubclass(type(obj), torch.amp.GradScaler) and obj is not self.scaler and obj._scale is not None
+            for obj in gc.get_objects()
+        )
+        return self._user_scales
+
+    def close(self) -> None:
+        """Check optimizer steps no more."""
+        if self.hook is not None:
+            self.hook.remove()
+
+
 def prepare_scaler(world: World, model: nn.Module) -> None:
     """Make the gradient scaler of fp16, and watch for optimizer steps on scaled gradients until teardown."""
-    world.scaled.add(model)
-    if world.scaler is None:
-        world.scaler = torch.amp.GradScaler(world.device.type)
-        handle = register_optimizer_step_pre_hook(_refuse_scaled_step)
-        world.cleanup.callback(handle.remove)
+    scaling = world.part(LossScaling)
+    scaling.models.add(model)
+    if scaling.scaler is None:
+        scaling.scaler = torch.amp.GradScaler(world.device.type)
+        scaling.hook = register_optimizer_step_pre_hook(_refuse_scaled_step)
 
 
 def backward(loss: torch.Tensor) -> None:
@@ -106,27 +173,21 @@ def backward(loss: torch.Tensor) -> None:
         tensor([2.])
     """
     world = current_world()
-    if world.scaler is not None:
-        settle_scale(world)
-        world.stepped, world.unscaled = set(), set()
-        world.grads_are_scaled = True
-        loss = world.scaler.scale(loss)
+    scaling = world.part(LossScaling)
+    if scaling.scaler is not None:
+        scaling.update()
+        scaling.stepped, scaling.unscaled = set(), set()
+        scaling.is_scaled = True
+        loss = scaling.scaler.scale(loss)
     try:
-        if world.strategy is None:
+        if world.options.strategy is None:
             loss.backward()  # type: ignore[no-untyped-call]
         else:
-            world.strategy.backward(loss)
+            world.options.strategy.backward(loss)
     except RuntimeError as error:
         raise explained(error)  # noqa: B904 - which knows its cause
-    if world.scaler is not None:
-        _mark_gradients(world)
-
-
-def settle_scale(world: World) -> None:
-    """Update the scale now, where optimizers have stepped, instead of at the next backward."""
-    if world.scaler is not None and world.stepped:
-        world.scaler.update()
-        world.stepped = None
+    if scaling.scaler is not None:
+        scaling.mark_gradients()
 
 
 def optimizer_step(
@@ -162,32 +223,33 @@ def optimizer_step(
         0.5
     """
     world = current_world()
+    scaling = world.part(LossScaling)
     _refuse_half_a_window(world)
-    if world.scaler is None:
+    if scaling.scaler is None:
         _clip(optimizer, model, max_norm)
-        if world.strategy is None:
+        if world.options.strategy is None:
             optimizer.step()
         else:
-            world.strategy.step(optimizer)
+            world.options.strategy.step(optimizer)
         return _stepped(scheduler, True)
-    if world.stepped is None or id(optimizer) in world.stepped:
+    if scaling.stepped is None or id(optimizer) in scaling.stepped:
         raise PrecisionError(
             "optimizer_step() under precision='fp16', but backward(loss) was not called since the last step: "
             "the gradients are not scaled. Call distwrap.backward(loss) instead of loss.backward()."
         )
-    scaler = world.scaler
-    if id(optimizer) not in world.unscaled:
-        _refuse_changed_gradients(world)
+    scaler = scaling.scaler
+    if id(optimizer) not in scaling.unscaled:
+        scaling.refuse_changed_gradients()
         scaler.unscale_(optimizer)
-    world.unscaled.discard(id(optimizer))
+    scaling.unscaled.discard(id(optimizer))
     _clip(optimizer, model, max_norm)
     overflowed = any(found.item() for found in scaler._found_inf_per_device(optimizer).values())
-    world.grads_are_scaled = False
+    scaling.is_scaled = False
     scaler.step(optimizer)
-    for exchange in list(world.exchanges) if overflowed else ():
-        exchange.skipped(optimizer)
+    for act in scaling.on_skipped if overflowed else ():
+        act(optimizer)
     # The scale is updated before the next backward: another optimizer may still have gradients in the present one.
-    world.stepped.add(id(optimizer))
+    scaling.stepped.add(id(optimizer))
     return _stepped(scheduler, not overflowed)
 
 
@@ -207,14 +269,14 @@ def unscale(optimizer: Optimizer) -> None:
         >>> weight.grad
         tensor([2.])
     """
-    world = current_world()
-    if world.scaler is None:
+    scaling = current_world().part(LossScaling)
+    if scaling.scaler is None:
         return
-    if world.stepped is None or id(optimizer) in world.stepped | world.unscaled:
+    if scaling.stepped is None or id(optimizer) in scaling.stepped | scaling.unscaled:
         raise PrecisionError("unscale(): the gradients are not scaled. Call distwrap.backward(loss) first, and once.")
-    _refuse_changed_gradients(world)
-    world.scaler.unscale_(optimizer)
-    world.unscaled.add(id(optimizer))
+    scaling.refuse_changed_gradients()
+    scaling.scaler.unscale_(optimizer)
+    scaling.unscaled.add(id(optimizer))
 
 
 def _stepped(scheduler: LRScheduler | None, taken: bool) -> bool:
@@ -224,29 +286,13 @@ def _stepped(scheduler: LRScheduler | None, taken: bool) -> bool:
 
 
 def _refuse_half_a_window(world: World) -> None:
-    window = world.window
+    from distwrap.model.accumulation import Windows
+
+    window = world.part(Windows).current
     if window is not None and not window.last:
         raise ModelError(
             f"optimizer_step() after micro-batch {window.index + 1} of {window.size} in accumulate(): the gradients "
             f"are this rank's own until the last. Step where window.last is true."
-        )
-
-
-def _mark_gradients(world: World) -> None:
-    """Remember one gradient of each model as `backward` left it."""
-    world.marked = []
-    for model in world.scaled:
-        gradient = next((p.grad for p in model.parameters() if p.grad is not None), None)
-        if gradient is not None:
-            world.marked.append((gradient, gradient._version))
-
-
-def _refuse_changed_gradients(world: World) -> None:
-    if any(gradient._version != version for gradient, version in world.marked):
-        raise PrecisionError(
-            "the gradients were changed between distwrap.backward(loss) and optimizer_step() under precision='fp16', "
-            "where they are still scaled: a clip would cut them to nothing. Use optimizer_step(optimizer, "
-            "max_norm=...), or call distwrap.unscale(optimizer) before you touch them."
         )
 
 
@@ -268,7 +314,7 @@ def _to_float32(value: Any) -> Any:
 
 def _refuse_unscaled(grad: torch.Tensor) -> None:
     """Runs in a backward through a model in fp16: somebody must have scaled the loss."""
-    if not current_world().grads_are_scaled and not _user_scales():
+    if not (scaling := current_world().part(LossScaling)).is_scaled and not scaling.sees_users_scaler():
         raise PrecisionError(
             "loss.backward() under precision='fp16': small gradients would silently become zero. "
             "Call distwrap.backward(loss) and distwrap.optimizer_step(optimizer), or use torch's own GradScaler."
@@ -277,19 +323,8 @@ def _refuse_unscaled(grad: torch.Tensor) -> None:
 
 def _refuse_scaled_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Runs before any optimizer's step in a run in fp16."""
-    if current_world().grads_are_scaled:
+    if current_world().part(LossScaling).is_scaled:
         raise PrecisionError(
             "optimizer.step() after distwrap.backward(loss) under precision='fp16': the gradients are still scaled, "
             "so the step would be thousands of times too long. Call distwrap.optimizer_step(optimizer) instead."
         )
-
-
-def _user_scales() -> bool:
-    """Look, until there is one, for a `GradScaler` of the user's that has scaled something."""
-    world = current_world()
-    if not world.user_scales:
-        world.user_scales = any(
-            issubclass(type(obj), torch.amp.GradScaler) and obj is not world.scaler and obj._scale is not None
-            for obj in gc.get_objects()
-        )
-    return world.user_scales
