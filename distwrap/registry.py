@@ -8,91 +8,141 @@ from __future__ import annotations
 
 import ast
 import importlib
+import re
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from importlib.metadata import entry_points
-from typing import Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 from distwrap.errors import OptionError
 from distwrap.wording import unknown_name
 
+if TYPE_CHECKING:
+    from distwrap.comm.base import Algorithm
+    from distwrap.strategies.base import Strategy
+
 Factory = Callable[..., Any]
+Thing = TypeVar("Thing")
 
 
 @dataclass(frozen=True)
-class _Entry:
+class _Row:
     factory: Factory | str  # or "module:name", imported when it is chosen
     description: str
     defaults: Mapping[str, Any] = field(default_factory=dict)
 
 
-class Registry:
-    """Names, and what makes the thing of that name.
+class Registry(Generic[Thing]):
+    """A table of names and of what makes the thing of each name.
 
     Args:
-        kind: what is registered, for messages.
-        methods: what such a thing must have.
+        kind: the word for what is registered, for messages.
+        members: the attributes that such a thing must have.
+        plural: the word for several, which is also the name of the entry points: ``distwrap.<plural>``.
+        package: where the modules of `rows` are.
+        rows: our own: name, ``"module:name"`` of the factory, one line of description.
+        aliases: other spellings of names.
+        loose: whether names may be given in capitals, or as numbers: ``"BF16"``, ``32``.
     """
 
-    def __init__(self, kind: str, methods: tuple[str, ...], plural: str) -> None:
-        self._kind, self._methods, self._group = kind, methods, f"distwrap.{plural}"
-        self._entries: dict[str, _Entry] = {}
-        self._installed: dict[str, _Entry] | None = None
+    def __init__(
+        self,
+        kind: str,
+        members: tuple[str, ...],
+        plural: str,
+        package: str = "",
+        rows: Iterable[tuple[str, str, str]] = (),
+        *,
+        aliases: Mapping[str, str] | None = None,
+        loose: bool = False,
+    ) -> None:
+        self._kind, self._members, self._group, self._loose = kind, members, f"distwrap.{plural}", loose
+        self._rows = {name: _Row(f"{package}.{place}", description) for name, place, description in rows}
+        self._aliases = dict(aliases or {})
+        self._installed: dict[str, _Row] | None = None
 
-    def register(self, name: str, factory: Factory | str, description: str, **defaults: Any) -> None:
+    def register(self, name: str, factory: Factory | str, description: str = "", **defaults: Any) -> None:
         """Add a name, or replace what one stands for.
 
         Raises:
-            OptionError: the name is no word, or the factory cannot be called.
+            OptionError: the name is not a word, or the factory cannot be called.
         """
-        if not isinstance(name, str) or not name.replace("-", "_").isidentifier():
+        if not isinstance(name, str) or not re.fullmatch(r"[\w-]+", name):
             raise OptionError(f"a {self._kind} is registered under a word, as 'my_{self._kind}', not {name!r}.")
         if not callable(factory) and not isinstance(factory, str):
             raise OptionError(f"{self._kind} {name!r}: the factory must be a class or a function, not {factory!r}.")
-        self._entries[name] = _Entry(factory, description, defaults)
+        self._rows[name] = _Row(factory, description, defaults)
+
+    def names(self) -> list[str]:
+        """Return the names: ours and the registered ones in their order, then those of installed packages."""
+        return list({**self._rows, **self._of_packages()})
 
     def available(self) -> dict[str, str]:
-        """Return the names, each with its description."""
-        found = {**self._of_packages(), **self._entries}
-        return {name: found[name].description for name in sorted(found)}
+        """Return the names in alphabetical order, each with its description."""
+        return {name: self._row(name).description for name in sorted(self.names())}
 
-    def make(self, chosen: Any, also: Iterable[str] = ()) -> Any:
+    def name_of(self, spelling: object, also: Iterable[str] = ()) -> str:
+        """Return the name that a spelling stands for.
+
+        Args:
+            spelling: the name or an alias of it.
+            also: words that mean something where this is called, for the error.
+
+        Raises:
+            OptionError: there is no such name; lists the known ones and the nearest.
+        """
+        text = self._text(spelling)
+        if text is not None:
+            name = text if text in self._rows else self._aliases.get(text, text)
+            if name in self._rows or name in self._of_packages():
+                return name
+        raise OptionError(unknown_name(self._kind, spelling, (*self.names(), *self._aliases, *also)))
+
+    def make(self, chosen: object) -> Thing:
         """Return the thing of a name, of a name with options as ``"diloco(sync_every=64)"``, or the thing itself.
 
         Args:
             chosen: the name, or the thing.
-            also: names that mean something where this is called, for the error.
 
         Raises:
-            OptionError: no such name, or the options are wrong.
+            OptionError: there is no such name, or the options are wrong.
         """
-        if not isinstance(chosen, str):
-            if isinstance(chosen, type) or not all(hasattr(chosen, method) for method in self._methods):
+        text = self._text(chosen)
+        if text is None:
+            if isinstance(chosen, type) or self._missing(chosen):
                 thing = f"{chosen.__name__}(…), an object of the class" if isinstance(chosen, type) else "an object"
                 raise OptionError(f"{self._kind} {chosen!r}: give a name, or {thing}.")
-            return chosen
-        name, options = _parsed(self._kind, chosen)
-        entry = self._entries.get(name) or self._of_packages().get(name)
-        if entry is None:
-            raise OptionError(unknown_name(self._kind, name, (*self.available(), *also)))
-        factory = _imported(entry.factory) if isinstance(entry.factory, str) else entry.factory
+            return chosen  # type: ignore[return-value]
+        spelling, options = _parsed(self._kind, text)
+        name = self.name_of(spelling)
+        row = self._row(name)
+        factory = _imported(row.factory) if isinstance(row.factory, str) else row.factory
         try:
-            made = factory(**{**entry.defaults, **options})
+            made: Thing = factory(**{**row.defaults, **options})
         except TypeError as error:
             raise OptionError(f"{self._kind} {chosen!r}: {error}.") from None
-        missing = [method for method in self._methods if not hasattr(made, method)]
-        if missing:
+        if self._missing(made):
             raise OptionError(
-                f"{self._kind} {name!r}: its factory has made a {type(made).__name__} without {missing[0]}."
+                f"{self._kind} {name!r}: its factory has made a {type(made).__name__} without {self._missing(made)[0]}."
             )
         return made
 
-    def _of_packages(self) -> dict[str, _Entry]:
+    def _text(self, spelling: object) -> str | None:
+        if self._loose and isinstance(spelling, (str, int)) and not isinstance(spelling, bool):
+            return str(spelling).lower()
+        return spelling if isinstance(spelling, str) else None
+
+    def _missing(self, thing: object) -> list[str]:
+        return [member for member in self._members if not hasattr(thing, member)]
+
+    def _row(self, name: str) -> _Row:
+        return self._rows[name] if name in self._rows else self._of_packages()[name]
+
+    def _of_packages(self) -> dict[str, _Row]:
         if self._installed is None:
+            from importlib.metadata import entry_points  # which costs as much as all the rest of this module
+
             points = entry_points(group=self._group)
-            self._installed = {
-                point.name: _Entry(point.value, f"of {point.value.partition(':')[0]}") for point in points
-            }
+            self._installed = {point.name: _Row(point.value, f"of {point.value.partition(':')[0]}") for point in points}
         return self._installed
 
 
@@ -123,37 +173,57 @@ def _parsed(kind: str, text: str) -> tuple[str, dict[str, Any]]:
         ) from None
 
 
-strategies = Registry("strategy", ("prepare_model", "prepare_optimizer"), "strategies")
-algorithms = Registry("algorithm", ("attach",), "algorithms")
+# A strategy and a launcher in one word: spellings of ours, of Lightning ("ddp_notebook") and of people in a hurry.
+LAUNCHER_OF_STRATEGY = {
+    "ddp_spawn": "spawn",
+    "ddp_fork": "fork",
+    "ddp_forkserver": "forkserver",
+    "ddp_script": "script",
+    "ddp_notebook": "forkserver",
+    "spawn": "spawn",
+    "fork": "fork",
+    "forkserver": "forkserver",
+}
 
-for _name, _class, _description in (
-    ("ddp", "ddp:DDPStrategy", "one process a device, gradients averaged: torch's DistributedDataParallel"),
-    ("ddp2", "ddp2:DDP2Strategy", "one process a node over all its devices, gradients averaged across nodes"),
-    ("dp", "dp:DPStrategy", "one process over all its devices, in threads: torch's DataParallel"),
-    ("single", "single:SingleStrategy", "one process, one device"),
-    ("bagua", "bagua:BaguaStrategy", "DDP with an algorithm under Bagua's name: algorithm='gradient_allreduce', …"),
-):
-    strategies.register(_name, f"distwrap.strategies.{_class}", _description)
-
-for _name, _class, _description in (
-    ("allreduce", "allreduce:AllReduce", "gradients in full"),
-    ("fp16", "allreduce:FP16", "gradients in float16: half the bytes"),
-    ("bf16", "allreduce:BF16", "gradients in bfloat16: half the bytes"),
-    ("bytegrad", "bytegrad:ByteGrad", "gradients in 8 bits: a quarter of the bytes"),
-    ("powersgd", "powersgd:PowerSGD", "gradients as thin matrices, with error feedback"),
-    ("topk", "topk:TopK", "the largest gradients, with error feedback"),
-    ("qadam", "qadam:QAdam", "Adam's momentum in 8 bits or 1, after a warm-up"),
-    ("decentralized", "decentralized:Decentralized", "weights averaged with peers, during the step"),
+strategies: Registry[Strategy] = Registry(
+    "strategy",
+    ("prepare_model", "prepare_optimizer"),
+    "strategies",
+    "distwrap.strategies",
     (
-        "low_precision_decentralized",
-        "low_precision:LowPrecisionDecentralized",
-        "weights averaged with two neighbours, in 8 bits",
+        ("ddp", "ddp:DDPStrategy", "one process a device, gradients averaged: torch's DistributedDataParallel"),
+        ("ddp2", "ddp2:DDP2Strategy", "one process a node over all its devices, gradients averaged across nodes"),
+        ("dp", "dp:DPStrategy", "one process over all its devices, in threads: torch's DataParallel"),
+        ("single", "single:SingleStrategy", "one process, one device"),
+        ("bagua", "bagua:BaguaStrategy", "DDP with an algorithm under Bagua's name: algorithm='gradient_allreduce', …"),
     ),
-    ("async", "asynchronous:AsyncAveraging", "weights averaged by the clock, in the background"),
-    ("local_sgd", "local_sgd:LocalSGD", "weights averaged every few steps"),
-    ("diloco", "diloco:DiLoCo", "an outer step with momentum every few dozen steps"),
-):
-    algorithms.register(_name, f"distwrap.comm.{_class}", _description)
+    aliases=dict.fromkeys(LAUNCHER_OF_STRATEGY, "ddp"),
+)
+
+algorithms: Registry[Algorithm] = Registry(
+    "algorithm",
+    ("attach",),
+    "algorithms",
+    "distwrap.comm",
+    (
+        ("allreduce", "allreduce:AllReduce", "gradients in full"),
+        ("fp16", "allreduce:FP16", "gradients in float16: half the bytes"),
+        ("bf16", "allreduce:BF16", "gradients in bfloat16: half the bytes"),
+        ("bytegrad", "bytegrad:ByteGrad", "gradients in 8 bits: a quarter of the bytes"),
+        ("powersgd", "powersgd:PowerSGD", "gradients as thin matrices, with error feedback"),
+        ("topk", "topk:TopK", "the largest gradients, with error feedback"),
+        ("qadam", "qadam:QAdam", "Adam's momentum in 8 bits or 1, after a warm-up"),
+        ("decentralized", "decentralized:Decentralized", "weights averaged with peers, during the step"),
+        (
+            "low_precision_decentralized",
+            "low_precision:LowPrecisionDecentralized",
+            "weights averaged with two neighbours, in 8 bits",
+        ),
+        ("async", "asynchronous:AsyncAveraging", "weights averaged by the clock, in the background"),
+        ("local_sgd", "local_sgd:LocalSGD", "weights averaged every few steps"),
+        ("diloco", "diloco:DiLoCo", "an outer step with momentum every few dozen steps"),
+    ),
+)
 
 
 def register_strategy(name: str, factory: Factory | str, description: str = "", **defaults: Any) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import numbers
 import random
 import sys
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ from typing import Any
 
 import torch
 
-from distwrap.errors import OptionError
+from distwrap.checks import SEED
 from distwrap.group.world import current_world
 
 
@@ -59,9 +58,7 @@ def seed_everything(seed: int) -> int:
         >>> seed_everything(7)
         7
     """
-    if isinstance(seed, bool) or not isinstance(seed, numbers.Integral) or not 0 <= seed < 2**63:
-        raise OptionError(f"seed={seed!r}: it must be a whole number from 0 to 2**63 - 1.")
-    seed = int(seed)
+    seed = SEED("seed", seed)
     world = current_world()
     world.options = replace(world.options, seed=seed)
     _seed_generators(seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
-from distwrap.errors import OptionError
+from distwrap.checks import AT_LEAST_ONE
 from distwrap.group.world import RunOptions
 from distwrap.launch import local
 from distwrap.launch.execute import Call
@@ -34,8 +34,7 @@ def run_ranks(fn: Callable[..., R], nprocs: int, *args: Any, timeout: float = 30
         >>> run_ranks(abs, 1, -3)
         [3]
     """
-    if isinstance(nprocs, bool) or not isinstance(nprocs, int) or nprocs < 1:
-        raise OptionError(f"nprocs={nprocs!r}: it must be a whole number of at least 1.")
+    nprocs = AT_LEAST_ONE("nprocs", nprocs)
     run = RunOptions(timeout=timeout)
     values: list[R] = local.launch(Call(fn, args, {}), run, "forkserver", nprocs, everybody=True, seconds=timeout)
     return values

@@ -7,7 +7,8 @@ import pytest
 
 from distwrap import available_strategies, distributed, world_size
 from distwrap.errors import OptionError
-from distwrap.options import LAUNCHERS, Options, check_precision, check_strategy, switched_on
+from distwrap.options import LAUNCHERS, Options, check_precision, switched_on
+from distwrap.registry import strategies
 
 
 def given(**options: Any) -> Options:
@@ -94,7 +95,7 @@ def test_strategy_and_launcher_in_one_word(name: str, launcher: str) -> None:
     options = given(strategy=name)
     assert (options.strategy, options.launcher) == ("ddp", launcher)
     assert given(strategy=name, launcher="auto") == given(strategy=name, launcher=launcher) == options
-    assert check_strategy(name) == "ddp"
+    assert strategies.name_of(name) == "ddp"
 
 
 def test_a_strategy_that_contradicts_the_launcher_is_refused() -> None:
@@ -120,7 +121,7 @@ def test_known_launchers_are_taken(launcher: Any) -> None:
     ("options", "message"),
     [
         ({"launcher": "frok"}, "unknown launcher 'frok'. Did you mean 'fork'?"),
-        ({"nnodes": 0}, "nnodes=0: it must be a number of machines, or 'MIN:MAX', as '1:4'"),
+        ({"nnodes": 0}, "nnodes=0: it must be a number of nodes, or 'MIN:MAX', as '1:4'"),
         ({"nnodes": "4:1"}, "nnodes='4:1'"),
         ({"nnodes": "many"}, "nnodes='many'"),
         ({"nnodes": True}, "nnodes=True"),

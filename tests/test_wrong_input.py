@@ -48,7 +48,7 @@ def train() -> None: ...
         ({"timeout": float("nan")}, r"timeout=nan"),
         ({"seed": -1}, r"seed=-1"),
         ({"retrofit": "yes"}, r"retrofit='yes'"),
-        ({"nnodes": "two"}, r"nnodes='two': it must be a number of machines"),
+        ({"nnodes": "two"}, r"nnodes='two': it must be a number of nodes"),
         ({"max_restarts": -1}, r"max_restarts=-1"),
     ],
 )

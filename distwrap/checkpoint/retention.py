@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 
 from distwrap.checkpoint import files
+from distwrap.checks import is_whole
 from distwrap.errors import OptionError
 
 _NUMBER = re.compile(r"(.*?)(\d+)(\D*)", re.DOTALL)
@@ -19,7 +20,7 @@ def check_keep(keep: int | None) -> None:
     Raises:
         OptionError: says so.
     """
-    if keep is not None and (isinstance(keep, bool) or not isinstance(keep, int) or keep < 1):
+    if keep is not None and not is_whole(keep, 1):
         raise OptionError(f"save(keep={keep!r}): it must be a whole number from 1, or None to keep all.")
 
 

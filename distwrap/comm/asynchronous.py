@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from distwrap.comm.base import positive
+from distwrap.checks import whole
 from distwrap.comm.engine import PATIENCE
 from distwrap.comm.link import Link
 from distwrap.comm.weights import WeightAlgorithm, WeightExchange
@@ -41,7 +41,7 @@ class AsyncAveraging(WeightAlgorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("sync_interval_ms", self.sync_interval_ms, least=0)
+        whole(0)("sync_interval_ms", self.sync_interval_ms)
 
     def attach(self, model: DistributedModel, world: World) -> AsyncExchange:
         return AsyncExchange(self, model, world)

@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from distwrap.errors import OptionError
-
 if TYPE_CHECKING:
     from distwrap.group.world import World
     from distwrap.model.distributed import DistributedModel
@@ -101,24 +99,3 @@ class Averager(ABC):
 
         Numbers that are not finite stay so on all ranks, and are reported by `Bucket.complain`.
         """
-
-
-def positive(name: str, value: Any, *, least: int = 1) -> None:
-    """Refuse an option that is no whole number from `least`.
-
-    Raises:
-        OptionError: it is not.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise OptionError(f"{name}={value!r}: it must be a whole number from {least}.")
-
-
-def fraction(name: str, value: Any, *, low: float = 0.0, high: float = 1.0, with_low: bool = False) -> None:
-    """Refuse an option that is no number between two bounds.
-
-    Raises:
-        OptionError: it is not.
-    """
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not (low <= value <= high and (with_low or value > low)):
-        raise OptionError(f"{name}={value!r}: it must be a number {'from' if with_low else 'above'} {low} to {high}.")

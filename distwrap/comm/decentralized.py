@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from distwrap.comm.base import positive
+from distwrap.checks import whole
 from distwrap.comm.link import Link
 from distwrap.comm.weights import WeightAlgorithm, WeightExchange
 from distwrap.errors import OptionError
@@ -40,7 +40,7 @@ class Decentralized(WeightAlgorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("communication_interval", self.communication_interval)
+        whole(1)("communication_interval", self.communication_interval)
         if self.peer_selection not in _SELECTIONS:
             raise OptionError(unknown_name("peer_selection", self.peer_selection, _SELECTIONS))
 

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from distwrap.comm.base import Bucket, fraction, positive
+from distwrap.checks import fraction, whole
+from distwrap.comm.base import Bucket
 from distwrap.comm.codecs import Cast, Codec, MinMax8, Sign
 from distwrap.comm.compressed import CompressedMean
 from distwrap.comm.flat import FlatWeights, fragments
@@ -55,12 +56,12 @@ class DiLoCo(WeightAlgorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("sync_every", self.sync_every)
-        positive("fragments", self.fragments)
-        positive("delay", self.delay, least=0)
-        fraction("outer_lr", self.outer_lr, high=10.0)
-        fraction("outer_momentum", self.outer_momentum, with_low=True)
-        fraction("mixing", self.mixing, with_low=True)
+        whole(1)("sync_every", self.sync_every)
+        whole(1)("fragments", self.fragments)
+        whole(0)("delay", self.delay)
+        fraction(high=10.0)("outer_lr", self.outer_lr)
+        fraction(with_low=True)("outer_momentum", self.outer_momentum)
+        fraction(with_low=True)("mixing", self.mixing)
         if self.compression is not None and self.compression not in _CODECS:
             raise OptionError(unknown_name("compression", self.compression, _CODECS))
         if self.delay >= self.sync_every or self.fragments > self.sync_every:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
 
-from distwrap.comm.base import positive
+from distwrap.checks import whole
 from distwrap.comm.link import Link
 from distwrap.comm.weights import WeightAlgorithm, WeightExchange
 from distwrap.group.world import World
@@ -26,7 +26,7 @@ class LocalSGD(WeightAlgorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("sync_every", self.sync_every)
+        whole(1)("sync_every", self.sync_every)
 
     def attach(self, model: DistributedModel, world: World) -> _LocalSGD:
         return _LocalSGD(self, model, world)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from distwrap.comm.base import positive
+from distwrap.checks import whole
 from distwrap.comm.codecs import MinMax8
 from distwrap.comm.link import Link
 from distwrap.comm.weights import WeightAlgorithm, WeightExchange
@@ -34,7 +34,7 @@ class LowPrecisionDecentralized(WeightAlgorithm):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive("communication_interval", self.communication_interval)
+        whole(1)("communication_interval", self.communication_interval)
 
     def attach(self, model: DistributedModel, world: World) -> _Ring:
         return _Ring(self, model, world)

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from distwrap.comm.base import Averager, Bucket, positive
+from distwrap.checks import whole
+from distwrap.comm.base import Averager, Bucket
 from distwrap.comm.gradients import GradientAlgorithm
 from distwrap.comm.link import Link
 from distwrap.comm.residuals import Residuals
@@ -31,7 +32,7 @@ class PowerSGD(GradientAlgorithm):
     seed: int = 0
 
     def __post_init__(self) -> None:
-        positive("rank", self.rank)
+        whole(1)("rank", self.rank)
 
     def averager(self, link: Link, device: torch.device) -> Averager:
         return LowRankMean(link, self.rank, self.seed)

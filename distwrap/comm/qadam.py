@@ -21,7 +21,8 @@ from typing import Any, cast
 import torch
 from torch.optim import Adam, AdamW, Optimizer
 
-from distwrap.comm.base import Averager, Bucket, positive
+from distwrap.checks import whole
+from distwrap.comm.base import Averager, Bucket
 from distwrap.comm.codecs import MinMax8, Sign
 from distwrap.comm.compressed import CompressedMean
 from distwrap.comm.gradients import GradientAlgorithm
@@ -50,7 +51,7 @@ class QAdam(GradientAlgorithm):
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
-        positive("warmup_steps", self.warmup_steps)
+        whole(1)("warmup_steps", self.warmup_steps)
         if self.bits not in (1, 8):
             raise OptionError(f"bits={self.bits!r}: QAdam sends 8 bits a number, or 1.")
 

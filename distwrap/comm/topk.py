@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from distwrap.comm.base import Averager, Bucket, fraction
+from distwrap.checks import fraction
+from distwrap.comm.base import Averager, Bucket
 from distwrap.comm.gradients import GradientAlgorithm
 from distwrap.comm.link import Link
 from distwrap.comm.residuals import Residuals
@@ -29,7 +30,7 @@ class TopK(GradientAlgorithm):
     ratio: float = 0.01
 
     def __post_init__(self) -> None:
-        fraction("ratio", self.ratio)
+        fraction()("ratio", self.ratio)
 
     def averager(self, link: Link, device: torch.device) -> Averager:
         return LargestMean(link, self.ratio)

@@ -19,7 +19,8 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from distwrap.comm.base import Algorithm, positive
+from distwrap.checks import whole
+from distwrap.comm.base import Algorithm
 from distwrap.comm.exchange import Exchange, Exchanges
 from distwrap.comm.flat import FlatWeights, trained
 from distwrap.comm.gradients import on_bucket, watch_failure
@@ -43,7 +44,7 @@ class WeightAlgorithm(Algorithm):
     same_weights: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        positive("warmup_steps", self.warmup_steps, least=0)
+        whole(0)("warmup_steps", self.warmup_steps)
 
 
 W = TypeVar("W", bound=WeightAlgorithm)

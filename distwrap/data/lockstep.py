@@ -15,6 +15,7 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 import torch
 import torch.distributed as dist
 
+from distwrap.checks import SECONDS
 from distwrap.data.preemption import SIGNALS, Listener, Preemption, shielded
 from distwrap.errors import LoaderError, OptionError
 from distwrap.group.collective_guard import check_collectives_allowed
@@ -85,9 +86,7 @@ def lockstep(
     """
     if uneven not in get_args(Uneven):
         raise OptionError(unknown_name("way with uneven loaders", uneven, get_args(Uneven)))
-    if grace <= 0:
-        raise OptionError(f"grace={grace}: it must be a positive number of seconds.")
-    return Lockstep(loader, uneven, skip, on_preempt, grace)
+    return Lockstep(loader, uneven, skip, on_preempt, SECONDS("grace", grace))
 
 
 def in_step(loader: Any, uneven: Uneven) -> Iterator[Any]:

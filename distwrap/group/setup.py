@@ -18,9 +18,10 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from distwrap.checks import SECONDS
 from distwrap.devices import selection
 from distwrap.environments import Node, Placement, detect, distwrap_environment
-from distwrap.errors import OptionError, PlacementError
+from distwrap.errors import PlacementError
 from distwrap.group import failures
 from distwrap.group.resources import assign_resources
 from distwrap.group.signing import agree_on_secret
@@ -109,8 +110,7 @@ def _only_rank_of(machine: Node) -> Placement:
 
 def join(placement: Placement, run: RunOptions, *, device: torch.device | None = None) -> World:
     """Meet the other ranks and make their world the current one."""
-    if run.timeout <= 0:
-        raise OptionError(f"timeout={run.timeout}: it must be a positive number of seconds.")
+    SECONDS("timeout", run.timeout)
     if run.seed is None:
         run = replace(run, seed=current_world().options.seed)  # of a seed_everything() before
     chosen, device = device, device or selection.choose_device(placement, selection.visible_devices())

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distwrap.checks import is_whole
 from distwrap.data.sharded import batches_left
 from distwrap.errors import LoaderError, ModelError, OptionError
 from distwrap.group.collectives import total
@@ -117,7 +118,7 @@ def accumulate(
         2
         1
     """
-    if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
+    if not is_whole(steps, 1):
         raise OptionError(f"accumulate(steps={steps!r}): it must be a whole number from 1.")
     models = [model] if isinstance(model, nn.Module) else list(model)
     for item in models:

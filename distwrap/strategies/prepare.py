@@ -13,9 +13,9 @@ from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import World, current_world
 from distwrap.model.forward_routing import ForwardMethods, check_forward_methods
 from distwrap.model.transparent import TransparentModule
-from distwrap.options import check_comm, check_precision, check_strategy
+from distwrap.options import check_precision
 from distwrap.precision import InPrecision, prepare_scaler
-from distwrap.registry import strategies
+from distwrap.registry import algorithms, strategies
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.ddp import DDPStrategy
 from distwrap.supervision.activity import Activity
@@ -73,8 +73,8 @@ def wrap_model(
         )
     world = current_world()
     world.part(Activity).record("wrap_model")
-    chosen = strategies.make(check_strategy(strategy)) if strategy is not None else _of(world)
-    algorithm = check_comm(comm) if comm is not None else world.options.comm
+    chosen = strategies.make(strategy) if strategy is not None else _of(world)
+    algorithm = algorithms.make(comm) if comm is not None else world.options.comm
     where = torch.device(device) if device is not None else world.device
     what = check_precision(precision) if precision is not None else str(world.options.precision)
     if sync_batchnorm:
