@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -111,54 +112,62 @@ def reference_of(name: str, shapes: list[tuple[int, ...]], ranks: int) -> Refere
     return references.CompressedMean(coded[name], count, ranks, feedback="feedback" in name)
 
 
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("kind", SHAPES)
 @pytest.mark.parametrize("name", ALGORITHMS)
 @pytest.mark.parametrize("ranks", RANKS)
-def test_like_the_reference_and_alike_on_all_ranks(ranks: int, name: str, kind: str, scale: float) -> None:
-    results = [of_rank[name, kind, scale] for of_rank in everyones(ranks)]
-    reference = reference_of(name, SHAPES[kind], ranks)
-    for step in range(STEPS):
-        for others in results[1:]:
-            assert np.array_equal(others[step], results[0][step], equal_nan=True)  # to the bit
-        inputs = [gradients(rank, step, count_of(SHAPES[kind]), scale).double().numpy() for rank in range(ranks)]
-        got = results[0][step]
-        if name == "fp16" and ranks > 1 and scale == 1e12:
-            assert not np.isfinite(got).any()  # beyond float16: never a number that looks right
-            continue
-        expected = reference(inputs)
-        off = np.abs(got - expected) > 2e-5 * (np.abs(expected) + scale)
-        # Where a number lies on the middle between two codes a last bit decides, and its step is 1/254 of the range.
-        assert off.mean() < 2e-3 if off.size else not got.size
-        assert np.abs(got - expected).max(initial=0) <= 0.1 * scale
+def test_like_the_reference_and_alike_on_all_ranks(ranks: int, name: str) -> None:
+    """Over buckets of every shape and size of numbers, in every step."""
+    for kind, scale in product(SHAPES, SCALES):
+        results = [of_rank[name, kind, scale] for of_rank in everyones(ranks)]
+        reference, count = reference_of(name, SHAPES[kind], ranks), count_of(SHAPES[kind])
+        for step in range(STEPS):
+            where = f"bucket {kind!r}, scale {scale:g}, step {step}"
+            got = results[0][step]
+            for number, others in enumerate(results):
+                assert np.array_equal(others[step], got, equal_nan=True), f"{where}: rank {number} is not rank 0"
+            if name == "fp16" and ranks > 1 and scale == 1e12:
+                assert not np.isfinite(got).any(), where  # beyond float16: never a number that looks right
+                continue
+            expected = reference([gradients(rank, step, count, scale).double().numpy() for rank in range(ranks)])
+            off = np.abs(got - expected) > 2e-5 * (np.abs(expected) + scale)
+            # In the middle between two codes a last bit decides, and the step of a code is 1/254 of the range.
+            assert off.mean() < 2e-3 if off.size else not got.size, where
+            assert np.abs(got - expected).max(initial=0) <= 0.1 * scale, where
 
 
-def _in_pieces(name: str, at_once: int) -> list[Any]:
-    compressed._AT_ONCE = at_once
+PIECES = list(product(["fp16", "bytegrad, error feedback"], [100, 1000, 2084, 2085]))
+
+
+def _in_pieces() -> dict[tuple[str, int], list[Any]]:
     rank, size = dist.get_rank(), dist.get_world_size()
-    link = Link(dist.group.WORLD, list(range(size)), rank, Traffic())
-    averager = ALGORITHMS[name].averager(link, torch.device("cpu"))
-    parameters = [nn.Parameter(torch.zeros(2085))]
-    results = []
-    for step in range(STEPS):
-        values = gradients(rank, step, 2085, 1.0)
-        averager.average(Bucket(values, parameters))
-        results.append(values.double().numpy())
-    return results
+    found = {}
+    for name, at_once in PIECES:
+        compressed._AT_ONCE = at_once
+        link = Link(dist.group.WORLD, list(range(size)), rank, Traffic())
+        averager = ALGORITHMS[name].averager(link, torch.device("cpu"))
+        parameters = [nn.Parameter(torch.zeros(2085))]
+        results = []
+        for step in range(STEPS):
+            values = gradients(rank, step, 2085, 1.0)
+            averager.average(Bucket(values, parameters))
+            results.append(values.double().numpy())
+        found[name, at_once] = results
+    return found
 
 
-@pytest.mark.parametrize("at_once", [100, 1000, 2084, 2085])
-@pytest.mark.parametrize("name", ["fp16", "bytegrad, error feedback"])
-def test_a_bucket_in_pieces_of_which_several_are_on_their_way(name: str, at_once: int) -> None:
-    everyone = run_ranks(_in_pieces, 3, name, at_once)
-    starts = range(0, 2085, at_once)
-    references_of = [reference_of(name, [(min(at_once, 2085 - start),)], 3) for start in starts]
-    for step in range(STEPS):
-        inputs = [gradients(rank, step, 2085, 1.0).double().numpy() for rank in range(3)]
-        pieces = [[x[start : start + at_once] for x in inputs] for start in starts]
-        expected = np.concatenate([reference(piece) for reference, piece in zip(references_of, pieces, strict=True)])
-        assert all(np.array_equal(results[step], everyone[0][step]) for results in everyone)
-        assert (np.abs(everyone[0][step] - expected) > 2e-5).mean() < 2e-3
+def test_a_bucket_in_pieces_of_which_several_are_on_their_way() -> None:
+    """Pieces of any size, also one that is almost the bucket and one that is all of it."""
+    everyone = run_ranks(_in_pieces, 3)
+    for name, at_once in PIECES:
+        starts = range(0, 2085, at_once)
+        references_of = [reference_of(name, [(min(at_once, 2085 - start),)], 3) for start in starts]
+        for step in range(STEPS):
+            where = f"{name}, pieces of {at_once}, step {step}"
+            inputs = [gradients(rank, step, 2085, 1.0).double().numpy() for rank in range(3)]
+            pieces = [[x[start : start + at_once] for x in inputs] for start in starts]
+            expected = np.concatenate([mean(piece) for mean, piece in zip(references_of, pieces, strict=True)])
+            results = [of_rank[name, at_once][step] for of_rank in everyone]
+            assert all(np.array_equal(result, results[0]) for result in results), where
+            assert (np.abs(results[0] - expected) > 2e-5).mean() < 2e-3, where
 
 
 @pytest.mark.parametrize("name", ["bytegrad, error feedback", "topk", "powersgd"])
@@ -180,7 +189,14 @@ def test_what_is_not_sent_is_sent_later(name: str) -> None:
             assert late <= np.abs(np.sum(truth, axis=0)).mean() * 2
 
 
-def _with_bad_numbers(bad: float) -> list[tuple[str, list[float], int]]:
+NOT_FINITE = [math.nan, math.inf, -math.inf]
+
+
+def _with_bad_numbers() -> dict[str, list[tuple[str, list[float], int]]]:
+    return {str(bad): _with_a_bad_number(bad) for bad in NOT_FINITE}
+
+
+def _with_a_bad_number(bad: float) -> list[tuple[str, list[float], int]]:
     rank, size = dist.get_rank(), dist.get_world_size()
     found = []
     for name, algorithm in ALGORITHMS.items():
@@ -199,37 +215,44 @@ def _with_bad_numbers(bad: float) -> list[tuple[str, list[float], int]]:
     return found
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_number_that_is_not_finite_is_reported_reaches_all_ranks_and_does_not_stay(bad: float) -> None:
+def test_a_number_that_is_not_finite_is_reported_reaches_all_ranks_and_does_not_stay() -> None:
+    """Both infinities and NaN."""
     ranks = 3
-    for rank, found in enumerate(run_ranks(_with_bad_numbers, ranks, bad)):
-        for index, (name, (value, finite), reports) in enumerate(found):
-            step = index % 3
-            if step != 1:
-                assert finite == 1.0, (name, step)  # error feedback has not kept it
-            else:
-                assert not math.isfinite(value), name
-            if name == "allreduce":
-                assert reports == 0  # as DDP
-            elif name == "powersgd":
-                assert reports == int(step >= 1) * (1 if rank == ranks - 1 else reports)
-            else:
-                assert reports == int(step >= 1 and rank == ranks - 1), (name, rank)
+    for rank, by_number in enumerate(run_ranks(_with_bad_numbers, ranks)):
+        assert set(by_number) == {"nan", "inf", "-inf"}
+        for bad, found in by_number.items():
+            for index, (name, (value, finite), reports) in enumerate(found):
+                step = index % 3
+                where = f"{bad} under {name}, step {step}, rank {rank}"
+                if step != 1:
+                    assert finite == 1.0, where  # error feedback has not kept it
+                else:
+                    assert not math.isfinite(value), where
+                if name == "allreduce":
+                    assert reports == 0, where  # as DDP
+                elif name == "powersgd":
+                    assert reports == int(step >= 1) * (1 if rank == ranks - 1 else reports), where
+                else:
+                    assert reports == int(step >= 1 and rank == ranks - 1), where
 
 
-def _in_other_types(dtype: torch.dtype) -> list[float]:
-    return [float(np.abs(values[0]).sum()) for values in _average_everything(dtype).values()]
+def _in_other_types() -> dict[str, list[float]]:
+    return {
+        str(dtype): [float(np.abs(values[0]).sum()) for values in _average_everything(dtype).values()]
+        for dtype in (torch.float64, torch.bfloat16)
+    }
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-def test_gradients_of_other_types(dtype: torch.dtype) -> None:
-    first, second = run_ranks(_in_other_types, 2, dtype, timeout=60)
-    assert np.array_equal(first, second, equal_nan=True)
+def test_gradients_of_other_types() -> None:
+    """In float64 and in bfloat16 they are about what they are in float32, and alike on all ranks."""
+    first, second = run_ranks(_in_other_types, 2, timeout=60)
     expected = [np.abs(values[0]).sum() for values in everyones(2)[0].values()]
     keys = list(everyones(2)[0])
-    for key, got, wanted in zip(keys, first, expected, strict=True):
-        if key[0] != "fp16" or key[2] != 1e12:
-            assert got == pytest.approx(wanted, rel=0.05), key
+    for dtype in ("torch.float64", "torch.bfloat16"):
+        assert np.array_equal(first[dtype], second[dtype], equal_nan=True), dtype
+        for key, got, wanted in zip(keys, first[dtype], expected, strict=True):
+            if key[0] != "fp16" or key[2] != 1e12:
+                assert got == pytest.approx(wanted, rel=0.05), (dtype, key)
 
 
 WARM = 5
@@ -327,7 +350,11 @@ def test_a_variance_frozen_too_early_does_no_harm() -> None:
         assert far < (0.03 if "1 bit" in name else 0.003), name
 
 
-def _overflow_by_qadam(bad: float) -> list[tuple[str, float, float, list[str]]]:
+def _overflow_by_qadam() -> dict[str, list[tuple[str, float, float, list[str]]]]:
+    return {str(bad): _overflow_of_qadam(bad) for bad in NOT_FINITE}
+
+
+def _overflow_of_qadam(bad: float) -> list[tuple[str, float, float, list[str]]]:
     found = []
     for name, options in QADAMS.items():
         trained = _ByQAdam(QAdam(warmup_steps=3, **options), torch.optim.Adam)
@@ -343,13 +370,15 @@ def _overflow_by_qadam(bad: float) -> list[tuple[str, float, float, list[str]]]:
     return found
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_after_qadams_warm_up_what_is_not_finite_is_not_held_to_the_bound(bad: float) -> None:
-    for rank, found in enumerate(run_ranks(_overflow_by_qadam, 2, bad)):
-        for name, weight, finite, reported in found:
-            assert not math.isfinite(weight), name
-            assert finite < 1, name
-            assert ("1" in reported) == (rank == 1), (name, reported)
+def test_after_qadams_warm_up_what_is_not_finite_is_not_held_to_the_bound() -> None:
+    """Both infinities and NaN."""
+    for rank, by_number in enumerate(run_ranks(_overflow_by_qadam, 2)):
+        assert set(by_number) == {"nan", "inf", "-inf"}
+        for bad, found in by_number.items():
+            for name, weight, finite, reported in found:
+                assert not math.isfinite(weight), (bad, name)
+                assert finite < 1, (bad, name)
+                assert ("1" in reported) == (rank == 1), (bad, name, reported)
 
 
 def test_qadams_warm_up_is_plain_adam() -> None:

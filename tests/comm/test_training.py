@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -97,23 +96,25 @@ def _language(comms: list[str | None], seed: int) -> dict[str | None, float]:
     return found
 
 
-@cache
-def losses(task: str, seed: int) -> dict[str | None, float]:
-    body = {"digits": _digits, "language": _language}[task]
-    return run_ranks(body, 2, [None, *TOLERANCES], seed, timeout=110)[0]
+def worse(found: dict[str | None, float], column: int) -> list[str]:
+    """Return a sentence for each algorithm whose loss is further above plain DDP's than its tolerance."""
+    plain = found[None]
+    return [
+        f"{comm}: {found[comm]:.4f}, which is more than {allowed[column]} above plain DDP's {plain:.4f}"
+        for comm, allowed in TOLERANCES.items()
+        if not found[comm] <= plain + allowed[column]
+    ]
 
 
-@pytest.mark.slow
+@pytest.mark.slow("trains 17 models to the end")
 @pytest.mark.parametrize("seed", [0, 1, 2])
-@pytest.mark.parametrize("comm", TOLERANCES)
-def test_digits(comm: str, seed: int) -> None:
-    found = losses("digits", seed)
-    assert found[comm] <= found[None] + TOLERANCES[comm][0], (found[comm], found[None])
+def test_digits(seed: int) -> None:
+    """The digits' loss after eight epochs is within each algorithm's tolerance."""
+    assert not worse(run_ranks(_digits, 2, [None, *TOLERANCES], seed, timeout=110)[0], 0)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("trains 17 models to the end")
 @pytest.mark.parametrize("seed", [0, 1])
-@pytest.mark.parametrize("comm", TOLERANCES)
-def test_language_model(comm: str, seed: int) -> None:
-    found = losses("language", seed)
-    assert found[comm] <= found[None] + TOLERANCES[comm][1], (found[comm], found[None])
+def test_language_model(seed: int) -> None:
+    """The language model's loss after 120 steps is within each algorithm's tolerance."""
+    assert not worse(run_ranks(_language, 2, [None, *TOLERANCES], seed, timeout=110)[0], 1)

@@ -28,6 +28,7 @@ from distwrap.testing import run_ranks
 from tests.comm import references
 
 RANKS = [1, 2, 3, 4, 5]
+SCALES = [1e-12, 1.0, 1e12]
 STEPS, LR = 13, 0.1
 SIZES = [37, 5, 58]
 PARTS = [slice(0, 42), slice(42, 100)]  # as `fragments` cuts these sizes in two
@@ -81,12 +82,21 @@ def _descend(algorithms: dict[str, Algorithm], scale: float) -> dict[str, tuple[
     return found
 
 
-@pytest.mark.parametrize("scale", [1e-12, 1.0, 1e12])
+def _descend_at_each_scale(algorithms: dict[str, Algorithm]) -> list[dict[str, tuple[list[Any], Any, Any]]]:
+    return [_descend(algorithms, scale) for scale in SCALES]
+
+
 @pytest.mark.parametrize("ranks", RANKS)
-def test_like_the_reference(ranks: int, scale: float) -> None:
+def test_like_the_reference(ranks: int) -> None:
+    """Every algorithm is its formula, step by step and rank by rank, with small and with large numbers."""
     chosen = {name: algorithm for name, (algorithm, _) in ALGORITHMS.items() if name != "shift_one" or ranks % 2 == 0}
-    everyone = run_ranks(_descend, ranks, chosen, scale)
-    for name in chosen:
+    everyone = run_ranks(_descend_at_each_scale, ranks, chosen)
+    for index, scale in enumerate(SCALES):
+        _compare([found[index] for found in everyone], ranks, scale)
+
+
+def _compare(everyone: list[dict[str, tuple[list[Any], Any, Any]]], ranks: int, scale: float) -> None:
+    for name in everyone[0]:
         kind = ALGORITHMS[name][1]
         targets = [target_of(number, scale).numpy() for number in range(ranks)]
         start = np.full(100, scale)
@@ -102,11 +112,11 @@ def test_like_the_reference(ranks: int, scale: float) -> None:
             for number in range(ranks):
                 got, expected = everyone[number][name][0][step], replicas.w[number]
                 worst = np.abs(got - expected).max()
-                assert worst <= (2e-2 if quantised else 1e-9) * scale, (name, step, number, worst)
+                assert worst <= (2e-2 if quantised else 1e-9) * scale, (name, scale, step, number, worst)
         means = [everyone[number][name][1] for number in range(ranks)]
-        assert all(np.array_equal(mean, means[0]) for mean in means), name
+        assert all(np.array_equal(mean, means[0]) for mean in means), (name, scale)
         own = [everyone[number][name][2] for number in range(ranks)]
-        assert np.allclose(means[0], np.mean(own, axis=0), rtol=1e-12, atol=0), name
+        assert np.allclose(means[0], np.mean(own, axis=0), rtol=1e-12, atol=0), (name, scale)
 
 
 def test_consolidate_gives_the_own_weights_back() -> None:
@@ -182,7 +192,11 @@ def test_async_goes_on_after_consolidate() -> None:
     assert first == second == pytest.approx([-7.0, -14.0, -21.0])  # (4·1 + 5·2) / 2 an epoch
 
 
-def _warm_up(algorithm: Algorithm) -> tuple[Any, Any]:
+def _warm_up(kinds: list[Callable[..., Algorithm]]) -> list[tuple[Any, Any]]:
+    return [_warm_up_of(kind(warmup_steps=4)) for kind in kinds]
+
+
+def _warm_up_of(algorithm: Algorithm) -> tuple[Any, Any]:
     model = wrap_model(Quadratic(), comm=algorithm)
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     found = []
@@ -194,31 +208,32 @@ def _warm_up(algorithm: Algorithm) -> tuple[Any, Any]:
     return found[3], found[4]
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [LocalSGD, DiLoCo, Decentralized, LowPrecisionDecentralized, AsyncAveraging],
-    ids=["local_sgd", "diloco", "decentralized", "low_precision", "async"],
-)
-def test_the_warm_up_averages_gradients(kind: Callable[..., Algorithm]) -> None:
-    first, second = run_ranks(_warm_up, 2, kind(warmup_steps=4))
+def test_the_warm_up_averages_gradients() -> None:
+    """Every algorithm of weights is plain DDP for `warmup_steps`, and goes its own way after them."""
+    kinds = [LocalSGD, DiLoCo, Decentralized, LowPrecisionDecentralized, AsyncAveraging]
     w, target = np.ones(100), np.mean([target_of(number, 1.0).numpy() for number in range(2)], axis=0)
     for _ in range(4):
         w = w - LR * (w - target)
-    assert np.allclose(first[0], w)
-    assert np.array_equal(first[0], second[0])
     own = w - LR * (w - target_of(0, 1.0).numpy())
-    assert kind is LowPrecisionDecentralized or np.allclose(first[1], own)
+    for kind, first, second in zip(kinds, *run_ranks(_warm_up, 2, kinds), strict=True):
+        assert np.allclose(first[0], w), kind
+        assert np.array_equal(first[0], second[0]), kind
+        assert kind is LowPrecisionDecentralized or np.allclose(first[1], own), kind
 
 
-@pytest.mark.parametrize("compression", ["16bit", "8bit", "1bit"])
-def test_a_quantised_outer_step_follows_the_full_one(compression: str) -> None:
-    def train(comm: Algorithm) -> Any:
-        return run_ranks(_descend, 2, {"x": comm}, 1.0)[0]["x"][1]
+def test_a_quantised_outer_step_follows_the_full_one() -> None:
+    """Over many steps, as the error of one outer step is fed back into the next."""
+    most = {"16bit": 0.02, "8bit": 0.05, "1bit": 1.5}
+    outer: dict[str, Algorithm] = {"full": DiLoCo(sync_every=1, outer_momentum=0.5)}
+    for compression in most:
+        outer[compression] = DiLoCo(sync_every=1, outer_momentum=0.5, compression=compression)
+    means = {name: mean for name, (_, mean, _) in run_ranks(_descend, 2, outer, 1.0)[0].items()}
+    for compression, allowed in most.items():
+        assert 0 < np.abs(means["full"] - means[compression]).max() < allowed, compression
 
-    # Many steps: the error of one outer step is fed back into the next.
-    full = train(DiLoCo(sync_every=1, outer_momentum=0.5))
-    few = train(DiLoCo(sync_every=1, outer_momentum=0.5, compression=compression))
-    assert 0 < np.abs(full - few).max() < {"16bit": 0.02, "8bit": 0.05, "1bit": 1.5}[compression]
+
+def _bytes_of_each(algorithms: list[Algorithm]) -> list[int]:
+    return [_bytes_of(algorithm) for algorithm in algorithms]
 
 
 def _bytes_of(algorithm: Algorithm) -> int:
@@ -233,9 +248,8 @@ def _bytes_of(algorithm: Algorithm) -> int:
 
 def test_nothing_is_sent_between_two_exchanges() -> None:
     weights = 100 * 8
-    assert run_ranks(_bytes_of, 2, LocalSGD(sync_every=4)) == [3 * weights] * 2
-    assert run_ranks(_bytes_of, 2, LocalSGD(sync_every=100)) == [0] * 2
-    assert run_ranks(_bytes_of, 2, Decentralized(communication_interval=6)) == [2 * weights] * 2
+    algorithms = [LocalSGD(sync_every=4), LocalSGD(sync_every=100), Decentralized(communication_interval=6)]
+    assert run_ranks(_bytes_of_each, 2, algorithms) == [[3 * weights, 0, 2 * weights]] * 2
 
 
 def test_shift_one_refuses_an_odd_number_of_ranks() -> None:

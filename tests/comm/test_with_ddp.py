@@ -137,7 +137,11 @@ def test_many_buckets_end_alike_on_all_ranks(ranks: int) -> None:
         assert torch.isfinite(torch.tensor(everyone[0][comm])).all(), comm
 
 
-def _in_windows(comm: Any) -> tuple[list[float], int, int]:
+def _in_windows(comms: list[Any]) -> dict[Any, tuple[list[float], int, int]]:
+    return {comm: _in_windows_by(comm) for comm in comms}
+
+
+def _in_windows_by(comm: Any) -> tuple[list[float], int, int]:
     model, optimizer = prepared(comm)
     batches = [inputs(step, rank()) for step in range(7)]
     for x, window in accumulate(batches, 3, model):
@@ -151,16 +155,13 @@ def _in_windows(comm: Any) -> tuple[list[float], int, int]:
 
 
 def test_a_window_is_exchanged_once() -> None:
-    plain = run_ranks(_in_windows, 2, None)
+    weights = ["local_sgd(sync_every=1)", "decentralized"]
+    first, second = run_ranks(_in_windows, 2, [None, *GRADIENT, *weights], timeout=60)
+    assert first["allreduce"][0] == first[None][0]
+    for comm in (*GRADIENT, *weights):
+        assert first[comm][0] == second[comm][0], comm
     for comm in GRADIENT:
-        first, second = run_ranks(_in_windows, 2, comm)
-        assert first[0] == second[0]
-        if comm == "allreduce":
-            assert first[0] == plain[0][0]
-        assert first[1] <= 3 * 2 * 8, comm  # three windows, two exchanges for each of at most eight buckets
-    for comm in ("local_sgd(sync_every=1)", "decentralized"):
-        first, second = run_ranks(_in_windows, 2, comm)
-        assert first[0] == second[0]
+        assert first[comm][1] <= 3 * 2 * 8, comm  # three windows, two exchanges for each of at most eight buckets
 
 
 def _in_fp16(comms: list[str]) -> dict[str, tuple[list[float], list[bool], float]]:
