@@ -80,7 +80,7 @@ def test_environment(variable: str, value: str, message: str, monkeypatch: pytes
 def test_more_processes_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """More processes than accelerators are refused."""
     monkeypatch.setattr("distwrap.launch.visible_devices", lambda: Devices("cuda", 2))
-    with pytest.raises(OptionError, match=r"nprocs=4, but this machine shows 2 cuda device\(s\)"):
+    with pytest.raises(OptionError, match=r"nprocs=4, but this node shows 2 cuda device\(s\)"):
         distributed(nprocs=4)(train)()
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from distwrap.comm.state import restore_exchanges, state_of_exchanges
+from distwrap.devices.kinds import kind_of
 from distwrap.errors import CheckpointError
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
@@ -82,8 +83,9 @@ def _random() -> dict[str, Any]:
         name, keys, *rest = state.numpy
         found["numpy"] = [str(name), torch.tensor(keys.tolist()), int(rest[0]), int(rest[1]), float(rest[2])]
     device = current_world().device
-    if device.type == "cuda":
-        found["cuda"] = torch.cuda.get_rng_state(device)
+    state_of_device = kind_of(device).random_state(device)
+    if state_of_device is not None:
+        found[device.type] = state_of_device
     return found
 
 
@@ -95,5 +97,5 @@ def _restore(found: dict[str, Any]) -> None:
         numpy = (name, sys.modules["numpy"].array(keys.tolist(), dtype="uint32"), *rest)
     RandomState(found["torch"].cpu(), (version, tuple(words.tolist()), gauss), numpy).restore()
     device = current_world().device
-    if device.type == "cuda" and "cuda" in found:
-        torch.cuda.set_rng_state(found["cuda"].cpu(), device)
+    if device.type in found:
+        kind_of(device).set_random_state(device, found[device.type])

@@ -15,6 +15,7 @@ import torch
 
 from distwrap._version import __version__
 from distwrap.devices import cpus, selection
+from distwrap.devices.kinds import kind_of_torch, unused_devices
 from distwrap.environments import Node, Placement, detect, explain
 from distwrap.errors import DistwrapError
 from distwrap.launch import fork_safety
@@ -87,11 +88,7 @@ def look(nprocs: int | None = None) -> Facts:
 
 def _versions() -> dict[str, str]:
     versions = {"distwrap": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    if torch.version.cuda is not None:
-        versions["cuda"] = torch.version.cuda
-        if torch.distributed.is_nccl_available():
-            versions["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    return versions
+    return versions | kind_of_torch().versions()
 
 
 def _joining(facts: Facts, place: Placement, visible: selection.Devices) -> None:
@@ -180,9 +177,7 @@ def _machine(facts: Facts, visible: selection.Devices) -> None:
     facts.decided["open files"] = f"{soft} (could be {hard})" if soft != hard else str(soft)
     if soft < OPEN_FILES:
         facts.remarks.append(f"only {soft} open files allowed: raise it with `ulimit -n {min(hard, 65536)}`.")
-    if visible.count == 0 and os.path.exists("/dev/nvidiactl"):
-        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-        why = "CUDA_VISIBLE_DEVICES is empty" if hidden else f"torch {torch.__version__} sees none"
-        facts.remarks.append(f"there is an NVIDIA driver, but no device is used: {why}.")
+    if visible.count == 0:
+        facts.remarks += unused_devices()
     if sys.platform not in ("linux", "darwin"):
         facts.problems.append(f"{sys.platform} is not supported.")

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from distwrap.cli.facts import Facts, look
 from distwrap.comm.advice import Advice, advise
-from distwrap.devices.selection import finish, unique_name
+from distwrap.devices.kinds import kind_of
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
 
@@ -77,7 +77,7 @@ def measure(asked: tuple[int, float | None] | None = None) -> Measured:
     world = current_world()
     facts = look()
     facts.rank, facts.local_rank = world.placement.rank, world.placement.local_rank
-    facts.device = unique_name(world.device)
+    facts.device = kind_of(world.device).unique_name(world.device)
     everybody = gather_object(facts)
     exchanges = [_exchange(size) for size in SIZES] if len(everybody) > 1 else []
     advice = advise(*asked) if asked is not None and len(everybody) > 1 else None
@@ -105,5 +105,5 @@ def _timed(tensor: torch.Tensor) -> float:
     start = time.perf_counter()
     tensor.zero_()
     dist.all_reduce(tensor)
-    finish(tensor.device)
+    kind_of(tensor.device).finish(tensor.device)
     return time.perf_counter() - start

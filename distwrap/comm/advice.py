@@ -23,7 +23,7 @@ from distwrap.comm.compressed import CompressedMean
 from distwrap.comm.link import Link, Traffic
 from distwrap.comm.powersgd import PowerSGD
 from distwrap.comm.topk import TopK
-from distwrap.devices.selection import finish
+from distwrap.devices.kinds import kind_of
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
 
@@ -186,7 +186,7 @@ def _exchange_seconds(averager: Averager, weights: int, device: torch.device) ->
         dist.barrier()
         start = time.perf_counter()
         averager.average(Bucket(values.clone(), [parameter]))
-        finish(device)
+        kind_of(device).finish(device)
         taken.append(time.perf_counter() - start)
     return _slowest(min(taken[1:]))
 
@@ -203,7 +203,7 @@ def _compute(weights: int, device: torch.device) -> float:
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
-        finish(device)
+        kind_of(device).finish(device)
         taken.append(time.perf_counter() - start)
     return min(taken[1:])
 

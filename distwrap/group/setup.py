@@ -20,6 +20,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from distwrap.checks import SECONDS
 from distwrap.devices import selection
+from distwrap.devices.kinds import kind_of
 from distwrap.environments import Node, Placement, detect, distwrap_environment
 from distwrap.errors import PlacementError
 from distwrap.group import failures
@@ -114,11 +115,11 @@ def join(placement: Placement, run: RunOptions, *, device: torch.device | None =
     if run.seed is None:
         run = replace(run, seed=current_world().options.seed)  # of a seed_everything() before
     chosen, device = device, device or selection.choose_device(placement, selection.visible_devices())
-    selection.use(device)
+    kind_of(device).use(device)
     backend = selection.choose_backend(run.backend, device)
     interfaces.check_users_choice(os.environ, backend)
     with ExitStack() as cleanup:
-        gpu = selection.unique_name(device) if chosen is None else None
+        gpu = kind_of(device).unique_name(device) if chosen is None else None
         store = meet(placement, min(run.timeout, ARRIVAL_SECONDS), device, gpu)
         placement = assign_resources(placement, store, device, cleanup)
         # Now, since the store is certainly there. Where torch cannot clone one (before 2.8) the channel's thread waits

@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from distwrap import retrofit
+from distwrap.devices.kinds import watch_first_use
 from distwrap.devices.selection import choose_nprocs, visible_devices
 from distwrap.environments import Node, Placement, detect
 from distwrap.errors import LaunchError, OptionError
@@ -30,7 +31,7 @@ from distwrap.options import Options, switched_on
 from distwrap.registry import strategies
 from distwrap.seeding import preserved
 
-fork_safety.watch_first_use()
+watch_first_use()
 
 
 def start(call: Call, options: Options) -> Any:

@@ -18,6 +18,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from distwrap.devices.kinds import kind_of
 from distwrap.errors import ModelError
 from distwrap.group.world import RunPart, World
 from distwrap.model import in_sync
@@ -100,7 +101,7 @@ class FirstSteps(RunPart):
             self._noted += 1
             key = f"first_step/{self._noted}"
             self._open[key] = in_sync.fingerprints(tensors)
-            mine = [in_sync.processor(self._world.device), self._open[key]]
+            mine = [kind_of(self._world.device).processor(self._world.device), self._open[key]]
             self._channel.note(f"{key}/{self._rank}", json.dumps(mine))
 
     def _compare(self) -> None:

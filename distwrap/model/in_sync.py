@@ -90,10 +90,3 @@ def first_difference(everyone: Sequence[Sequence[tuple[str, Fingerprint]]], *, e
 def _is_rounding(marks: list[tuple[float, ...]]) -> bool:
     sums = [mark[2] for mark in marks]
     return len({mark[1] for mark in marks}) == 1 and max(sums) - min(sums) <= _ROUNDING * max(map(abs, sums)) > 0
-
-
-def processor(device: torch.device) -> str:
-    """Name the kind of processor that computes: results are equal to the bit only between equal ones."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{device.type} {torch.backends.cpu.get_cpu_capability()}"

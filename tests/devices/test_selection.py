@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from distwrap.devices.cpus import _quota, choose_threads, share_threads
+from distwrap.devices.kinds import kind_of
 from distwrap.devices.selection import (
     Devices,
     choose_backend,
     choose_device,
     choose_nprocs,
     refuse_shared,
-    use,
     visible_devices,
 )
 from distwrap.environments import Placement
@@ -48,7 +48,7 @@ def test_the_cpu_sets_no_limit() -> None:
 
 def test_more_processes_than_devices_are_refused() -> None:
     """More processes than devices is an error before any process starts, with both numbers and a way out."""
-    with pytest.raises(OptionError, match=r"nprocs=3, but this machine shows 2 cuda device.*at most 2, or hide"):
+    with pytest.raises(OptionError, match=r"nprocs=3, but this node shows 2 cuda device.*at most 2, or hide"):
         choose_nprocs(3, TWO)
 
 
@@ -77,7 +77,7 @@ def test_without_accelerators_the_device_is_the_cpu() -> None:
 
 def test_ranks_that_do_not_fit_the_devices_are_refused() -> None:
     """More ranks than devices, and more than one device, is a mistake in the launch."""
-    with pytest.raises(PlacementError, match=r"4 ranks on this machine see 2 cuda devices: start at most 2"):
+    with pytest.raises(PlacementError, match=r"4 ranks on this node see 2 cuda devices: start at most 2"):
         choose_device(local(3, 4), TWO)
 
 
@@ -116,7 +116,7 @@ def test_counting_devices_touches_none() -> None:
 
 def test_using_the_cpu_is_nothing_to_do() -> None:
     """Making the CPU the current device needs no accelerator."""
-    use(torch.device("cpu"))
+    kind_of("cpu").use(torch.device("cpu"))
 
 
 def test_two_ranks_on_one_device_are_refused() -> None:

@@ -1,0 +1,77 @@
+"""CUDA's devices, and those of ROCm, which torch has under the same name."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import traceback
+from types import ModuleType
+
+import torch
+
+from distwrap.devices.kinds import DeviceKind
+
+_first_use: list[str] = []
+
+
+class CUDA(DeviceKind):
+    """GPUs of NVIDIA, and of AMD through ROCm."""
+
+    hidden_by = "CUDA_VISIBLE_DEVICES=''"
+
+    def __init__(self) -> None:
+        super().__init__("cuda")
+
+    def count(self) -> int:
+        return torch.cuda.device_count()  # asks NVML, not the driver
+
+    def unique_name(self, device: torch.device) -> str | None:
+        uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+        return None if uuid is None else str(uuid)
+
+    def prevents_fork(self) -> bool:
+        return bool(torch.cuda.is_initialized()) or _driver_is_initialised()  # type: ignore[no-untyped-call]
+
+    def watch_first_use(self) -> None:
+        torch.cuda._lazy_call(_remember)  # type: ignore[no-untyped-call]
+
+    def first_use(self) -> str:
+        return _first_use[0] if _first_use else ""
+
+    def streams(self) -> ModuleType:
+        return torch.cuda
+
+    def versions(self) -> dict[str, str]:
+        if torch.version.cuda is None:
+            return {}
+        found = {"cuda": torch.version.cuda}
+        if torch.distributed.is_nccl_available():
+            found["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
+        return found
+
+    def unused(self) -> str | None:
+        if not os.path.exists("/dev/nvidiactl") or self.count():
+            return None
+        hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
+        why = "CUDA_VISIBLE_DEVICES is empty" if hidden else f"torch {torch.__version__} sees none"
+        return f"there is an NVIDIA driver, but no device is used: {why}."
+
+
+def _remember() -> None:
+    if not _first_use:
+        frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
+        _first_use.append("".join(traceback.format_list(frames[-3:])))
+
+
+def _driver_is_initialised() -> bool:
+    """Ask CUDA's driver itself: a mere ``torch.cuda.is_available()`` starts it, and a fork cannot use it then.
+
+    Source: CUDA driver API, error 3 (CUDA_ERROR_NOT_INITIALIZED) of any call before cuInit.
+    """
+    if torch.version.cuda is None:
+        return False
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return False
+    return bool(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0)

@@ -1,0 +1,170 @@
+"""Kinds of devices: what differs between a CPU, CUDA and other accelerators. A class each, found by the device's type.
+
+A package adds a kind by an entry point of the group ``distwrap.device_kinds``, named as torch names the type; without
+one, an accelerator is treated as `torch.accelerator` treats any.
+"""
+
+from __future__ import annotations
+
+from types import ModuleType
+
+import torch
+import torch.distributed as dist
+
+from distwrap.errors import OptionError
+from distwrap.registry import Registry
+
+
+class DeviceKind:
+    """A type of device, treated as `torch.accelerator` treats any; the base of kinds that differ.
+
+    Attributes:
+        type: torch's name, as ``"cuda"``.
+        hidden_by: the variable that hides all devices from a process, as one sets it; empty where nobody knows.
+    """
+
+    hidden_by = ""
+
+    def __init__(self, type: str) -> None:
+        self.type = type
+
+    @property
+    def module(self) -> ModuleType:
+        """The module of torch for this type, as `torch.cuda`."""
+        module: ModuleType = torch.get_device_module(self.type)
+        return module
+
+    def count(self) -> int:
+        """Count the devices that this process sees, without touching one, so that forking stays possible."""
+        return torch.accelerator.device_count()
+
+    def backend(self) -> str:
+        """Return the process group's backend for ``backend="auto"``."""
+        return str(dist.Backend.default_device_backend_map.get(self.type, "gloo"))
+
+    def use(self, device: torch.device) -> None:
+        """Make the device the current one, so that tensors and collectives without a device of their own land on it."""
+        self.module.set_device(device)
+
+    def finish(self, device: torch.device) -> None:
+        """Wait until the device has done what it was given, so that a clock can be read."""
+        self.module.synchronize(device)
+
+    def unique_name(self, device: torch.device) -> str | None:
+        """Return a name that no other physical device has; ``None`` where torch tells none."""
+        return None
+
+    def processor(self, device: torch.device) -> str:
+        """Return the name of the model: results are equal to the bit only between devices of one name."""
+        return str(self.module.get_device_name(device))
+
+    def prevents_fork(self) -> bool:
+        """Return whether this process has used the devices in a way that a forked process cannot."""
+        return bool(getattr(self.module, "is_initialized", lambda: False)())
+
+    def watch_first_use(self) -> None:
+        """Remember for `first_use` where a device is first used, without touching one."""
+
+    def first_use(self) -> str:
+        """Return the lines of the stack that used a device first; empty where nobody has watched."""
+        return ""
+
+    def random_state(self, device: torch.device) -> torch.Tensor | None:
+        """Return the state of the device's random number generator; ``None`` where it has none of its own."""
+        state: torch.Tensor | None = getattr(self.module, "get_rng_state", lambda _: None)(device)
+        return state
+
+    def set_random_state(self, device: torch.device, state: torch.Tensor) -> None:
+        """Put a state of `random_state` back."""
+        self.module.set_rng_state(state.cpu(), device)
+
+    def streams(self) -> ModuleType | None:
+        """Return the module with the streams on which a copy runs beside the computation; ``None`` without such."""
+        return None
+
+    def versions(self) -> dict[str, str]:
+        """Return the versions of the libraries that torch uses for these devices."""
+        return {}
+
+    def unused(self) -> str | None:
+        """Return a remark where there seem to be devices that torch does not see."""
+        return None
+
+
+class CPU(DeviceKind):
+    """The CPU, which is always there, and never counted: any number of ranks may share it."""
+
+    def __init__(self) -> None:
+        super().__init__("cpu")
+
+    def count(self) -> int:
+        return 0
+
+    def use(self, device: torch.device) -> None:
+        pass
+
+    def finish(self, device: torch.device) -> None:
+        pass
+
+    def processor(self, device: torch.device) -> str:
+        return f"cpu {torch.backends.cpu.get_cpu_capability()}"
+
+    def prevents_fork(self) -> bool:
+        return False
+
+    def random_state(self, device: torch.device) -> torch.Tensor | None:
+        return None
+
+
+device_kinds: Registry[DeviceKind] = Registry(
+    "device kind",
+    ("count", "backend"),
+    "device_kinds",
+    "distwrap.devices",
+    (("cpu", "kinds:CPU", "the CPU"), ("cuda", "cuda:CUDA", "NVIDIA's GPUs, and AMD's through ROCm")),
+)
+
+
+def kind_of(device: torch.device | str) -> DeviceKind:
+    """Return the kind of a device, or of a type of device.
+
+    Example:
+        >>> kind_of("cpu").count()
+        0
+    """
+    type = device if isinstance(device, str) else device.type
+    try:
+        name = device_kinds.name_of(type)
+    except OptionError:
+        return DeviceKind(type)
+    return device_kinds.make(name)
+
+
+def kind_of_torch() -> DeviceKind:
+    """Return the kind of accelerator that torch is built for, whether or not one is there; else the CPU.
+
+    Apple's MPS counts as none: torch has no process group for it.
+    """
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        return kind_of("cuda")
+    try:
+        accelerator = torch.accelerator.current_accelerator()
+    except RuntimeError:  # torch 2.6, built for an accelerator that is not there
+        accelerator = None
+    return kind_of("cpu" if accelerator is None or accelerator.type == "mps" else accelerator.type)
+
+
+def watch_first_use() -> None:
+    """Remember where devices are first used, so that a refusal to fork can say it. Touches nothing."""
+    if torch.version.cuda is not None or torch.version.hip is not None:
+        kind_of("cuda").watch_first_use()
+
+
+def kind_that_prevents_fork() -> DeviceKind | None:
+    """Return the kind whose devices this process has used so that it cannot be forked any more."""
+    return next((kind for kind in (kind_of("cuda"), kind_of_torch()) if kind.prevents_fork()), None)
+
+
+def unused_devices() -> list[str]:
+    """Return a remark for each kind that seems to be here though torch does not see it."""
+    return [remark for name in device_kinds.names() if (remark := kind_of(name).unused())]
