@@ -7,13 +7,11 @@ import os
 from collections.abc import Callable
 from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
 
-import wrapt
-
 from distwrap.comm.base import Algorithm
+from distwrap.decorated import BoundDecoratedFunction, DecoratedFunction
 from distwrap.errors import OptionError
 from distwrap.launch import start
 from distwrap.launch.execute import Call
-from distwrap.launch.pickling import by_plain_name
 from distwrap.options import Options
 from distwrap.strategies.base import Strategy
 
@@ -48,48 +46,30 @@ class Distributed(Protocol[P, R_co]):
     ) -> Distributed[Q, R_co]: ...
 
 
-class _Bound(wrapt.BoundFunctionWrapper[..., Any]):
-    """A decorated method, bound."""
-
+class _BoundDistributedFunction(BoundDecoratedFunction):
     def options(self, **options: Any) -> Any:
-        parent: DistributedFunction = self._self_parent
-        return DistributedFunction(self.__wrapped__, parent._self_base, parent._self_checked(options))
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return getattr, (self._self_instance, self.__wrapped__.__name__)
+        return DistributedFunction(self.__wrapped__, *self._self_parent._self_updated(options))
 
 
-class DistributedFunction(wrapt.FunctionWrapper[..., Any]):
-    """What ``@distributed`` makes of a function; `Distributed` is its type for a checker."""
+class DistributedFunction(DecoratedFunction):
+    """A function under ``@distributed``; `Distributed` is its type for a checker."""
 
-    __bound_function_wrapper__ = _Bound
+    __bound_function_wrapper__ = _BoundDistributedFunction
 
-    def __init__(self, wrapped: Callable[..., Any], base: Options, given: dict[str, Any] | None = None) -> None:
-        def run(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-            options = base.with_environment(os.environ).updated(self._self_given, where=".options()")
-            return start(Call(wrapped, args, kwargs), options)
-
-        super().__init__(wrapped, run)
-        self._self_base = base
-        self._self_given = given or {}
+    @staticmethod
+    def _self_call(
+        base: Options, given: dict[str, Any], wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any
+    ) -> Any:
+        options = base.with_environment(os.environ).updated(given, where=".options()")
+        return start(Call(wrapped, args, kwargs), options)
 
     def options(self, **options: Any) -> DistributedFunction:
-        return DistributedFunction(self.__wrapped__, self._self_base, self._self_checked(options))
+        return DistributedFunction(self.__wrapped__, *self._self_updated(options))
 
-    def _self_checked(self, options: dict[str, Any]) -> dict[str, Any]:
-        self._self_base.updated(options, where=".options()")
-        return {**self._self_given, **options}
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        if self.__module__ != "__main__" and by_plain_name(self.__module__, self.__qualname__) is self:
-            return self.__qualname__  # pickle takes a string for a name in the module
-        return DistributedFunction, (self.__wrapped__, self._self_base, self._self_given)
-
-    def __copy__(self) -> DistributedFunction:
-        return DistributedFunction(self.__wrapped__, self._self_base, self._self_given)
-
-    def __deepcopy__(self, memo: Any) -> DistributedFunction:
-        return self.__copy__()
+    def _self_updated(self, options: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
+        base, given = self._self_settings
+        base.updated(options, where=".options()")
+        return base, {**given, **options}
 
 
 @overload
@@ -197,7 +177,7 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
 
 def _decorated(fn: Any, base: Options) -> DistributedFunction:
     plain = fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn
-    if isinstance(plain, (DistributedFunction, _Bound)):
+    if isinstance(plain, (DistributedFunction, _BoundDistributedFunction)):
         raise OptionError(
             f"{plain.__qualname__} is decorated with @distributed twice. Keep one, or use .options(…) for one call."
         )
@@ -215,4 +195,4 @@ def _decorated(fn: Any, base: Options) -> DistributedFunction:
             f"@distributed takes plain functions, and {name} is a generator: its values cannot be sent back one by "
             f"one. Return a list instead."
         )
-    return DistributedFunction(fn, base)
+    return DistributedFunction(fn, base, {})

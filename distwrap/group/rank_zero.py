@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import inspect
 import pickle
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, overload
 
-import wrapt
-
+from distwrap.decorated import DecoratedFunction
 from distwrap.errors import OptionError, WorkerError
 from distwrap.group.collective_guard import check_collectives_allowed, guard_collectives
 from distwrap.group.collectives import broadcast, gather_object
@@ -67,43 +65,27 @@ def _decorated(fn: Callable[..., Any], default: Any, everywhere: bool, local: bo
     return RankZeroFunction(fn, default, everywhere, local)
 
 
-class _Bound(wrapt.BoundFunctionWrapper[..., Any]):
-    """A decorated method, bound."""
+class RankZeroFunction(DecoratedFunction):
+    """A function under ``@rank_zero_only``. It goes to the ranks along with the function that calls it."""
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return getattr, (self._self_instance, self.__wrapped__.__name__)
-
-
-class RankZeroFunction(wrapt.FunctionWrapper[..., Any]):
-    """What ``@rank_zero_only`` makes of a function. It goes to the ranks along with the function that calls it."""
-
-    __bound_function_wrapper__ = _Bound
-
-    def __init__(self, wrapped: Callable[..., Any], default: Any, everywhere: bool, local: bool) -> None:
-        def run(wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any) -> Any:
-            chosen = _is_chosen(local)
-            name = f"the rank-zero function {getattr(wrapped, '__qualname__', type(wrapped).__qualname__)}()"
-            if everywhere:
-                return _everywhere(name, lambda: wrapped(*args, **kwargs), chosen, local)
-            if not chosen:
-                return default
-            with guard_collectives(name):
-                return wrapped(*args, **kwargs)
-
-        super().__init__(wrapped, run)
-        self._self_options = (default, everywhere, local)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        module = self.__module__
-        if module != "__main__" and getattr(sys.modules.get(module), self.__qualname__, None) is self:
-            return self.__qualname__  # pickle takes a string for a name in the module
-        return RankZeroFunction, (self.__wrapped__, *self._self_options)
-
-    def __copy__(self) -> RankZeroFunction:
-        return RankZeroFunction(self.__wrapped__, *self._self_options)
-
-    def __deepcopy__(self, memo: Any) -> RankZeroFunction:
-        return self.__copy__()
+    @staticmethod
+    def _self_call(
+        default: Any,
+        everywhere: bool,
+        local: bool,
+        wrapped: Callable[..., Any],
+        instance: Any,
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        chosen = _is_chosen(local)
+        name = f"the rank-zero function {getattr(wrapped, '__qualname__', type(wrapped).__qualname__)}()"
+        if everywhere:
+            return _everywhere(name, lambda: wrapped(*args, **kwargs), chosen, local)
+        if not chosen:
+            return default
+        with guard_collectives(name):
+            return wrapped(*args, **kwargs)
 
 
 @contextmanager

@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import wrapt
 
+from distwrap.decorated import find_by_name
+
 
 def by_value() -> bool:
     """Say whether functions can go by value."""
@@ -77,7 +79,7 @@ class _Hooks:
         if type(obj) is types.FunctionType and obj.__module__ is not None and not _goes_by_value(obj):
             # A decorated function is no longer what its module holds under its name; pickle would refuse it.
             module, qualname = obj.__module__, obj.__qualname__
-            if by_plain_name(module, qualname) is not obj and by_name(module, qualname) is obj:
+            if find_by_name(module, qualname) is not obj and by_name(module, qualname) is obj:
                 return _load_by_name, (module, qualname)
         if self._to_caller and isinstance(obj, type):
             reduced = _class_of_the_caller(obj)
@@ -89,7 +91,7 @@ class _Hooks:
 
 def _class_of_the_caller(cls: type) -> tuple[Any, ...] | None:
     """Find words by which the caller recognises a class of its own, so that ``except MyError`` works there."""
-    if by_plain_name(cls.__module__, cls.__qualname__) is cls:
+    if find_by_name(cls.__module__, cls.__qualname__) is cls:
         return (_load_plain_name, (cls.__module__, cls.__qualname__)) if cls.__module__ == "__main__" else None
     if by_value():
         from cloudpickle import cloudpickle
@@ -133,17 +135,9 @@ def _load_tracked_class(tracker: str) -> type:
 
 
 def _load_plain_name(module: str, qualname: str) -> object:
-    found = by_plain_name(module, qualname)
+    found = find_by_name(module, qualname)
     if found is None:
         raise AttributeError(f"{module} has no {qualname}")
-    return found
-
-
-def by_plain_name(module: str, qualname: str) -> object:
-    """Find what a module holds under a name, or ``None``."""
-    found: Any = sys.modules.get(module)
-    for part in qualname.split("."):
-        found = getattr(found, part, None)
     return found
 
 
