@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distwrap._internals.torch import foreach
 from distwrap.checks import fraction, whole
 from distwrap.comm.base import Bucket
 from distwrap.comm.codecs import Cast, Codec, MinMax8, Sign
@@ -130,7 +131,7 @@ class _DiLoCo(WeightExchange[DiLoCo]):
         ]
         if self._saved is not None:
             for name, pieces in self._outer_state().items():
-                torch._foreach_copy_(pieces, torch.split(self._saved[name], [len(piece) for piece in pieces]))
+                foreach("copy_", pieces, torch.split(self._saved[name], [len(piece) for piece in pieces]))
             self._saved = None
 
     def _outer_state(self) -> dict[str, list[torch.Tensor]]:

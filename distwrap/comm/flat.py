@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from distwrap._internals.torch import foreach
+
 
 class FlatWeights:
     """Reads and writes some parameters in one piece.
@@ -27,12 +29,12 @@ class FlatWeights:
         """Return a copy of the weights."""
         count = sum(parameter.numel() for parameter in self.parameters)
         flat = torch.empty(count, dtype=self.dtype, device=self.parameters[0].device)
-        torch._foreach_copy_(self._views(flat), [parameter.detach() for parameter in self.parameters])
+        foreach("copy_", self._views(flat), [parameter.detach() for parameter in self.parameters])
         return flat
 
     def write(self, flat: torch.Tensor) -> None:
         """Set the weights."""
-        torch._foreach_copy_([parameter.detach() for parameter in self.parameters], self._views(flat))
+        foreach("copy_", [parameter.detach() for parameter in self.parameters], self._views(flat))
 
     def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
         parts = torch.split(flat, [parameter.numel() for parameter in self.parameters])

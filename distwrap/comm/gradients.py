@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
-from torch.autograd import Variable
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
+from distwrap._internals.torch import after_backward, current_backward
 from distwrap.comm.base import Algorithm, Averager, Bucket
 from distwrap.comm.exchange import Exchange
 from distwrap.comm.link import Link
@@ -24,8 +24,6 @@ from distwrap.precision import LossScaling
 
 if TYPE_CHECKING:
     from distwrap.model.distributed import DistributedModel
-
-_graph_task = torch._C._current_graph_task_id
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,11 +87,7 @@ def on_bucket(state, bucket):  # type: ignore[no-untyped-def]
 
 def watch_failure(exchange: Exchange[Any], bucket: GradBucket) -> None:
     """Raise what the model's thread has met at the end of this backward, after DDP's own end of it."""
-    if _graph_task() == -1:
+    if current_backward() == -1:
         exchange.engine.raise_failure()  # in Join, which calls the hook for a rank that is out of data
     elif bucket.index() == 0:
-        _at_end(lambda: _at_end(exchange.engine.raise_failure))
-
-
-def _at_end(call: Any) -> None:
-    Variable._execution_engine.queue_callback(call)
+        after_backward(lambda: after_backward(exchange.engine.raise_failure))

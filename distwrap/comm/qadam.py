@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch.optim import Adam, AdamW, Optimizer
 
+from distwrap._internals.torch import foreach
 from distwrap.checks import whole
 from distwrap.comm.base import Averager, Bucket
 from distwrap.comm.codecs import MinMax8, Sign
@@ -101,12 +102,12 @@ class _Momenta(Averager):
             gradient.mul_(1 - beta).add_(state["exp_avg"], alpha=beta * bucket.scale)
             denominators.append(state["denominator"])
             limits.append(bucket.scale * optimizer.largest_momentum(group))
-        torch._foreach_div_(bucket.views, denominators)
+        foreach("div_", bucket.views, denominators)
         bucket.values.nan_to_num_(nan=math.nan, posinf=math.nan, neginf=math.nan)  # an overflow is not to be held
         for view, limit in zip(bucket.views, limits, strict=True):
             view.clamp_(-limit, limit)
         self._mean.average(bucket)
-        torch._foreach_mul_(bucket.views, denominators)
+        foreach("mul_", bucket.views, denominators)
 
     def _is_frozen(self, parameter: int) -> bool:
         if parameter not in self._place_of:
@@ -173,15 +174,15 @@ class QAdamOptimizer(Optimizer):
         if not parameters:
             return
         if decay and self.decoupled:
-            torch._foreach_mul_(parameters, 1 - lr * decay)
+            foreach("mul_", parameters, 1 - lr * decay)
         if frozen:
-            torch._foreach_copy_(momenta, gradients)
+            foreach("copy_", momenta, gradients)
         else:
             if decay and not self.decoupled:
-                gradients = torch._foreach_add(gradients, parameters, alpha=decay)
-            torch._foreach_lerp_(momenta, gradients, 1 - beta1)
-            torch._foreach_mul_(variances, beta2)
-            torch._foreach_addcmul_(variances, gradients, gradients, 1 - beta2)
+                gradients = foreach("add", gradients, parameters, alpha=decay)
+            foreach("lerp_", momenta, gradients, 1 - beta1)
+            foreach("mul_", variances, beta2)
+            foreach("addcmul_", variances, gradients, gradients, value=1 - beta2)
         for state in states:
             state["step"] += 1
         if step == self._warmup + 1:
@@ -193,7 +194,7 @@ class QAdamOptimizer(Optimizer):
                 state["exp_avg"].masked_fill_(state["exp_avg_sq"] == 0, 0.0)
         else:
             denominators = self._denominators(variances, group, step)
-        torch._foreach_addcdiv_(parameters, momenta, denominators, value=-lr / (1 - beta1**step))
+        foreach("addcdiv_", parameters, momenta, denominators, value=-lr / (1 - beta1**step))
 
     def frozen_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """Return a parameter's state with the denominator √v / √(1 - β₂ᵀ) + ε of the end of the warm-up."""
@@ -209,9 +210,9 @@ class QAdamOptimizer(Optimizer):
         return float(max(1.0, (1 - beta1) / (1 - beta2) ** 0.5) * (1 - beta1**step))
 
     def _denominators(self, variances: list[torch.Tensor], group: dict[str, Any], step: int) -> list[torch.Tensor]:
-        denominators = torch._foreach_sqrt(variances)
-        torch._foreach_div_(denominators, (1 - group["betas"][1] ** step) ** 0.5)
-        torch._foreach_add_(denominators, group["eps"])
+        denominators = foreach("sqrt", variances)
+        foreach("div_", denominators, (1 - group["betas"][1] ** step) ** 0.5)
+        foreach("add_", denominators, group["eps"])
         return list(denominators)
 
     def _say_what_is_left_out(self, group: dict[str, Any]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+
+from distwrap._internals.torch import tree_map
 
 
 def to_device(value: Any, device: torch.device) -> Any:

@@ -9,10 +9,9 @@ from typing import Any
 from weakref import WeakSet
 
 import torch
-from torch._C._distributed_c10d import _resolve_process_group  # type: ignore[attr-defined,unused-ignore]
 from torch.distributed import ProcessGroup
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from distwrap._internals.torch import size_of_group, watch_operators
 from distwrap.errors import CollectiveInRankZeroError
 from distwrap.group.world import RunPart, World, current_world
 
@@ -57,7 +56,7 @@ def guard_collectives(name: str) -> Iterator[None]:
         stack.callback(setattr, guard, "function", "")
         for model in list(guard.models):
             _guard_forward(model, stack)
-        stack.enter_context(_Watched())  # type: ignore[no-untyped-call]
+        stack.enter_context(watch_operators(_check_operator))
         yield
 
 
@@ -88,15 +87,12 @@ def _guard_forward(model: torch.nn.Module, stack: ExitStack) -> None:
     stack.callback(model.__dict__.pop, "forward", None)
 
 
-class _Watched(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Sees each operator of the body; those of torch.distributed are in the namespace c10d."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "namespace", "") in _NAMESPACES:
-            name = func.__name__.split(".")[0].strip("_")
-            if not name.startswith(_NO_COLLECTIVES) and _with_others(args):
-                check_collectives_allowed(f"torch.distributed's {name}()")
-        return func(*args, **(kwargs or {}))
+def _check_operator(operator: Any, args: tuple[Any, ...]) -> None:
+    """Refuse the operator where it is a collective; those of torch.distributed are in the namespace c10d."""
+    if getattr(operator, "namespace", "") in _NAMESPACES:
+        name = operator.__name__.split(".")[0].strip("_")
+        if not name.startswith(_NO_COLLECTIVES) and _with_others(args):
+            check_collectives_allowed(f"torch.distributed's {name}()")
 
 
 def _with_others(args: tuple[Any, ...]) -> bool:
@@ -106,5 +102,5 @@ def _with_others(args: tuple[Any, ...]) -> bool:
             if isinstance(arg, torch.ScriptObject):
                 return int(ProcessGroup.unbox(arg).size()) > 1
             if isinstance(arg, str):
-                return int(_resolve_process_group(arg).size()) > 1  # type: ignore[arg-type,unused-ignore]
+                return size_of_group(arg) != 1
     return True

@@ -10,8 +10,8 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from distwrap._internals.torch import tree_flatten, tree_unflatten
 from distwrap.errors import CollectiveError, OptionError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.setup import require_group
@@ -335,7 +335,7 @@ def _tensors(leaves: list[Any], what: str) -> tuple[list[torch.Tensor], str]:
     return tensors, ""
 
 
-def _everyones(spec: TreeSpec, tensors: list[torch.Tensor], problem: str) -> list[tuple[str, list[Any]]]:
+def _everyones(spec: Any, tensors: list[torch.Tensor], problem: str) -> list[tuple[str, list[Any]]]:
     """Return each rank's structure, and its tensors' dtypes and shapes; raise what any rank complains of."""
     mine = (str(spec), [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors], problem)
     everyone = gather_object(mine)

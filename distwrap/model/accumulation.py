@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distwrap._internals.torch import compiled_module, foreach
 from distwrap.checks import is_whole
 from distwrap.data.sharded import batches_left
 from distwrap.errors import LoaderError, ModelError, OptionError
@@ -70,7 +71,7 @@ class Window:
     def _rescale(self, factor: float) -> None:
         gradients = [p.grad for model in self._models for p in model.parameters() if p.grad is not None]
         with torch.no_grad():
-            torch._foreach_mul_(gradients, factor)
+            foreach("mul_", gradients, factor)
 
 
 class Windows(RunPart):
@@ -210,7 +211,7 @@ def scale_loss(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torch.Ten
 def _under_ddp(model: Any) -> DistributedDataParallel | None:
     """Find the DDP in a model that may be compiled around it."""
     while not issubclass(type(model), DistributedDataParallel):
-        inner = model.__dict__.get("_modules", {}).get("_orig_mod")
+        inner = compiled_module(model)
         if inner is None or issubclass(type(model), TransparentModule):
             return None
         model = inner

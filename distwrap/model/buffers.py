@@ -12,8 +12,8 @@ from weakref import ref
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 
+from distwrap._internals.torch import norm_classes
 from distwrap.errors import OptionError
 from distwrap.group.collectives import broadcast, reduce
 from distwrap.model.fingerprints import fingerprint
@@ -107,7 +107,7 @@ def _statistics(model: nn.Module) -> dict[str, torch.Tensor]:
     return {
         f"{prefix}.{key}" if prefix else key: value
         for prefix, part in model.named_modules()
-        if isinstance(part, _NormBase)
+        if isinstance(part, norm_classes())
         for key, value in part.named_buffers(recurse=False)
     }
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distwrap._internals.torch import begin_ddp_forward, end_ddp_forward
 from distwrap.errors import ModelError
 from distwrap.model import diagnosis
 from distwrap.model.buffers import Buffers
@@ -107,9 +108,9 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
         gradients = self._gradients
         call.prepared, call.again = True, bool(gradients.due)
         try:
-            self._pre_forward(None)  # type: ignore[no-untyped-call]
+            begin_ddp_forward(self)
             if not self._needs_outputs:
-                self._post_forward(None)  # type: ignore[no-untyped-call]
+                end_ddp_forward(self, None)
                 gradients.due = self.require_backward_grad_sync
         except RuntimeError as error:
             raise self._explained(error)  # noqa: B904 - which knows its cause
@@ -120,7 +121,7 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
             if not call.prepared and gradients.due is None and has_gradient(output):
                 self._prepare(call)  # it has used parameters without calling a module
             if call.prepared and self._needs_outputs:
-                output = self._post_forward(output)  # type: ignore[no-untyped-call]
+                output = end_ddp_forward(self, output)
                 gradients.due = self.require_backward_grad_sync
             elif call.again and gradients.due:
                 gradients.repeat(output)

@@ -15,8 +15,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
-from torch.utils._pytree import tree_leaves
 
+from distwrap._internals.torch import tree_leaves
 from distwrap.devices.transfer import to_device
 from distwrap.errors import ModelError
 from distwrap.model.transparent import TransparentModule, unwrap_model

@@ -16,8 +16,15 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
+from distwrap._internals.torch import (
+    current_backward,
+    is_averaging,
+    names_ddp_ignores,
+    prepare_another_average,
+    remove_ddp_hooks,
+    tree_leaves,
+)
 from distwrap.errors import ModelError
 from distwrap.group.world import current_world, say_once
 from distwrap.model import diagnosis
@@ -25,7 +32,6 @@ from distwrap.model.buffers import Buffers
 from distwrap.model.wrapped_models import WrappedModels
 
 _SENTINELS = 4
-_graph_task: Callable[[], int] = torch._C._current_graph_task_id
 
 
 class Gradients:
@@ -60,10 +66,10 @@ class Gradients:
         self.due: bool | None = None
         self.on_average: Callable[[], None] | None = None
         self._buffers = buffers
-        self._task = -1
+        self._task: int | None = -1
         net = model.module
         self._names = {id(parameter): name for name, parameter in net.named_parameters()}
-        ignored = getattr(net, "_ddp_params_and_buffers_to_ignore", ())
+        ignored = names_ddp_ignores(net)
         named = [(name, parameter) for name, parameter in net.named_parameters() if name not in ignored]
         self.trained = [name for name, parameter in named if parameter.requires_grad]
         self._handles = [
@@ -95,7 +101,7 @@ class Gradients:
         _remove(self._handles)
         model = self._model()
         if model is not None:
-            model.reducer._remove_autograd_hooks()
+            remove_ddp_hooks(model)
 
     def repeat(self, outputs: Any) -> None:
         """Let each of several forwards have a backward of its own: prepare anew when one comes through these outputs.
@@ -110,15 +116,14 @@ class Gradients:
         model = self._model()
         if self.due is not None or model is None or not model.require_backward_grad_sync:
             return
-        if not model._needs_outputs and not self._reducing(model):  # else it is of this very backward
-            model.reducer._rebuild_buckets()  # which DDP does at a forward, once the first average is taken
-            model.reducer.prepare_for_backward([])
+        if not model._needs_outputs and not is_averaging(model, otherwise=False):  # else it is of this very backward
+            prepare_another_average(model)
             self.due = True
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
         """Runs in a backward, once for each of a few parameters."""
-        task = _graph_task()
-        if task == self._task:
+        task = current_backward()
+        if task == self._task is not None:
             return
         self._task = task
         model = self._model()
@@ -139,18 +144,10 @@ class Gradients:
         elif syncs and not self._is_expected(model, task):
             raise ModelError(diagnosis.skipped(model, str(model._method)))
 
-    def _is_expected(self, model: nn.parallel.DistributedDataParallel, task: int) -> bool:
-        if model.static_graph and self.on_average is None:
+    def _is_expected(self, model: nn.parallel.DistributedDataParallel, task: int | None) -> bool:
+        if task is None or (model.static_graph and self.on_average is None):
             return True  # it may come back to a parameter in a backward within the backward
-        return self._reducing(model) or _averaged_elsewhere(model, task)
-
-    def _reducing(self, model: nn.parallel.DistributedDataParallel) -> bool:
-        """Whether an average is under way: a checkpointed part's gradients come in a backward within the backward."""
-        try:
-            model.reducer._check_reducer_finalized()
-        except RuntimeError:
-            return True
-        return False
+        return is_averaging(model, otherwise=True) or _averaged_elsewhere(model, task)
 
     def _watch_frozen(self, parameter: torch.Tensor) -> None:
         # The hook needs a tensor that requires a gradient, and stays where it no longer does.

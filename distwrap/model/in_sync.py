@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
+from distwrap._internals.torch import names_ddp_ignores
 from distwrap.errors import ModelError
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
@@ -49,7 +50,7 @@ def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
     """Return what must be alike on all ranks: parameters and buffers, but for running statistics."""
     net = unwrap_model(model)
     # Some are left to each rank, by DistributedDataParallel._set_params_and_buffers_to_ignore_for_model.
-    own = statistics_of(net).union(getattr(net, "_ddp_params_and_buffers_to_ignore", ()))
+    own = statistics_of(net).union(names_ddp_ignores(net))
     return {name: value for name, value in (*net.named_parameters(), *net.named_buffers()) if name not in own}
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from distwrap._internals.torch import compiled_module
 from distwrap.checkpoint.state_dict import strip_module_prefix
 from distwrap.errors import ModelError
 
@@ -180,7 +181,8 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     while True:
         if isinstance(model, (TransparentModule, nn.parallel.DistributedDataParallel, nn.DataParallel)):
             model = model.module
-        elif isinstance(getattr(model, "_orig_mod", None), nn.Module):
-            model = model._orig_mod  # type: ignore[assignment]
         else:
-            return model
+            inner = compiled_module(model)
+            if inner is None:
+                return model
+            model = inner

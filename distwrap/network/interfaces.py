@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 from distwrap.errors import ArrivalError, PlacementError
@@ -185,7 +185,7 @@ def interfaces() -> dict[str, list[str]]:
     return found
 
 
-def check_users_choice(env: dict[str, str] | os._Environ[str], backend: str) -> None:
+def check_users_choice(env: Mapping[str, str], backend: str) -> None:
     """Refuse an interface that the user chose and that is not here.
 
     Raises:

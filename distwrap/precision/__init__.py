@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.hooks import RemovableHandle
 
+from distwrap._internals.torch import has_overflowed, has_scaled, tree_leaves, tree_map, version_of
 from distwrap.errors import ModelError, PrecisionError
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.model.diagnosis import explained
@@ -125,7 +125,7 @@ class LossScaling(RunPart):
         for model in self.models:
             gradient = next((p.grad for p in model.parameters() if p.grad is not None), None)
             if gradient is not None:
-                self._marked.append((gradient, gradient._version))
+                self._marked.append((gradient, version_of(gradient)))
 
     def refuse_changed_gradients(self) -> None:
         """Raise where a marked gradient was changed.
@@ -133,7 +133,7 @@ class LossScaling(RunPart):
         Raises:
             PrecisionError: says what to do instead.
         """
-        if any(gradient._version != version for gradient, version in self._marked):
+        if any(version_of(gradient) != version for gradient, version in self._marked):
             raise PrecisionError(
                 "the gradients were changed between distwrap.backward(loss) and optimizer_step() under "
                 "precision='fp16', where they are still scaled: a clip would cut them to nothing. Use "
@@ -143,7 +143,7 @@ class LossScaling(RunPart):
     def sees_users_scaler(self) -> bool:
         """Look, until there is one, for a `GradScaler` of the user's that has scaled something."""
         self._user_scales = self._user_scales or any(
-            issubclass(type(obj), torch.amp.GradScaler) and obj is not self.scaler and obj._scale is not None
+            issubclass(type(obj), torch.amp.GradScaler) and obj is not self.scaler and has_scaled(obj)
             for obj in gc.get_objects()
         )
         return self._user_scales
@@ -243,7 +243,7 @@ def optimizer_step(
         scaler.unscale_(optimizer)
     scaling.unscaled.discard(id(optimizer))
     _clip(optimizer, model, max_norm)
-    overflowed = any(found.item() for found in scaler._found_inf_per_device(optimizer).values())
+    overflowed = has_overflowed(scaler, optimizer)
     scaling.is_scaled = False
     scaler.step(optimizer)
     for act in scaling.on_skipped if overflowed else ():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
 import weakref
 from collections.abc import Iterator
 from typing import Any
+
+from distwrap._internals.torch import batches_given
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
@@ -26,10 +28,11 @@ class Activity:
 
     def record(self, helper: str) -> None:
         """Note that a helper runs, and who called it."""
-        frame = sys._getframe(1)
-        while frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
+        frame = inspect.currentframe()
+        while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(_OURS):
             frame = frame.f_back
-        self.helper, self.site = helper, f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        self.helper = helper
+        self.site = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
 
     def follow(self, batches: Iterator[Any]) -> None:
         """Read the step off a loader's iterator when it is asked for: counting here would cost each step."""
@@ -39,8 +42,7 @@ class Activity:
     def step(self) -> int | None:
         """How many batches the last loader has given; ``None`` where nobody counts."""
         batches = self._batches() if self._batches is not None else None
-        step = getattr(batches, "_num_yielded", None)
-        return step if isinstance(step, int) else None
+        return batches_given(batches)
 
     def settle(self) -> None: ...
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from distwrap._internals.python import multiprocessing_settings
 from distwrap.environments import Placement
 from distwrap.environments.identity import lives, machine
 from distwrap.errors import CollectiveError, WorkerDiedError
@@ -352,7 +353,7 @@ class Channel:
         print(f"distwrap: rank {self._place.rank} ends, because {why}", file=sys.stderr, flush=True)
         for child in multiprocessing.active_children():  # loader workers
             child.kill()
-        folder = multiprocessing.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+        folder = multiprocessing_settings().get("tempdir")
         if folder is not None:
             shutil.rmtree(folder, ignore_errors=True)
         os._exit(1)

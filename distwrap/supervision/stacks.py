@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import sys
 import sysconfig
@@ -14,6 +15,7 @@ from typing import NamedTuple
 
 import torch
 
+from distwrap._internals.python import frames_of_threads
 from distwrap.wording import named_ranks
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
@@ -60,7 +62,7 @@ def frame_of(ident: int) -> FrameType | None:
     if collects:
         gc.disable()
     try:
-        return sys._current_frames().get(ident)
+        return frames_of_threads().get(ident)
     finally:
         if collects:
             gc.enable()
@@ -82,7 +84,7 @@ def users_frame() -> FrameType | None:
 
     With an accelerator a backward runs in a thread of its own.
     """
-    for frame in (sys._getframe(), frame_of(main_thread())):
+    for frame in (inspect.currentframe(), frame_of(main_thread())):
         while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
             frame = frame.f_back
         if frame is not None and not frame.f_code.co_filename.startswith(_LIBRARIES):

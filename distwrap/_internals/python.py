@@ -1,0 +1,102 @@
+"""Private names of CPython: threads, exit handlers and finalizers at the end of a process, and its command line.
+
+Every function says which names it relies on, and what happens without them; all were seen in versions 3.10 to 3.13.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing
+import multiprocessing.util
+import subprocess
+import sys
+import threading
+import weakref
+from types import FrameType
+from typing import Any
+
+# The module that a pickled path names in Python 3.13.
+PATH_MODULES = ("pathlib", "pathlib._local")
+
+
+def frames_of_threads() -> dict[int, FrameType]:
+    """Return the frame in which each thread is, by the thread's number.
+
+    Relies on ``sys:_current_frames``.
+    Without it: hang reports do not know where the ranks are.
+    """
+    frames = getattr(sys, "_current_frames", None)
+    return frames() if frames is not None else {}
+
+
+def run_interpreter_end(*, threads: bool = True) -> bool:
+    """Wait for the other threads and run the exit handlers, as the interpreter does at its end.
+
+    Relies on ``threading:_shutdown``, ``atexit:_run_exitfuncs``.
+    Without it: the interpreter ends a rank in its own way, which is slower and aborts now and then under gloo.
+
+    Args:
+        threads: whether to wait for threads.
+
+    Returns:
+        Whether that was possible; where not, nothing was done.
+    """
+    join = getattr(threading, "_shutdown", None)
+    handlers = getattr(atexit, "_run_exitfuncs", None)
+    if join is None or handlers is None:
+        return False
+    if threads:
+        join()
+    handlers()
+    return True
+
+
+def can_forget_exit_handlers() -> bool:
+    """Return whether a forked process can forget the exit handlers of the process that it was forked from.
+
+    Relies on ``atexit:_clear``.
+    Without it: the launcher fork is refused, and another one is chosen.
+    """
+    return hasattr(atexit, "_clear")
+
+
+def forget_exit_handlers() -> None:
+    """Forget the exit handlers that a fork has taken over, all but multiprocessing's.
+
+    Relies on ``multiprocessing.util:_exit_function``.
+    Without it: forked ranks do not run multiprocessing's own clean-up at their end.
+    """
+    atexit._clear()
+    multiprocessings = getattr(multiprocessing.util, "_exit_function", None)
+    if multiprocessings is not None:
+        atexit.register(multiprocessings)
+
+
+def multiprocessing_settings() -> dict[str, Any]:
+    """Return the settings of this process that multiprocessing hands to its children, as ``"tempdir"``.
+
+    Relies on ``multiprocessing:process._current_process._config``.
+    Without it: the temporary folder of loader workers is where it always is, and stays where a rank is killed.
+    """
+    settings: dict[str, Any] = getattr(multiprocessing.current_process(), "_config", {})
+    return settings
+
+
+def interpreter_flags() -> list[str]:
+    """Return the words of a command line that give another interpreter this one's flags.
+
+    Relies on ``subprocess:_args_from_interpreter_flags``.
+    Without it: fresh interpreters do not get the caller's -W, -X and -O.
+    """
+    flags = getattr(subprocess, "_args_from_interpreter_flags", None)
+    return flags() if flags is not None else []
+
+
+def stop_finalizers_at_exit() -> None:
+    """Let the finalizers that exist by now do nothing at the end of the process.
+
+    Relies on ``weakref:finalize._registry``.
+    Without it: ranks of the fork server end some 30 ms later.
+    """
+    for finalizer in list(getattr(weakref.finalize, "_registry", ())):
+        finalizer.atexit = False

@@ -1,0 +1,423 @@
+"""Private names of torch: autograd's backward, DDP's reducer, nestings of tensors, operators, loaders, optimizers.
+
+Every function says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from distwrap.errors import LoaderError, ModelError
+
+_SEEN = "2.6 to 2.15"
+
+DistributedDataParallel = nn.parallel.DistributedDataParallel
+
+# Functions by which torch pickles what is no tensor in a checkpoint's table of contents.
+LAYOUT_FUNCTION = ("torch.serialization", "_get_layout")
+
+
+def _refuse(name: str, consequence: str) -> NoReturn:
+    raise ModelError(f"torch {torch.__version__} has no {name} any more (seen in torch {_SEEN}): {consequence}")
+
+
+# Backward
+
+
+def current_backward() -> int | None:
+    """Return the number of the backward that this thread runs, -1 outside of one, ``None`` where torch has none.
+
+    Relies on ``torch._C:_current_graph_task_id``.
+    Without it: a backward without an average is not noticed.
+    """
+    number = getattr(torch._C, "_current_graph_task_id", None)
+    return number() if number is not None else None
+
+
+def after_backward(call: Callable[[], object]) -> None:
+    """Call a function at the end of the backward that runs, after what was queued before.
+
+    Relies on ``torch.autograd:Variable._execution_engine.queue_callback``.
+    Without it: a failure of an exchange is raised within the next backward, before DDP's own end of it.
+    """
+    engine = getattr(torch.autograd.Variable, "_execution_engine", None)
+    if engine is None:
+        call()
+    else:
+        engine.queue_callback(call)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return how many times a tensor was changed in place.
+
+    Relies on ``torch:Tensor._version``.
+    Without it: a change of scaled gradients is not noticed.
+    """
+    return getattr(tensor, "_version", 0)
+
+
+# DistributedDataParallel
+
+
+def begin_ddp_forward(model: DistributedDataParallel) -> None:
+    """Do what DDP does before the module's own forward.
+
+    Relies on ``torch.nn.parallel:DistributedDataParallel._pre_forward``.
+    Without it: ModelError where a method other than forward() trains.
+
+    Raises:
+        ModelError: this torch has no such step.
+    """
+    before = getattr(model, "_pre_forward", None)
+    if before is None:
+        _refuse("DistributedDataParallel._pre_forward", "train by calling the model itself, not another method of it.")
+    before(None)
+
+
+def end_ddp_forward(model: DistributedDataParallel, output: Any) -> Any:
+    """Do what DDP does after the module's own forward, and return the output.
+
+    Relies on ``torch.nn.parallel:DistributedDataParallel._post_forward``.
+    Without it: ModelError where a method other than forward() trains.
+
+    Raises:
+        ModelError: this torch has no such step.
+    """
+    after = getattr(model, "_post_forward", None)
+    if after is None:
+        _refuse("DistributedDataParallel._post_forward", "train by calling the model itself, not another method of it.")
+    return after(output)
+
+
+def prepare_another_average(model: DistributedDataParallel) -> None:
+    """Prepare DDP's reducer for a backward to which no forward belongs, as DDP's forward would.
+
+    Relies on ``torch.distributed:Reducer._rebuild_buckets``, ``torch.distributed:Reducer.prepare_for_backward``.
+    Without it: ModelError at the second of several forwards before their backwards.
+
+    Raises:
+        ModelError: this torch's reducer cannot.
+    """
+    reducer: Any = model.reducer
+    if not hasattr(reducer, "_rebuild_buckets") or not hasattr(reducer, "prepare_for_backward"):
+        _refuse("Reducer._rebuild_buckets", "let a backward follow each forward, or add the losses up before one.")
+    reducer._rebuild_buckets()
+    reducer.prepare_for_backward([])
+
+
+def is_averaging(model: DistributedDataParallel, *, otherwise: bool) -> bool:
+    """Return whether DDP's reducer is in the middle of an average; `otherwise` where this torch does not tell.
+
+    Relies on ``torch.distributed:Reducer._check_reducer_finalized``.
+    Without it: a backward within a backward is taken for what the caller expects.
+    """
+    check = getattr(model.reducer, "_check_reducer_finalized", None)
+    if check is None:
+        return otherwise
+    try:
+        check()
+    except RuntimeError:
+        return True
+    return False
+
+
+def remove_ddp_hooks(model: DistributedDataParallel) -> None:
+    """Take DDP's hooks off the parameters.
+
+    Relies on ``torch.distributed:Reducer._remove_autograd_hooks``.
+    Without it: the hooks stay until the reducer is freed.
+    """
+    remove = getattr(model.reducer, "_remove_autograd_hooks", None)
+    if remove is not None:
+        remove()
+
+
+def names_ddp_ignores(net: nn.Module) -> Collection[str]:
+    """Return the names of the parameters and buffers that the user has told DDP to leave alone.
+
+    Relies on ``torch.nn.parallel:DistributedDataParallel._set_params_and_buffers_to_ignore_for_model``.
+    Without it: parameters that DDP leaves alone are taken for trained ones.
+    """
+    return getattr(net, "_ddp_params_and_buffers_to_ignore", ())
+
+
+# Process groups and operators
+
+
+def size_of_group(name: str) -> int | None:
+    """Return how many ranks a process group has, by the name that functional collectives hold; ``None``: unknown.
+
+    Relies on ``torch._C._distributed_c10d:_resolve_process_group``.
+    Without it: a functional collective counts as one of several ranks.
+    """
+    resolve = getattr(getattr(torch._C, "_distributed_c10d", None), "_resolve_process_group", None)
+    return int(resolve(name).size()) if resolve is not None else None
+
+
+def watch_operators(look: Callable[[Any, tuple[Any, ...]], object]) -> AbstractContextManager[object]:
+    """Call `look` with each operator and its arguments, before it runs, within a ``with``.
+
+    Relies on ``torch.utils._python_dispatch:TorchDispatchMode``.
+    Without it: torch's own collectives are not refused where only some ranks are.
+    """
+    watching = _watching_mode()
+    return nullcontext() if watching is None else watching(look)
+
+
+@functools.cache
+def _watching_mode() -> Callable[[Any], AbstractContextManager[object]] | None:
+    try:
+        from torch.utils._python_dispatch import TorchDispatchMode
+    except ImportError:
+        return None
+
+    class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __init__(self, look: Callable[[Any, Any], object]) -> None:
+            super().__init__()  # type: ignore[no-untyped-call]
+            self._look = look
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self._look(func, args)
+            return func(*args, **(kwargs or {}))
+
+    return Watching
+
+
+def foreach(operation: str, tensors: Sequence[torch.Tensor], *args: Any, **kwargs: Any) -> list[torch.Tensor]:
+    """Apply an operation to each of several tensors at once.
+
+    Relies on ``torch:_foreach_add``, ``torch:_foreach_add_``, ``torch:_foreach_addcdiv_``,
+    ``torch:_foreach_addcmul_``, ``torch:_foreach_copy_``, ``torch:_foreach_div_``, ``torch:_foreach_lerp_``,
+    ``torch:_foreach_mul_``, ``torch:_foreach_sqrt``.
+    Without it: one tensor after another, which takes longer.
+
+    Args:
+        operation: a method of tensors, as ``"mul_"``.
+        tensors: of any shapes.
+        *args: a number for all of them, or a list with one value for each tensor.
+        **kwargs: for each of them.
+
+    Returns:
+        The results; nothing where the tensors are changed in place.
+
+    Example:
+        >>> foreach("add", [torch.ones(2)], [torch.ones(2)], alpha=2)
+        [tensor([3., 3.])]
+    """
+    together = getattr(torch, f"_foreach_{operation}", None)
+    if together is not None:
+        results = together(tensors, *args, **kwargs)
+    else:
+        each = [arg if isinstance(arg, (list, tuple)) else [arg] * len(tensors) for arg in args]
+        results = [
+            getattr(tensor, operation)(*values, **kwargs) for tensor, *values in zip(tensors, *each, strict=True)
+        ]
+    return [] if operation.endswith("_") else list(results)
+
+
+def on_cuda_start(call: Callable[[], object]) -> None:
+    """Call a function when CUDA is initialised; touch nothing now.
+
+    Relies on ``torch.cuda:_lazy_call``.
+    Without it: the refusal of a fork does not say where CUDA was first used.
+    """
+    queue = getattr(torch.cuda, "_lazy_call", None)
+    if queue is not None:
+        queue(call)
+
+
+def import_compiler() -> None:
+    """Import torch's compiler, which the first optimizer does otherwise.
+
+    Relies on ``torch:_dynamo``.
+    Without it: ranks of the fork server import the compiler themselves.
+    """
+    with suppress(ImportError):
+        import torch._dynamo  # noqa: F401 - importing it is the point
+
+
+# Nestings of tensors
+
+
+def _pytree() -> Any:
+    try:
+        from torch.utils import _pytree
+    except ImportError:
+        return None
+    return _pytree
+
+
+def tree_map(change: Callable[[Any], Any], value: Any) -> Any:
+    """Rebuild a nesting with each leaf changed.
+
+    Relies on ``torch.utils._pytree:tree_map``.
+    Without it: tuples, lists and dicts alone count as nestings, and registered classes as leaves.
+    """
+    pytree = _pytree()
+    return pytree.tree_map(change, value) if pytree is not None else _plain_tree_map(change, value)
+
+
+def _plain_tree_map(change: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, dict):
+        return type(value)((key, _plain_tree_map(change, item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        items = [_plain_tree_map(change, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return change(value)
+
+
+def tree_flatten(value: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of a nesting, and what `tree_unflatten` needs to rebuild it.
+
+    Relies on ``torch.utils._pytree:tree_flatten``.
+    Without it: as for tree_map.
+    """
+    pytree = _pytree()
+    if pytree is not None:
+        return pytree.tree_flatten(value)  # type: ignore[no-any-return]
+    leaves: list[Any] = []
+    numbered = _plain_tree_map(lambda leaf: (leaves.append(leaf), len(leaves) - 1)[1], value)  # type: ignore[func-returns-value]
+    return leaves, numbered
+
+
+def tree_unflatten(leaves: Sequence[Any], structure: Any) -> Any:
+    """Rebuild a nesting from its leaves and the structure that `tree_flatten` has returned.
+
+    Relies on ``torch.utils._pytree:tree_unflatten``.
+    Without it: as for tree_map.
+    """
+    pytree = _pytree()
+    if pytree is not None:
+        return pytree.tree_unflatten(leaves, structure)
+    return _plain_tree_map(lambda number: leaves[number], structure)
+
+
+def tree_leaves(value: Any) -> list[Any]:
+    """Return the leaves of a nesting.
+
+    Relies on ``torch.utils._pytree:tree_leaves``.
+    Without it: as for tree_map.
+    """
+    pytree = _pytree()
+    return pytree.tree_leaves(value) if pytree is not None else tree_flatten(value)[0]
+
+
+# Modules and state dicts
+
+
+def norm_classes() -> tuple[type[nn.Module], ...]:
+    """Return the classes whose buffers are running statistics.
+
+    Relies on ``torch.nn.modules.batchnorm:_NormBase``.
+    Without it: the public classes of norms are looked for, which the user's own norms may not be derived from.
+    """
+    base = getattr(nn.modules.batchnorm, "_NormBase", None)
+    batch = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+    return (base,) if base is not None else (*batch, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
+
+
+def compiled_module(model: object) -> nn.Module | None:
+    """Return the module that ``torch.compile`` was called with, or ``None`` where the model is not compiled.
+
+    Relies on ``torch:compile(nn.Linear(1, 1))._orig_mod``.
+    Without it: a compiled model is taken for one that is not compiled.
+    """
+    inner = getattr(model, "__dict__", {}).get("_modules", {}).get("_orig_mod")
+    return inner if isinstance(inner, nn.Module) else None
+
+
+def metadata_of(state_dict: Any) -> Any:
+    """Return the versions of modules that torch hangs on a state dict, or ``None``.
+
+    Relies on ``torch.nn:Linear(1, 1).state_dict()._metadata``.
+    Without it: a state dict has no versions of its modules.
+    """
+    return getattr(state_dict, "_metadata", None)
+
+
+def set_metadata(state_dict: Any, metadata: Any) -> None:
+    """Hang the versions of modules on a state dict; ``None`` changes nothing."""
+    if metadata is not None:
+        state_dict._metadata = metadata
+
+
+# Loaders, optimizers and scalers
+
+
+def show_worker_info(info: Any) -> Any:
+    """Let ``get_worker_info()`` return something else in this process, and return what it did before.
+
+    Relies on ``torch.utils.data._utils.worker:_worker_info``.
+    Without it: LoaderError for an iterable dataset that does not take its rank's part itself.
+
+    Raises:
+        LoaderError: this torch keeps it elsewhere.
+    """
+    try:
+        from torch.utils.data._utils import worker
+
+        before, worker._worker_info = worker._worker_info, info
+    except (ImportError, AttributeError):
+        raise LoaderError(
+            f"torch {torch.__version__} keeps a worker's information elsewhere than torch {_SEEN}, so an iterable "
+            f"dataset cannot be divided among the ranks. Let it take its rank's part itself, and say "
+            f"shard_loader(loader, split='dataset')."
+        ) from None
+    return before
+
+
+def batches_given(iterator: Iterator[Any] | None) -> int | None:
+    """Return how many batches a loader's iterator has given; ``None`` where nobody counts.
+
+    Relies on ``torch.utils.data:DataLoader([0]).__iter__()._num_yielded``.
+    Without it: hang reports do not say at which step.
+    """
+    count = getattr(iterator, "_num_yielded", None)
+    return count if isinstance(count, int) else None
+
+
+def mark_steps_as_watched(optimizer: torch.optim.Optimizer) -> None:
+    """Mark an optimizer's step as a scheduler does when it is made; the scheduler warns where the mark is lost.
+
+    Relies on ``torch.optim:lr_scheduler.ConstantLR(SGD([Tensor()])).optimizer.step._wrapped_by_lr_sched``.
+    Without it: the scheduler's first step may warn that the optimizer was changed.
+    """
+    step: Any = optimizer.step
+    if hasattr(step, "_wrapped_by_lr_sched"):
+        return
+
+    @functools.wraps(step)
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        return step(*args, **kwargs)
+
+    watched._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    optimizer.step = watched  # type: ignore[method-assign]
+
+
+def has_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the optimizer's gradients, from which the scaler has taken the scale, are not all finite.
+
+    Relies on ``torch.amp:GradScaler._found_inf_per_device``.
+    Without it: all gradients are looked at a second time.
+    """
+    found = getattr(scaler, "_found_inf_per_device", None)
+    if found is not None:
+        return any(bool(flag.item()) for flag in found(optimizer).values())
+    gradients = (p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None)
+    return not all(bool(torch.isfinite(gradient).all()) for gradient in gradients)
+
+
+def has_scaled(scaler: torch.amp.GradScaler) -> bool:
+    """Return whether a scaler has scaled a loss yet.
+
+    Relies on ``torch.amp:GradScaler()._scale``.
+    Without it: a scaler counts as used as soon as it exists.
+    """
+    return getattr(scaler, "_scale", scaler) is not None
