@@ -1,4 +1,4 @@
-"""How many CPUs this process may use, and how many threads a rank takes of them."""
+"""Number of CPUs that this process may use, and of threads that a rank takes of them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 
 
 def allowed_cpus() -> list[int]:
-    """List the CPUs on which this process may run, fewer where its cgroup has a smaller quota."""
+    """Return the CPUs on which this process may run, fewer where its cgroup has a smaller quota."""
     cpus = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     quota = _quota()
     return cpus if quota is None else cpus[: max(1, math.ceil(quota))]
 
 
 def _quota(root: str = "/sys/fs/cgroup") -> float | None:
-    """Read how many CPUs' worth of time the cgroup gives; ``None`` where it sets no limit.
+    """Return how many CPUs' worth of time the cgroup gives; ``None`` where it sets no limit.
 
     See https://docs.kernel.org/admin-guide/cgroup-v2.html, cpu.max, and cgroup-v1's cpu.cfs_quota_us.
     """
@@ -31,19 +31,20 @@ def _quota(root: str = "/sys/fs/cgroup") -> float | None:
 
 
 def choose_threads(local_world_size: int) -> int | None:
-    """Share the CPUs this process may use among the ranks here; ``None`` where the user has set the number."""
+    """Return the number of threads of each rank here; ``None`` where the user has set it."""
     if "OMP_NUM_THREADS" in os.environ:
         return None
     return max(1, len(allowed_cpus()) // local_world_size)
 
 
-def share_threads(rank: int, came: dict[int, dict[str, Any]]) -> int | None:
-    """Share this rank's CPUs among the ranks of this machine that may use the same; ``None`` where the user has.
+def share_threads(rank: int, registrations: dict[int, dict[str, Any]]) -> int | None:
+    """Return this rank's number of threads: its CPUs over the ranks on this node that may use the same ones.
 
-    A cluster may have given each rank CPUs of its own, which are then not to be divided once more.
+    A cluster may have given each rank CPUs of its own, which are not divided once more. ``None`` where the user has set
+    the number.
     """
     if "OMP_NUM_THREADS" in os.environ:
         return None
-    mine = set(came[rank]["cpus"])
-    sharing = sum(1 for said in came.values() if mine.intersection(said["cpus"]))
+    mine = set(registrations[rank]["cpus"])
+    sharing = sum(1 for registration in registrations.values() if mine.intersection(registration["cpus"]))
     return max(1, len(mine) // sharing)

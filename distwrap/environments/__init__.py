@@ -1,45 +1,43 @@
-"""Who am I: one detector a launcher, asked in a fixed order.
+"""Who started this process: one detector for each launcher, asked in a fixed order; the first that knows decides.
 
-The order: what distwrap itself started; torch's complete set; Horovod, Open MPI, MVAPICH2, MPICH, PALS, jsrun; a Slurm
-step, last of these, since mpirun and torchrun inherit the variables of the job around them; other packages' detectors;
-then what knows the machine alone. All values come from the first that knows.
+The order: ranks that distwrap itself started; torch's complete set; Horovod, Open MPI, MVAPICH2, MPICH, PALS, jsrun; a
+Slurm step, since mpirun and torchrun inherit the variables of the job around them; the detectors of other packages;
+launchers that start one process on each node. All values come from one detector.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
 
 from distwrap.environments import distwrap_environment, mpi, nodes, slurm, torchrun
 from distwrap.environments.base import Detector, Node, Placement
 from distwrap.errors import PlacementError
 
-__all__ = ["DETECTORS", "NODE_DETECTORS", "Detector", "Node", "Placement", "detect", "explain", "others"]
-
-ENTRY_POINTS = "distwrap.detectors"
+__all__ = ["DETECTORS", "NODE_DETECTORS", "Detector", "Node", "Placement", "detect", "detectors_of_packages", "explain"]
 
 DETECTORS: dict[str, Detector] = {
     "distwrap": distwrap_environment.detect,
     "torchrun": torchrun.detect,
-    **{launcher.source: launcher.detect for launcher in mpi.LAUNCHERS},
+    **{variables.source: variables.detect for variables in mpi.LAUNCHERS},
     "slurm": slurm.detect,
 }
 NODE_DETECTORS: dict[str, Detector] = {
-    "kubeflow": nodes.kubeflow,
-    "pai_dlc": nodes.pai_dlc,
-    "node_rank": nodes.by_hand,
-    "sagemaker": nodes.sagemaker,
+    "kubeflow": nodes.detect_kubeflow,
+    "pai_dlc": nodes.detect_pai_dlc,
+    "node_rank": nodes.detect_by_hand,
+    "sagemaker": nodes.detect_sagemaker,
 }
 
-# What else says the same thing as RANK, WORLD_SIZE and LOCAL_RANK, and must not say another.
-_NAMES: dict[str, tuple[str, str, str]] = {
-    **{launcher.source: launcher.names[:3] for launcher in mpi.LAUNCHERS},
+# Names that mean the same as RANK, WORLD_SIZE and LOCAL_RANK, and must not have other values.
+_NAMES: dict[str, tuple[str, ...]] = {
+    **{variables.source: variables.names[:3] for variables in mpi.LAUNCHERS},
     "slurm": slurm.NAMES,
 }
 
 
 def detect(env: Mapping[str, str]) -> Placement | Node:
-    """Ask every detector in order; the first that knows decides, and a single process is the answer else.
+    """Return what the first detector that knows says; a single process where none does.
 
     Raises:
         PlacementError: a launcher's variables are incomplete, or contradict themselves or another launcher's.
@@ -48,70 +46,63 @@ def detect(env: Mapping[str, str]) -> Placement | Node:
         >>> detect({}).source
         'single'
     """
-    for name, detector in DETECTORS.items():
+    for name, detector in _in_order():
         found = detector(env)
-        if isinstance(found, Placement):
-            _check(env, found, name)
-            return found
-    for detector in others().values():
-        found = detector(env)
+        if isinstance(found, Placement) and name in DETECTORS:
+            _check_others_agree(env, found, name)
         if not isinstance(found, str):
             return found
-    for detector in NODE_DETECTORS.values():
-        found = detector(env)
-        if isinstance(found, Node):
-            return found
-    torchrun.refuse_half_set(env)
-    mpi.pmix(env)
+    torchrun.check_complete(env)
+    mpi.check_pmix(env)
     return Placement()
 
 
 def explain(env: Mapping[str, str]) -> dict[str, str]:
-    """Say of every detector what it makes of the environment, in words.
+    """Return in words what each detector makes of the environment.
 
     Example:
         >>> explain({})["slurm"]
         'no SLURM_JOB_ID'
     """
-    said = {}
-    for name, detector in {**DETECTORS, **others(), **NODE_DETECTORS}.items():
+    explanations = {}
+    for name, detector in _in_order():
         try:
             found = detector(env)
         except PlacementError as error:
-            said[name] = f"refused: {error}"
-            continue
-        said[name] = found if isinstance(found, str) else f"yes: {_words(found)}"
-    return said
+            found = f"refused: {error}"
+        if isinstance(found, Node):
+            found = f"yes: node {found.node_rank} of {found.nnodes}, which starts its ranks itself"
+        elif isinstance(found, Placement):
+            found = f"yes: rank {found.rank} of {found.world_size}, node {found.node_rank} of {found.nnodes}"
+        explanations[name] = found
+    return explanations
 
 
-def _words(found: Placement | Node) -> str:
-    if isinstance(found, Node):
-        return f"machine {found.node_rank} of {found.nnodes}, which starts its ranks itself"
-    return f"rank {found.rank} of {found.world_size}, machine {found.node_rank} of {found.nnodes}"
+def _in_order() -> Iterator[tuple[str, Detector]]:
+    yield from DETECTORS.items()
+    yield from detectors_of_packages().items()
+    yield from NODE_DETECTORS.items()
 
 
-def _check(env: Mapping[str, str], found: Placement, name: str) -> None:
-    """Let two launchers that both started this very process not contradict each other."""
-    if name == "distwrap":
+def _check_others_agree(env: Mapping[str, str], found: Placement, name: str) -> None:
+    """Raise an error if another launcher that also started this very process says something else."""
+    if name not in ("distwrap", "torchrun"):
+        torchrun.check_agreement(env, found, _NAMES[name])
+    if name != "torchrun" or torchrun.AGENT in env:
         return
-    if name != "torchrun":
-        torchrun.refuse_contradiction(env, found, _NAMES[found.source])
-        return
-    if torchrun.AGENT in env:
-        return
-    for detector in [DETECTORS[source] for source in _NAMES]:
+    for source, names in _NAMES.items():
         try:
-            other = detector(env)
+            other = DETECTORS[source](env)
         except PlacementError:
-            continue  # left over from around us, and not what decides
+            continue  # left over from a launcher around this one, and not what decides
         if isinstance(other, Placement):
-            torchrun.refuse_contradiction(env, other, _NAMES[other.source])
+            torchrun.check_agreement(env, other, names)
             return
 
 
 @cache
-def others() -> dict[str, Detector]:
+def detectors_of_packages() -> dict[str, Detector]:
     """Load the detectors of other packages: entry points of the group ``distwrap.detectors``."""
     from importlib.metadata import entry_points
 
-    return {point.name: point.load() for point in entry_points(group=ENTRY_POINTS)}
+    return {point.name: point.load() for point in entry_points(group="distwrap.detectors")}

@@ -1,4 +1,4 @@
-"""Where a process stands among the others, or which machine it is on that should have some."""
+"""What the environment tells a process: its place among the ranks, or the node on which it is to start some."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from distwrap.errors import PlacementError
 
 @dataclass(frozen=True)
 class Placement:
-    """Who this process is in its world. All values come from one source.
+    """Place of this process in its world. All values come from one source.
 
     Attributes:
-        rank: 0 … world_size - 1, unique in the world.
-        world_size: how many processes there are.
-        local_rank: 0 … local_world_size - 1, unique on this machine.
-        local_world_size: how many of the processes are on this machine.
-        node_rank: 0 … nnodes - 1, which machine this is.
-        nnodes: how many machines there are.
-        master_addr: where the processes meet; ``None`` where no address is needed, as for ranks that distwrap started
-            on one machine.
-        master_port: the port there; ``None`` where one is derived from `job`.
-        source: who said so: ``"single"``, ``"distwrap"``, ``"torchrun"``, ``"slurm"``, ``"open_mpi"``, …
-        job: what tells this run from others on the same machines, where no port is given.
+        rank: number of this process, 0 … world_size - 1.
+        world_size: number of processes on all nodes.
+        local_rank: number of this process on its node, 0 … local_world_size - 1.
+        local_world_size: number of processes on this node.
+        node_rank: number of this node, 0 … nnodes - 1.
+        nnodes: number of nodes.
+        master_addr: host at which the ranks meet; ``None`` where no address is needed, as for ranks that distwrap
+            started on one node.
+        master_port: port there; ``None`` where it is derived from `job`.
+        source: name of the launcher that said so: ``"single"``, ``"distwrap"``, ``"torchrun"``, ``"slurm"``, …
+        job: text that no other run on the same nodes has, where no port is given.
     """
 
     rank: int = 0
@@ -48,21 +48,21 @@ class Placement:
                 raise PlacementError(f"{self.source} says {name} {index} of {size}: it must be 0 to {size - 1}.")
         if self.local_world_size > self.world_size:
             raise PlacementError(
-                f"{self.source} says {self.local_world_size} processes on this machine, but {self.world_size} in all."
+                f"{self.source} says {self.local_world_size} processes on this node, but {self.world_size} in all."
             )
 
 
 @dataclass(frozen=True)
 class Node:
-    """Which machine this is, where a launcher starts one process a machine and leaves its ranks to us.
+    """This node, where a launcher starts one process on each node and leaves the ranks there to it.
 
     Attributes:
-        nnodes: how many machines there are, or ``"MIN:MAX"``.
-        node_rank: which one this is; ``None`` where the machines agree on it themselves.
-        nprocs: how many ranks to start here; ``None`` leaves it to the options.
-        endpoint: where the machines meet, ``"host:port"``; ``None`` on one machine.
-        max_restarts: ``None`` leaves it to the options.
-        source: who said so.
+        nnodes: number of nodes, or ``"MIN:MAX"``.
+        node_rank: number of this node; ``None`` where the nodes agree on it themselves.
+        nprocs: number of ranks to start here; ``None`` leaves it to the options.
+        endpoint: where the nodes meet, ``"host:port"``; ``None`` on one node.
+        max_restarts: number of restarts; ``None`` leaves it to the options.
+        source: name of the launcher that said so.
     """
 
     nnodes: int | str
@@ -74,11 +74,11 @@ class Node:
 
 
 class Detector(Protocol):
-    """Reads one launcher's variables.
+    """Reader of one launcher's variables.
 
-    Returns a placement where that launcher started this process as a rank, a machine where it started it to start
-    ranks, and else the reason why it was not that launcher, in words. Raises PlacementError where the launcher's
-    variables are there but incomplete or contradictory.
+    Returns a placement where that launcher started this process as a rank, a node where it started it to start ranks,
+    and else in words why it was not that launcher. Raises PlacementError where the launcher's variables are there but
+    incomplete or contradictory.
     """
 
     def __call__(self, env: Mapping[str, str], /) -> Placement | Node | str: ...

@@ -1,4 +1,4 @@
-"""Which machine has rank 0: the first of the list that the batch system gives."""
+"""The host of rank 0: the first in the batch system's list."""
 
 from __future__ import annotations
 
@@ -25,28 +25,29 @@ def expand(hostlist: str) -> list[str]:
 
     See https://slurm.schedmd.com/scontrol.html, "show hostnames".
     """
-    if not re.fullmatch(f"{_NAME}(?:,{_NAME})*", hostlist):
-        raise PlacementError(f"{hostlist!r} is no list of hosts in Slurm's form, as n[01-03,7].")
     names = []
-    for part in re.findall(_NAME, hostlist):
-        pieces = _BRACKETS.split(part)  # text, range, text, range, …, text
-        choices = [_numbers(piece, hostlist) if i % 2 else [piece] for i, piece in enumerate(pieces)]
-        names += ["".join(choice).strip() for choice in product(*choices)]
+    try:
+        if not re.fullmatch(f"{_NAME}(?:,{_NAME})*", hostlist):
+            raise ValueError(hostlist)
+        for part in re.findall(_NAME, hostlist):
+            pieces = _BRACKETS.split(part)  # text, range, text, range, …, text
+            choices = [_numbers(piece) if i % 2 else [piece] for i, piece in enumerate(pieces)]
+            names += ["".join(choice).strip() for choice in product(*choices)]
+    except ValueError:
+        raise PlacementError(f"{hostlist!r} is no list of hosts in Slurm's form, as n[01-03,7].") from None
     return names
 
 
-def _numbers(ranges: str, hostlist: str) -> list[str]:
+def _numbers(ranges: str) -> list[str]:
     numbers = []
     for item in ranges.split(","):
         first, dash, last = item.strip().partition("-")
-        if not first.isdigit() or (dash and not last.isdigit()):
-            raise PlacementError(f"{hostlist!r} is no list of hosts in Slurm's form, as n[01-03,7].")
-        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last or first) + 1)]
+        numbers += [f"{n:0{len(first)}d}" for n in range(int(first), int(last if dash else first) + 1)]
     return numbers
 
 
 def tasks_per_node(text: str) -> list[int]:
-    """Expand Slurm's short form of how many tasks each node has.
+    """Expand Slurm's short form of the number of tasks on each node.
 
     Example:
         >>> tasks_per_node("4(x2),3")
@@ -61,27 +62,32 @@ def tasks_per_node(text: str) -> list[int]:
     return counts
 
 
-def of_allocation(env: Mapping[str, str]) -> str | None:
-    """Find the first host of whatever batch system holds the machines, for an MPI launcher that says none."""
+def nodelist_of_job(env: Mapping[str, str]) -> str | None:
+    """Return the nodes of a Slurm job, in Slurm's short form."""
+    return env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+
+
+def first_of_allocation(env: Mapping[str, str]) -> str | None:
+    """Return the first host of the batch system that holds the nodes, for an MPI launcher that names none."""
     if "AZ_BATCH_MASTER_NODE" in env:  # AzureML: "host:port", the port being for ssh
         return env["AZ_BATCH_MASTER_NODE"].partition(":")[0]
     if "AZ_BATCHAI_MPI_MASTER_NODE" in env:
         return env["AZ_BATCHAI_MPI_MASTER_NODE"]
-    nodelist = env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    nodelist = nodelist_of_job(env)
     if nodelist:
         return expand(nodelist)[0]
-    lines = _lines(env.get("PBS_NODEFILE"))
-    return lines[0] if lines else of_lsf(env)
+    lines = _read_lines(env.get("PBS_NODEFILE"))
+    return lines[0] if lines else first_of_lsf(env)
 
 
-def of_lsf(env: Mapping[str, str]) -> str | None:
-    """Find the first host of an LSF job that runs tasks; the very first is where the job script runs, with none."""
-    listed = _lines(env.get("LSB_DJOB_RANKFILE")) or env.get("LSB_MCPU_HOSTS", "").split()[::2]
+def first_of_lsf(env: Mapping[str, str]) -> str | None:
+    """Return the first host of an LSF job that runs tasks; the very first one runs the job script and no tasks."""
+    listed = _read_lines(env.get("LSB_DJOB_RANKFILE")) or env.get("LSB_MCPU_HOSTS", "").split()[::2]
     unique = list(dict.fromkeys(listed))
     return next(iter(unique[1:] or unique), None)
 
 
-def _lines(path: str | None) -> list[str]:
+def _read_lines(path: str | None) -> list[str]:
     try:
         return Path(path).read_text().split() if path else []
     except OSError:

@@ -1,4 +1,4 @@
-"""Which process this is, and whether a process of this machine lives."""
+"""Identity of a process: its node, number and birth, by which others on the node see whether it lives."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from typing import Any
 
 
 def identity() -> dict[str, Any]:
-    """Say which process this is, so that others on this machine can see whether it lives."""
+    """Return the identity of this process, by which others on this node can see whether it lives."""
     return {
         "host": socket.gethostname(),
-        "machine": machine(),
+        "node": node(),
         "network": _network(),
         "pid": os.getpid(),
         "born": _born(os.getpid()),
     }
 
 
-def machine() -> str:
-    """Name the machine, or the container, in which process numbers mean the same."""
+def node() -> str:
+    """Return a name of the node, or of the container, in which process numbers mean the same."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as boot:
             return f"{boot.read().strip()} {os.readlink('/proc/self/ns/pid')}"
@@ -29,26 +29,26 @@ def machine() -> str:
 
 
 def _network() -> str:
-    """Name what shares its interfaces: the machine, a container, a namespace."""
+    """Return a name of what shares its interfaces: the node, a container, a namespace."""
     try:
-        return f"{machine()} {os.readlink('/proc/self/ns/net')}"
+        return f"{node()} {os.readlink('/proc/self/ns/net')}"
     except OSError:
-        return machine()
+        return node()
 
 
-def lives(home: dict[str, Any]) -> bool:
-    """Say whether a process of this machine lives, by its `identity`."""
+def lives(process: dict[str, Any]) -> bool:
+    """Return whether a process on this node lives, given its `identity`."""
     try:
-        os.kill(home["pid"], 0)
+        os.kill(process["pid"], 0)
     except ProcessLookupError:
         return False
     except PermissionError:
         return True
-    return bool(_born(home["pid"]) == home["born"])
+    return bool(_born(process["pid"]) == process["born"])
 
 
 def _born(pid: int) -> str:
-    """When a process started, where the system says so: its number may be another's by now. Empty for a zombie."""
+    """Return when a process started, since its number may be another's by now; empty for a zombie."""
     try:
         with open(f"/proc/{pid}/stat") as stat:
             fields = stat.read().rpartition(")")[2].split()

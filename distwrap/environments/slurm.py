@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from distwrap.environments import hosts
 from distwrap.environments.base import Placement
-from distwrap.environments.reading import meeting_point, quoted, require, whole
+from distwrap.environments.reading import meeting_point, quote, read_int, require
 from distwrap.errors import PlacementError
 
 NAMES = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID")
@@ -25,33 +25,32 @@ def detect(env: Mapping[str, str]) -> Placement | str:
     step = env.get("SLURM_STEP_ID", "")
     if not step.isdigit() or int(step) >= _NO_STEPS:
         return f"job {env['SLURM_JOB_ID']}, but no step: a shell of sbatch or salloc (srun starts tasks)"
-    # What the job has asked for may be more than what this step runs.
+    # The job may have asked for more tasks than this step runs.
     size = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
     if env.get(size) == "1":
         return f"step {env['SLURM_JOB_ID']}.{step} has one task"
-    require(env, ("SLURM_PROCID", size, "SLURM_LOCALID", "SLURM_NODEID"), "slurm")
-    rank, world_size, local_rank, node_rank = (
-        whole(env, name) for name in ("SLURM_PROCID", size, "SLURM_LOCALID", "SLURM_NODEID")
-    )
-    each = _tasks(env, world_size)
-    if node_rank >= len(each):
-        raise PlacementError(f"SLURM_NODEID={node_rank}, but the step has tasks on {len(each)} node(s): {each}.")
-    nodelist = env.get("SLURM_STEP_NODELIST") or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
+    names = ("SLURM_PROCID", size, "SLURM_LOCALID", "SLURM_NODEID")
+    require(env, names, "slurm")
+    rank, world_size, local_rank, node_rank = (read_int(env, name) for name in names)
+    tasks = _tasks_per_node(env, world_size)
+    if node_rank >= len(tasks):
+        raise PlacementError(f"SLURM_NODEID={node_rank}, but the step has tasks on {len(tasks)} node(s): {tasks}.")
+    nodelist = env.get("SLURM_STEP_NODELIST") or hosts.nodelist_of_job(env)
     job = f"slurm {env['SLURM_JOB_ID']}.{step}"
     first = hosts.expand(nodelist)[0] if nodelist else None
-    address, port = meeting_point(env, len(each), first, job, "slurm")
-    return Placement(rank, world_size, local_rank, each[node_rank], node_rank, len(each), address, port, "slurm", job)
+    address, port = meeting_point(env, len(tasks), first, job, "slurm")
+    return Placement(rank, world_size, local_rank, tasks[node_rank], node_rank, len(tasks), address, port, "slurm", job)
 
 
-def _tasks(env: Mapping[str, str], world_size: int) -> list[int]:
-    """How many tasks each node has: not SLURM_NTASKS_PER_NODE, which is only there when asked for."""
+def _tasks_per_node(env: Mapping[str, str], world_size: int) -> list[int]:
+    """Return each node's number of tasks; SLURM_NTASKS_PER_NODE is only there where the user asked for it."""
     name = next((n for n in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE") if n in env), None)
     if name is None:
         raise PlacementError("the environment is half set for slurm: there is no SLURM_STEP_TASKS_PER_NODE.")
-    each = hosts.tasks_per_node(env[name])
-    if sum(each) != world_size:
+    tasks = hosts.tasks_per_node(env[name])
+    if sum(tasks) != world_size:
         raise PlacementError(
-            f"{quoted(env, (name, 'SLURM_STEP_NUM_TASKS', 'SLURM_NTASKS'))} contradict each other: the nodes' tasks "
-            f"are {sum(each)} in all, not {world_size}."
+            f"{quote(env, (name, 'SLURM_STEP_NUM_TASKS', 'SLURM_NTASKS'))} contradict each other: the nodes' tasks "
+            f"are {sum(tasks)} in all, not {world_size}."
         )
-    return each
+    return tasks

@@ -37,7 +37,7 @@ def assign_resources(placement: Placement, store: Store, device: torch.device, c
         if distwrap_environment.STORE in os.environ and device.type == "cpu":
             return placement  # whoever has started them has looked already
     came = dict(enumerate(registrations(store, range(placement.world_size))))
-    homes = [(said["host"], said["machine"]) for said in came.values()]
+    homes = [(said["host"], said["node"]) for said in came.values()]
     here = {rank: came[rank] for rank, home in enumerate(homes) if home == homes[placement.rank]}
     selection.refuse_shared(placement.rank, device, here)
     if distwrap_environment.STORE not in os.environ:

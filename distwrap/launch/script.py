@@ -69,7 +69,7 @@ def launch(call: Call, run: RunOptions, nprocs: int, *, everybody: bool) -> Any:
     # One place for all calls of this process: the parked ranks still hold it when the next call begins.
     store = _place or _place_until_exit()
     processes = _others(call, nprocs, store, run.log_dir)
-    place = distwrap_environment.on_one_machine(0, nprocs)
+    place = distwrap_environment.on_one_node(0, nprocs)
     news = _News(processes, store)
     value: Any = None
     with (
@@ -145,7 +145,7 @@ def join_from_child(call: Call, run: RunOptions, launcher: str, *, everybody: bo
         become_a_rank(_conn)
     own_conn, rank = _conn, int(os.environ["RANK"])
     os.environ[distwrap_environment.STORE], name = _message(_conn)
-    place = distwrap_environment.on_one_machine(rank, int(os.environ["WORLD_SIZE"]))
+    place = distwrap_environment.on_one_node(rank, int(os.environ["WORLD_SIZE"]))
     try:
         if name != call.name:
             raise LaunchError(
@@ -205,9 +205,7 @@ def _others(call: Call, nprocs: int, store: str, log_dir: str | None) -> list[Co
             for rank, command in enumerate(commands, start=1):
                 env = {
                     **os.environ,
-                    **distwrap_environment.variables(
-                        distwrap_environment.on_one_machine(rank, nprocs), "script", store
-                    ),
+                    **distwrap_environment.variables(distwrap_environment.on_one_node(rank, nprocs), "script", store),
                 }
                 _parked.append(_start(rank, command, env))
         except BaseException:

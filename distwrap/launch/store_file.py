@@ -48,7 +48,7 @@ def meeting(plan: NodePlan, nprocs: int, seconds: float) -> Iterator[Meeting]:
     if not plan.several:
         with place() as path:
             yield Meeting(
-                path, tuple(range(nprocs)), nprocs, lambda rank: distwrap_environment.on_one_machine(rank, nprocs)
+                path, tuple(range(nprocs)), nprocs, lambda rank: distwrap_environment.on_one_node(rank, nprocs)
             )
         return
     nodes = Nodes(plan, nprocs, seconds)

@@ -27,7 +27,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap._internals.python import multiprocessing_settings
 from distwrap.environments import Placement
-from distwrap.environments.identity import lives, machine
+from distwrap.environments.identity import lives, node
 from distwrap.errors import CollectiveError, WorkerDiedError
 from distwrap.supervision import hang_report, stacks
 from distwrap.supervision.activity import Activity
@@ -225,7 +225,7 @@ class Channel:
                 )
             if self.supervised:
                 continue  # whoever started the ranks ends them all when one dies
-            if home["machine"] == machine():
+            if home["node"] == node():
                 gone = not lives(home)
             else:
                 now = self._store.get(f"seen/{worker}") if self._store.check([f"seen/{worker}"]) else b""
@@ -292,7 +292,7 @@ class Channel:
         if rank >= place.world_size:
             return None
         home = json.loads(self._store.get(f"here/{rank}"))
-        return (rank, home) if home["machine"] == machine() else None
+        return (rank, home) if home["node"] == node() else None
 
     def _look_after_neighbour(self) -> None:
         if self._neighbour is None:

@@ -16,6 +16,6 @@ def test_what_is_written_is_what_is_read(rank: int) -> None:
 
 def test_variables_are_text() -> None:
     """The variables fit into an environment as they are, and tell which launcher set them."""
-    env = distwrap_environment.variables(distwrap_environment.on_one_machine(0, 2), "fork", "/somewhere")
+    env = distwrap_environment.variables(distwrap_environment.on_one_node(0, 2), "fork", "/somewhere")
     assert all(isinstance(value, str) for value in env.values())
     assert env[distwrap_environment.LAUNCHER] == "fork"

@@ -12,9 +12,9 @@ from distwrap.environments import (
     Node,
     Placement,
     detect,
+    detectors_of_packages,
     distwrap_environment,
     explain,
-    others,
 )
 from distwrap.errors import PlacementError
 
@@ -191,7 +191,7 @@ ALONE: dict[str, Env] = {
 REFUSED: dict[str, tuple[Env, str]] = {
     "RANK and WORLD_SIZE may be machines": (
         {name: TORCH[name] for name in TORCH if name != "LOCAL_RANK"},
-        r"has RANK=3, WORLD_SIZE=4, .*but not LOCAL_RANK\. If RANK and WORLD_SIZE count machines.*NPROC_PER_NODE",
+        r"has RANK=3, WORLD_SIZE=4, .*but not LOCAL_RANK\. If RANK and WORLD_SIZE count nodes.*NPROC_PER_NODE",
     ),
     "azureml without its local size": (
         {**TORCH, "RANK": "1", "NODE_RANK": "0"},
@@ -228,11 +228,11 @@ REFUSED: dict[str, tuple[Env, str]] = {
     "PMIx alone": ({"PMIX_RANK": "0", "PMIX_NAMESPACE": "x"}, r"PMIX_RANK=0 says which rank .*no variable.*how many"),
     "no master anywhere": (
         four("OMPI_COMM_WORLD_", 3, 4, 1, 2),
-        r"open_mpi started ranks on 2 machines.*MASTER_ADDR.*mpirun -x MASTER_ADDR=host",
+        r"open_mpi started ranks on 2 nodes.*MASTER_ADDR.*mpirun -x MASTER_ADDR=host",
     ),
     "no master under horovodrun": (
         {**four("HOROVOD_", 3, 4, 1, 2), "HOROVOD_GLOO_RENDEZVOUS_ADDR": "driver"},
-        r"horovod started ranks on 2 machines",
+        r"horovod started ranks on 2 nodes",
     ),
     "a local size of none": ({**OPEN_MPI, "OMPI_COMM_WORLD_LOCAL_SIZE": "0"}, r"OMPI_COMM_WORLD_LOCAL_SIZE=0"),
     "a rank that is no number": ({**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "one"}, r"OMPI_COMM_WORLD_RANK='one' is not"),
@@ -298,7 +298,7 @@ def test_uneven_steps(tasks: str, node: int, size: int) -> None:
 
 def test_ranks_of_ours_are_ours_inside_of_any_launcher() -> None:
     """What a launch of ours tells its ranks wins over every variable that they have inherited."""
-    place = distwrap_environment.on_one_machine(1, 2)
+    place = distwrap_environment.on_one_node(1, 2)
     inherited = {**STEP, **OPEN_MPI, **HYDRA, **TORCH, "TORCHELASTIC_RUN_ID": "x", "PET_NNODES": "2"}
     assert detect({**inherited, **distwrap_environment.variables(place, "fork", "/proc/1/fd/3")}) == place
 
@@ -335,7 +335,7 @@ def test_each_detector_says_why_it_is_not_its_launcher() -> None:
     assert set(said) >= {*DETECTORS, *NODE_DETECTORS}
     assert all(reason and not reason.startswith(("yes", "refused")) for reason in said.values())
     assert explain(BATCH)["slurm"] == "job 7, but no step: a shell of sbatch or salloc (srun starts tasks)"
-    assert explain(STEP)["slurm"] == "yes: rank 1 of 3, machine 0 of 2"
+    assert explain(STEP)["slurm"] == "yes: rank 1 of 3, node 0 of 2"
     assert explain({"OMPI_COMM_WORLD_RANK": "0"})["open_mpi"].startswith("refused: the environment is half set")
 
 
@@ -352,11 +352,11 @@ def test_another_packages_detector(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "    return Placement(int(env['ACME_RANK']), 2, int(env['ACME_RANK']), 2, source='acme')\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    others.cache_clear()
+    detectors_of_packages.cache_clear()
     try:
         assert detect({"ACME_RANK": "1"}).source == "acme"
         assert explain({})["acme"] == "no ACME_RANK"
         assert detect({**STEP, "ACME_RANK": "1"}).source == "slurm"
         assert detect({}) == Placement()
     finally:
-        others.cache_clear()
+        detectors_of_packages.cache_clear()

@@ -66,7 +66,7 @@ def test_a_variable_that_is_no_number_is_refused(name: str, text: str) -> None:
         ({"LOCAL_RANK": "4"}, "local rank 4 of 4: it must be 0 to 3"),
         ({"GROUP_RANK": "2"}, "node rank 2 of 2"),
         ({"WORLD_SIZE": "0"}, "rank 5 of 0"),
-        ({"LOCAL_WORLD_SIZE": "16"}, "16 processes on this machine, but 8 in all"),
+        ({"LOCAL_WORLD_SIZE": "16"}, "16 processes on this node, but 8 in all"),
     ],
 )
 def test_a_contradiction_is_refused(changed: dict[str, str], message: str) -> None:
@@ -103,5 +103,5 @@ def test_the_machine_follows_from_the_rank(rank: int, node: int) -> None:
 
 def test_several_machines_without_their_size_are_refused() -> None:
     """A rank that is not its local rank is on another machine, and how many ranks are there is not guessed."""
-    with pytest.raises(PlacementError, match=r"RANK=4, LOCAL_RANK=0 .* several machines.*set LOCAL_WORLD_SIZE"):
+    with pytest.raises(PlacementError, match=r"RANK=4, LOCAL_RANK=0 .* several nodes.*set LOCAL_WORLD_SIZE"):
         torchrun.detect(by_hand(4, 8, 0))
