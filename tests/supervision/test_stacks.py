@@ -78,7 +78,7 @@ def test_a_stack_that_runs() -> None:
 
 def test_breadcrumbs() -> None:
     """The last helper is known with the line that called it, and the step by the loader's own count."""
-    crumbs = Activity()
+    crumbs = Activity(None)
     assert (str(crumbs), crumbs.step) == ("", None)
     crumbs.record("gather")
     assert str(crumbs).startswith("gather at test_stacks.py:")
