@@ -27,17 +27,16 @@ from typing import Any, NoReturn
 from distwrap import retrofit
 from distwrap.devices.cpus import choose_threads
 from distwrap.environments import Placement, detect
-from distwrap.errors import ArrivalError, ForkError, WorkerDiedError, WorkerTimeoutError
+from distwrap.errors import ArrivalError, ForkError, WorkerTimeoutError
 from distwrap.group import failures
 from distwrap.group.setup import abandon_process_group, teardown_process_group
 from distwrap.group.world import RunOptions, say
 from distwrap.launch import fork_safety, local, openmp, pickling, transport, worker
 from distwrap.launch.execute import Call
-from distwrap.launch.exit_reason import OomCount, describe_exit
+from distwrap.launch.exit_reason import OomCount
 from distwrap.launch.node_plan import NodePlan
 from distwrap.launch.nodes import NodeSummary
-from distwrap.launch.supervisor import first_cause, is_secondary_failure, raise_failure
-from distwrap.launch.transport import Outcome
+from distwrap.launch.outcome import Outcome, death, failure, first_cause, raise_failure, success
 from distwrap.launch.worker import Assignment, Surroundings
 from distwrap.network import interfaces
 from distwrap.network.rendezvous import count_meetings_anew
@@ -179,7 +178,7 @@ def be_a_rank(common: Assignment, call: Call | None, folder: str) -> None:
 
     def stalled(report: str) -> None:  # in the side channel's thread, since the main thread does not move
         error = WorkerTimeoutError(report, rank=rank, host=socket.gethostname())
-        _write(folder, attempt, worker.failure(rank, error))
+        _write(folder, attempt, failure(rank, error))
         os._exit(1)
 
     try:
@@ -187,7 +186,7 @@ def be_a_rank(common: Assignment, call: Call | None, folder: str) -> None:
     except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are told too
         try:
             told = failures.explained(error)
-            _write(folder, attempt, worker.failure(rank, told))
+            _write(folder, attempt, failure(rank, told))
             failures.tell(told)
             abandon_process_group()
             sys.stdout.flush()
@@ -196,7 +195,7 @@ def be_a_rank(common: Assignment, call: Call | None, folder: str) -> None:
             # Of an exception, also of the one that torch's agent sends to the other ranks, torch's own worker would
             # leave a file that nobody removes. A forked process's exit handlers are its caller's.
             os._exit(1)
-    _write(folder, attempt, worker.outcome(rank, value=data))
+    _write(folder, attempt, success(rank, data))
     summary = [placement.world_size, placement.node_rank, placement.master_addr]
     Path(folder, f"world.{rank}").write_text(json.dumps(summary))
     teardown_process_group()
@@ -207,7 +206,7 @@ def _tell_of_restart(folder: Path, attempt: int) -> None:
     why = "a rank, or a machine, ended without a word"
     if before:
         cause = first_cause(before)
-        if isinstance(cause, Outcome) and not is_secondary_failure(cause):
+        if not cause.is_secondary:
             why = f"rank {cause.rank} on {cause.host} raised {cause.summary}"
     limit = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "?")
     say(f"restart {attempt} of at most {limit}: {why}")
@@ -242,22 +241,14 @@ def _bring_home(folder: Path, found: list[retrofit.Retrofitted], began: float) -
 def _raise_failure(folder: Path, error: Any, oom_kills: int | None) -> NoReturn:
     """Raise what has failed in the last attempt: the rank's own exception where it has left one."""
     _raise_what_ranks_told(folder)
-    rank, failure = error.get_first_failure()
-    host = socket.gethostname()
-    raise WorkerDiedError(
-        f"rank {rank} on {host} (pid {failure.pid}) ended without a word: "
-        f"{describe_exit(failure.exitcode, oom_kills)}. What it printed last is above.",
-        rank=rank,
-        host=host,
-        exitcode=failure.exitcode,
-        signal=-failure.exitcode if failure.exitcode < 0 else None,
-    ) from None
+    rank, first = error.get_first_failure()
+    raise_failure([death(rank, first.pid, first.exitcode, oom_kills)])
 
 
 def _raise_what_ranks_told(folder: Path) -> None:
     told = [outcome for outcome in _outcomes(folder) if outcome.failed]
     if told:
-        raise_failure(first_cause(told), told)
+        raise_failure(told)
 
 
 @contextlib.contextmanager

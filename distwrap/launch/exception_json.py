@@ -1,4 +1,4 @@
-"""An exception as another machine tells it: JSON, and made again in its own type where that type is known here.
+"""Exceptions as JSON, for the callers on other nodes, who raise them in their own type where they know that type.
 
 Nothing is unpickled, and nothing is imported: only a class that this process has loaded already, and that is an
 exception, is called, with plain arguments.
@@ -6,59 +6,51 @@ exception, is called, with plain arguments.
 
 from __future__ import annotations
 
-import builtins
 import json
 import socket
-import sys
 import time
 from contextlib import suppress
 from typing import Any
 
+from distwrap.decorated import find_by_name
 from distwrap.errors import WorkerError
+
+_ATTRIBUTES = ("rank", "host", "exitcode", "signal")
 
 
 def to_json(error: BaseException) -> dict[str, Any]:
-    """Describe an exception for `from_json`, with what is known of the rank that raised it."""
+    """Return what `from_json` needs of an exception, with what is known of the rank that raised it."""
     cause = error.__cause__
+    plain: list[Any] | None = None
+    with suppress(TypeError, ValueError):
+        plain = json.loads(json.dumps(error.args))
     return {
-        "rank": getattr(error, "rank", None),
+        **{name: getattr(error, name, None) for name in _ATTRIBUTES},
         "host": getattr(error, "host", None) or socket.gethostname(),
         "type": [type(error).__module__, type(error).__qualname__],
-        "args": _plain(error.args),
+        "args": plain if plain == list(error.args) else None,
         "summary": f"{type(error).__name__}: {error}",
         "traceback": str(cause).partition("raised:\n\n")[2] if cause is not None else "",
-        "exitcode": getattr(error, "exitcode", None),
-        "signal": getattr(error, "signal", None),
         "time": time.time(),
     }
 
 
 def from_json(told: dict[str, Any]) -> BaseException:
-    """Make the exception that another machine tells of; a `WorkerError` with its words where that cannot be.
+    """Return the exception of which another node tells; a `WorkerError` with its words where that cannot be.
 
     Example:
         >>> from_json(to_json(KeyError("weights")))
         KeyError('weights')
     """
     module, name = told["type"]
-    found: Any = sys.modules.get(module) if module != "builtins" else builtins
-    for part in name.split("."):
-        found = getattr(found, part, None)
+    found = find_by_name(module, name)
     error: BaseException | None = None
     if isinstance(found, type) and issubclass(found, Exception) and told["args"] is not None:
         with suppress(Exception):
             error = found(*told["args"])
     if error is None:
         error = WorkerError(f"on {told['host']}: {told['summary']}")
-    for key in ("rank", "host", "exitcode", "signal"):
+    for name in _ATTRIBUTES:
         with suppress(AttributeError, TypeError):
-            setattr(error, key, told[key])
+            setattr(error, name, told[name])
     return error
-
-
-def _plain(args: tuple[Any, ...]) -> list[Any] | None:
-    """The arguments of an exception, where they survive JSON as they are."""
-    with suppress(TypeError, ValueError):
-        if json.loads(json.dumps(args)) == list(args):
-            return list(args)
-    return None

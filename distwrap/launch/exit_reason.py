@@ -1,4 +1,4 @@
-"""How a process ended, in words, with the usual reason and what the system knows of it."""
+"""Words for how a process ended, with the usual reason and what the system knows of it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ _HINTS = {
 
 
 def describe_exit(exitcode: int | None, oom_kills: int | None = None) -> str:
-    """Put an exit code into words.
+    """Return an exit code in words.
 
     Args:
-        exitcode: minus the signal's number, where one ended the process.
-        oom_kills: how often the kernel has killed for want of memory during the run, where it counts.
+        exitcode: exit code of the process, or minus the number of the signal that ended it.
+        oom_kills: number of processes that the kernel has killed for want of memory during the run; ``None`` where
+            nobody counts.
 
     Example:
         >>> describe_exit(3)
@@ -52,7 +53,7 @@ def describe_exit(exitcode: int | None, oom_kills: int | None = None) -> str:
 
 
 class OomCount:
-    """How often the kernel has killed a process of this control group for want of memory since this was made.
+    """Number of processes of this control group that the kernel has killed for want of memory since this was made.
 
     Source: https://docs.kernel.org/admin-guide/cgroup-v2.html#memory-interface-files, ``memory.events``.
     """
@@ -68,16 +69,13 @@ class OomCount:
 
 def _oom_kills() -> int | None:
     for path in _event_files():
-        with contextlib.suppress(OSError, ValueError), open(path) as events:
-            for line in events:
-                name, _, count = line.partition(" ")
-                if name == "oom_kill":
-                    return int(count)
+        with contextlib.suppress(OSError, ValueError, KeyError), open(path) as events:
+            return int(dict(line.split() for line in events)["oom_kill"])
     return None
 
 
 def _event_files() -> list[str]:
-    """Where the kernel counts: control groups of version 2, then 1."""
+    """Return the files in which the kernel counts: of control groups of version 2, then 1."""
     files = []
     with contextlib.suppress(OSError), open("/proc/self/cgroup") as groups:
         for line in groups:

@@ -21,11 +21,11 @@ from distwrap.launch import fork_safety, openmp, pickling, transport, worker
 from distwrap.launch.execute import Call
 from distwrap.launch.logs import Logs, Streams
 from distwrap.launch.node_plan import NodePlan
+from distwrap.launch.outcome import Outcome
 from distwrap.launch.processes import CommandProcess, ForkedProcess, Process, ServedProcess, spawn_command, warm_server
 from distwrap.launch.signals import PassedOn
 from distwrap.launch.store_file import Meeting, meeting
 from distwrap.launch.supervisor import print_where_all_are, stop, supervise
-from distwrap.launch.transport import Outcome
 from distwrap.launch.worker import Assignment, Surroundings, Wanted
 
 ONE = NodePlan()

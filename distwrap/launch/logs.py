@@ -1,4 +1,4 @@
-"""What ranks print, in a file a rank besides the console.
+"""Files of what ranks print, beside the console.
 
 Each rank writes into pipes, and one thread of the caller copies them: so the last words of a rank that crashed are
 kept, and those of what it started.
@@ -14,14 +14,12 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
-from typing import NamedTuple
 
 from distwrap.errors import OptionError
 
 Streams = tuple[int, int]  # descriptors of standard output and error
 
-DRAIN_SECONDS = 2.0  # after the ranks' ends, for what still holds their pipes
+DRAIN_SECONDS = 2.0  # after the ranks' ends, for processes that still hold their pipes
 LINE_SECONDS = 0.2  # until the beginning of a line goes to the console, as that of a progress bar
 
 
@@ -30,7 +28,7 @@ class Logs:
 
     Args:
         folder: made where it is not there; files in it are appended to.
-        ranks: whose.
+        ranks: the ranks that write.
 
     Raises:
         OptionError: the folder or a file cannot be written.
@@ -39,56 +37,42 @@ class Logs:
     def __init__(self, folder: str, ranks: Sequence[int]) -> None:
         self._ranks = list(ranks)
         self._copies: list[_Copy] = []
-        self._given: list[Streams] = []
         self._thread = threading.Thread(target=self._pump, name="distwrap-logs", daemon=True)
         self._ended = threading.Event()
         try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
+            os.makedirs(folder, exist_ok=True)
             for rank in ranks:
-                self._given.append((self._open(folder, rank, 1), self._open(folder, rank, 2)))
+                for console, name in ((1, "stdout"), (2, "stderr")):
+                    self._copies.append(_Copy(os.path.join(folder, f"rank_{rank}.{name}.log"), console))
         except OSError as error:
-            self._close_all()
+            self.close()
             raise OptionError(f"log_dir={folder!r} cannot be written: {error}.") from error
-
-    def _open(self, folder: str, rank: int, console: int) -> int:
-        name = f"rank_{rank}.{'stdout' if console == 1 else 'stderr'}.log"
-        file = os.open(os.path.join(folder, name), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-        readable, writable = os.pipe()
-        self._copies.append(_Copy(readable, file, os.path.join(folder, name), os.dup(console)))
-        return writable
 
     def streams(self, rank: int) -> Streams:
         """Return the descriptors that are to be a rank's standard output and error."""
-        return self._given[self._ranks.index(rank)]
+        index = 2 * self._ranks.index(rank)
+        return self._copies[index].writable, self._copies[index + 1].writable
 
     def start(self, keep: int = 0) -> None:
         """Begin to copy. All ranks are started: a thread before would make forking unsafe.
 
         Args:
-            keep: how many of the first ranks' streams this process goes on using itself.
+            keep: number of the first ranks whose streams this process goes on using itself.
         """
-        for streams in self._given[keep:]:
-            for fd in streams:
-                os.close(fd)
-        del self._given[keep:]
+        for copy in self._copies[2 * keep :]:
+            copy.release()
         self._thread.start()
 
     def close(self) -> None:
         """Copy what is left, and end; after the ranks have ended."""
         self._ended.set()
-        for fd in (fd for streams in self._given for fd in streams):
-            os.close(fd)
-        self._given.clear()
+        for copy in self._copies:
+            copy.release()
         if self._thread.is_alive():
             self._thread.join()
-        self._close_all()
-
-    def _close_all(self) -> None:
-        for fd in (fd for streams in self._given for fd in streams):
-            os.close(fd)
         for copy in self._copies:
             copy.close()
-        self._given, self._copies = [], []
+        self._copies = []
 
     def _pump(self) -> None:
         with selectors.DefaultSelector() as selector:
@@ -107,59 +91,58 @@ class Logs:
                     deadline = time.monotonic() + DRAIN_SECONDS
 
 
-class _Waiting(NamedTuple):
-    text: bytes
-    since: float
-
-
 class _Copy:
-    """One stream of a rank on its way to its file and to the console."""
+    """One stream of a rank on its way to its file and to the console.
 
-    def __init__(self, readable: int, file: int, path: str, console: int) -> None:
-        self.readable = readable
-        self._file: int | None = file
+    Attributes:
+        readable: end of the pipe that is copied.
+        writable: end of the pipe into which the rank writes.
+    """
+
+    def __init__(self, path: str, console: int) -> None:
         self._path = path
-        self._console = console
-        self._waiting = _Waiting(b"", 0.0)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 - `close` closes it
+        self._console = os.dup(console)
+        self.readable, self.writable = os.pipe()
+        self._waiting, self._since = b"", 0.0
 
     def take(self, data: bytes) -> None:
         """Write what was read: to the file at once, to the console in whole lines, which ranks then do not mix."""
-        if self._file is not None and data:
+        if not self._file.closed:
             try:
-                _write(self._file, data)
+                _write(self._file.fileno(), data)
             except OSError as error:
-                self._close_file()
+                self._file.close()
                 print(
                     f"distwrap: {self._path} is not complete: {error}. The run goes on, and so does the console.",
                     file=sys.stderr,
                     flush=True,
                 )
-        lines, _, rest = (self._waiting.text + data).rpartition(b"\n")
-        self._show(lines + b"\n" if _ else b"")
-        self._waiting = _Waiting(rest, time.monotonic())
-        if not data:
-            self._show(rest)
-            self._waiting = _Waiting(b"", 0.0)
+        text = self._waiting + data
+        self._show(text, text.rfind(b"\n") + 1 if data else len(text))
 
     def show_what_waits(self) -> None:
         """Show the beginning of a line whose end does not come."""
-        if self._waiting.text and time.monotonic() - self._waiting.since > LINE_SECONDS:
-            self._show(self._waiting.text)
-            self._waiting = _Waiting(b"", 0.0)
+        if self._waiting and time.monotonic() - self._since > LINE_SECONDS:
+            self._show(self._waiting, len(self._waiting))
 
-    def _show(self, text: bytes) -> None:
+    def _show(self, text: bytes, end: int) -> None:
+        """Write a text to the console up to `end`, and keep the rest."""
+        self._waiting, self._since = text[end:], time.monotonic()
         with contextlib.suppress(OSError):  # a console that is closed
-            _write(self._console, text)
+            _write(self._console, text[:end])
+
+    def release(self) -> None:
+        """Close the rank's end of the pipe in this process."""
+        if self.writable >= 0:
+            os.close(self.writable)
+            self.writable = -1
 
     def close(self) -> None:
+        """Close the other end, and the file."""
         os.close(self.readable)
         os.close(self._console)
-        self._close_file()
-
-    def _close_file(self) -> None:
-        if self._file is not None:
-            os.close(self._file)
-            self._file = None
+        self._file.close()
 
 
 @contextmanager

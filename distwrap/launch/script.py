@@ -30,19 +30,18 @@ from distwrap.group.setup import announce, join, teardown_process_group
 from distwrap.group.world import RunOptions
 from distwrap.launch import command_line, store_file, transport
 from distwrap.launch.execute import Call, execute
-from distwrap.launch.interrupts import Interrupts
+from distwrap.launch.interrupts import hear_interrupts
 from distwrap.launch.logs import Logs, redirected
+from distwrap.launch.outcome import Outcome, failure, success
 from distwrap.launch.processes import CommandProcess, kill
 from distwrap.launch.supervisor import (
     INTERRUPT_SECONDS,
     SETTLE_SECONDS,
-    is_secondary_failure,
     print_where_all_are,
     stop,
     supervise,
 )
-from distwrap.launch.transport import Outcome
-from distwrap.launch.worker import become_a_rank, failure, outcome, stalled, tell_failure
+from distwrap.launch.worker import become_a_rank, stalled, tell_failure
 
 FD = "DISTWRAP_SCRIPT_FD"
 
@@ -76,7 +75,7 @@ def launch(call: Call, run: RunOptions, nprocs: int, *, everybody: bool) -> Any:
         _environment(distwrap_environment.variables(place, "script", store)),
         _threads(nprocs),
         redirected(_logs.streams(0) if _logs is not None else None),
-        Interrupts(news.interrupt, news.print_where_all_are),
+        hear_interrupts(news.interrupt, news.print_where_all_are),
     ):
         news.start()
         try:
@@ -164,7 +163,7 @@ def join_from_child(call: Call, run: RunOptions, launcher: str, *, everybody: bo
     except BaseException as error:  # noqa: BLE001 - SystemExit is told to rank 0 too
         tell_failure(_conn, rank, error)
         _leave(1)
-    _conn.send(outcome(rank, value=data))
+    _conn.send(success(rank, data))
     teardown_process_group()
     sys.stdout.flush()
     return transport.unpack_result(_message(_conn))
@@ -259,7 +258,12 @@ class _News(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._outcomes = supervise(self._processes, store=self._store, rank_zero_is_done=self.rank_zero_is_done)
+            self._outcomes = supervise(
+                self._processes,
+                store=self._store,
+                ranks=len(self._processes) + 1,
+                rank_zero_is_done=self.rank_zero_is_done,
+            )
         except BaseException as error:  # noqa: BLE001 - it is raised in the main thread
             self._fail(error)
 
@@ -304,7 +308,7 @@ class _News(threading.Thread):
         """After a failure of rank 0: return another rank's instead, where that came first and caused it."""
         self.rank_zero_is_done.set()
         self.join(SETTLE_SECONDS)
-        an_effect = isinstance(error, KeyboardInterrupt) or is_secondary_failure(failure(0, error))
+        an_effect = isinstance(error, KeyboardInterrupt) or failure(0, error).is_secondary
         return self.error if self.error is not None and an_effect else error
 
 

@@ -1,6 +1,6 @@
 """Carry a function and its arguments to the ranks, and a result or an exception back.
 
-Pickles go only between the caller and processes it started, over sockets that nobody else holds. The function goes
+Pickles go only between the caller and processes that it started, over sockets that nobody else holds. The function goes
 *by value* where cloudpickle is installed, so lambdas, closures and functions of ``__main__`` need no import on the
 other side; *by reference* (module and name) otherwise.
 """
@@ -11,38 +11,11 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from distwrap.errors import SerializationError
-from distwrap.launch.pickling import by_name, by_value, dumps, loads
+from distwrap.launch.pickling import by_value, dumps, find_decorated, loads
 from distwrap.launch.unpicklable import find_unpicklable
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How a rank ended, as it says itself. Plain values, so that reading one cannot fail.
-
-    Attributes:
-        time: seconds since the epoch, to find the first of several failures.
-        value: the pickled result, or ``None``.
-        error: the pickled exception, or ``None`` where it succeeded or its exception cannot be pickled.
-        summary: the exception in one line, empty after success.
-        traceback: the exception in full, empty after success.
-    """
-
-    rank: int
-    host: str
-    pid: int
-    time: float
-    value: bytes | None = None
-    error: bytes | None = None
-    summary: str = ""
-    traceback: str = ""
-
-    @property
-    def failed(self) -> bool:
-        return bool(self.summary)
 
 
 def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
@@ -53,16 +26,13 @@ def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, 
     """
     if not by_value():
         _check_reference(function)
-    call = (function, args, kwargs)
-    try:
-        return dumps(call)
-    except Exception as error:
-        path, culprit = find_unpicklable(call, dumps, ("the function", "the arguments", "the keyword arguments"))
-        raise SerializationError(
-            f"{_name(function)} cannot be sent to the ranks: {path} is a {type(culprit).__qualname__} that cannot be "
-            f"pickled ({type(error).__name__}: {error}). Create it inside the function, or use launcher='fork' or "
-            f"'script', which pickle nothing."
-        ) from error
+    return _dump(
+        (function, args, kwargs),
+        dumps,
+        ("the function", "the arguments", "the keyword arguments"),
+        f"{_name(function)} cannot be sent to the ranks",
+        "Create it inside the function, or use launcher='fork' or 'script', which pickle nothing.",
+    )
 
 
 def unpack(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
@@ -73,33 +43,26 @@ def unpack(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, 
 
 
 def pack_result(value: object, what: str, known: Sequence[tuple[object, ...]] = ()) -> bytes:
-    """Pickle a result on its way back: tensors on the CPU, classes of the caller as the caller's own.
+    """Pickle a result for the caller: tensors on the CPU, classes of the caller as the caller's own.
 
     Args:
         value: the result.
-        what: words for it, for the error.
+        what: name of the result, for the error.
         known: objects that the caller has too, each with its aliases here; they come out as the caller's own.
 
     Raises:
         SerializationError: names the path of the object that cannot be pickled.
     """
-
-    def dump(obj: object) -> bytes:
-        return dumps(obj, known, to_caller=True)
-
-    try:
-        return dump(value)
-    except Exception as error:
-        path, culprit = find_unpicklable(value, dump, ("the value",))
-        raise SerializationError(
-            f"{what} cannot be sent back to the caller: {path or 'it'} is a {type(culprit).__qualname__} that cannot "
-            f"be pickled ({type(error).__name__}: {error}). Return plain values, tensors or state dicts."
-        ) from error
+    return _dump(
+        value,
+        lambda obj: dumps(obj, known, to_caller=True),
+        ("the value",),
+        f"{what} cannot be sent back to the caller",
+        "Return plain values, tensors or state dicts.",
+    )
 
 
-def unpack_result(data: bytes, known: Sequence[object] = ()) -> Any:
-    """Undo `pack_result`, in the caller."""
-    return loads(data, known)
+unpack_result = loads
 
 
 def pack_error(error: BaseException) -> bytes | None:
@@ -111,10 +74,27 @@ def pack_error(error: BaseException) -> bytes | None:
         return None
 
 
+def _dump(obj: object, dump: Callable[[object], bytes], names: Sequence[str], problem: str, advice: str) -> bytes:
+    try:
+        return dump(obj)
+    except Exception as error:
+        path, culprit = find_unpicklable(obj, dump, names)
+        raise SerializationError(
+            f"{problem}: {path or 'it'} is a {type(culprit).__qualname__} that cannot be pickled "
+            f"({type(error).__name__}: {error}). {advice}"
+        ) from error
+
+
 def _check_reference(function: Callable[..., Any]) -> None:
-    """Refuse a function that another process could not find by its name."""
+    """Refuse a function that another process could not find by its name.
+
+    Raises:
+        SerializationError: it could not.
+    """
     function = getattr(function, "__func__", function)
-    if isinstance(function, types.FunctionType) and by_name(function.__module__, function.__qualname__) is not function:
+    if not isinstance(function, types.FunctionType):
+        return
+    if find_decorated(function.__module__, function.__qualname__) is not function:
         code = function.__code__
         raise SerializationError(
             f"{_name(function)} (line {code.co_firstlineno} of {code.co_filename}) cannot be sent to the ranks by its "

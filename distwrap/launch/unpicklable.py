@@ -1,4 +1,4 @@
-"""Find the object that cannot be pickled, and say where it is."""
+"""Find the object that cannot be pickled, and the path to it."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ _DEPTH = 8  # how far down the search goes
 
 
 def find_unpicklable(obj: object, dump: Callable[[object], bytes], names: Sequence[str]) -> tuple[str, object]:
-    """Find the deepest object that cannot be pickled, and the path to it in words.
+    """Return the path to the deepest object that cannot be pickled, in words, and the object.
 
     Args:
-        obj: what cannot be pickled.
-        dump: what pickles.
+        obj: object that cannot be pickled.
+        dump: the function that pickles.
         names: words for the items of `obj`, where it is a tuple.
     """
     path, seen = "", {id(obj)}
@@ -30,7 +30,7 @@ def find_unpicklable(obj: object, dump: Callable[[object], bytes], names: Sequen
 
 
 def _children(obj: object, names: Sequence[str]) -> Iterator[tuple[str, object]]:
-    """Yield what an object holds, each with a word for the way to it."""
+    """Yield the objects that an object holds, each with words for the step to it."""
     if isinstance(obj, types.MethodType):
         yield "the object", obj.__self__
         obj = obj.__func__

@@ -10,8 +10,6 @@ import signal
 import socket
 import sys
 import threading
-import time
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -27,6 +25,7 @@ from distwrap.group.setup import abandon_process_group, announce, finish_process
 from distwrap.group.world import RunOptions
 from distwrap.launch import execute, pickling, transport
 from distwrap.launch.execute import Call
+from distwrap.launch.outcome import failure, success
 from distwrap.network.rendezvous import count_meetings_anew
 from distwrap.seeding import RandomState
 
@@ -109,7 +108,7 @@ def work(conn: Connection, call: Call | None = None) -> int:
     except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are told to the caller too
         tell_failure(conn, rank, error)
         return 1
-    conn.send(outcome(rank, value=value))  # before the goodbye: who waits for us in vain can be told that we are done
+    conn.send(success(rank, value))  # before the goodbye: who waits for us in vain can be told that we are done
     finish_process_group()
     return 0
 
@@ -127,17 +126,6 @@ def _tell(conn: Connection, rank: int, error: BaseException) -> None:
     report = failure(rank, failures.explained(error))
     abandon_process_group()
     conn.send(report)
-
-
-def failure(rank: int, error: BaseException) -> transport.Outcome:
-    """Describe how a rank failed."""
-    lines = traceback.format_exception(type(error), error, _own_frames_skipped(error))
-    return outcome(
-        rank,
-        error=transport.pack_error(error),
-        summary=failures.in_words(error),
-        traceback="".join(lines),
-    )
 
 
 def leave(code: int) -> None:
@@ -254,18 +242,3 @@ def _die_with_parent() -> None:
 
         PR_SET_PDEATHSIG = 1
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-def _own_frames_skipped(error: BaseException) -> Any:
-    """Start the traceback in the user's code where there is some: our own frames above explain nothing."""
-    start = error.__traceback__
-    here = os.path.dirname(__file__)
-    step = start
-    while step is not None and step.tb_frame.f_code.co_filename.startswith(here):
-        step = step.tb_next
-    return step or start
-
-
-def outcome(rank: int, **how: Any) -> transport.Outcome:
-    """Sign a report."""
-    return transport.Outcome(rank, socket.gethostname(), os.getpid(), time.time(), **how)

@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -56,7 +56,17 @@ def meet(placement: Placement, seconds: float, device: torch.device | None = Non
             f"node rank; or was this process started by a rank, whose variables it has inherited?"
         )
     try:
-        _wait_for_all(store, placement, seconds, where)
+        wait_for_all(
+            store,
+            placement.rank,
+            placement.world_size,
+            seconds,
+            who=f"rank {placement.rank} on {socket.gethostname()}",
+            where=where,
+            describe=lambda hosts: _who_is_here(placement, hosts),
+            advice="Look at what the missing ones printed; they did not reach setup_process_group().",
+            holds_store=not stores.held_elsewhere(),
+        )
     except dist.DistNetworkError as error:
         raise ArrivalError(
             f"rank {placement.rank} on {socket.gethostname()} lost the meeting place at {where} "
@@ -74,27 +84,53 @@ def registrations(store: Store, ranks: Sequence[int]) -> list[dict[str, Any]]:
     return [json.loads(store.get(name)) for name in names]
 
 
-def _wait_for_all(store: Store, placement: Placement, seconds: float, where: str) -> None:
-    names = [f"here/{rank}" for rank in range(placement.world_size)]
+def wait_for_all(
+    store: Store,
+    me: int,
+    size: int,
+    seconds: float,
+    *,
+    who: str,
+    where: str,
+    describe: Callable[[dict[int, str]], str],
+    advice: str,
+    holds_store: bool,
+    everyone_prints: bool = False,
+) -> None:
+    """Wait until all ranks, or the callers on all nodes, have registered.
+
+    Args:
+        store: store in which they register.
+        me: number of this rank or node.
+        size: number of ranks or nodes.
+        seconds: time limit.
+        who: this rank or node in words.
+        where: address of the store in words.
+        describe: returns who is here and who is missing, given the hosts by number.
+        advice: what the user should do.
+        holds_store: whether number 0 holds the store in its own process.
+        everyone_prints: whether all print who is missing, and not only the first that is here.
+
+    Raises:
+        ArrivalError: somebody is missing after the time limit.
+    """
+    names = [f"here/{number}" for number in range(size)]
     start, noticed = time.monotonic(), False
     while not _all_set(store, names):
         waited = time.monotonic() - start
         if waited > min(NOTICE_SECONDS, seconds) and not noticed:
             noticed = True
             hosts = _arrived(store, names)
-            if placement.rank == min(hosts):
-                print(f"distwrap: after {waited:.0f} s {_who_is_here(placement, hosts)}", file=sys.stderr, flush=True)
+            if everyone_prints or me == min(hosts):
+                print(f"distwrap: after {waited:.0f} s {describe(hosts)}", file=sys.stderr, flush=True)
         others_gave_up = store.check(["gave up"])
         if waited > seconds or others_gave_up:
-            here = _who_is_here(placement, _arrived(store, names))
+            here = describe(_arrived(store, names))
             if not others_gave_up:
                 store.set("gave up", "")
-            if placement.rank == 0 and not stores.held_elsewhere():
-                time.sleep(1.5)  # it may hold the store, in which the others are to read this
-            raise ArrivalError(
-                f"rank {placement.rank} on {socket.gethostname()} waited {waited:.0f} s at {where}: {here}. Look at "
-                f"what the missing ones printed; they did not reach setup_process_group()."
-            )
+            if me == 0 and holds_store:
+                time.sleep(1.5)  # the others are to read in it that this rank has given up
+            raise ArrivalError(f"{who} waited {waited:.0f} s at {where}: {here}. {advice}")
 
 
 def side_store(path: str) -> Store:

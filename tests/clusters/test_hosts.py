@@ -197,8 +197,8 @@ def test_a_missing_host(two_hosts: Hosts) -> None:
     with started(two_hosts.command("hosta", *JOB), **{**BOTH, "DISTWRAP_TIMEOUT": "3"}) as process:
         alone = ended(process)
     assert alone.code == 1
-    assert "1 of 2 machines are here (hosta); missing: node(s) 1" in alone.output, alone.output
-    assert "Start the same command on every machine." in alone.output
+    assert "1 of 2 nodes are here (hosta); missing: node(s) 1" in alone.output, alone.output
+    assert "Start the same command on every node." in alone.output
 
 
 def test_nobody_at_the_endpoint(two_hosts: Hosts) -> None:
@@ -252,14 +252,14 @@ def test_two_with_the_same_number(two_hosts: Hosts) -> None:
     zero = two_hosts.command("hosta", *JOB)
     with started(zero, **{**env, "DISTWRAP_NODE_RANK": "0"}):
         first, second = on_both(two_hosts, *JOB, each=each, **env)
-    assert "there are two machines with node_rank=1: host" in first.output + second.output
+    assert "there are two nodes with node_rank=1: host" in first.output + second.output
 
 
 def test_a_zero_that_is_not_the_endpoint(two_hosts: Hosts) -> None:
     """Node 0 on another machine than the endpoint's is refused at once."""
     with started(two_hosts.command("hostb", *JOB), **{**BOTH, "DISTWRAP_NODE_RANK": "0"}) as process:
         alone = ended(process)
-    assert "node_rank=0 on hostb, but rdzv_endpoint=hosta:29444 is not this machine" in alone.output
+    assert "node_rank=0 on hostb, but rdzv_endpoint=hosta:29444 is not this node" in alone.output
 
 
 def test_another_version_on_one_host(two_hosts: Hosts, tmp_path: Path) -> None:

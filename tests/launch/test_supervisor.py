@@ -15,8 +15,7 @@ import torch
 import distwrap as dw
 from distwrap import distributed
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerTimeoutError
-from distwrap.launch.supervisor import Death, first_cause
-from distwrap.launch.transport import Outcome
+from distwrap.launch.outcome import Outcome, death, first_cause
 from distwrap.testing import run_ranks
 
 LAUNCHERS = ["fork", "forkserver", "spawn"]
@@ -36,8 +35,8 @@ def test_the_earliest_failure_is_the_cause() -> None:
 def test_an_echo_is_never_the_cause() -> None:
     """A rank that only lost its peer does not hide the peer's own failure, or its silent death."""
     echo = told(0, 1.0, "RuntimeError: [gloo] Connection closed by peer [127.0.0.1]:1")
-    death, error = Death(1, 2, -9, 2.0), told(1, 2.0, "KeyError: 'x'")
-    assert first_cause([echo, death]) is death
+    end, error = death(1, 2, -9), told(1, 2.0, "KeyError: 'x'")
+    assert first_cause([echo, end]) is end
     assert first_cause([echo, error]) is error
     assert first_cause([echo]) is echo
 

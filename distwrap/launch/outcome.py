@@ -1,0 +1,134 @@
+"""The end of a rank, as the rank itself reports it or as its caller sees it, and the failure that the caller raises."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError, WorkerTraceback
+from distwrap.group import failures
+from distwrap.launch import transport
+from distwrap.launch.exit_reason import describe_exit
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """End of a rank. The values are plain, so that reading one cannot fail.
+
+    Attributes:
+        time: seconds since the epoch, to find the first of several failures.
+        value: the pickled result, or ``None``.
+        error: the pickled exception, or ``None`` after success and where the exception cannot be pickled.
+        summary: the exception in one line; empty after success.
+        traceback: the exception in full; empty after success and where the rank ended without a report.
+    """
+
+    rank: int
+    host: str
+    pid: int
+    time: float
+    value: bytes | None = None
+    error: bytes | None = None
+    summary: str = ""
+    traceback: str = ""
+
+    @property
+    def failed(self) -> bool:
+        """Whether the rank failed."""
+        return bool(self.summary)
+
+    @property
+    def is_secondary(self) -> bool:
+        """Whether the rank failed only because it had lost another rank."""
+        return failures.is_secondary_failure(self.summary)
+
+
+def success(rank: int, value: bytes | None) -> Outcome:
+    """Return the outcome of this process as a rank that has done its work."""
+    return Outcome(rank, socket.gethostname(), os.getpid(), time.time(), value)
+
+
+def failure(rank: int, error: BaseException) -> Outcome:
+    """Return the outcome of this process as a rank that has raised an exception."""
+    start = step = error.__traceback__
+    here = os.path.dirname(__file__)
+    while step is not None and step.tb_frame.f_code.co_filename.startswith(here):
+        step = step.tb_next  # the frames of the launcher explain nothing, where the user's code follows
+    lines = traceback.format_exception(type(error), error, step or start)
+    return of_error(rank, socket.gethostname(), os.getpid(), error, "".join(lines))
+
+
+def death(rank: int, pid: int, exitcode: int | None, oom_kills: int | None = None, last_seen: str = "") -> Outcome:
+    """Return the outcome of a rank on this node whose process ended without a report."""
+    host = socket.gethostname()
+    error = WorkerDiedError(
+        f"rank {rank} on {host} (pid {pid}) ended without a word: {describe_exit(exitcode, oom_kills)}{last_seen}. "
+        f"What it printed last is above.",
+        rank=rank,
+        host=host,
+        exitcode=exitcode,
+        signal=-exitcode if exitcode is not None and exitcode < 0 else None,
+    )
+    return of_error(rank, host, pid, error)
+
+
+def of_error(rank: int, host: str, pid: int, error: BaseException, trace: str = "", when: float = 0.0) -> Outcome:
+    """Return the outcome of any rank that failed with an exception, by default now."""
+    words = failures.in_words(error)
+    return Outcome(rank, host, pid, when or time.time(), None, transport.pack_error(error), words, trace)
+
+
+def first_cause(failed: Sequence[Outcome]) -> Outcome:
+    """Return the failure that explains the others: the earliest that is not secondary.
+
+    A rank that dies silently is noticed after its peers' complaints, so a secondary failure never wins over it.
+    """
+    return min(failed, key=lambda outcome: (outcome.is_secondary, outcome.time))
+
+
+def raise_failure(failed: Sequence[Outcome], finished: Sequence[int] = ()) -> NoReturn:
+    """Raise the first cause of the failures in its own type, caused by a `WorkerTraceback`.
+
+    Args:
+        failed: outcomes of the ranks that failed.
+        finished: ranks that had left the function before.
+
+    Raises:
+        CollectiveError: a rank waited in a collective for ranks that had left.
+        WorkerError: the exception cannot be pickled.
+    """
+    cause = first_cause(failed)
+    where = f"rank {cause.rank} on {cause.host} (pid {cause.pid})"
+    others = {outcome.rank for outcome in failed} - {cause.rank}
+    also = f"\n(ranks that failed afterwards: {', '.join(map(str, sorted(others)))})" if others else ""
+    known: dict[str, Any] = {"rank": cause.rank, "host": cause.host, "exitcode": 1, "signal": None}
+    remote = WorkerTraceback(f"{where} raised:\n\n{cause.traceback}{also}", **known) if cause.traceback else None
+    if finished and cause.is_secondary:
+        raise CollectiveError(
+            f"{where} waited in a collective for rank(s) {', '.join(map(str, sorted(finished)))}, which had left the "
+            f"function already. Every rank must call the same collectives: look for a branch, a break or a loop that "
+            f"differs between ranks, above."
+        ) from remote
+    error: BaseException | None = None
+    if cause.error is not None:
+        with contextlib.suppress(Exception):
+            error = transport.unpack_result(cause.error)
+    if error is None:
+        words = f"{where} raised {cause.summary} (an exception that cannot be pickled, so not in its own type here)"
+        raise WorkerError(words, **known) from remote
+    for name, value in known.items():
+        if not hasattr(error, name):
+            with contextlib.suppress(AttributeError, TypeError):
+                setattr(error, name, value)
+    if isinstance(error, SystemExit) and error.code not in (None, 0):
+        print(f"distwrap: {where} called sys.exit({error.code!r})", file=sys.stderr, flush=True)
+    if remote is None and also:
+        error.args = (f"{error}{also}",)
+    raise error from remote
