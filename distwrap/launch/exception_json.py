@@ -35,22 +35,22 @@ def to_json(error: BaseException) -> dict[str, Any]:
     }
 
 
-def from_json(told: dict[str, Any]) -> BaseException:
+def from_json(message: dict[str, Any]) -> BaseException:
     """Return the exception of which another node tells; a `WorkerError` with its words where that cannot be.
 
     Example:
         >>> from_json(to_json(KeyError("weights")))
         KeyError('weights')
     """
-    module, name = told["type"]
+    module, name = message["type"]
     found = find_by_name(module, name)
     error: BaseException | None = None
-    if isinstance(found, type) and issubclass(found, Exception) and told["args"] is not None:
+    if isinstance(found, type) and issubclass(found, Exception) and message["args"] is not None:
         with suppress(Exception):
-            error = found(*told["args"])
+            error = found(*message["args"])
     if error is None:
-        error = WorkerError(f"on {told['host']}: {told['summary']}")
+        error = WorkerError(f"on {message['host']}: {message['summary']}")
     for name in _ATTRIBUTES:
         with suppress(AttributeError, TypeError):
-            setattr(error, name, told[name])
+            setattr(error, name, message[name])
     return error

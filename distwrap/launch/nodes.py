@@ -22,7 +22,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from distwrap.environments import Placement
 from distwrap.errors import ArrivalError, WorkerDiedError
-from distwrap.launch import exception_json
+from distwrap.launch.exception_json import from_json, to_json
 from distwrap.launch.node_plan import NodePlan
 from distwrap.launch.outcome import Outcome, of_error, raise_failure
 from distwrap.network import interfaces, stores
@@ -228,11 +228,11 @@ class Nodes:
 
     def tell(self, error: BaseException) -> None:
         """Tell the other nodes of a failure here; the first that is told is believed to be the cause."""
-        self._publish({**exception_json.to_json(error), "node": self.node_rank})
-
-    def _publish(self, told: dict[str, Any]) -> None:
         with suppress(RuntimeError):
-            self._store.compare_set("failure", "", json.dumps(told))
+            self._store.compare_set("failure", "", json.dumps(self._message(error)))
+
+    def _message(self, error: BaseException) -> dict[str, Any]:
+        return {**to_json(error), "first": self.ranks[0]}
 
     def finish(self) -> None:
         """Wait until the ranks of all nodes are done, as those here are.
@@ -279,7 +279,7 @@ class Nodes:
                     self._look_for_lost_nodes(beats)
             except RuntimeError as error:
                 if not self._stopped.is_set():
-                    self._report(self._lost(0, f"its store does not answer ({first_line(error)})"))
+                    self._report(self._message(self._lost(0, f"its store does not answer ({first_line(error)})")))
                 return
             self._answered = time.monotonic()
             self._stopped.wait(BEAT_SECONDS)
@@ -288,7 +288,7 @@ class Nodes:
         """Notice that the store has fallen silent, for which torch itself would wait."""
         while not self._stopped.wait(BEAT_SECONDS) and self._threads[0].is_alive():
             if time.monotonic() - self._answered > LOST_SECONDS:
-                self._report(self._lost(0, f"its store has not answered for {LOST_SECONDS:g} s"))
+                self._report(self._message(self._lost(0, f"its store has not answered for {LOST_SECONDS:g} s")))
                 return
 
     def _look_for_lost_nodes(self, beats: dict[int, tuple[bytes, float]]) -> None:
@@ -300,16 +300,17 @@ class Nodes:
                 beats[number] = (beat, now)
             silent = now - beats[number][1]
             if silent > self._patience and not self._store.check([f"done/{number}"]):
-                self._publish(self._lost(number, f"its caller has given no sign of life for {silent:.1f} s"))
+                self.tell(self._lost(number, f"its caller has given no sign of life for {silent:.1f} s"))
 
-    def _lost(self, number: int, why: str) -> dict[str, Any]:
+    def _lost(self, number: int, why: str) -> WorkerDiedError:
         host, rank = self.hosts[number], sum(self._counts[:number])
         text = f"node {number} ({host}) is gone: {why}. It, its network, or the command on it has ended."
-        return {**exception_json.to_json(WorkerDiedError(text, rank=rank, host=host)), "node": number}
+        return WorkerDiedError(text, rank=rank, host=host)
 
-    def _report(self, told: dict[str, Any]) -> None:
+    def _report(self, message: dict[str, Any]) -> None:
         """Let whoever reads `news` know of a failure."""
-        rank = told["rank"] if told["rank"] is not None else sum(self._counts[: told["node"]])
-        error = exception_json.from_json(told)
+        rank, host, trace = message["rank"], message["host"], message["traceback"].strip()
+        if rank is None:
+            rank = message["first"]  # the caller has failed, and stands for its first rank
         with suppress(OSError):
-            self._pipe.send(of_error(rank, told["host"], 0, error, told["traceback"].strip(), told["time"]))
+            self._pipe.send(of_error(rank, host, 0, from_json(message), trace, message["time"]))
