@@ -26,12 +26,20 @@ from distwrap.group.collectives import agree, barrier, broadcast, gather, gather
 from distwrap.group.rank_zero import on_rank_zero, rank_zero_first, rank_zero_only
 from distwrap.launch.nodes import NodeSummary
 from distwrap.model import assert_in_sync, sync_buffers, unwrap_model
-from distwrap.model.accumulation import Window, accumulate, scale_loss
-from distwrap.precision import autocast, backward, optimizer_step, unscale
+from distwrap.precision import Precision, autocast
 from distwrap.progress_bar import progress
-from distwrap.registry import available_algorithms, available_strategies, register_algorithm, register_strategy
+from distwrap.registry import (
+    available_algorithms,
+    available_precisions,
+    available_strategies,
+    register_algorithm,
+    register_precision,
+    register_strategy,
+)
 from distwrap.seeding import seed_everything
 from distwrap.strategies import DDPStrategy, Strategy, wrap_model, wrap_optimizer
+from distwrap.strategies.accumulation import Window, accumulate, scale_loss
+from distwrap.strategies.steps import backward, optimizer_step, unscale
 
 __all__ = [
     "CheckpointIO",
@@ -39,6 +47,7 @@ __all__ = [
     "DistwrapError",
     "NodeSummary",
     "Placement",
+    "Precision",
     "Preemption",
     "Strategy",
     "Window",
@@ -49,6 +58,7 @@ __all__ = [
     "assert_in_sync",
     "autocast",
     "available_algorithms",
+    "available_precisions",
     "available_strategies",
     "backward",
     "barrier",
@@ -75,6 +85,7 @@ __all__ = [
     "rank_zero_only",
     "reduce",
     "register_algorithm",
+    "register_precision",
     "register_strategy",
     "resume_from",
     "run_state",

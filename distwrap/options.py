@@ -9,22 +9,14 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from distwrap.checks import AT_LEAST_ONE, SECONDS, SEED, Check, either, one_of, whole
 from distwrap.errors import OptionError
-from distwrap.registry import LAUNCHER_OF_STRATEGY, algorithms, strategies
+from distwrap.precision.base import Precision
+from distwrap.registry import LAUNCHER_OF_STRATEGY, algorithms, precisions, strategies
 from distwrap.wording import unknown_name
 
-Precision = Literal["32", "bf16", "bf16-true", "fp16"]
 Launcher = Literal["auto", "forkserver", "fork", "spawn", "script", "elastic", "external"]
 Returns = Literal["rank0", "all"]
 
 LAUNCHERS: tuple[str, ...] = get_args(Launcher)
-
-# Spellings of Lightning ("16-mixed", 32) and of Accelerate ("no").
-_PRECISIONS: dict[str, Precision] = {
-    **dict.fromkeys(("32", "32-true", "fp32", "float32", "no"), "32"),
-    **dict.fromkeys(("bf16", "bf16-mixed", "bfloat16"), "bf16"),
-    **dict.fromkeys(("fp16", "16", "16-mixed", "float16"), "fp16"),
-    "bf16-true": "bf16-true",
-}
 
 SWITCHES = {
     "DISTWRAP_DISABLE": "run the function in this process",
@@ -82,15 +74,12 @@ def _plain_nodes(value: object) -> int | str:
     return int(fewest) if int(fewest) == int(most or fewest) else str(value)
 
 
-def check_precision(value: object) -> Precision:
-    """Resolve a precision's spelling; raises OptionError with the known ones."""
-    name = str(value).lower() if not isinstance(value, bool) else repr(value)
-    if name not in _PRECISIONS:
-        raise OptionError(unknown_name("precision", value, _PRECISIONS))
-    return _PRECISIONS[name]
+def check_precision(value: object) -> str | Precision:
+    """Resolve a precision's spelling, or take the object; raises OptionError with the known ones and the nearest."""
+    return precisions.chosen(value)
 
 
-def _precision(_: str, value: object) -> Precision:
+def _precision(_: str, value: object) -> str | Precision:
     return check_precision(value)
 
 
@@ -133,7 +122,7 @@ class Options:
         default="auto", metadata=declare(one_of("launcher", LAUNCHERS), "how the processes are started", WORD)
     )
     backend: str = field(default="auto", metadata=declare(_BACKEND, "the backend of the process group", WORD))
-    precision: Precision = field(default="32", metadata=declare(_precision, "the precision of computation", WORD))
+    precision: str | Precision = field(default="32", metadata=declare(_precision, "the precision of computation", WORD))
     comm: Any = field(default=None, metadata=declare(_comm, "how wrapped models exchange what they learn", WORD))
     seed: int | None = field(default=None, metadata=declare(either(None, SEED), "the seed of all ranks"))
     timeout: float = field(default=600.0, metadata=declare(SECONDS, "seconds for a collective", NUMBER))

@@ -18,6 +18,7 @@ from distwrap.wording import unknown_name
 
 if TYPE_CHECKING:
     from distwrap.comm.base import Algorithm
+    from distwrap.precision.base import Precision
     from distwrap.strategies.base import Strategy
 
 Factory = Callable[..., Any]
@@ -57,6 +58,7 @@ class Registry(Generic[Thing]):
     ) -> None:
         self._kind, self._members, self._group, self._loose = kind, members, f"distwrap.{plural}", loose
         self._rows = {name: _Row(f"{package}.{place}", description) for name, place, description in rows}
+        self._own = set(self._rows)
         self._aliases = dict(aliases or {})
         self._installed: dict[str, _Row] | None = None
 
@@ -71,6 +73,7 @@ class Registry(Generic[Thing]):
         if not callable(factory) and not isinstance(factory, str):
             raise OptionError(f"{self._kind} {name!r}: the factory must be a class or a function, not {factory!r}.")
         self._rows[name] = _Row(factory, description, defaults)
+        self._own.discard(name)
 
     def names(self) -> list[str]:
         """Return the names: ours and the registered ones in their order, then those of installed packages."""
@@ -125,6 +128,18 @@ class Registry(Generic[Thing]):
                 f"{self._kind} {name!r}: its factory has made a {type(made).__name__} without {self._missing(made)[0]}."
             )
         return made
+
+    def chosen(self, value: object) -> str | Thing:
+        """Return the name of one of our own things, which every rank knows, or else the thing itself.
+
+        Raises:
+            OptionError: there is no such name, or the options are wrong.
+        """
+        text = self._text(value)
+        if (text is not None and "(" in text) or (text is None and not self._missing(value)):
+            return self.make(value)
+        name = self.name_of(value)
+        return name if name in self._own else self.make(name)
 
     def _text(self, spelling: object) -> str | None:
         if self._loose and isinstance(spelling, (str, int)) and not isinstance(spelling, bool):
@@ -226,6 +241,27 @@ algorithms: Registry[Algorithm] = Registry(
 )
 
 
+precisions: Registry[Precision] = Registry(
+    "precision",
+    ("weights", "inputs", "context", "outputs"),
+    "precisions",
+    "distwrap.precision",
+    (
+        ("32", "base:FullPrecision", "float32, or whatever type the model has"),
+        ("bf16", "bf16:BF16", "autocast to bfloat16"),
+        ("bf16-true", "bf16:TrueBF16", "weights and inputs in bfloat16"),
+        ("fp16", "fp16:FP16", "autocast to float16, with scaled losses"),
+    ),
+    # Spellings of Lightning ("16-mixed", 32) and of Accelerate ("no").
+    aliases={
+        **dict.fromkeys(("32-true", "fp32", "float32", "no"), "32"),
+        **dict.fromkeys(("bf16-mixed", "bfloat16"), "bf16"),
+        **dict.fromkeys(("16", "16-mixed", "float16"), "fp16"),
+    },
+    loose=True,
+)
+
+
 def register_strategy(name: str, factory: Factory | str, description: str = "", **defaults: Any) -> None:
     """Make a strategy known by a name, for ``@distributed(strategy=name)`` and ``wrap_model(strategy=name)``.
 
@@ -284,3 +320,33 @@ def available_algorithms() -> dict[str, str]:
         True
     """
     return algorithms.available()
+
+
+def register_precision(name: str, factory: Factory | str, description: str = "", **defaults: Any) -> None:
+    """Make a precision known by a name, for ``@distributed(precision=name)`` and ``wrap_model(precision=name)``.
+
+    Args:
+        name: a word. One that is known already gets the new meaning.
+        factory: a class or function that makes the `distwrap.precision.Precision`; or ``"module:name"``.
+        description: one line, for `available_precisions`.
+        **defaults: handed to the factory.
+
+    Raises:
+        OptionError: the name is no word, or the factory cannot be called.
+
+    Example:
+        >>> register_precision("brain", "distwrap.precision.bf16:BF16", "autocast to bfloat16")
+        >>> available_precisions()["brain"]
+        'autocast to bfloat16'
+    """
+    precisions.register(name, factory, description, **defaults)
+
+
+def available_precisions() -> dict[str, str]:
+    """Return the names of the precisions, each with its description.
+
+    Example:
+        >>> "bf16" in available_precisions()
+        True
+    """
+    return precisions.available()

@@ -104,10 +104,5 @@ def _exchange_of(model: Any) -> Exchange[Any] | None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"this takes the model that wrap_model() returned, not a {type(model).__name__}.")
     net = unwrap_model(model)
-    wrapped = (
-        each
-        for each in current_world().part(WrappedModels)
-        if "_exchange" in each.__dict__ and unwrap_model(each) is net
-    )
-    found = next(wrapped, None)
-    return None if found is None else found.__dict__["_exchange"]
+    found = current_world().part(WrappedModels).holding("_exchange")
+    return next((exchange for wrapped, exchange in found if unwrap_model(wrapped) is net), None)

@@ -76,11 +76,11 @@ def check_collectives_allowed(what: str) -> None:
 
 
 def _guard_forward(model: torch.nn.Module, stack: ExitStack) -> None:
-    plain = model.forward
+    plain, users = model.forward, getattr(model, "module", model)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         if torch.is_grad_enabled() and model.training:
-            check_collectives_allowed(f"the forward of the wrapped {type(model.module).__name__} with gradients on")
+            check_collectives_allowed(f"the forward of the wrapped {type(users).__name__} with gradients on")
         return plain(*args, **kwargs)
 
     model.__dict__["forward"] = forward

@@ -66,7 +66,8 @@ def gather(value: Any, *, differentiable: bool = False) -> Any:
     tensors = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
     everyone = _everyones(spec, tensors, problem)
     _compare([(structure, [(d, s[1:]) for d, s in rows]) for structure, rows in everyone], "gather")
-    sizes = [[rows[index][1][0] for _, rows in everyone] for index in range(len(tensors))]
+    shares = [everyone[rank] for rank in _ranks_of_shares()]
+    sizes = [[rows[index][1][0] for _, rows in shares] for index in range(len(tensors))]
     if differentiable:
         sources = [leaf.reshape(1) if leaf.dim() == 0 else leaf for leaf in _with_gradients(leaves, tensors)]
         gathered = [_Gathered.apply(leaf, each) for leaf, each in zip(sources, sizes, strict=True)]  # type: ignore[no-untyped-call]
@@ -98,8 +99,9 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         everyones = _reduce_leaf(grad, "sum")
-        start = sum(ctx.sizes[: dist.get_rank()])
-        return everyones[start : start + ctx.sizes[dist.get_rank()]], None
+        share = current_world().layout.rank
+        start = sum(ctx.sizes[:share])
+        return everyones[start : start + ctx.sizes[share]], None
 
 
 def gather_object(value: Value) -> list[Value]:
@@ -252,11 +254,11 @@ def agree(flag: bool, how: Literal["any", "all"] = "any") -> bool:
 
 
 def total(number: float) -> float:
-    """Add up a number over the ranks, in float64, with a single all-reduce: for use in a step."""
+    """Return the sum of a number over the shares of the data, in float64, with a single all-reduce: for use in a step."""
     if _alone("total"):
         return number
     value = torch.tensor(number, dtype=torch.float64, device=_exchange_device())
-    dist.all_reduce(value)
+    dist.all_reduce(value, group=current_world().layout.group)
     return value.item()
 
 
@@ -360,6 +362,12 @@ def _words(description: tuple[str, list[Any]]) -> str:
     return leaves if structure == str(tree_flatten(0)[1]) else f"{leaves} in {structure}"
 
 
+def _ranks_of_shares() -> list[int]:
+    """Return the ranks that `gather` and `reduce` of this rank combine, in the order of their shares."""
+    group = current_world().layout.group
+    return list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
+
+
 def _gather_leaf(leaf: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     device = _device_for(leaf)
     longest = max(sizes)
@@ -367,7 +375,7 @@ def _gather_leaf(leaf: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     padded[: leaf.shape[0]] = leaf.to(device)
     received = [torch.empty_like(padded) for _ in sizes]
     # As bytes, since gloo knows neither int16 nor the new float types.
-    dist.all_gather([_as_bytes(part) for part in received], _as_bytes(padded))
+    dist.all_gather([_as_bytes(part) for part in received], _as_bytes(padded), group=current_world().layout.group)
     return torch.cat([part[:size] for part, size in zip(received, sizes, strict=True)]).to(leaf.device)
 
 
@@ -376,15 +384,16 @@ def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _reduce_leaf(leaf: torch.Tensor, op: Op) -> torch.Tensor:
+    layout = current_world().layout
     whole = not leaf.dtype.is_floating_point and not leaf.dtype.is_complex
     total = leaf.to(_device_for(leaf), copy=True).contiguous()
     if op == "mean":
         total = total.to(torch.float64) if whole else total
-        dist.all_reduce(total, op=_OPS["sum"])
-        total = total / dist.get_world_size()
+        dist.all_reduce(total, op=_OPS["sum"], group=layout.group)
+        total = total / layout.size
     else:
         # Whole numbers in 64 bits: a sum must not wrap around, and gloo does not know all the others.
         total = total.to(torch.int64) if whole else total
-        dist.all_reduce(total, op=_OPS[op])
+        dist.all_reduce(total, op=_OPS[op], group=layout.group)
         total = total.to(leaf.dtype) if whole and op != "sum" else total
     return total.to(leaf.device)

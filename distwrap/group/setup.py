@@ -150,6 +150,7 @@ def join(placement: Placement, run: RunOptions, *, device: torch.device | None =
     supervised = distwrap_environment.STORE in os.environ
     world.channel = Channel(side, placement, world.part(Activity), supervised, run.timeout)
     world.channel.start()
+    world.arrange()
     return world
 
 

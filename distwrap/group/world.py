@@ -22,6 +22,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap.devices.selection import choose_device, visible_devices
 from distwrap.environments import Placement, detect
+from distwrap.group.layout import Layout
 from distwrap.supervision.channel import Channel
 
 if TYPE_CHECKING:
@@ -81,6 +82,7 @@ class World:
         device: of this rank.
         backend: of the process group, ``None`` where there is none.
         timeout: seconds for a collective.
+        layout: which share of the data this rank takes.
         options: of the run; replaced as a whole where `seed_everything` changes the seed.
         group: the process group. It is held here so that no model of the user's is the last to hold it: torch would
             end it then with the interpreter's lock taken, for which gloo's threads wait forever.
@@ -95,6 +97,7 @@ class World:
     backend: str | None = None
     timeout: float = 600.0
     options: RunOptions = field(default_factory=RunOptions)
+    layout: Layout = field(init=False)
     group: object = None
     store: Store | None = None
     secret: bytes = b""
@@ -102,6 +105,16 @@ class World:
     cleanup: ExitStack = field(default_factory=ExitStack)
     _parts: dict[type[RunPart], RunPart] = field(default_factory=dict)
     _making: threading.RLock = field(default_factory=threading.RLock)
+
+    def __post_init__(self) -> None:
+        self.layout = Layout(self.placement.rank, self.placement.world_size)
+
+    def arrange(self) -> None:
+        """Let the strategy arrange the ranks for the data, once they have met."""
+        strategy = self.options.strategy
+        layout = strategy.setup(self) if strategy is not None and self.placement.world_size > 1 else None
+        if layout is not None:
+            self.layout = layout
 
     def part(self, kind: type[Part]) -> Part:
         """Return a room's state of this run; it is made at the first call.

@@ -133,6 +133,7 @@ def _in_users_group(call: Call, run: RunOptions, everybody: bool) -> Any:
     ambient = current_world()
     world = World(ambient.placement, ambient.device, backend=ambient.backend, timeout=run.timeout, options=run)
     with temporary_world(world):
+        world.arrange()
         return _here(call, run, everybody)
 
 

@@ -117,9 +117,9 @@ def _some(names: list[str]) -> str:
 def _explained_twice(text: str) -> ModelError:
     found = re.search(r"Parameter at index (\d+)", text)
     candidates = {
-        model._gradients.trained[int(found.group(1))]
-        for model in current_world().part(WrappedModels)
-        if found and int(found.group(1)) < len(model._gradients.trained)
+        gradients.trained[int(found.group(1))]
+        for _, gradients in current_world().part(WrappedModels).holding("_gradients")
+        if found and int(found.group(1)) < len(gradients.trained)
     }
     which = " or ".join(sorted(map(repr, candidates))) or "a parameter"
     return ModelError(

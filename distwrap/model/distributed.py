@@ -56,7 +56,7 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
             self.broadcast_buffers = broadcast
         own = self.__dict__
         own["_synced_buffers"] = buffers
-        own["_plain"] = in_precision.precision == "32" and device.type == "cpu"
+        own["_plain"] = in_precision.is_plain and device.type == "cpu"
         if not self._plain:
             own["forward"] = in_precision(self._forward_there)
         own["_gradients"] = Gradients(self, buffers)

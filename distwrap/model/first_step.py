@@ -10,7 +10,6 @@ import json
 from typing import Any
 from weakref import WeakSet
 
-import torch
 from torch import nn
 from torch.optim.optimizer import (
     Optimizer,
@@ -22,7 +21,9 @@ from distwrap.devices.kinds import kind_of
 from distwrap.errors import ModelError
 from distwrap.group.world import RunPart, World
 from distwrap.model import in_sync
-from distwrap.model.in_sync import Fingerprint
+from distwrap.model.binding import bound_strategy
+from distwrap.model.in_sync import Held, Mark
+from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.supervision.channel import Channel
 
@@ -44,7 +45,7 @@ class FirstSteps(RunPart):
         self._rank, self._world_size = world.placement.rank, world.placement.world_size
         self._proven: WeakSet[nn.Module] = WeakSet()
         self._seen: WeakSet[Optimizer] = WeakSet()
-        self._open: dict[str, list[tuple[str, Fingerprint]]] = {}
+        self._open: dict[str, list[Mark]] = {}
         self._noted, self._steps = 0, 0
         self._handles: list[Any] = []
 
@@ -86,17 +87,18 @@ class FirstSteps(RunPart):
             for model in self._world.part(WrappedModels)
             if not held.keys().isdisjoint(map(id, model.parameters()))
         ]
-        tensors: dict[str, torch.Tensor] = {}
+        tensors: list[Held] = []
         for model in models:
             self._proven.add(model)
-            if not model._same_weights:
-                continue
-            statistics = in_sync.tensors_of(model)
-            tensors.update({f"{type(model.module).__name__}.{name}": value for name, value in statistics.items()})
+            strategy = bound_strategy(model)
+            if strategy is not None and getattr(model, "_same_weights", True):
+                kind = type(unwrap_model(model)).__name__
+                tensors += [held._replace(name=f"{kind}.{held.name}") for held in strategy.held(model)]
         known = {id(parameter) for model in models for parameter in model.parameters()}
         for number, tensor in enumerate(held.values()):
             if id(tensor) not in known and tensor.grad is not None:
-                tensors[f"tensor {number} of {type(optimizer).__name__}, which no wrapped model has"] = tensor
+                name = f"tensor {number} of {type(optimizer).__name__}, which no wrapped model has"
+                tensors.append(Held(name, "", tensor))
         if tensors:
             self._noted += 1
             key = f"first_step/{self._noted}"
@@ -133,9 +135,9 @@ class FirstSteps(RunPart):
             if trained and alike and held.keys().isdisjoint(map(id, parameters)):
                 raise ModelError(
                     f"rank {self._rank}: this {type(optimizer).__name__} holds none of the parameters of "
-                    f"{type(model.module).__name__}, but others of the same shapes, which have no gradient: it would "
-                    f"train nothing. Make it from model.parameters() of what wrap_model() got or returned, not of a "
-                    f"copy."
+                    f"{type(unwrap_model(model)).__name__}, but others of the same shapes, which have no gradient: it "
+                    f"would train nothing. Make it from model.parameters() of what wrap_model() got or returned, not "
+                    f"of a copy."
                 )
 
     def _are_last(self) -> bool:

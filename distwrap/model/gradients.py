@@ -194,8 +194,8 @@ def _averaged_elsewhere(model: nn.Module, task: int) -> bool:
     """Whether another wrapped model that shares parameters with this one takes the average in this backward."""
     own = set(map(id, model.parameters()))
     return any(
-        other is not model and other._gradients._task == task and not own.isdisjoint(map(id, other.parameters()))
-        for other in current_world().part(WrappedModels)
+        other is not model and gradients._task == task and not own.isdisjoint(map(id, other.parameters()))
+        for other, gradients in current_world().part(WrappedModels).holding("_gradients")
     )
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -11,16 +12,31 @@ from distwrap._internals.torch import names_ddp_ignores
 from distwrap.errors import ModelError
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
+from distwrap.model.binding import bound_strategy
 from distwrap.model.buffers import statistics_of
 from distwrap.model.fingerprints import fingerprint
 from distwrap.model.transparent import unwrap_model
 from distwrap.wording import named_ranks
 
-# Of a tensor: its bits, its size, and the sum of its absolute values.
-Fingerprint = Sequence[float]
+# The name of a tensor; of what is here its bits, its size and the sum of its absolute values; and which part that is.
+Mark = Sequence[Any]
 
 # Between processors of different kinds, which may round the last bit differently.
 _ROUNDING = 1e-6
+
+
+class Held(NamedTuple):
+    """A tensor of a model on this rank, for the proof that ranks are in sync.
+
+    Attributes:
+        name: of the tensor in the plain model.
+        part: which part of it is here; equal parts must be equal on all ranks, others are not compared.
+        tensor: the numbers.
+    """
+
+    name: str
+    part: str
+    tensor: torch.Tensor
 
 
 def assert_in_sync(model: nn.Module) -> None:
@@ -40,51 +56,57 @@ def assert_in_sync(model: nn.Module) -> None:
     """
     if current_world().placement.world_size == 1:
         return
-    everyone = gather_object([(name, tuple(mark)) for name, mark in fingerprints(tensors_of(model))])
+    strategy = bound_strategy(model)
+    held = tensors_of(model) if strategy is None else strategy.held(model)
+    everyone = gather_object(fingerprints(held))
     difference = first_difference(everyone)
     if difference is not None:
         raise ModelError(f"{type(unwrap_model(model)).__name__} is not the same on all ranks: {difference}.")
 
 
-def tensors_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Return what must be alike on all ranks: parameters and buffers, but for running statistics."""
+def tensors_of(model: nn.Module) -> list[Held]:
+    """Return a replicated model's parameters and buffers, but for running statistics."""
     net = unwrap_model(model)
     # Some are left to each rank, by DistributedDataParallel._set_params_and_buffers_to_ignore_for_model.
     own = statistics_of(net).union(names_ddp_ignores(net))
-    return {name: value for name, value in (*net.named_parameters(), *net.named_buffers()) if name not in own}
+    named = (*net.named_parameters(), *net.named_buffers())
+    return [Held(name, "", value) for name, value in named if name not in own]
 
 
-def fingerprints(tensors: Mapping[str, torch.Tensor]) -> list[tuple[str, Fingerprint]]:
-    """Describe each tensor in three numbers."""
-    marks: list[tuple[str, Fingerprint]] = []
-    for name, value in tensors.items():
+def fingerprints(held: Iterable[Held]) -> list[Mark]:
+    """Return each tensor's name, its part, and three numbers that describe it."""
+    marks: list[Mark] = []
+    for name, part, value in held:
         with torch.no_grad():
             size = float(value.abs().sum(dtype=torch.float64)) if value.is_floating_point() else 0.0
-        marks.append((name, (fingerprint(value), value.numel(), size)))
+        marks.append((name, (fingerprint(value), value.numel(), size), part))
     return marks
 
 
-def first_difference(everyone: Sequence[Sequence[tuple[str, Fingerprint]]], *, exact: bool = True) -> str | None:
+def first_difference(everyone: Sequence[Sequence[Mark]], *, exact: bool = True) -> str | None:
     """Say which tensor is the first that is not alike on all ranks, and on which ranks it is which.
 
     Args:
         everyone: each rank's `fingerprints`, in rank order.
         exact: whether a difference in the last bit counts.
     """
-    names = [[name for name, _ in marks] for marks in everyone]
+    names = [[name for name, *_ in marks] for marks in everyone]
     for rank, own in enumerate(names):
         if own != names[0]:
             other = next((name for name in [*own, *names[0]] if (name in own) != (name in names[0])), "their order")
             return f"rank {rank} holds other tensors than rank 0 ({other})"
     for index, name in enumerate(names[0]):
-        groups: dict[tuple[float, ...], list[int]] = {}
+        parts: dict[str, dict[tuple[float, ...], list[int]]] = {}
         for rank, marks in enumerate(everyone):
-            groups.setdefault(tuple(marks[index][1]), []).append(rank)
-        if len(groups) > 1 and (exact or not _is_rounding(list(groups))):
-            held = " and ".join(
-                f"{named_ranks(ranks)} one whose absolute values sum to {mark[2]:.9g}" for mark, ranks in groups.items()
-            )
-            return f"{name!r} is the first that differs: {held}"
+            _, mark, *part = marks[index]
+            parts.setdefault("".join(part), {}).setdefault(tuple(mark), []).append(rank)
+        for which, groups in parts.items():
+            if len(groups) > 1 and (exact or not _is_rounding(list(groups))):
+                held = " and ".join(
+                    f"{named_ranks(ranks)} one whose absolute values sum to {mark[2]:.9g}"
+                    for mark, ranks in groups.items()
+                )
+                return f"{name!r}{which and f' ({which})'} is the first that differs: {held}"
     return None
 
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from typing import Any
 from weakref import ref
+
+from torch import nn
 
 from distwrap.group.collective_guard import CollectiveGuard
 from distwrap.group.world import RunPart, World
-
-if TYPE_CHECKING:
-    from distwrap.model.distributed import DistributedModel
 
 
 class WrappedModels(RunPart):
@@ -23,19 +22,23 @@ class WrappedModels(RunPart):
     """
 
     def __init__(self, world: World) -> None:
-        self._models: list[ref[DistributedModel]] = []
+        self._models: list[ref[nn.Module]] = []
         self._guard = world.part(CollectiveGuard)
         self.count = 0
 
-    def __iter__(self) -> Iterator[DistributedModel]:
+    def __iter__(self) -> Iterator[nn.Module]:
         return iter([model for held in self._models if (model := held()) is not None])
+
+    def holding(self, name: str) -> list[tuple[nn.Module, Any]]:
+        """Return the models whose wrapper holds something under a name, each with what it holds."""
+        return [(model, vars(model)[name]) for model in self if name in vars(model)]
 
     def next_name(self) -> str:
         """Return the name of the model that is about to be wrapped."""
         self.count += 1
         return str(self.count)
 
-    def add(self, model: DistributedModel) -> None:
+    def add(self, model: nn.Module) -> None:
         """Note a model that was wrapped just now."""
         self._models = [held for held in self._models if held() is not None] + [ref(model)]
         self._guard.watch(model)
@@ -43,4 +46,5 @@ class WrappedModels(RunPart):
     def close(self) -> None:
         """Let the models go on as bare ones, without the process group."""
         for model in self:
-            model.release()
+            release: Callable[[nn.Module], None] = getattr(type(model), "release", lambda model: None)
+            release(model)

@@ -1,7 +1,64 @@
-"""The protocol of precisions."""
+"""The protocol of precisions; the base is full precision, in which there is nothing to do."""
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from distwrap._internals.torch import tree_map
+
 
 class Precision:
-    """How a wrapped model computes."""
+    """Full precision, ``"32"``. Subclass it and override what is different in another.
+
+    A precision is chosen in the caller and travels to the ranks, so it must be picklable. Its functions are called in
+    this order: `weights` once, when a model is wrapped; `inputs`, `context` and `outputs` around each forward;
+    `after_step` after each step of an optimizer.
+
+    Attributes:
+        is_plain: whether a forward is the model's own, with nothing around it.
+    """
+
+    is_plain = False
+
+    def weights(self, model: nn.Module) -> nn.Module:
+        """Return the model with its weights in the type in which they are trained."""
+        return model
+
+    def inputs(self, value: Any) -> Any:
+        """Return a forward's inputs, in any nesting, in the type that the model takes."""
+        return value
+
+    def context(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Return the context in which a forward runs."""
+        return nullcontext()
+
+    def outputs(self, value: Any) -> Any:
+        """Return a forward's outputs, in any nesting, in the type in which a loss is computed."""
+        return tree_map(_to_float32, value)
+
+    def make_scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
+        """Return a scaler of losses, where gradients would be too small without one."""
+        return None
+
+    def after_step(self, optimizer: Optimizer) -> None:
+        """Act after a step of an optimizer; only called where a subclass overrides it."""
+
+
+class FullPrecision(Precision):
+    """Weights, inputs and outputs as they are."""
+
+    is_plain = True
+
+    def outputs(self, value: Any) -> Any:
+        return value
+
+
+def _to_float32(value: Any) -> Any:
+    if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
+        return value.float()
+    return value

@@ -5,6 +5,7 @@ Source: https://github.com/BaguaSys/bagua (``bagua.torch_api.algorithms``), and 
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -54,9 +55,7 @@ class BaguaStrategy(DDPStrategy):
         comm = wrapping.comm
         if comm is None and (own or name != self.algorithm):
             comm = translated(name, own)
-        return super().prepare_model(
-            model, world, Wrapping(wrapping.device, wrapping.in_precision, wrapping.forward_methods, comm, ddp)
-        )
+        return super().prepare_model(model, world, replace(wrapping, comm=comm, options=ddp))
 
 
 def translated(name: str, options: dict[str, Any]) -> Algorithm:

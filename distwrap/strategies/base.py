@@ -1,7 +1,8 @@
-"""What a strategy is: how the ranks meet, and how a model, its optimizer and its steps are prepared for this run."""
+"""The protocol of strategies: how ranks meet and are arranged, and how models and optimizers are prepared and used."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,8 +11,12 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from distwrap.group.world import World
+from distwrap.comm.base import Algorithm
+from distwrap.group.layout import Layout
+from distwrap.group.world import RunOptions, World
 from distwrap.model.forward_routing import ForwardMethods
+from distwrap.model.in_sync import Held
+from distwrap.model.transparent import unwrap_model
 from distwrap.precision import InPrecision
 
 if TYPE_CHECKING:
@@ -20,12 +25,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Wrapping:
-    """How a model is to be wrapped.
+    """Instructions for wrapping a model.
 
     Attributes:
-        device: where it is.
-        in_precision: how it computes.
-        forward_methods: which of its methods may run a forward.
+        device: on which it computes.
+        in_precision: in which it computes, on that device.
+        forward_methods: the methods that may run a forward.
         comm: the algorithm of exchange; ``None`` for DDP's own.
         options: for the strategy, as ``find_unused_parameters`` for DDP.
     """
@@ -33,24 +38,44 @@ class Wrapping:
     device: torch.device
     in_precision: InPrecision
     forward_methods: ForwardMethods
-    comm: Any
+    comm: Algorithm | None
     options: dict[str, Any]
 
 
 class Strategy:
-    """One way to replicate a model. Subclass it, or one of ours, and override what is to be different.
+    """One way to replicate or divide a model. Subclass it, or one of ours, and override what is to be different.
 
-    A strategy is made in the caller and travels to the ranks, so it must be picklable. ``examples/custom_strategy.py``
-    has one with a group set-up, a wrapping and a file format of its own.
+    A strategy is made in the caller and travels to the ranks, so it must be picklable. `wrap_model` and
+    `wrap_optimizer` bind what it has prepared to it: `backward`, `optimizer_step`, `accumulate`, the proof that ranks
+    are in sync and checkpoints then ask the strategy of the model or optimizer at hand.
+    ``examples/custom_strategy.py`` has one with a group set-up, a wrapping and a file format of its own.
 
     Attributes:
         launches: how many processes there are: one a ``"device"``, one a ``"node"``, or ``"one"``, in which case the
             decorated function runs in the caller's process.
         backend: of the process group, where `@distributed` says ``"auto"``; ``None`` leaves it to the device.
+        places_model: whether the strategy moves the model to its devices itself, as one that does not fit on one.
+        owns_scale: whether `backward` and `step` scale fp16 by themselves, so that distwrap's scaler stays out.
+        shards: whether a model's or optimizer's full state is put together from several ranks: `state` is then a
+            collective, also for a checkpoint that rank 0 writes.
     """
 
     launches: Literal["device", "node", "one"] = "device"
     backend: str | None = None
+    places_model: bool = False
+    owns_scale: bool = False
+    shards: bool = False
+
+    # In the caller
+
+    def check(self, run: RunOptions) -> None:
+        """Refuse a run before any process starts: a package that is missing, options that clash.
+
+        Raises:
+            OptionError: says what to install or to change.
+        """
+
+    # When the ranks meet
 
     def init_process_group(self, backend: str, **arguments: Any) -> None:
         """Make the process group, by default by ``torch.distributed.init_process_group``.
@@ -61,21 +86,80 @@ class Strategy:
         """
         dist.init_process_group(backend, **arguments)
 
+    def setup(self, world: World) -> Layout | None:
+        """Arrange the ranks, once they have met; every rank calls it.
+
+        Returns:
+            Which share of the data this rank takes; ``None`` where each rank takes one of its own.
+        """
+        return None
+
+    # Models and optimizers
+
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
-        """Return the model that the loop trains; the one given is on its device, and in its weights' type."""
+        """Return the model that the loop trains.
+
+        The model given is on its device, and in its weights' type, unless the strategy `places_model` itself.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no prepare_model().")
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
         """Return the optimizer that the loop steps."""
         return optimizer
 
+    # A step
+
     def backward(self, loss: torch.Tensor) -> None:
         """Compute the gradients of a loss, which is scaled where the precision is fp16; for `distwrap.backward`."""
         loss.backward()  # type: ignore[no-untyped-call]
 
-    def step(self, optimizer: Optimizer) -> None:
-        """Step an optimizer, for `distwrap.optimizer_step`; under fp16 torch's ``GradScaler`` does it instead."""
+    def sync_gradients(self, model: nn.Module, on: bool) -> None:
+        """Exchange the gradients of the next backwards, or let them accumulate on this rank; for `accumulate`."""
+
+    def gradients(self, model: nn.Module) -> list[torch.Tensor]:
+        """Return what has accumulated on this rank, to be rescaled in place; for `scale_loss`."""
+        return [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    def clip(
+        self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], max_norm: float
+    ) -> torch.Tensor | float | None:
+        """Clip gradients to a norm over the whole model, whatever part of it is here; return the norm before."""
+        return nn.utils.clip_grad_norm_(parameters, max_norm)
+
+    def step(self, optimizer: Optimizer) -> bool | None:
+        """Step an optimizer, for `distwrap.optimizer_step`; under fp16 torch's ``GradScaler`` does it instead.
+
+        Returns:
+            ``False`` where the step was skipped.
+        """
         optimizer.step()
+        return True
+
+    # State
+
+    def held(self, model: nn.Module) -> Iterable[Held]:
+        """Return the tensors that must be alike on all ranks that hold the same part, for the proof of it."""
+        return ()
+
+    def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
+        """Return the full state of a model or optimizer, with the plain model's keys, as one process would have it.
+
+        Args:
+            thing: what this strategy has prepared.
+            everywhere: whether every rank needs it, or rank 0 alone, where it is put together from several.
+        """
+        plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
+        state: dict[str, Any] = plain.state_dict()
+        return state
+
+    def load_state(self, thing: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
+        """Load what `state` has returned, under this strategy or any other; every rank calls it with all of it."""
+        plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
+        plain.load_state_dict(dict(state))
+
+    def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
+        """Return this rank's parts for torch's distributed checkpoint; ``None`` where everything is whole here."""
+        return None
 
     def checkpoint_io(self) -> str | CheckpointIO:
         """Return how `distwrap.save` writes where its ``io`` is ``"auto"``: a name that it takes, or an object."""

@@ -6,6 +6,7 @@ Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.Distrib
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -17,9 +18,10 @@ from distwrap.errors import ModelError, OptionError
 from distwrap.group.collectives import broadcast
 from distwrap.group.setup import require_group
 from distwrap.group.world import World, current_world
+from distwrap.model.binding import under_ddp
 from distwrap.model.buffers import Buffers
 from distwrap.model.distributed import DistributedModel
-from distwrap.model.first_step import watch_first_step
+from distwrap.model.in_sync import Held, tensors_of
 from distwrap.model.replica import ReplicaModel
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels
@@ -67,7 +69,7 @@ class DDPStrategy(Strategy):
             return local(model, wrapping)  # nothing to average; DDP would refuse
         models = world.part(WrappedModels)
         for other in models:
-            if unwrap_model(other) is unwrap_model(model):
+            if isinstance(other, DistributedModel) and unwrap_model(other) is unwrap_model(model):
                 other.retire()
         options = {**self.ddp_options, **wrapping.options}
         if wrapping.device.type != "cpu":
@@ -83,8 +85,6 @@ class DDPStrategy(Strategy):
         wrapped = kind(model, wrapping.in_precision, wrapping.device, wrapping.forward_methods, buffers, **options)
         if comm is not None:
             wrapped.__dict__["_exchange"] = comm.attach(wrapped, world)
-        models.add(wrapped)
-        watch_first_step(world)
         return wrapped
 
     def wrapper(self, comm: Algorithm | None) -> type[DistributedModel]:
@@ -95,11 +95,18 @@ class DDPStrategy(Strategy):
         """Choose DDP's ``device_ids``."""
         return {"device_ids": [wrapping.device.index]}
 
+    def sync_gradients(self, model: nn.Module, on: bool) -> None:
+        wrapped = under_ddp(model)
+        if wrapped is not None:
+            wrapped.require_backward_grad_sync = on
+
+    def held(self, model: nn.Module) -> Iterable[Held]:
+        return tensors_of(model)
+
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        for wrapped in current_world().part(WrappedModels):
-            exchange = wrapped.__dict__.get("_exchange")
-            if exchange is not None and not held.isdisjoint(map(id, wrapped.parameters())):
+        for wrapped, exchange in current_world().part(WrappedModels).holding("_exchange"):
+            if not held.isdisjoint(map(id, wrapped.parameters())):
                 optimizer = exchange.prepare_optimizer(optimizer)
         return optimizer
 

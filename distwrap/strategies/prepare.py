@@ -6,18 +6,22 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from distwrap.comm.base import Algorithm
 from distwrap.errors import ModelError, OptionError
-from distwrap.group.world import World, current_world
+from distwrap.group.world import RunPart, World, current_world
+from distwrap.model.binding import bind
+from distwrap.model.first_step import watch_first_step
 from distwrap.model.forward_routing import ForwardMethods, check_forward_methods
+from distwrap.model.local import LocalModel
 from distwrap.model.transparent import TransparentModule
-from distwrap.options import check_precision
-from distwrap.precision import InPrecision, prepare_scaler
+from distwrap.model.wrapped_models import WrappedModels
+from distwrap.precision import InPrecision, LossScaling, Precision
 from distwrap.registry import algorithms, strategies
 from distwrap.strategies.base import Strategy, Wrapping
-from distwrap.strategies.ddp import DDPStrategy
+from distwrap.strategies.lookup import strategy_of_model, strategy_of_optimizer, strategy_of_run
 from distwrap.supervision.activity import Activity
 
 
@@ -26,7 +30,7 @@ def wrap_model(
     *,
     strategy: str | Strategy | None = None,
     device: torch.device | str | None = None,
-    precision: str | None = None,
+    precision: str | Precision | None = None,
     sync_batchnorm: bool = False,
     forward_methods: ForwardMethods = "auto",
     comm: str | Algorithm | None = None,
@@ -73,20 +77,26 @@ def wrap_model(
         )
     world = current_world()
     world.part(Activity).record("wrap_model")
-    chosen = strategies.make(strategy) if strategy is not None else _of(world)
+    chosen = strategies.make(strategy) if strategy is not None else strategy_of_run(world)
     algorithm = algorithms.make(comm) if comm is not None else world.options.comm
     where = torch.device(device) if device is not None else world.device
-    what = check_precision(precision) if precision is not None else str(world.options.precision)
     if sync_batchnorm:
         if where.type == "cpu" and world.placement.world_size > 1:
             raise ModelError("sync_batchnorm=True: torch has SyncBatchNorm on accelerators only, and this is the CPU.")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     check_forward_methods(model, forward_methods)
-    if what == "fp16":
-        prepare_scaler(world, model)
-    in_precision = InPrecision(what, where)
+    in_precision = InPrecision(precision if precision is not None else world.options.precision, where)
+    _watch_steps(in_precision.precision, model, world, where)
     wrapping = Wrapping(where, in_precision, forward_methods, algorithm, dict(ddp_kwargs))
-    return chosen.prepare_model(in_precision.weights(model.to(where)), world, wrapping)
+    if not chosen.places_model:
+        model = in_precision.precision.weights(model.to(where))
+    wrapped = chosen.prepare_model(model, world, wrapping)
+    if wrapped is not model:
+        bind(wrapped, chosen)
+        if not isinstance(wrapped, LocalModel) and world.placement.world_size > 1:
+            world.part(WrappedModels).add(wrapped)
+            watch_first_step(world)
+    return wrapped
 
 
 def wrap_optimizer(optimizer: Optimizer, model: nn.Module | None = None) -> Optimizer:
@@ -106,8 +116,33 @@ def wrap_optimizer(optimizer: Optimizer, model: nn.Module | None = None) -> Opti
     """
     if not isinstance(optimizer, Optimizer):
         raise OptionError(f"wrap_optimizer() takes a torch optimizer, not a {type(optimizer).__qualname__}.")
-    return _of(current_world()).prepare_optimizer(optimizer, model)
+    world = current_world()
+    strategy = strategy_of_optimizer(optimizer, world) if model is None else strategy_of_model(model, world)
+    prepared = strategy.prepare_optimizer(optimizer, model)
+    bind(prepared, strategy)
+    return prepared
 
 
-def _of(world: World) -> Strategy:
-    return world.options.strategy if world.options.strategy is not None else DDPStrategy()
+class StepHooks(RunPart):
+    """Hooks of precisions that act after optimizer steps."""
+
+    def __init__(self, world: World) -> None:
+        self._handles: dict[Precision, RemovableHandle] = {}
+
+    def add(self, precision: Precision) -> None:
+        """Let a precision act after each step from now on."""
+        if precision not in self._handles:
+            self._handles[precision] = register_optimizer_step_post_hook(lambda opt, *_: precision.after_step(opt))
+
+    def close(self) -> None:
+        """Act no more."""
+        for handle in self._handles.values():
+            handle.remove()
+
+
+def _watch_steps(precision: Precision, model: nn.Module, world: World, device: torch.device) -> None:
+    scaler = precision.make_scaler(device)
+    if scaler is not None:
+        world.part(LossScaling).begin(model, scaler)
+    if type(precision).after_step is not Precision.after_step:
+        world.part(StepHooks).add(precision)

@@ -13,8 +13,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import distwrap as dw
 from distwrap.errors import LoaderError, ModelError, OptionError
 from distwrap.group.world import current_world
-from distwrap.model.accumulation import Windows
 from distwrap.precision import LossScaling
+from distwrap.strategies.accumulation import Windows
 from distwrap.testing import run_ranks
 
 RANKS, MICRO = (1, 2, 3, 4), 12  # micro-batches in all: every number of ranks divides them

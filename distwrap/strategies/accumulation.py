@@ -7,19 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
 
-from distwrap._internals.torch import compiled_module, foreach
+from distwrap._internals.torch import foreach
 from distwrap.checks import is_whole
 from distwrap.data.sharded import batches_left
 from distwrap.errors import LoaderError, ModelError, OptionError
 from distwrap.group.collectives import total
 from distwrap.group.world import RunPart, World, current_world
-from distwrap.model.transparent import TransparentModule
+from distwrap.model.binding import bound_strategy, under_ddp
+from distwrap.strategies.base import Strategy
 
 Batch = TypeVar("Batch")
 
@@ -40,8 +41,14 @@ class Window:
         self._divisor = 0.0
         self._scaled = -1
 
+    def concerns(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer steps over the gradients of this window's models."""
+        held = {id(parameter) for model in self._models for parameter in model.parameters()}
+        return any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"])
+
     @property
     def last(self) -> bool:
+        """Whether this is the last micro-batch of the window."""
         return self.index == self.size - 1
 
     def __repr__(self) -> str:
@@ -69,7 +76,7 @@ class Window:
         return loss_sum * (world_size / everything)
 
     def _rescale(self, factor: float) -> None:
-        gradients = [p.grad for model in self._models for p in model.parameters() if p.grad is not None]
+        gradients = [grad for model in self._models for grad in _gradients(model)]
         with torch.no_grad():
             foreach("mul_", gradients, factor)
 
@@ -78,11 +85,29 @@ class Windows(RunPart):
     """The accumulation windows of one run.
 
     Attributes:
-        current: the window under way, or ``None``.
+        under_way: the window of each `accumulate` that is under way, the one that began last at the end.
     """
 
     def __init__(self, world: World) -> None:
-        self.current: Window | None = None
+        self.under_way: dict[object, Window] = {}
+
+    @property
+    def current(self) -> Window | None:
+        """The window that began last, or ``None``."""
+        return next(reversed(self.under_way.values()), None)
+
+    def refuse_half(self, optimizer: Optimizer) -> None:
+        """Refuse to step over gradients in the middle of the window of a model.
+
+        Raises:
+            ModelError: says when to step.
+        """
+        for window in self.under_way.values():
+            if not window.last and window.concerns(optimizer):
+                raise ModelError(
+                    f"optimizer_step() after micro-batch {window.index + 1} of {window.size} in accumulate(): the "
+                    f"gradients are this rank's own until the last. Step where window.last is true."
+                )
 
 
 def accumulate(
@@ -129,20 +154,19 @@ def accumulate(
 
 
 def _accumulate(loader: Iterable[Batch], steps: int, models: list[nn.Module]) -> Iterator[tuple[Batch, Window]]:
-    wrapped = [part for part in map(_under_ddp, models) if part is not None]
-    windows = current_world().part(Windows)
+    windows, place = current_world().part(Windows), object()
     try:
         for size, batches in _windows(loader, steps):
-            window = windows.current = Window(size, models)
+            window = windows.under_way[place] = Window(size, models)
             for index, batch in enumerate(batches):
                 window.index = index
-                for part in wrapped:
-                    part.require_backward_grad_sync = window.last
+                for model in models:
+                    _sync_gradients(model, window.last)
                 yield batch, window
     finally:
-        windows.current = None
-        for part in wrapped:
-            part.require_backward_grad_sync = True
+        windows.under_way.pop(place, None)
+        for model in models:
+            _sync_gradients(model, True)
 
 
 def _windows(loader: Iterable[Batch], steps: int) -> Iterator[tuple[int, Iterable[Batch]]]:
@@ -201,18 +225,22 @@ def scale_loss(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torch.Ten
         raise OptionError(f"scale_loss(count={number:g}): it must be 0 or more.")
     world = current_world()
     window = world.part(Windows).current
-    world_size = world.placement.world_size
+    world_size = world.layout.size
     if window is not None:
         return window.scaled(loss_sum, number, world_size)
     everything = total(number)
     return loss_sum * (world_size / everything if everything else 0.0)
 
 
-def _under_ddp(model: Any) -> DistributedDataParallel | None:
-    """Find the DDP in a model that may be compiled around it."""
-    while not issubclass(type(model), DistributedDataParallel):
-        inner = compiled_module(model)
-        if inner is None or issubclass(type(model), TransparentModule):
-            return None
-        model = inner
-    return model  # type: ignore[no-any-return]
+def _sync_gradients(model: nn.Module, on: bool) -> None:
+    """Let the strategy of a model exchange gradients, or torch's own DDP, where the user has wrapped with that."""
+    strategy = bound_strategy(model)
+    if strategy is not None:
+        strategy.sync_gradients(model, on)
+    elif (ddp := under_ddp(model)) is not None:
+        ddp.require_backward_grad_sync = on
+
+
+def _gradients(model: nn.Module) -> list[torch.Tensor]:
+    strategy = bound_strategy(model) or Strategy()
+    return strategy.gradients(model)

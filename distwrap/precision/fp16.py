@@ -1,0 +1,44 @@
+"""float16 under autocast, with scaled losses.
+
+Source: https://docs.pytorch.org/docs/stable/notes/amp_examples.html
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from distwrap._internals.torch import tree_leaves
+from distwrap.errors import PrecisionError
+from distwrap.group.world import current_world
+from distwrap.precision.base import Precision
+from distwrap.precision.loss_scaling import LossScaling
+
+
+class FP16(Precision):
+    """Weights in float32, a forward under autocast to float16; the loss must be scaled before its backward."""
+
+    def context(self, device: torch.device) -> AbstractContextManager[Any]:
+        return torch.autocast(device.type, torch.float16)
+
+    def outputs(self, value: Any) -> Any:
+        value = super().outputs(value)
+        if torch.is_grad_enabled():
+            for output in tree_leaves(value):
+                if isinstance(output, torch.Tensor) and output.requires_grad:
+                    output.register_hook(_refuse_unscaled)  # type: ignore[no-untyped-call]
+        return value
+
+    def make_scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
+        return torch.amp.GradScaler(device.type)
+
+
+def _refuse_unscaled(grad: torch.Tensor) -> None:
+    """Refuse a backward through a model in fp16 whose loss nobody has scaled."""
+    if not (scaling := current_world().part(LossScaling)).is_scaled and not scaling.sees_users_scaler():
+        raise PrecisionError(
+            "loss.backward() under precision='fp16': small gradients would silently become zero. "
+            "Call distwrap.backward(loss) and distwrap.optimizer_step(optimizer), or use torch's own GradScaler."
+        )

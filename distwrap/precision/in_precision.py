@@ -1,0 +1,65 @@
+"""A precision on a device, around forwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import wraps
+from typing import Any
+
+import torch
+
+from distwrap.group.world import RunPart, World, current_world
+from distwrap.precision.base import Precision
+from distwrap.registry import precisions
+
+Forward = Callable[..., Any]
+
+
+class InPrecision:
+    """A precision on a device. Called on a forward, it returns one in that precision.
+
+    Args:
+        precision: a `Precision`, or the name of one.
+        device: on which the forward computes.
+    """
+
+    def __init__(self, precision: str | Precision, device: torch.device) -> None:
+        self.precision: Precision = precisions.make(precision)
+        self._device = device
+        self.is_plain = self.precision.is_plain
+        self.inputs, self.outputs = self.precision.inputs, self.precision.outputs
+
+    def __call__(self, forward: Forward) -> Forward:
+        if self.is_plain:
+            return forward
+
+        @wraps(forward)
+        def run(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = self.inputs((args, kwargs))
+            with self.context():
+                outputs = forward(*args, **kwargs)
+            return self.outputs(outputs)
+
+        return run
+
+    def context(self) -> AbstractContextManager[Any]:
+        """Return the context in which a forward runs."""
+        return self.precision.context(self._device)
+
+
+class RunPrecision(RunPart):
+    """The precision of one run, on its device."""
+
+    def __init__(self, world: World) -> None:
+        self.chosen = InPrecision(world.options.precision, world.device)
+
+
+def autocast() -> AbstractContextManager[Any]:
+    """Compute what is inside in the precision of this run; for code outside of a wrapped model's forward.
+
+    Example:
+        >>> with autocast():
+        ...     loss = torch.ones(2, 2) @ torch.ones(2)
+    """
+    return current_world().part(RunPrecision).chosen.context()

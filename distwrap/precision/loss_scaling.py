@@ -1,0 +1,98 @@
+"""Loss scaling of a run: the scale, and the state of the gradients between `backward` and `optimizer_step`."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakSet
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from distwrap._internals.torch import has_scaled, version_of
+from distwrap.errors import PrecisionError
+from distwrap.group.world import RunPart, World, current_world
+
+
+class LossScaling(RunPart):
+    """Loss scaling of fp16 in one run.
+
+    Attributes:
+        scaler: torch's; made when the first model is wrapped in fp16.
+        is_scaled: whether `backward` ran since the last `optimizer_step`, so that the gradients are scaled.
+        stepped: ids of the optimizers that have stepped since `backward`; ``None`` before the first.
+        unscaled: ids of the optimizers whose gradients were unscaled since `backward`.
+        models: in fp16.
+        on_skipped: called with an optimizer whose step was skipped, because a gradient overflowed.
+        hook: of the check before each optimizer step.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.scaler: torch.amp.GradScaler | None = None
+        self.is_scaled = False
+        self.stepped: set[int] | None = None
+        self.unscaled: set[int] = set()
+        self.models: WeakSet[nn.Module] = WeakSet()
+        self.on_skipped: list[Callable[[Optimizer], None]] = []
+        self.hook: RemovableHandle | None = None
+        self._marked: list[tuple[torch.Tensor, int]] = []
+        self._user_scales = False
+
+    def begin(self, model: nn.Module, scaler: torch.amp.GradScaler) -> None:
+        """Scale the losses of a model from now on; the first scaler is that of all models."""
+        self.models.add(model)
+        if self.scaler is None:
+            self.scaler = scaler
+            self.hook = register_optimizer_step_pre_hook(_refuse_scaled_step)
+
+    def update(self) -> None:
+        """Update the scale now, where optimizers have stepped, instead of at the next backward."""
+        if self.scaler is not None and self.stepped:
+            self.scaler.update()
+            self.stepped = None
+
+    def mark_gradients(self) -> None:
+        """Remember one gradient of each model as `backward` left it."""
+        self._marked = []
+        for model in self.models:
+            gradient = next((p.grad for p in model.parameters() if p.grad is not None), None)
+            if gradient is not None:
+                self._marked.append((gradient, version_of(gradient)))
+
+    def refuse_changed_gradients(self) -> None:
+        """Raise where a marked gradient was changed.
+
+        Raises:
+            PrecisionError: says what to do instead.
+        """
+        if any(version_of(gradient) != version for gradient, version in self._marked):
+            raise PrecisionError(
+                "the gradients were changed between distwrap.backward(loss) and optimizer_step() under "
+                "precision='fp16', where they are still scaled: a clip would cut them to nothing. Use "
+                "optimizer_step(optimizer, max_norm=...), or call distwrap.unscale(optimizer) before you touch them."
+            )
+
+    def sees_users_scaler(self) -> bool:
+        """Look, until there is one, for a `GradScaler` of the user's that has scaled something."""
+        self._user_scales = self._user_scales or any(
+            issubclass(type(obj), torch.amp.GradScaler) and obj is not self.scaler and has_scaled(obj)
+            for obj in gc.get_objects()
+        )
+        return self._user_scales
+
+    def close(self) -> None:
+        """Check optimizer steps no more."""
+        if self.hook is not None:
+            self.hook.remove()
+
+
+def _refuse_scaled_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Refuse an optimizer's own step while the gradients are scaled."""
+    if current_world().part(LossScaling).is_scaled:
+        raise PrecisionError(
+            "optimizer.step() after distwrap.backward(loss) under precision='fp16': the gradients are still scaled, "
+            "so the step would be thousands of times too long. Call distwrap.optimizer_step(optimizer) instead."
+        )

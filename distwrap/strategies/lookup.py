@@ -1,0 +1,41 @@
+"""Which strategy to ask: the one that prepared a model or an optimizer, else the run's, else DDP."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.optim import Optimizer
+
+from distwrap.group.world import World
+from distwrap.model.binding import bind, bound_strategy
+from distwrap.model.wrapped_models import WrappedModels
+from distwrap.strategies.base import Strategy
+from distwrap.strategies.ddp import DDPStrategy
+
+
+def strategy_of_run(world: World) -> Strategy:
+    """Return the strategy of a run."""
+    return world.options.strategy if world.options.strategy is not None else DDPStrategy()
+
+
+def strategy_of_model(model: nn.Module, world: World) -> Strategy:
+    """Return the strategy that prepared a model; the run's for one that none has prepared."""
+    found = bound_strategy(model)
+    return found if found is not None else strategy_of_run(world)
+
+
+def strategy_of_optimizer(optimizer: Optimizer, world: World) -> Strategy:
+    """Return the strategy that prepared an optimizer, or the wrapped model that has its parameters; else the run's."""
+    found = bound_strategy(optimizer)
+    if found is None:
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        models = (model for model in world.part(WrappedModels) if not held.isdisjoint(map(id, model.parameters())))
+        owner = next(models, None)
+        found = strategy_of_run(world) if owner is None else strategy_of_model(owner, world)
+        bind(optimizer, found)  # so that the next step need not look
+    return found
+
+
+def strategy_of_backward(world: World) -> Strategy:
+    """Return the strategy whose `backward` a loss goes through: that of the model that was wrapped last."""
+    models = list(world.part(WrappedModels))
+    return strategy_of_model(models[-1], world) if models else strategy_of_run(world)

@@ -1,0 +1,145 @@
+"""A step of a hand-written loop: backward, unscale, clip, step, update, in the one right order.
+
+Source: https://docs.pytorch.org/docs/stable/notes/amp_examples.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import Optimizer
+
+from distwrap._internals.torch import has_overflowed
+from distwrap.errors import PrecisionError
+from distwrap.group.world import current_world
+from distwrap.model.diagnosis import explained
+from distwrap.precision import LossScaling
+from distwrap.strategies.accumulation import Windows
+from distwrap.strategies.base import Strategy
+from distwrap.strategies.lookup import strategy_of_backward, strategy_of_optimizer
+
+
+def backward(loss: torch.Tensor) -> None:
+    """Compute the gradients of a loss: ``loss.backward()``, scaled where the precision is fp16.
+
+    Example:
+        >>> weight = torch.ones(1, requires_grad=True)
+        >>> backward((2 * weight).sum())
+        >>> weight.grad
+        tensor([2.])
+    """
+    world = current_world()
+    scaling = world.part(LossScaling)
+    strategy = strategy_of_backward(world)
+    scaler = None if strategy.owns_scale else scaling.scaler
+    if scaler is not None:
+        scaling.update()
+        scaling.stepped, scaling.unscaled = set(), set()
+        scaling.is_scaled = True
+        loss = scaler.scale(loss)
+    try:
+        strategy.backward(loss)
+    except RuntimeError as error:
+        raise explained(error)  # noqa: B904 - which knows its cause
+    if scaler is not None:
+        scaling.mark_gradients()
+
+
+def optimizer_step(
+    optimizer: Optimizer,
+    *,
+    model: nn.Module | None = None,
+    max_norm: float | None = None,
+    scheduler: LRScheduler | None = None,
+) -> bool:
+    """Clip and step; under fp16 unscale, clip, step or skip, and update the scale, in this order.
+
+    Args:
+        optimizer: steps over the gradients that `backward` left.
+        model: whose gradients are clipped; by default all that the optimizer holds.
+        max_norm: the norm to which the gradients are clipped, or ``None``.
+        scheduler: of the learning rate, stepped if the optimizer was.
+
+    Returns:
+        Whether the step was taken: under fp16 it is skipped where a gradient overflowed, and so is the scheduler's.
+
+    Raises:
+        PrecisionError: under fp16, `backward` was not called since the last step, or the gradients were changed, as by
+            a clip of one's own, while they were scaled.
+        ModelError: in the middle of a window of `accumulate`.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> backward((2 * weight).sum())
+        >>> optimizer_step(optimizer, max_norm=1.0)
+        True
+        >>> round(weight.item(), 3)
+        0.5
+    """
+    world = current_world()
+    strategy, scaling = strategy_of_optimizer(optimizer, world), world.part(LossScaling)
+    world.part(Windows).refuse_half(optimizer)
+    if scaling.scaler is None or strategy.owns_scale:
+        _clip(strategy, optimizer, model, max_norm)
+        return _stepped(scheduler, strategy.step(optimizer) is not False)
+    if scaling.stepped is None or id(optimizer) in scaling.stepped:
+        raise PrecisionError(
+            "optimizer_step() under precision='fp16', but backward(loss) was not called since the last step: "
+            "the gradients are not scaled. Call distwrap.backward(loss) instead of loss.backward()."
+        )
+    scaler = scaling.scaler
+    if id(optimizer) not in scaling.unscaled:
+        scaling.refuse_changed_gradients()
+        scaler.unscale_(optimizer)
+    scaling.unscaled.discard(id(optimizer))
+    _clip(strategy, optimizer, model, max_norm)
+    overflowed = has_overflowed(scaler, optimizer)
+    scaling.is_scaled = False
+    scaler.step(optimizer)
+    for act in scaling.on_skipped if overflowed else ():
+        act(optimizer)
+    # The scale is updated before the next backward: another optimizer may still have gradients in the present one.
+    scaling.stepped.add(id(optimizer))
+    return _stepped(scheduler, not overflowed)
+
+
+def unscale(optimizer: Optimizer) -> None:
+    """Take the scale of fp16 off an optimizer's gradients, to look at them or change them before `optimizer_step`.
+
+    A no-op in other precisions.
+
+    Raises:
+        PrecisionError: `backward` was not called since the last step, or the gradients were changed since.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> optimizer = torch.optim.SGD([weight], lr=0.5)
+        >>> backward((2 * weight).sum())
+        >>> unscale(optimizer)
+        >>> weight.grad
+        tensor([2.])
+    """
+    scaling = current_world().part(LossScaling)
+    if scaling.scaler is None:
+        return
+    if scaling.stepped is None or id(optimizer) in scaling.stepped | scaling.unscaled:
+        raise PrecisionError("unscale(): the gradients are not scaled. Call distwrap.backward(loss) first, and once.")
+    scaling.refuse_changed_gradients()
+    scaling.scaler.unscale_(optimizer)
+    scaling.unscaled.add(id(optimizer))
+
+
+def _stepped(scheduler: LRScheduler | None, taken: bool) -> bool:
+    if scheduler is not None and taken:
+        scheduler.step()
+    return taken
+
+
+def _clip(strategy: Strategy, optimizer: Optimizer, model: nn.Module | None, max_norm: float | None) -> None:
+    if max_norm is not None:
+        held: Iterable[torch.Tensor] = (p for group in optimizer.param_groups for p in group["params"])
+        strategy.clip(optimizer, model.parameters() if model is not None else held, max_norm)
