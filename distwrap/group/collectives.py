@@ -254,7 +254,7 @@ def agree(flag: bool, how: Literal["any", "all"] = "any") -> bool:
 
 
 def total(number: float) -> float:
-    """Return the sum of a number over the shares of the data, in float64, with a single all-reduce: for use in a step."""
+    """Return the sum of a number over the shares of the data, in float64, by one all-reduce: for use in a step."""
     if _alone("total"):
         return number
     value = torch.tensor(number, dtype=torch.float64, device=_exchange_device())

@@ -19,6 +19,13 @@ class Precision:
     this order: `weights` once, when a model is wrapped; `inputs`, `context` and `outputs` around each forward;
     `after_step` after each step of an optimizer.
 
+    Example:
+        >>> class Doubled(Precision):
+        ...     def outputs(self, value):
+        ...         return value.double()
+        >>> Doubled().outputs(torch.ones(1)).dtype
+        torch.float64
+
     Attributes:
         is_plain: whether a forward is the model's own, with nothing around it.
     """
