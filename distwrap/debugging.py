@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import pdb
 import sys
-from collections.abc import Callable
 from typing import TextIO
 
 from distwrap.errors import OptionError, PlacementError
@@ -27,49 +25,45 @@ def breakpoint_on(rank: int = 0) -> None:
         PlacementError: there is no terminal.
         WorkerDiedError: the rank died, on the others.
     """
+    import pdb  # together with half a dozen modules, which a run without a debugger does not need
+
     world = current_world()
     if not 0 <= rank < world.placement.world_size:
         raise OptionError(f"breakpoint_on({rank}): ranks are 0 to {world.placement.world_size - 1}.")
     frame = sys._getframe(1)
     name = f"breakpoint_on({rank})"
-    if world.placement.world_size > 1 and world.placement.rank != rank:
-        share_result(name, rank, None)
-        return
     if world.placement.world_size == 1:
         pdb.Pdb().set_trace(frame)
+        return
+    if world.placement.rank != rank:
+        share_result(name, rank, None)
         return
     stdin, stdout = _terminal()
     if world.channel is not None:
         world.channel.excuse(True)
 
-    def let_others_go_on() -> None:
-        if world.channel is not None:
-            world.channel.excuse(False)
-        share_result(name, rank, b"on")
+    class Debugger(pdb.Pdb):
+        """A debugger that lets the other ranks go on when it is left for the first time."""
+
+        left = False
+
+        def set_continue(self) -> None:
+            super().set_continue()
+            self.leave()
+
+        def set_quit(self) -> None:
+            super().set_quit()
+            self.leave()
+
+        def leave(self) -> None:
+            if not self.left:
+                self.left = True
+                if world.channel is not None:
+                    world.channel.excuse(False)
+                share_result(name, rank, b"on")
 
     print(f"distwrap: rank {rank} stops, and the others wait until you say 'continue'", file=stdout, flush=True)
-    _Debugger(stdin, stdout, let_others_go_on).set_trace(frame)
-
-
-class _Debugger(pdb.Pdb):
-    """A debugger that says once when it is left."""
-
-    def __init__(self, stdin: TextIO, stdout: TextIO, when_left: Callable[[], None]) -> None:
-        super().__init__(stdin=stdin, stdout=stdout, nosigint=True)
-        self._when_left: Callable[[], None] | None = when_left
-
-    def set_continue(self) -> None:
-        super().set_continue()
-        self._leave()
-
-    def set_quit(self) -> None:
-        super().set_quit()
-        self._leave()
-
-    def _leave(self) -> None:
-        when_left, self._when_left = self._when_left, None
-        if when_left is not None:
-            when_left()
+    Debugger(stdin=stdin, stdout=stdout, nosigint=True).set_trace(frame)
 
 
 def _terminal() -> tuple[TextIO, TextIO]:

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import ast
 import inspect
 import json
+import pkgutil
 import subprocess
 import sys
 from typing import Any
@@ -91,3 +93,66 @@ def test_importing_starts_nothing(report: dict[str, Any]) -> None:
 def test_importing_changes_nothing(report: dict[str, Any]) -> None:
     """`import distwrap` leaves the environment, the import path, the random numbers and torch's threads alone."""
     assert report["unchanged"]
+
+
+def names_in_source() -> dict[str, str]:
+    """Read the names that a type checker sees in the package, each with its module."""
+    blocks = [node for node in ast.parse(inspect.getsource(distwrap)).body if isinstance(node, ast.If)]
+    imports = [node for node in blocks[0].body if isinstance(node, ast.ImportFrom)]
+    return {alias.name: str(node.module) for node in imports for alias in node.names}
+
+
+def test_a_type_checker_and_the_interpreter_see_the_same_names() -> None:
+    """The imports for a checker, the table for the interpreter and __all__ name the same, in the same modules."""
+    assert names_in_source() == {name: f"distwrap.{module}" for name, module in distwrap._MODULE_OF.items()}
+    assert set(distwrap.__all__) == {*distwrap._MODULE_OF, "__version__"}
+    assert set(distwrap.__all__) <= set(dir(distwrap))
+
+
+def test_no_public_name_is_a_module_too() -> None:
+    """Importing a module binds its name in the package, so a function of that name would be lost."""
+    modules = {module.name for module in pkgutil.iter_modules(distwrap.__path__)}
+    assert not modules.intersection(distwrap.__all__)
+
+
+def test_all_can_be_imported_at_once() -> None:
+    """`from distwrap import *` gives the public names."""
+    namespace: dict[str, Any] = {}
+    exec("from distwrap import *", namespace)
+    assert set(distwrap.__all__) <= set(namespace)
+
+
+def test_modules_and_wrong_names_of_the_package() -> None:
+    """A module can be reached as an attribute without an import of its own; a name that there is not is an error."""
+    code = "import distwrap; print(distwrap.comm.traffic.__name__, hasattr(distwrap, 'nothing'))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.split() == ["traffic", "False"], done.stderr
+
+
+FIRST = """
+import os, sys, traceback, importlib, torch, distwrap
+for module in sorted(set(distwrap._MODULE_OF.values())):
+    pid = os.fork()
+    if pid == 0:
+        try:
+            importlib.import_module(f"distwrap.{module}")
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    os.waitpid(pid, 0)
+"""
+
+
+def test_each_module_can_be_the_first() -> None:
+    """Names are imported when first used, in any order; so no module may need another one to have been imported."""
+    done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=100, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_importing_is_cheap() -> None:
+    """`import distwrap` leaves to the first use what takes long to import; benchmarks/imports.py has the times."""
+    late = {"torch.distributed.nn", "pdb", "wrapt", "importlib.metadata", "distwrap.launch", "distwrap.launch.elastic"}
+    code = f"import sys, torch\nhad = set(sys.modules)\nimport distwrap\nprint(({{*sys.modules}} - had) & {late})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "set()", done.stderr

@@ -15,12 +15,12 @@ from distwrap.checkpoint import files, retention
 from distwrap.checkpoint.background import Writer
 from distwrap.checkpoint.formats import CheckpointIO, choose
 from distwrap.checkpoint.plain import mapped, plain
-from distwrap.checkpoint.state_dict import strip_module_prefix
 from distwrap.errors import CheckpointError, OptionError
 from distwrap.group.collective_guard import CollectiveGuard, check_collectives_allowed
 from distwrap.group.wait_for_rank import share_result
 from distwrap.group.world import current_world, is_rank_zero
 from distwrap.model import unwrap_model
+from distwrap.model.state_dict import strip_module_prefix
 
 
 def save(

@@ -14,8 +14,8 @@ import torch
 
 from distwrap.checkpoint import files
 from distwrap.checkpoint.formats import FileIO, SafetensorsIO, safetensors
-from distwrap.checkpoint.state_dict import strip_module_prefix
 from distwrap.errors import CheckpointError, DistwrapError
+from distwrap.model.state_dict import strip_module_prefix
 
 SAFETENSORS = ".safetensors"
 _SHOWN = 20

@@ -12,10 +12,6 @@ from types import TracebackType
 
 import torch
 import torch.distributed as dist
-
-# Imported before there is a group: default arguments in it take the group of that moment, and would keep its threads
-# alive to the end of the interpreter, where they now and then abort it.
-import torch.distributed.nn.functional
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from distwrap.checks import SECONDS
@@ -109,8 +105,18 @@ def _only_rank_of(machine: Node) -> Placement:
     )
 
 
+def import_before_group() -> None:
+    """Import what must not be imported while there is a process group, and what DDP would import at its start.
+
+    Default arguments in torch.distributed.nn take the group of the moment of its import. They would keep the group's
+    threads alive to the end of the interpreter, where they now and then abort it.
+    """
+    import torch.distributed.nn.functional  # noqa: F401
+
+
 def join(placement: Placement, run: RunOptions, *, device: torch.device | None = None) -> World:
     """Meet the other ranks and make their world the current one."""
+    import_before_group()
     SECONDS("timeout", run.timeout)
     if run.seed is None:
         run = replace(run, seed=current_world().options.seed)  # of a seed_everything() before

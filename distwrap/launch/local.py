@@ -15,7 +15,7 @@ from distwrap.data import workers
 from distwrap.devices.cpus import choose_threads
 from distwrap.environments import Placement
 from distwrap.errors import ForkError, MainGuardError, SerializationError
-from distwrap.group.setup import ARRIVAL_SECONDS
+from distwrap.group.setup import ARRIVAL_SECONDS, import_before_group
 from distwrap.group.world import RunOptions
 from distwrap.launch import fork_safety, openmp, pickling, transport, worker
 from distwrap.launch.execute import Call
@@ -60,6 +60,7 @@ def launch(
         refusal = fork_safety.refusal()
         if refusal:
             raise ForkError(f"launcher='fork' is not safe here: {refusal}. Use launcher='forkserver' or 'spawn'.")
+        import_before_group()  # once here, and not in every rank
         # Without the pause more than one thread would hang in the first large kernel.
         threads = threads if openmp.pause() else 1
         common = _assignment(launcher, run, threads)

@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from distwrap._internals.torch import compiled_module
-from distwrap.checkpoint.state_dict import strip_module_prefix
 from distwrap.errors import ModelError
+from distwrap.model.state_dict import strip_module_prefix
 
 # What DistributedDataParallel keeps but reads no more once it is built, and user's models often have themselves.
 _IDLE = ("dim", "device")
