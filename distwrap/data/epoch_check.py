@@ -52,7 +52,7 @@ class EpochCheck:
                 if taken == 1:
                     epoch = self._position.epoch
                     self._channel.note(self._key(self._rank), json.dumps([epoch, self._left]))
-                elif taken & (taken - 1) == 0 and not self._position.told:
+                elif taken & (taken - 1) == 0 and not self._position.epoch_is_explicit:
                     self._look(epoch, taken)
                 yield batch
         finally:

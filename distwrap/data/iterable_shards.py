@@ -13,13 +13,15 @@ import functools
 import inspect
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from itertools import islice
 from typing import Any, Literal
 
+import torch
 from torch.utils.data import IterableDataset, IterDataPipe
-from torch.utils.data._utils import worker as torchs_worker
 
+from distwrap._internals.torch_data import show_worker_info, worker_info_shown
+from distwrap.data.worker_seeding import GENERATORS, seed_generators
 from distwrap.errors import LoaderError
 
 Split = Literal["auto", "items", "dataset"]
@@ -32,96 +34,135 @@ _RANKS |= {"split_by_node", "split_dataset_by_node"}
 _NOTHING: Any = object()
 
 
-class Part:
-    """What is handed to torch in place of an iterable dataset, where its items are taken.
+class IterableShard(IterableDataset[Any]):
+    """Items of a dataset that takes its rank's share by itself; stands in the dataset's place.
 
     Args:
-        rank: this rank.
-        world_size: how many ranks.
-        own: whether the dataset takes its rank's part by itself.
+        dataset: the user's dataset.
+        epoch: the epoch that begins, int64; in shared memory where workers outlive an epoch.
+
+    Attributes:
+        generators: names of the random number generators that are seeded for each epoch in a worker.
     """
 
-    def __init__(self, rank: int, world_size: int, own: bool) -> None:
-        self._rank, self._world_size, self._own = rank, world_size, own
-        self._shown: _AllWorkers | None = None
+    def __init__(self, dataset: Any, epoch: torch.Tensor) -> None:
+        self.dataset, self._epoch = dataset, epoch
+        self.generators: Set[str] = GENERATORS
+        self._seed_of: Callable[[int], int] | None = None
 
-    def present(self, info: Any) -> None:
+    def enter_worker(self, info: Any, seed_of: Callable[[int], int]) -> None:
+        """Note the seeds of this worker's epochs."""
+        self._seed_of = seed_of
+
+    def __iter__(self) -> Iterator[Any]:
+        epoch = int(self._epoch)
+        if self._seed_of is not None:
+            seed_generators(self._seed_of(epoch), self.generators)
+        set_epoch = getattr(self.dataset, "set_epoch", None)
+        if set_epoch is not None:
+            set_epoch(epoch)
+        return self._items()
+
+    def _items(self) -> Iterator[Any]:
+        return iter(self.dataset)
+
+
+class StatefulShard(IterableShard):
+    """Items of a dataset that also knows its own position."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the dataset's position."""
+        return self.dataset.state_dict()  # type: ignore[no-any-return]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Let the dataset go on from a position."""
+        self.dataset.load_state_dict(state)
+
+
+class SplitShard(IterableShard):
+    """Every n-th item of a dataset, or what the dataset takes itself when it is shown the workers of all ranks.
+
+    Args:
+        dataset: the user's dataset.
+        epoch: the epoch that begins.
+        rank: this rank.
+        world_size: how many ranks.
+    """
+
+    def __init__(self, dataset: Any, epoch: torch.Tensor, rank: int, world_size: int) -> None:
+        super().__init__(dataset, epoch)
+        self._rank, self._world_size = rank, world_size
+        self._all_workers: _AllWorkers | None = None
+
+    def enter_worker(self, info: Any, seed_of: Callable[[int], int]) -> None:
         """Show the workers of all ranks to the dataset, and to the user's init function, in this worker."""
-        if not self._own:
-            self._shown = _AllWorkers(info, self._rank, self._world_size)
-            torchs_worker._worker_info = self._shown  # type: ignore[assignment]
+        super().enter_worker(info, seed_of)
+        self._all_workers = _AllWorkers(info, self._rank, self._world_size)
+        show_worker_info(self._all_workers)
 
-    def of(self, dataset: Any, epoch: int) -> Iterable[Any]:
-        """Return what yields the part in an epoch."""
-        tell = getattr(dataset, "set_epoch", None)
-        if tell is not None:
-            tell(epoch)
-        return dataset if self._own else _Items(dataset, self._shown, self._rank, self._world_size)
+    def _items(self) -> Iterator[Any]:
+        workers = self._all_workers
+        if workers is not None:
+            items = iter(self.dataset)
+        else:
+            workers = _AllWorkers(_NoWorker(self.dataset), self._rank, self._world_size)
+            items = _items_shown(self.dataset, workers)
+        first = next(items, _NOTHING)
+        if first is _NOTHING:
+            return
+        divides = workers.was_asked
+        step, place = (1, 0) if divides else (workers.count, workers.id)
+        if place == 0:
+            yield first
+        for item in islice(items, (place or step) - 1, None, step):
+            if workers.was_asked is not divides:
+                raise LoaderError(
+                    f"{type(self.dataset).__name__} asks for its worker only after its first item, when every "
+                    f"{workers.count}th item was taken already. Let its __iter__ ask first, or say "
+                    f"shard_loader(loader, split='dataset') if it takes its rank's part itself."
+                )
+            yield item
+
+
+class DataPipeShard(IterDataPipe[Any]):
+    """Shard of a datapipe.
+
+    Attributes:
+        pipe: the user's, in which torch finds the pipes that it seeds and divides.
+    """
+
+    def __init__(self, shard: IterableShard) -> None:
+        self._shard, self.pipe = shard, shard.dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._shard)
 
 
 class _AllWorkers:
-    """Stands for a worker's own information, and counts the workers of all ranks."""
+    """Worker information that counts the workers of all ranks.
+
+    Attributes:
+        id: number of this worker among all.
+        count: how many there are.
+        was_asked: whether somebody has asked how many there are.
+    """
 
     def __init__(self, info: Any, rank: int, world_size: int) -> None:
-        workers = info.num_workers if info is not None else 1
-        self._info, self._looked = info, False
-        self.id = rank * workers + (info.id if info is not None else 0)
-        self._num_workers = world_size * workers
+        self._info, self.was_asked = info, False
+        self.id = rank * info.num_workers + info.id
+        self.count: int = world_size * info.num_workers
 
     @property
     def num_workers(self) -> int:
-        self._looked = True
-        return self._num_workers
+        self.was_asked = True
+        return self.count
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._info, name)
 
 
-class _Items(IterableDataset[Any]):
-    """The part's items."""
-
-    def __init__(self, dataset: Iterable[Any], shown: _AllWorkers | None, rank: int, world_size: int) -> None:
-        self._dataset = dataset
-        self._in_worker = shown is not None
-        self._shown = shown or _AllWorkers(_Here(dataset), rank, world_size)
-
-    def __iter__(self) -> Iterator[Any]:
-        items = self._all()
-        first = next(items, _NOTHING)
-        if first is _NOTHING:
-            return
-        shown, divides = self._shown, self._shown._looked
-        step, place = (1, 0) if divides else (shown._num_workers, shown.id)
-        if place == 0:
-            yield first
-        for item in islice(items, (place or step) - 1, None, step):
-            if shown._looked is not divides:
-                raise LoaderError(
-                    f"{type(self._dataset).__name__} asks for its worker only after its first item, when every "
-                    f"{shown._num_workers}th item was taken already. Let its __iter__ ask first, or say "
-                    f"shard_loader(loader, split='dataset') if it takes its rank's part itself."
-                )
-            yield item
-
-    def _all(self) -> Iterator[Any]:
-        if self._in_worker:
-            yield from self._dataset
-            return
-        shown, items = self._shown, None
-        while True:
-            before, torchs_worker._worker_info = torchs_worker._worker_info, shown  # type: ignore[assignment]
-            try:
-                items = items if items is not None else iter(self._dataset)
-                item = next(items, _NOTHING)
-            finally:
-                torchs_worker._worker_info = before
-            if item is _NOTHING:
-                return
-            yield item
-
-
-class _Here:
-    """What a worker's information would be in the rank itself, where torch has none."""
+class _NoWorker:
+    """Worker information in the rank itself, where torch has none."""
 
     id, num_workers = 0, 1
 
@@ -130,37 +171,62 @@ class _Here:
 
     @property
     def seed(self) -> int:
-        import torch
+        seed: int = torch.initial_seed()
+        return seed
 
-        return torch.initial_seed()
+
+def _items_shown(dataset: Any, workers: _AllWorkers) -> Iterator[Any]:
+    """Yield a dataset's items; only while it makes them, it is shown the workers of all ranks."""
+    with worker_info_shown(workers):
+        items = iter(dataset)
+    while True:
+        with worker_info_shown(workers):
+            item = next(items, _NOTHING)
+        if item is _NOTHING:
+            return
+        yield item
 
 
-def split(dataset: Any, how: Split, rank: int, world_size: int) -> tuple[Any, Part, str]:
-    """Say how a rank gets its part of an iterable dataset.
+def shard_of(dataset: Any, by_itself: bool, epoch: torch.Tensor, rank: int, world_size: int) -> IterableShard:
+    """Return what yields a rank's items of a dataset.
+
+    Args:
+        dataset: the user's dataset.
+        by_itself: whether it takes its rank's share by itself.
+        epoch: the epoch that begins, int64; in shared memory where workers outlive an epoch.
+        rank: this rank.
+        world_size: how many ranks.
+    """
+    if not by_itself:
+        return SplitShard(dataset, epoch, rank, world_size)
+    return (StatefulShard if hasattr(dataset, "state_dict") else IterableShard)(dataset, epoch)
+
+
+def split(dataset: Any, how: Split, rank: int, world_size: int) -> tuple[Any, bool, str]:
+    """Return how a rank gets its part of an iterable dataset.
 
     Returns:
-        The dataset to iterate over, how its items are taken, and that in words.
+        The dataset to iterate over, whether it takes its rank's part by itself, and the division in words.
 
     Raises:
         LoaderError: whether the dataset takes its rank's part itself cannot be known.
     """
-    by_itself, by_us = Part(rank, world_size, own=True), Part(rank, world_size, own=False)
     if how == "dataset":
-        return dataset, by_itself, "the dataset takes its rank's part itself"
+        return dataset, True, "the dataset takes its rank's part itself"
     if how == "items":
-        return dataset, by_us, "every n-th item"
+        return dataset, False, "every n-th item"
     datasets = sys.modules.get("datasets")
     if datasets is not None and isinstance(dataset, datasets.IterableDataset):
         if getattr(dataset, "_distributed", None) is None:
             from datasets.distributed import split_dataset_by_node
 
             dataset = split_dataset_by_node(dataset, rank, world_size)
-        return dataset, by_itself, "by datasets' split_dataset_by_node"
+        return dataset, True, "by datasets' split_dataset_by_node"
     webdataset = sys.modules.get("webdataset")
     if webdataset is not None and isinstance(dataset, webdataset.DataPipeline):
-        return _webdataset(webdataset, dataset, rank, world_size), by_itself, "by webdataset's shards"
+        return _webdataset(webdataset, dataset, rank, world_size), True, "by webdataset's shards"
     if isinstance(dataset, IterDataPipe):
-        return dataset, by_itself, "by the datapipe's sharding_filter"
+        return dataset, True, "by the datapipe's sharding_filter"
     words = sorted(_words(type(dataset)) & _RANKS)
     if words:
         raise LoaderError(
@@ -168,7 +234,7 @@ def split(dataset: Any, how: Split, rank: int, world_size: int) -> tuple[Any, Pa
             f"its rank's part itself cannot be known. Say shard_loader(loader, split='dataset') if it does, or "
             f"split='items' to let every rank take every n-th item."
         )
-    return dataset, by_us, "every n-th item, or by the dataset's own division among workers"
+    return dataset, False, "every n-th item, or by the dataset's own division among workers"
 
 
 def _webdataset(webdataset: Any, dataset: Any, rank: int, world_size: int) -> Any:

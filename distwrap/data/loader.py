@@ -12,25 +12,25 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from distwrap.checks import one_of
 from distwrap.data import iterable_shards
 from distwrap.data.epoch_check import EpochCheck
 from distwrap.data.indices import Mode
 from distwrap.data.iterable_shards import Split
 from distwrap.data.position import Position
 from distwrap.data.samplers import ExactBatches, MergedBatches, Order, RememberedShuffle, Share
-from distwrap.data.sharded import ShardedLoader, changed, innermost, is_torchs, remembering
-from distwrap.errors import LoaderError, OptionError
+from distwrap.data.sharded import ShardedLoader, Sharding, copied, innermost, is_torchs, remember_position, sharded_copy
+from distwrap.errors import LoaderError
 from distwrap.group.world import RunPart, World, current_world, say_once
 from distwrap.seeding import mix
 from distwrap.supervision.activity import Activity
-from distwrap.wording import unknown_name
 
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
 Modes = Literal["auto", "pad", "exact", "drop"]
 BatchSize = Literal["per_rank", "global"]
 Orders = Literal["auto", "torch", "stream"]
 
-TORCHS_MOST = 10**7  # samples, up to which order="auto" shuffles as torch does
+MOST_SHUFFLED_BY_TORCH = 10**7  # samples
 
 _IN_WORDS = {
     "pad": "all ranks equally many, some samples twice where the ranks do not divide them",
@@ -47,9 +47,8 @@ class LoaderCount(RunPart):
 
 
 def next_epoch(loader: DataLoader[Any]) -> int:
-    """Say which epoch of a sharded loader comes next; 0 for any other loader."""
-    position = getattr(loader, "_shard_position", None)
-    return 0 if position is None else int(position.next.epoch)
+    """Return the next epoch of a sharded loader, 0 of any other loader."""
+    return loader._sharding.position.next.epoch if isinstance(loader, ShardedLoader) else 0
 
 
 def shard_loader(
@@ -119,39 +118,37 @@ def shard_loader(
         ("order", order, Orders),
         ("split", split, Split),
     ):
-        if word not in get_args(known):
-            raise OptionError(unknown_name(what, word, get_args(known)))
+        one_of(what, get_args(known))(what, word)
     world = current_world()
     world.part(Activity).record("shard_loader")
     where = torch.device(device) if device is not None else world.device
-    place = world.placement
-    here = (place.rank, place.world_size)
-    if isinstance(loader, ShardedLoader) and (loader._shard_place != (0, 1) or loader._shard_sampler is not None):
-        if loader._shard_place != here:
-            rank, world_size = loader._shard_place
+    here = (world.placement.rank, world.placement.world_size)
+    but_here = f"but this is rank {here[0]} of {here[1]}"
+    if isinstance(loader, ShardedLoader) and (loader._sharding.world_size > 1 or loader._sharding.sampler is not None):
+        known_as = loader._sharding
+        if (known_as.rank, known_as.world_size) != here:
             raise LoaderError(
-                f"the loader was sharded for rank {rank} of {world_size}, but this is rank {place.rank} of "
-                f"{place.world_size}. Hand shard_loader() the plain loader."
+                f"the loader was sharded for rank {known_as.rank} of {known_as.world_size}, {but_here}. "
+                f"Hand shard_loader() the plain loader."
             )
         return loader
     given = _distributed_sampler(loader)
     if given is not None and (given.rank, given.num_replicas) != here:
         raise LoaderError(
-            f"the loader's {type(given).__name__} is for rank {given.rank} of {given.num_replicas}, but this is rank "
-            f"{place.rank} of {place.world_size}. Hand shard_loader() a plain loader, or make the sampler after "
-            f"setup_process_group()."
+            f"the loader's {type(given).__name__} is for rank {given.rank} of {given.num_replicas}, {but_here}. "
+            f"Hand shard_loader() a plain loader, or make the sampler after setup_process_group()."
         )
     iterable = isinstance(loader.dataset, IterableDataset)
-    if given is not None or (place.world_size == 1 and (iterable or (seed is None and order == "auto"))):
-        return _as_it_is(loader, where, copy_ahead)
-    moved = {"_shard_device": where, "_shard_ahead": copy_ahead, "_shard_place": here, "_shard_told": None}
+    if given is not None or (here == (0, 1) and (iterable or (seed is None and order == "auto"))):
+        return _only_moved(loader, where, copy_ahead)
+    sharding = Sharding(where, *here, copy_ahead=copy_ahead)
     if iterable:
-        return _with_parts(loader, world, mode, batch_size, order, split, moved)
+        return _shard_iterable(loader, world, sharding, mode, batch_size, order, split)
     if split != "auto":
         raise LoaderError(
             f"split={split!r} is for an IterableDataset, but {type(loader.dataset).__name__} has indices."
         )
-    result = _sharded(loader, world, mode, batch_size, order, seed, moved)
+    result = _shard_indices(loader, world, sharding, mode, batch_size, order, seed)
     if here == (0, 1):  # the loader itself here too
         loader.__dict__.update(result.__dict__)
         loader.__class__ = type(result)
@@ -159,112 +156,92 @@ def shard_loader(
     return result
 
 
-def _as_it_is(loader: Loader, where: torch.device, copy_ahead: bool) -> Loader:
-    if isinstance(loader, ShardedLoader) and loader._shard_device == where:
+def _only_moved(loader: Loader, device: torch.device, copy_ahead: bool) -> Loader:
+    if isinstance(loader, ShardedLoader) and loader._sharding.device == device:
         return loader
-    if where.type != "cpu":
-        loader = changed(loader, {"_shard_ahead": copy_ahead})
-    remembered: Loader = remembering(loader, where)
-    return remembered
+    if device.type == "cpu":
+        copy_ahead = False
+    else:
+        loader = copied(loader, {}, type(loader))
+    remember_position(loader, device, copy_ahead)
+    return loader
 
 
-def _with_parts(
-    loader: Loader,
-    world: World,
-    mode: Modes,
-    batch_size: BatchSize,
-    order: Orders,
-    split: Split,
-    attributes: dict[str, Any],
+def _shard_iterable(
+    loader: Loader, world: World, sharding: Sharding, mode: Modes, batch_size: BatchSize, order: Orders, split: Split
 ) -> Loader:
-    rank, world_size = attributes["_shard_place"]
+    attributes: dict[str, Any] = {"generator": torch.Generator()}
     if order != "auto":
         raise LoaderError(f"order={order!r}: the order of an IterableDataset is its own. Leave order at 'auto'.")
     if batch_size == "global":
         batches: Any = loader.batch_sampler
         if batches is None:
             raise LoaderError("batch_size='global' divides the loader's batch size, but its batch_size is None.")
-        size = _per_rank(batches.batch_size, world_size, batch_size)
+        size = _size_per_rank(batches.batch_size, sharding.world_size, batch_size)
         attributes["batch_size"] = size
         attributes["batch_sampler"] = BatchSampler(batches.sampler, size, batches.drop_last)
-    dataset, part, how = iterable_shards.split(loader.dataset, split, rank, world_size)
-    position = Position()
-    workers_seed = _workers_seed(loader, world)
-    result: Loader = changed(
-        loader,
-        {
-            **attributes,
-            "dataset": dataset,
-            "generator": torch.Generator(),
-            "_shard_seed": workers_seed,
-            "_shard_part": part,
-            "_shard_position": position,
-            "_shard_sampler": None,
-            "_shard_uneven": {"exact": "", "pad": "pad"}.get(mode, "shortest"),
-            "_shard_watch": _watch(world, position),
-        },
-    )
-    _tell(world, f"{type(loader.dataset).__name__}, divided: {how}")
+    dataset, sharding.by_itself, how = iterable_shards.split(loader.dataset, split, sharding.rank, sharding.world_size)
+    sharding.seed = _fetching_seed(loader, world)
+    sharding.uneven = "" if mode == "exact" else "pad" if mode == "pad" else "shortest"
+    sharding.epoch_check = _epoch_check(world, sharding.position)
+    _announce(world, f"{type(loader.dataset).__name__}, divided: {how}")
+    result: Loader = sharded_copy(loader, sharding, {**attributes, "dataset": dataset})
     return result
 
 
-def _sharded(
+def _shard_indices(
     loader: Loader,
     world: World,
+    sharding: Sharding,
     mode: Modes,
     batch_size: BatchSize,
     order: Orders,
     seed: int | None,
-    attributes: dict[str, Any],
 ) -> Loader:
-    rank, world_size = attributes["_shard_place"]
     shuffles = not isinstance(innermost(loader), SequentialSampler)
     chosen: Mode = ("pad" if shuffles else "exact") if mode == "auto" else mode
-    order_seed = seed if seed is not None else world.options.seed if world.options.seed is not None else 0
-    shard = (rank, world_size, chosen)
+    order_seed = seed if seed is not None else world.options.seed or 0
+    world_size = sharding.world_size
+    shard = (sharding.rank, world_size, chosen)
     batches: Any = loader.batch_sampler
+    attributes: dict[str, Any] = {}
     sampler: Order | Share
     if is_torchs(batches, BatchSampler):
-        size = _per_rank(batches.batch_size, world_size, batch_size)
+        size = _size_per_rank(batches.batch_size, world_size, batch_size)
         sampler = _share_of(batches.sampler, loader.dataset, shard, order_seed, order)
-        attributes["sampler"], attributes["batch_size"] = sampler, size
-        attributes["_shard_step"] = size * world_size
+        sharding.items_per_step = size * world_size
         if chosen == "exact":
             _length(batches.sampler)
-            attributes["batch_sampler"] = ExactBatches(sampler, size, batches.drop_last)
-        else:
-            attributes["batch_sampler"] = BatchSampler(sampler, size, batches.drop_last)
+        cut = ExactBatches if chosen == "exact" else BatchSampler
+        attributes = {"sampler": sampler, "batch_size": size, "batch_sampler": cut(sampler, size, batches.drop_last)}
     else:
-        items: Any
+        sharding.items_per_step = world_size
         items, kind = (loader.sampler, "sampler") if batches is None else (batches, "batch_sampler")
-        attributes["_shard_step"] = world_size
         if batch_size == "global":
             raise LoaderError(
                 f"batch_size='global' divides the loader's batch size, but its {kind} is a {type(items).__name__}, "
                 f"which makes its own. Make its batches smaller, and use batch_size='per_rank'."
             )
-        if batches is not None:
-            sampler = whole = Share(items, *shard, order_seed)
-            if chosen == "exact":
-                _length(items)
-            attributes[kind] = MergedBatches(whole) if chosen == "exact" else whole
-        else:
-            attributes[kind] = sampler = _share_of(items, loader.dataset, shard, order_seed, order)
-        if batches is None and chosen == "exact" and _length(items) % world_size:
+        if chosen == "exact" and _length(items) % world_size and batches is None:
             # Items of this loader are whole batches, or single samples: what they hold cannot be merged.
             raise LoaderError(
                 f"the loader fetches item by item (batch_size=None), so {_length(items)} items over {world_size} "
                 f"ranks cannot be taken in equally many steps with each once. Say mode='pad' or mode='drop'."
             )
-    attributes["_shard_seed"] = _workers_seed(loader, world)
+        if batches is None:
+            attributes[kind] = sampler = _share_of(items, loader.dataset, shard, order_seed, order)
+        else:
+            sampler = share = Share(items, *shard, order_seed)
+            attributes[kind] = MergedBatches(share) if chosen == "exact" else share
+    sharding.seed = _fetching_seed(loader, world)
+    sharding.sampler, sharding.position = sampler, sampler.position
+    if shuffles and chosen != "exact":
+        sharding.epoch_check = _epoch_check(world, sampler.position)
     if world_size > 1:
         attributes["generator"] = torch.Generator()  # of the workers' base seed, which is then not the loop's to give
-    attributes["_shard_sampler"], attributes["_shard_position"] = sampler, sampler.position
-    if shuffles and chosen != "exact":
-        attributes["_shard_watch"] = _watch(world, sampler.position)
-    result: Loader = changed(loader, attributes)
+    result: Loader = sharded_copy(loader, sharding, attributes)
     if world_size > 1:
-        _tell(world, _in_short(loader, result, chosen, attributes["_shard_step"] if batches is not None else 0))
+        _announce(world, _summary(loader, result, sharding, chosen))
     return result
 
 
@@ -277,7 +254,7 @@ def _share_of(sampler: Any, dataset: Any, shard: tuple[int, int, Mode], seed: in
         if not shuffles:
             return Order(dataset, *shard, seed, "")
         if order == "auto":
-            order = "torch" if len(dataset) <= TORCHS_MOST else "stream"
+            order = "torch" if len(dataset) <= MOST_SHUFFLED_BY_TORCH else "stream"
         return Order(dataset, *shard, seed, order)
     if order != "auto":
         raise LoaderError(
@@ -287,7 +264,7 @@ def _share_of(sampler: Any, dataset: Any, shard: tuple[int, int, Mode], seed: in
     return Share(sampler, *shard, seed)
 
 
-def _per_rank(size: int, world_size: int, meaning: BatchSize) -> int:
+def _size_per_rank(size: int, world_size: int, meaning: BatchSize) -> int:
     if meaning == "per_rank":
         return size
     if size % world_size:
@@ -300,31 +277,24 @@ def _per_rank(size: int, world_size: int, meaning: BatchSize) -> int:
     return size // world_size
 
 
-def _workers_seed(loader: DataLoader[Any], world: World) -> int:
-    """Return the seed of a loader's random numbers where it fetches: another one for each loader of a run."""
+def _fetching_seed(loader: DataLoader[Any], world: World) -> int:
+    """Return the seed with which a loader's samples are fetched: another one for each loader of a run."""
     loaders = world.part(LoaderCount)
     loaders.count += 1
     base = loader.generator.initial_seed() if loader.generator is not None else torch.initial_seed()
     return mix("loader", world.options.seed if world.options.seed is not None else base, loaders.count)
 
 
-def _watch(world: World, position: Position) -> EpochCheck | None:
-    """Watch the loader that was counted last, where there is a channel to the other ranks."""
+def _epoch_check(world: World, position: Position) -> EpochCheck | None:
+    """Return a check of the loader that was counted last, where there is a channel to the other ranks."""
     if world.channel is None:
         return None
-    place = world.placement
-    return EpochCheck(
-        world.channel,
-        place.rank,
-        place.world_size,
-        str(world.part(LoaderCount).count),
-        world.part(Activity).site,
-        position,
-    )
+    name, place = str(world.part(LoaderCount).count), world.placement
+    return EpochCheck(world.channel, place.rank, place.world_size, name, world.part(Activity).site, position)
 
 
 def _distributed_sampler(loader: DataLoader[Any]) -> Any:
-    """Find the sampler that takes a share already: torch's, or another that has the same two attributes."""
+    """Return the sampler that takes a share already: torch's, or another that has the same two attributes."""
     samplers: tuple[Any, ...] = (loader.sampler, loader.batch_sampler, innermost(loader))
     return next((s for s in samplers if hasattr(s, "num_replicas") and hasattr(s, "rank")), None)
 
@@ -339,23 +309,23 @@ def _length(sampler: Any) -> int:
         ) from None
 
 
-def _in_short(loader: DataLoader[Any], sharded: Any, mode: Mode, together: int) -> str:
-    """Say how many samples a step takes, how many steps an epoch has, and how the ranks share."""
-    said = []
-    world_size = sharded._shard_place[1]
-    if together:
-        said.append(f"{together // world_size} a rank x {world_size} ranks = {together} a step")
+def _summary(loader: DataLoader[Any], sharded: DataLoader[Any], sharding: Sharding, mode: Mode) -> str:
+    """Put into words how many samples a step takes, how many steps an epoch has, and how the ranks share."""
+    words = []
+    sampler, world_size, together = sharding.sampler, sharding.world_size, sharding.items_per_step
+    assert sampler is not None
+    if is_torchs(loader.batch_sampler, BatchSampler):
+        words.append(f"{together // world_size} a rank x {world_size} ranks = {together} a step")
     with suppress(TypeError):  # a sampler without a length
-        said.append(f"{len(sharded)} steps an epoch ({len(loader)} in one process)")
-    sampler = sharded._shard_sampler
+        words.append(f"{len(sharded)} steps an epoch ({len(loader)} in one process)")
+    words.append(f"mode {mode} ({_IN_WORDS[mode]})")
     shuffle = sampler.shuffle_of(0).order
     order = {"": "in order", "sampler": f"order of its {type(getattr(sampler, 'sampler', None)).__name__}"}
-    said.append(f"mode {mode} ({_IN_WORDS[mode]})")
-    said.append(order.get(shuffle, f"shuffled, {shuffle} order"))
-    return "; ".join(said)
+    words.append(order.get(shuffle, f"shuffled, {shuffle} order"))
+    return "; ".join(words)
 
 
-def _tell(world: World, text: str) -> None:
-    """Say it once for each place in the user's code."""
+def _announce(world: World, text: str) -> None:
+    """Print a line about a loader once for each place in the user's code."""
     site = world.part(Activity).site
     say_once(f"loader {site}", f"loader at {site}: {text}")

@@ -179,8 +179,8 @@ class Lockstep(Generic[Batch]):
 
     def _begin(self) -> Iterator[Batch]:
         """Iterate over the loader, but not in step twice."""
-        own: Callable[[], Iterator[Batch]] | None = getattr(self._loader, "_shard_batches", None)
-        return own() if own is not None else iter(self._loader)
+        begin: Callable[[], Iterator[Batch]] = getattr(self._loader, "_rank_batches", self._loader.__iter__)
+        return begin()
 
     def _exchange(self, group: Any, batch: Any, first_pass: bool, listener: Listener, world: World) -> list[int]:
         """Return what any rank says."""

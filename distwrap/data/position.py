@@ -1,4 +1,4 @@
-"""Where a loop is in its data: which epoch, and how much of its order all ranks together have gone through.
+"""Position of a loop in its data: the epoch, and how much of its order all ranks together have gone through.
 
 The order belongs to all ranks, and each takes its share of what is left of it. So the position is one number, alike on
 every rank, and it means the same to another number of ranks and to another batch size.
@@ -16,11 +16,11 @@ from distwrap.errors import LoaderError
 
 
 class Shuffle(NamedTuple):
-    """An epoch's order.
+    """Order of an epoch.
 
     Attributes:
         order: ``"torch"``, ``"stream"``, ``"sampler"`` for a custom sampler's own, empty for none.
-        seed: of the generator that draws it, or that generator's state.
+        seed: of the generator that draws the order, or that generator's state.
     """
 
     order: str
@@ -28,8 +28,8 @@ class Shuffle(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Begun:
-    """An iteration: of which epoch, from where in its order, and which order that is where it is not the usual one."""
+class EpochStart:
+    """Start of an iteration: epoch, place in its order, and that order where it is not the usual one."""
 
     epoch: int
     start: int = 0
@@ -37,79 +37,82 @@ class Begun:
 
 
 class Position:
-    """Of a loader, shared with its samplers.
+    """Position of a loader in its data, shared with its samplers.
 
     Attributes:
-        next: what the next iteration will go through.
-        now: what the last one goes, or went, through; ``None`` before the first, and after a whole one.
+        next: start of the next iteration.
+        now: start of the last iteration; ``None`` before the first, and after one that came to its end.
         shuffle: the order of `now`.
-        taken: how many batches the loop has had of it.
-        told: whether the loop says itself which epoch comes.
+        batches_taken: how many batches the loop has had of `now`.
+        epoch_is_explicit: whether the loop calls `set_epoch` itself.
     """
 
     def __init__(self) -> None:
-        self.next = Begun(0)
-        self.now: Begun | None = None
+        self.next = EpochStart(0)
+        self.now: EpochStart | None = None
         self.shuffle = Shuffle("", 0)
-        self.taken = 0
-        self.told = False
+        self.batches_taken = 0
+        self.epoch_is_explicit = False
 
     @property
     def epoch(self) -> int:
-        """The one under way, or the next."""
+        """The epoch under way, or the next one."""
         return (self.now or self.next).epoch
 
-    def begin(self, usual: Callable[[int], Shuffle]) -> tuple[Begun, Shuffle]:
+    def begin(self, usual: Callable[[int], Shuffle]) -> tuple[EpochStart, Shuffle]:
         """Start an iteration.
 
         Args:
-            usual: says an epoch's order, where a saved position does not.
+            usual: returns an epoch's order, where no saved position has one.
         """
-        self.now, self.taken = self.next, 0
-        self.next = Begun(self.now.epoch + 1)
+        self.now, self.batches_taken = self.next, 0
+        self.next = EpochStart(self.now.epoch + 1)
         self.shuffle = self.now.shuffle or usual(self.now.epoch)
         return self.now, self.shuffle
 
     def count(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Pass the batches on, and know how many the loop has had: workers are ahead of it."""
-        for self.taken, batch in enumerate(batches, 1):
+        """Yield the batches, and count those that the loop has had: workers are ahead of it."""
+        for self.batches_taken, batch in enumerate(batches, 1):
             yield batch
         self.now = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next; a position in that very epoch, from a saved state, stays."""
-        self.told = True
+        """Choose the next epoch; a position in that very epoch, from a saved state, stays."""
+        self.epoch_is_explicit = True
         if self.now is not None or epoch != self.next.epoch:
-            self.next, self.now = Begun(epoch), None
+            self.next, self.now = EpochStart(epoch), None
 
     def state(self, consumed: Callable[[int, int], int], usual: Callable[[int], Shuffle]) -> dict[str, Any]:
-        """Return it as numbers.
+        """Return the position as numbers.
 
         Args:
-            consumed: says how far the order is gone through, from a start and a number of batches.
-            usual: says an epoch's order.
+            consumed: returns how many items of the order are gone through, from a start and a number of batches.
+            usual: returns an epoch's order.
         """
         if self.now is not None:
-            begun, shuffle, at = self.now, self.shuffle, consumed(self.now.start, self.taken)
+            begun, shuffle, at = self.now, self.shuffle, consumed(self.now.start, self.batches_taken)
         else:
             begun, at = self.next, self.next.start
             shuffle = begun.shuffle or usual(begun.epoch)
         return {"epoch": begun.epoch, "consumed": at, "order": shuffle.order, "seed": shuffle.seed}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from there."""
+        """Let the next iteration go on from a position that `state` has returned."""
         shuffle = Shuffle(state["order"], state["seed"]) if state["consumed"] else None
-        self.next, self.now = Begun(state["epoch"], state["consumed"], shuffle), None
+        self.next, self.now = EpochStart(state["epoch"], state["consumed"], shuffle), None
 
 
-def check(state: Any, unit: str, items: int | None, custom: bool) -> None:
-    """Refuse a state that is none, or another loader's.
+def check_state(state: Any, unit: str, items: int | None, custom: bool) -> None:
+    """Raise an error where a state is no position, or another loader's.
 
     Args:
-        state: what `load_state_dict` was given.
+        state: the argument of `load_state_dict`.
         unit: what this loader counts in, ``"samples"`` or ``"batches"``.
         items: how many of them it has; ``None`` where nobody knows.
         custom: whether the order is a custom sampler's.
+
+    Raises:
+        LoaderError: says what the state is instead.
     """
     wanted = {"epoch", "consumed", "order", "seed", "unit", "items"}
     if not isinstance(state, dict) or not wanted <= state.keys():

@@ -1,36 +1,30 @@
-"""Where samples are fetched, in a loader's workers or in the rank itself: random numbers apart, and the rank's part.
-
-torch makes a fetcher when an iteration begins, in the process that fetches, and hands it the dataset. That is the
-moment at which a stream of random numbers can begin, also in workers that live for many epochs, and at which an
-iterable dataset is asked for its items.
+"""Random numbers where samples are fetched, in a loader's workers or in the rank itself.
 
 With indices, each batch has random numbers of its own: they follow from the seed, the epoch, the step and the rank. So
-the augmentation is the same for any number of workers, and in an epoch that goes on where a run was cut off.
+the augmentation is the same for any number of workers, and in an epoch that goes on where a run was cut off. The seed
+of a batch travels with its indices. An iterable dataset has a stream of random numbers for each worker and epoch.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from itertools import count
+from collections.abc import Callable, Iterator, Set
+from functools import partial
 from typing import Any
 
 import torch
-from torch.utils.data import _DatasetKind, get_worker_info
+from torch.utils.data import Dataset, Sampler, get_worker_info
 
-from distwrap.data.iterable_shards import Part
+from distwrap.data.position import Position
 from distwrap.seeding import RandomState, mix
 
-Fetch = Callable[[Any], Any]
-Seeded = Callable[[Fetch, Iterator[int]], Fetch]
-
 _MASK = 2**63 - 1
+GENERATORS = frozenset({"torch", "random", "numpy"})
 
 
 def worker_seed(seed: int, epoch: int, rank: int, worker: int, workers: int) -> int:
-    """Return what a worker's random numbers begin with; within an epoch no two agree, not in their low 32 bits either.
+    """Return the seed of a worker; within an epoch no two agree, not in their low 32 bits either.
 
     Args:
         seed: of the run and the loader.
@@ -44,126 +38,123 @@ def worker_seed(seed: int, epoch: int, rank: int, worker: int, workers: int) -> 
 
 
 def batch_seed(seed: int, epoch: int, rank: int, world_size: int, step: int) -> int:
-    """Return what the random numbers of a batch begin with; within an epoch no two agree."""
+    """Return the seed of a batch; within an epoch no two agree."""
     return (mix("batches", seed, epoch) + step * world_size + rank) & _MASK
 
 
-class Fetching:
-    """How a rank's samples are fetched: a worker's init function, or, without workers, a context to begin in.
+class SeededIndices(Sampler[Any]):
+    """A sampler's indices, each item with the seed of its batch in front.
 
     Args:
+        sampler: what yields the indices of this rank's batches.
+        position: the loop's position, of which the next epoch is told.
+        items_per_step: how many of the order's items all ranks take in a step.
         seed: of the run and the loader.
-        rank: this rank.
-        world_size: how many ranks.
-        part: how to take this rank's part of an iterable dataset; ``None`` for a dataset with indices.
-        told: the epoch that begins, and its first step; shared with workers that outlive an epoch.
-        then: the user's own init function.
     """
 
     def __init__(
-        self,
-        seed: int,
-        rank: int,
-        world_size: int,
-        part: Part | None,
-        told: torch.Tensor,
-        then: Callable[[int], None] | None = None,
+        self, sampler: Any, position: Position, items_per_step: int, seed: int, rank: int, world_size: int
     ) -> None:
+        self._sampler, self._position, self._items_per_step = sampler, position, items_per_step
         self._seed, self._rank, self._world_size = seed, rank, world_size
-        self._part, self._told, self._then = part, told, then
-        self._mine: set[str] = set()
 
-    def __call__(self, worker: int) -> None:
-        info = get_worker_info()
-        assert info is not None
-        seed = worker_seed(self._seed, int(self._told[0]), self._rank, worker, info.num_workers)
-        _seed(seed, _GENERATORS)
-        object.__setattr__(info, "seed", seed)
-        if self._part is not None:
-            self._part.present(info)
-        before = _fingerprints()
-        if self._then is not None:
-            self._then(worker)
-        # What the user's own function seeds is the user's.
-        self._mine = {name for name, state in _fingerprints().items() if before.get(name, state) == state}
-        create: Any = _DatasetKind.create_fetcher
-        workers = info.num_workers
+    def __iter__(self) -> Iterator[tuple[int, Any]]:
+        begun = self._position.next
+        first = -(-begun.start // self._items_per_step)
+        for step, indices in enumerate(self._sampler, first):
+            yield batch_seed(self._seed, begun.epoch, self._rank, self._world_size, step), indices
 
-        def create_fetcher(kind: int, dataset: Any, *rest: Any) -> Any:
-            _seed(worker_seed(self._seed, int(self._told[0]), self._rank, worker, workers), self._mine)
-            return self._fetcher(create, self._seeder, worker, workers, kind, dataset, *rest)
-
-        _replace(create_fetcher)  # in this worker's process alone
-
-    @contextmanager
-    def here(self) -> Iterator[None]:
-        """Make the fetcher of an iterator without workers, that is made meanwhile."""
-        create: Any = _DatasetKind.create_fetcher
-
-        def create_fetcher(kind: int, dataset: Any, *rest: Any) -> Any:
-            return self._fetcher(create, _Lender, 0, 1, kind, dataset, *rest)
-
-        _replace(create_fetcher)
-        try:
-            yield
-        finally:
-            _replace(create)
-
-    def _fetcher(
-        self, create: Any, seeded: Seeded, worker: int, workers: int, kind: int, dataset: Any, *rest: Any
-    ) -> Any:
-        """Make a fetcher of this rank's part, or one whose batches are seeded."""
-        epoch, first = self._told.tolist()
-        if self._part is not None:
-            return create(kind, self._part.of(dataset, epoch), *rest)
-        fetcher, steps = create(kind, dataset, *rest), count(first + worker, workers)
-        seeds = (batch_seed(self._seed, epoch, self._rank, self._world_size, step) for step in steps)
-        fetcher.fetch = seeded(fetcher.fetch, seeds)
-        return fetcher
-
-    def _seeder(self, fetch: Fetch, seeds: Iterator[int]) -> Fetch:
-        """Fetch in a worker, where the random numbers are nobody else's."""
-
-        def fetch_seeded(index: Any) -> Any:
-            _seed(next(seeds), self._mine)
-            return fetch(index)
-
-        return fetch_seeded
+    def __len__(self) -> int:
+        return len(self._sampler)
 
 
-def _replace(create_fetcher: Any) -> None:
-    _DatasetKind.create_fetcher = staticmethod(create_fetcher)  # type: ignore[method-assign]
+class SeededFetch(Dataset[Any]):
+    """Dataset and collate function of a loader in one: fetches and collates a batch with its own random numbers.
 
+    torch's fetcher looks `SeededIndices` up in the dataset, which hands them on to the collate function.
 
-class _Lender:
-    """Fetches in the rank's own process, where the random numbers are the training loop's: it gets them back.
-
-    That costs more than many a batch, so it is left out when the first one has drawn none.
+    Args:
+        dataset: the user's dataset.
+        collate: the user's collate function.
+        batched: whether the indices are those of a batch.
     """
 
-    def __init__(self, fetch: Fetch, seeds: Iterator[int]) -> None:
-        self._fetch, self._seeds = fetch, seeds
+    def __init__(self, dataset: Any, collate: Callable[[Any], Any], batched: bool) -> None:
+        self.dataset, self._collate, self._batched = dataset, collate, batched
+        self.generators: Set[str] = GENERATORS
+        self._in_worker = False
         self._draws: bool | None = None
 
-    def __call__(self, index: Any) -> Any:
+    def __getitem__(self, seeded_indices: tuple[int, Any]) -> Any:
+        return seeded_indices
+
+    __getitems__ = __getitem__
+
+    def __call__(self, seeded_indices: tuple[int, Any]) -> Any:
+        seed, indices = seeded_indices
+        if self._in_worker:
+            seed_generators(seed, self.generators)
+            return self._fetch(indices)
+        # In the rank's own process the random numbers are the training loop's, and are given back. That costs more
+        # than many a batch, so it is left out when the first batch has drawn none.
         if self._draws is False:
-            return self._fetch(index)
+            return self._fetch(indices)
         outside = RandomState.capture()
-        _seed(next(self._seeds), _GENERATORS)
+        seed_generators(seed, GENERATORS)
         before = _fingerprints() if self._draws is None else {}
         try:
-            return self._fetch(index)
+            return self._fetch(indices)
         finally:
             if self._draws is None:
                 after = _fingerprints()
                 self._draws = any(after[name] != state for name, state in before.items())
             outside.restore()
 
+    def _fetch(self, indices: Any) -> Any:
+        dataset = self.dataset
+        if not self._batched:
+            return self._collate(dataset[indices])
+        fetch_all = getattr(dataset, "__getitems__", None)  # as torch's fetcher does
+        return self._collate(fetch_all(indices) if fetch_all else [dataset[index] for index in indices])
 
-_GENERATORS = {"torch", "random", "numpy"}
+    def enter_worker(self, info: Any, seed_of: Callable[[int], int]) -> None:
+        """Note that this is a worker's copy."""
+        self._in_worker = True
 
 
-def _seed(seed: int, names: set[str]) -> None:
+class WorkerInit:
+    """Init function of a rank's workers: seeds the worker, then runs the user's own.
+
+    Args:
+        source: stands in the place of the user's ``dataset``, and fetches the samples. ``enter_worker`` of a worker's
+            copy is called before the user's function, and ``generators`` becomes the names of those to be seeded.
+        seed: of the run and the loader.
+        epoch: the one that begins.
+        rank: this rank.
+        then: the user's own init function.
+    """
+
+    def __init__(self, source: Any, seed: int, epoch: int, rank: int, then: Callable[[int], None] | None) -> None:
+        self._source, self._seed, self._epoch, self._rank, self._then = source, seed, epoch, rank, then
+
+    def __call__(self, worker: int) -> None:
+        info = get_worker_info()
+        assert info is not None
+        seed_of = partial(_seed_in_epoch, self._seed, self._rank, worker, info.num_workers)
+        seed_generators(seed_of(self._epoch), GENERATORS)
+        object.__setattr__(info, "seed", seed_of(self._epoch))
+        object.__setattr__(info, "dataset", self._source.dataset)
+        self._source.enter_worker(info, seed_of)
+        before = _fingerprints()
+        if self._then is not None:
+            self._then(worker)
+        # What the user's own function seeds is the user's.
+        after = _fingerprints()
+        self._source.generators = {name for name, state in after.items() if before.get(name, state) == state}
+
+
+def seed_generators(seed: int, names: Set[str]) -> None:
+    """Seed this process's generators of some names."""
     if "torch" in names:
         torch.default_generator.manual_seed(seed)
     if "random" in names:
@@ -171,6 +162,10 @@ def _seed(seed: int, names: set[str]) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in names:
         numpy.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+
+
+def _seed_in_epoch(seed: int, rank: int, worker: int, workers: int, epoch: int) -> int:
+    return worker_seed(seed, epoch, rank, worker, workers)
 
 
 def _fingerprints() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Loader workers that say why they fail, and leave nothing behind, also where they or their rank are killed.
+"""Loader workers whose failures are explained, and which leave nothing behind where they or their rank are killed.
 
 multiprocessing gives each worker a folder of its own for sockets, and a worker that is killed leaves it. Here all
 workers of a rank share one. The rank removes it when it ends; its launcher, when the rank did not come to that; and
@@ -18,53 +18,57 @@ import socket
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from distwrap.environments import distwrap_environment
 from distwrap.errors import LoaderError
-from distwrap.group.world import current_world
+from distwrap.group.world import RunPart, World, current_world
+from distwrap.wording import first_line
 
 _PID = "pid-"  # files named after the workers
 _KEY = "tempdir"  # where multiprocessing keeps the folder's name
 _LOOK_SECONDS = 0.5
 
 
-def tidy(launch: str) -> Callable[[], None] | None:
-    """Let the loader workers that this process starts from now on leave nothing; return how to undo it.
+class WorkerFolder(RunPart):
+    """Folder of the workers that this process starts from now on; made where multiprocessing has none yet."""
 
-    Args:
-        launch: a name of the launch, by which its launcher finds what is left; empty where there is no such launcher.
+    def __init__(self, world: World) -> None:
+        self._config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+        self._orphan: _Orphan | None = None
+        if self._config.get(_KEY) is None:
+            folder = tempfile.mkdtemp(prefix=_prefix(os.environ.get(distwrap_environment.STORE, "")))
+            self._config[_KEY] = folder
+            self._orphan = _Orphan(folder, os.getpid())
+            multiprocessing.util.register_after_fork(self._orphan, _Orphan.watch)
+            atexit.register(self.close)
+
+    def close(self) -> None:
+        """Remove the folder."""
+        orphan, self._orphan = self._orphan, None  # multiprocessing holds it weakly
+        if orphan is not None:
+            self._config.pop(_KEY, None)
+            _remove(orphan.folder)
+            atexit.unregister(self.close)
+
+
+def explain_failures(batches: Iterable[Any]) -> Iterator[Any]:
+    """Yield the workers' batches; where they fail for a limit of the node, raise an error with advice.
+
+    Raises:
+        LoaderError: names the limit, and how to lift it.
     """
-    config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
-    if config.get(_KEY) is not None:
-        return None
-    folder = config[_KEY] = tempfile.mkdtemp(prefix=_prefix(launch))
-    orphans = [_Orphan(folder, os.getpid())]
-    multiprocessing.util.register_after_fork(orphans[0], _Orphan.watch)
-
-    def undo() -> None:
-        orphans.clear()  # multiprocessing holds it weakly
-        config.pop(_KEY, None)
-        _remove(folder)
-        atexit.unregister(undo)
-
-    atexit.register(undo)
-    return undo
-
-
-def explained(batches: Iterable[Any]) -> Iterator[Any]:
-    """Pass workers' batches on, and say of a limit that the machine has set what to do about it."""
     try:
         yield from batches
     except (RuntimeError, OSError) as error:
         advice = _advice(str(error))
         if not advice:
             raise
-        world = current_world()
+        rank = current_world().placement.rank
         raise LoaderError(
-            f"rank {world.placement.rank} on {socket.gethostname()}: a loader with workers failed with "
-            f"{str(error).strip().splitlines()[0]!r}. {advice}"
+            f"rank {rank} on {socket.gethostname()}: a loader with workers failed with {first_line(error)!r}. {advice}"
         ) from error
 
 
@@ -87,7 +91,11 @@ def _advice(text: str) -> str:
 
 
 def remove_what_is_left(launch: str) -> None:
-    """Remove what the workers of a launch have left, when all its ranks have ended."""
+    """Remove what the workers of a launch have left, when all its ranks have ended.
+
+    Args:
+        launch: a name of the launch, as its ranks have it in their environment.
+    """
     for folder in Path(tempfile.gettempdir()).glob(f"{_prefix(launch)}*"):
         _remove(folder)
 
@@ -105,19 +113,20 @@ def _remove(folder: str | Path) -> None:
 
 
 class _Orphan:
-    """In a worker: a thread that removes the folder and ends the worker when its rank is gone."""
+    """Thread in a worker that removes the folder and ends the worker when its rank is gone."""
 
     def __init__(self, folder: str, rank: int) -> None:
-        self._folder, self._rank = folder, rank
+        self.folder, self._rank = folder, rank
 
     def watch(self) -> None:
-        if os.getppid() == self._rank:  # a worker itself, and nothing that it starts
+        """Start the thread in a worker, and in nothing that the worker starts."""
+        if os.getppid() == self._rank:
             with contextlib.suppress(OSError):
-                Path(self._folder, f"{_PID}{os.getpid()}").touch()
+                Path(self.folder, f"{_PID}{os.getpid()}").touch()
             threading.Thread(target=self._run, name="distwrap-orphan", daemon=True).start()
 
     def _run(self) -> None:
         while os.getppid() == self._rank:
             time.sleep(_LOOK_SECONDS)
-        _remove(self._folder)
+        _remove(self.folder)
         os._exit(1)

@@ -35,7 +35,8 @@ def test_a_peek_on_one_rank(who: str, number: int) -> None:
     """The other rank is not trained on overlapping shares, but told who was alone, where, and what to do."""
     start = time.monotonic()
     message = (
-        rf"rank {number} has taken 1 batch of epoch 0 of the loader sharded at test_watch\.py:\d+ and is in epoch 1"
+        rf"rank {number} has taken 1 batch of epoch 0 of the loader sharded at "
+        r"test_epoch_check\.py:\d+ and is in epoch 1"
     )
     with pytest.raises(LoaderError, match=message):
         run_ranks(train, 2, who, True)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data.datapipes.iter import IterableWrapper
 
 from distwrap import gather, lockstep, rank, shard_loader, world_size
 from distwrap.errors import LoaderError
@@ -182,7 +183,7 @@ def test_data_that_nobody_divides_is_noticed(
     monkeypatch.setenv("DISTWRAP_QUIET", "0")
     run_ranks(same_everywhere, 2, split)
     told = capfd.readouterr().err
-    assert "distwrap: loader at test_parts.py" in told
+    assert "distwrap: loader at test_iterable_shards.py" in told
     assert told.count("are the same: the dataset seems not to be divided") == warned
 
 
@@ -255,3 +256,20 @@ def test_split_is_for_iterable_datasets() -> None:
     """Where there are indices it means nothing, and says so."""
     with standing_on(0, 2), pytest.raises(LoaderError, match=r"split='items' is for an IterableDataset"):
         shard_loader(DataLoader(range(4)), split="items")  # type: ignore[arg-type]
+
+
+def of_pipe(divides: bool, workers: int) -> list[list[int]]:
+    pipe: Any = IterableWrapper(list(range(N))).shuffle()
+    pipe = pipe.sharding_filter() if divides else pipe
+    loader = DataLoader(pipe, batch_size=4, num_workers=workers, persistent_workers=workers > 0)
+    loader = shard_loader(loader, mode="exact", split="auto" if divides else "items")
+    return [[int(item) for batch in loader for item in batch] for _ in range(2)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("divides", [True, False])
+def test_a_datapipe(divides: bool, workers: int) -> None:
+    """torch seeds its shuffle alike everywhere, and divides it by its sharding_filter; without one every n-th is taken."""
+    taken = run_ranks(of_pipe, 2, divides, workers)
+    for epoch in range(2):
+        assert sorted(taken[0][epoch] + taken[1][epoch]) == list(range(N))

@@ -146,7 +146,7 @@ def test_the_users_own_init_is_kept() -> None:
     assert loader.worker_init_fn is own_init
     with standing_on(0, 2, seed=7):
         generators = [
-            numpy.random.RandomState(worker_seed(loader._shard_seed, 0, 0, worker, 2) % 2**32)  # type: ignore[attr-defined]
+            numpy.random.RandomState(worker_seed(loader._sharding.seed, 0, 0, worker, 2) % 2**32)  # type: ignore[attr-defined]
             for worker in (0, 1)
         ]
     assert sorted(rows[:, 2].tolist()) == sorted(float(g.rand()) for g in generators for _ in range(6))
