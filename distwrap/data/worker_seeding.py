@@ -59,10 +59,10 @@ class SeededIndices(Sampler[Any]):
         self._seed, self._rank, self._world_size = seed, rank, world_size
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        begun = self._position.next
-        first = -(-begun.start // self._items_per_step)
-        for step, indices in enumerate(self._sampler, first):
-            yield batch_seed(self._seed, begun.epoch, self._rank, self._world_size, step), indices
+        begun, world_size = self._position.next, self._world_size
+        base = batch_seed(self._seed, begun.epoch, self._rank, world_size, 0)
+        for step, indices in enumerate(self._sampler, -(-begun.start // self._items_per_step)):
+            yield (base + step * world_size) & _MASK, indices  # as batch_seed has it for this step
 
     def __len__(self) -> int:
         return len(self._sampler)

@@ -269,7 +269,7 @@ def of_pipe(divides: bool, workers: int) -> list[list[int]]:
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("divides", [True, False])
 def test_a_datapipe(divides: bool, workers: int) -> None:
-    """torch seeds its shuffle alike everywhere, and divides it by its sharding_filter; without one every n-th is taken."""
+    """torch seeds its shuffle alike everywhere, and divides it by its sharding_filter, or every n-th is taken."""
     taken = run_ranks(of_pipe, 2, divides, workers)
     for epoch in range(2):
         assert sorted(taken[0][epoch] + taken[1][epoch]) == list(range(N))
