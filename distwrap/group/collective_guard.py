@@ -1,4 +1,4 @@
-"""Code that only some ranks run: a collective in it is an error at once, where it would else wait forever."""
+"""Guard of code that only some ranks run: a collective in it raises at once, where it would otherwise wait forever."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _check_operator(operator: Any, args: tuple[Any, ...]) -> None:
 
 
 def _with_others(args: tuple[Any, ...]) -> bool:
-    """Say whether the operator's group has more than this one rank."""
+    """Return whether the operator's group has more than this one rank."""
     for arg in args:
         with contextlib.suppress(RuntimeError, TypeError, AttributeError):  # another argument than the group
             if isinstance(arg, torch.ScriptObject):

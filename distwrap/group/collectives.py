@@ -15,7 +15,7 @@ from distwrap._internals.torch import tree_flatten, tree_unflatten
 from distwrap.errors import CollectiveError, OptionError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.setup import require_group
-from distwrap.group.signing import opened, seal
+from distwrap.group.signing import sign, verify
 from distwrap.group.world import current_world
 from distwrap.supervision.activity import Activity
 from distwrap.wording import unknown_name
@@ -89,7 +89,7 @@ def _with_gradients(leaves: list[Any], tensors: list[torch.Tensor]) -> list[torc
 
 
 class _Gathered(torch.autograd.Function):
-    """All ranks' rows forward, and backward the sum of all ranks' gradients of this rank's rows."""
+    """Gather whose backward sums all ranks' gradients of this rank's rows."""
 
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, sizes: list[int]) -> torch.Tensor:
@@ -114,7 +114,7 @@ def gather_object(value: Value) -> list[Value]:
     if _alone("gather_object"):
         return [value]
     secret = current_world().secret
-    mine = _tensor_of(seal(value, secret))
+    mine = _tensor_of(sign(value, secret))
     sizes = [torch.zeros(1, dtype=torch.int64, device=mine.device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([mine.numel()], device=mine.device))
     longest = max(int(size) for size in sizes)
@@ -123,7 +123,7 @@ def gather_object(value: Value) -> list[Value]:
     received = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(received, padded)
     return [
-        opened(_bytes_of(message[: int(size)]), secret, rank)
+        verify(_bytes_of(message[: int(size)]), secret, rank)
         for rank, (message, size) in enumerate(zip(received, sizes, strict=True))
     ]
 
@@ -264,7 +264,7 @@ def total(number: float) -> float:
 
 @dataclass(frozen=True)
 class _Described:
-    """What the other ranks must know of a tensor to receive it."""
+    """Description of a tensor, from which the other ranks make one to receive it."""
 
     dtype: torch.dtype
     shape: torch.Size
@@ -281,13 +281,13 @@ class _Plain:
 def _broadcast_object(value: Any, src: int) -> Any:
     world = current_world()
     mine = world.placement.rank == src
-    sealed = _tensor_of(seal(value, world.secret)) if mine else torch.empty(0)
-    size = torch.tensor([sealed.numel()], device=_exchange_device())
+    message = _tensor_of(sign(value, world.secret)) if mine else torch.empty(0)
+    size = torch.tensor([message.numel()], device=_exchange_device())
     dist.broadcast(size, src=src)
     if not mine:
-        sealed = torch.empty(int(size), dtype=torch.uint8, device=_exchange_device())
-    dist.broadcast(sealed, src=src)
-    return value if mine else opened(_bytes_of(sealed), world.secret, src)
+        message = torch.empty(int(size), dtype=torch.uint8, device=_exchange_device())
+    dist.broadcast(message, src=src)
+    return value if mine else verify(_bytes_of(message), world.secret, src)
 
 
 def _tensor_of(data: bytes) -> torch.Tensor:
@@ -311,7 +311,7 @@ def _alone(what: str) -> bool:
 
 
 def _exchange_device() -> torch.device:
-    """Where a tensor must be for this group's backend."""
+    """Return the device on which a tensor must be for this group's backend."""
     return torch.device("cpu") if "gloo" in dist.get_backend() else current_world().device
 
 
@@ -320,7 +320,7 @@ def _device_for(leaf: torch.Tensor) -> torch.device:
 
 
 def _tensors(leaves: list[Any], what: str) -> tuple[list[torch.Tensor], str]:
-    """Turn the leaves into tensors; else say why not, for all ranks to hear."""
+    """Return the leaves as tensors, or a sentence that says why they cannot be, for all ranks to raise."""
     tensors = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
@@ -338,7 +338,7 @@ def _tensors(leaves: list[Any], what: str) -> tuple[list[torch.Tensor], str]:
 
 
 def _everyones(spec: Any, tensors: list[torch.Tensor], problem: str) -> list[tuple[str, list[Any]]]:
-    """Return each rank's structure, and its tensors' dtypes and shapes; raise what any rank complains of."""
+    """Return each rank's structure, and its tensors' dtypes and shapes; raise the problem of any rank."""
     mine = (str(spec), [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors], problem)
     everyone = gather_object(mine)
     for rank, (_, _, problem) in enumerate(everyone):

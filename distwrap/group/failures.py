@@ -1,4 +1,4 @@
-"""A failure of this rank: found out why, told to the others, and left without a goodbye that could block."""
+"""Failures of this rank: find the cause, and report it to the other ranks."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ _TIMEOUTS = ("Timed out waiting", "wait timeout after", "monitoredBarrier", "Tim
 
 
 def is_secondary_failure(summary: str) -> bool:
-    """Say whether an error's words are the mere echo of a lost peer, or of another rank's failure."""
+    """Return whether an error only follows from a lost peer, or from another rank's failure."""
     if _OF_ANOTHER.match(summary):
         return True
     return not summary.startswith("distwrap.") and any(echo in summary for echo in _ECHOES)
 
 
 def explained(error: BaseException) -> BaseException:
-    """Return what the user should read in place of an error of this rank: the cause, where torch tells an effect.
+    """Return the error that the user should read in place of this one: the cause, where torch reports an effect.
 
     A collective that timed out comes with the places of all ranks. Where no launcher of ours finds the first cause, an
     echo of a lost peer becomes the word of the rank that failed first.
@@ -89,7 +89,7 @@ def _fetches_a_batch(error: BaseException) -> bool:
 
 
 def tell(error: BaseException) -> None:
-    """Let the other ranks, and torchrun, know of a failure, where no launcher of ours does."""
+    """Report a failure to the other ranks, and to torchrun, where no launcher of ours does."""
     world = active_world()
     if world is None or world.channel is None or world.channel.supervised or not is_failure(error):
         return
@@ -115,12 +115,12 @@ def in_words(error: BaseException) -> str:
 
 
 def is_failure(error: BaseException) -> bool:
-    """Say whether an exception that leaves a rank's function is a failure: ``sys.exit(0)`` is none."""
+    """Return whether an exception that leaves a rank's function is a failure: ``sys.exit(0)`` is not."""
     return not (isinstance(error, SystemExit) and error.code in (None, 0))
 
 
 def tell_uncaught() -> Callable[[], None]:
-    """Tell of exceptions that end the interpreter, until the function that this returns is called."""
+    """Report exceptions that end the interpreter, until the function that this returns is called."""
     before = sys.excepthook
 
     def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> Any:

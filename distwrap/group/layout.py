@@ -1,4 +1,4 @@
-"""Which share of the data a rank takes, where several ranks together hold one copy of a model."""
+"""Arrangement of the ranks for the data, where several ranks together hold one copy of a model."""
 
 from __future__ import annotations
 

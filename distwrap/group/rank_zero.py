@@ -39,7 +39,7 @@ def rank_zero_only(
         default: what the other ranks return.
         broadcast: give rank 0's return value, or the exception it raised, to every rank. All of them must call; they
             wait as long as rank 0 works, and no longer than it lives.
-        local: run on the first rank of every machine instead.
+        local: run on the first rank of every node instead.
 
     Raises:
         CollectiveInRankZeroError: the function calls a collective.
@@ -95,7 +95,7 @@ def rank_zero_first(local: bool = False) -> Iterator[None]:
     The others wait as long as rank 0 works, whatever the timeout of collectives, and no longer than it lives.
 
     Args:
-        local: the first rank of every machine goes first.
+        local: the first rank of every node goes first.
 
     Raises:
         CollectiveInRankZeroError: a collective is called inside.
@@ -144,7 +144,7 @@ def on_rank_zero(factory: Callable[[], R]) -> R:
 
 
 class _Nothing:
-    """Takes everything, does nothing."""
+    """Object that takes any call or attribute, and does nothing."""
 
     def __getattr__(self, name: str) -> _Nothing:
         if name.startswith("__") and name.endswith("__"):
@@ -182,13 +182,13 @@ def _is_chosen(local: bool) -> bool:
 
 
 def _worker(local: bool) -> int:
-    """The rank that is chosen, as seen from this one."""
+    """Return the rank that is chosen, as seen from this one."""
     place = current_world().placement
     return place.rank - place.local_rank if local else 0
 
 
 def _everywhere(name: str, run: Callable[[], Any], chosen: bool, local: bool) -> Any:
-    """Run on the chosen rank, and share how it ended: a value, or an exception."""
+    """Run on the chosen rank, and share its value, or its exception."""
     if current_world().placement.world_size == 1:
         return run()
     check_collectives_allowed(name)

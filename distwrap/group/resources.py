@@ -1,4 +1,4 @@
-"""Once all ranks have said who they are: no device is shared, CPUs are, the network is chosen and tried."""
+"""Resources of a rank, once all ranks are registered: its device, its CPUs, its network interface."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from distwrap.network.rendezvous import registrations
 
 
 def assign_resources(placement: Placement, store: Store, device: torch.device, cleanup: ExitStack) -> Placement:
-    """Check the devices, share the CPUs, choose the network.
+    """Check that no device is shared, divide the CPUs, and choose the network interface.
 
     Args:
         placement: who we are.
@@ -29,16 +29,16 @@ def assign_resources(placement: Placement, store: Store, device: torch.device, c
         cleanup: undoes it when the group goes.
 
     Returns:
-        The placement, with the machines counted off where the launcher does not number them.
+        The placement, with the nodes numbered where the launcher does not number them.
     """
     if placement.nnodes == 1:
         if "GLOO_SOCKET_IFNAME" not in os.environ:
             cleanup.enter_context(interfaces.through("lo0" if sys.platform == "darwin" else "lo", "GLOO_SOCKET_IFNAME"))
         if distwrap_environment.STORE in os.environ and device.type == "cpu":
             return placement  # whoever has started them has looked already
-    came = dict(enumerate(registrations(store, range(placement.world_size))))
-    homes = [(said["host"], said["node"]) for said in came.values()]
-    here = {rank: came[rank] for rank, home in enumerate(homes) if home == homes[placement.rank]}
+    registered = dict(enumerate(registrations(store, range(placement.world_size))))
+    homes = [(said["host"], said["node"]) for said in registered.values()]
+    here = {rank: registered[rank] for rank, home in enumerate(homes) if home == homes[placement.rank]}
     selection.refuse_shared(placement.rank, device, here)
     if distwrap_environment.STORE not in os.environ:
         threads = cpus.share_threads(placement.rank, here)
@@ -47,40 +47,40 @@ def assign_resources(placement: Placement, store: Store, device: torch.device, c
             torch.set_num_threads(threads)
     if placement.nnodes == 1:
         return placement
-    placement, interface = _numbered(placement, homes), _interface(placement, came)
+    placement, interface = _numbered(placement, homes), _interface(placement, registered)
     reach_each_other(store, placement, interface)
     cleanup.enter_context(interfaces.through(interface))
     return placement
 
 
-def _interface(placement: Placement, came: dict[int, dict[str, Any]]) -> str:
-    """Name the interface that leads to the other machines.
+def _interface(placement: Placement, registered: dict[int, dict[str, Any]]) -> str:
+    """Return the interface that leads to the other nodes.
 
     Raises:
-        PlacementError: the meeting place's name leads each machine to itself.
+        PlacementError: the meeting place's name leads each node to itself.
     """
-    mine = came[placement.rank]
-    # The machine of rank 0 has to ask for the way to one of the others: its own name may lead to loopback.
-    away = [said["address"] for said in came.values() if said["network"] != mine["network"] and said["address"]]
-    towards = away[0] if away and mine["network"] == came[0]["network"] else str(placement.master_addr)
+    mine = registered[placement.rank]
+    # The node of rank 0 has to ask for the way to one of the others: its own name may lead to loopback.
+    away = [said["address"] for said in registered.values() if said["network"] != mine["network"] and said["address"]]
+    towards = away[0] if away and mine["network"] == registered[0]["network"] else str(placement.master_addr)
     address = interfaces.source_address(towards) or ""
     if away and (interfaces.is_loopback(address) or interfaces.is_loopback(towards)):
         raise PlacementError(
-            f"rank {placement.rank} on {mine['host']} cannot tell which network leads to the other machines: "
+            f"rank {placement.rank} on {mine['host']} cannot tell which network leads to the other nodes: "
             f"{placement.master_addr} leads to {towards}, which is loopback. {interfaces.ADVICE}"
         )
     return interfaces.interface_of(address) or ("lo0" if sys.platform == "darwin" else "lo")
 
 
 def _numbered(placement: Placement, homes: list[tuple[str, str]]) -> Placement:
-    """Count the machines off, by their lowest ranks, where no variable says which one this is.
+    """Number the nodes by their lowest ranks, where no variable says which one this is.
 
     Example:
         >>> place = Placement(1, 4, 0, 2, 0, 2, source="open_mpi")
         >>> _numbered(place, [("a", ""), ("b", ""), ("a", ""), ("b", "")]).node_rank
         1
     """
-    machines = list(dict.fromkeys(homes))
-    if placement.source not in ("open_mpi", "mvapich2", "mpich") or len(machines) != placement.nnodes:
+    nodes = list(dict.fromkeys(homes))
+    if placement.source not in ("open_mpi", "mvapich2", "mpich") or len(nodes) != placement.nnodes:
         return placement
-    return replace(placement, node_rank=machines.index(homes[placement.rank]))
+    return replace(placement, node_rank=nodes.index(homes[placement.rank]))

@@ -32,7 +32,7 @@ ARRIVAL_SECONDS = 120.0  # for all ranks to come; part of `timeout`, which is fo
 
 
 class ProcessGroup(AbstractContextManager["ProcessGroup"]):
-    """What `setup_process_group` returns: leave the ``with`` and the group is gone, if this call made it."""
+    """Context manager that takes the process group down at its end, if the call that returned it made the group."""
 
     def __init__(self, ours: bool) -> None:
         self._ours = ours
@@ -50,7 +50,7 @@ class ProcessGroup(AbstractContextManager["ProcessGroup"]):
 def setup_process_group(
     backend: str = "auto", *, timeout: float | None = None, device: torch.device | str | int | None = None
 ) -> ProcessGroup:
-    """Join the other processes: find out who started us, meet, choose the device.
+    """Join the other processes: detect the launcher, meet, choose the device.
 
     A plain call or a ``with``. A no-op in a single process, the second time, and where the user has made a group.
 
@@ -86,23 +86,21 @@ def setup_process_group(
     return ProcessGroup(ours=True)
 
 
-def _only_rank_of(machine: Node) -> Placement:
-    """Be the one rank of a machine whose launcher leaves the ranks to us; refuse where there would be more.
+def _only_rank_of(node: Node) -> Placement:
+    """Return the placement of the only rank of a node whose launcher leaves the ranks to us; refuse several.
 
     Raises:
         PlacementError: only the decorator starts ranks.
     """
-    nprocs = machine.nprocs or max(1, selection.visible_devices().count)
-    if isinstance(machine.nnodes, str) or machine.node_rank is None or nprocs > 1:
+    nprocs = node.nprocs or max(1, selection.visible_devices().count)
+    if isinstance(node.nnodes, str) or node.node_rank is None or nprocs > 1:
         raise PlacementError(
-            f"{machine.source} has started this process for a whole machine ({machine.nnodes} machines, {nprocs} "
+            f"{node.source} has started this process for a whole node ({node.nnodes} nodes, {nprocs} "
             f"rank(s) on each), and setup_process_group() starts none. Decorate the function with @distributed, which "
             f"starts them, or run the script with torchrun."
         )
-    host, _, port = (machine.endpoint or "127.0.0.1:29500").rpartition(":")
-    return Placement(
-        machine.node_rank, machine.nnodes, 0, 1, machine.node_rank, machine.nnodes, host, int(port), machine.source
-    )
+    host, _, port = (node.endpoint or "127.0.0.1:29500").rpartition(":")
+    return Placement(node.node_rank, node.nnodes, 0, 1, node.node_rank, node.nnodes, host, int(port), node.source)
 
 
 def import_before_group() -> None:
@@ -169,7 +167,7 @@ def teardown_process_group() -> None:
 
 
 def finish_process_group() -> None:
-    """Leave the group at the very end of a process, which closes its sockets faster than gloo does.
+    """Leave the group at the very end of a process, which closes the sockets faster than gloo does.
 
     gloo's own way takes some 20 ms. Other backends, as NCCL, want to be taken down.
     """
@@ -198,7 +196,7 @@ def _teardown(*, destroy: bool) -> None:
 
 
 def abandon_process_group() -> None:
-    """Forget the group without a word to the others: the way out after a failure, where a goodbye could block."""
+    """Forget the group without telling the others: after a failure, to wait for them could block."""
     world = active_world()
     deactivate()
     if world is not None:
@@ -229,7 +227,7 @@ def single_world(run: RunOptions) -> World:
 
 
 def announce(world: World, launcher: str) -> None:
-    """Say in one line on rank 0 what was decided."""
+    """Print in one line on rank 0 what was decided."""
     place = world.placement
     nodes = f"{place.nnodes} node{'s' if place.nnodes > 1 else ''}"
     ranks = f"{place.world_size} rank{'s' if place.world_size > 1 else ''}"

@@ -1,8 +1,8 @@
-"""Objects between ranks, sealed: nothing is unpickled that did not come from a rank of this run.
+"""Signed objects between ranks: nothing is unpickled that did not come from a rank of this run.
 
 Each run has a secret, which its ranks find in the store where they meet; for ranks that distwrap started, nobody else
 can read that. gloo's sockets ask nobody who they are, so an object that came through them is unpickled only if its
-seal (HMAC-SHA256, RFC 2104) was made with the secret.
+signature (HMAC-SHA256, RFC 2104) was made with the secret.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ def agree_on_secret(store: Store, rank: int) -> bytes:
     return bytes.fromhex(store.get("secret").decode())
 
 
-def seal(value: Any, secret: bytes) -> bytes:
-    """Pickle an object, and put the seal in front."""
+def sign(value: Any, secret: bytes) -> bytes:
+    """Return a pickled object with its HMAC signature in front."""
     data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    return _of(data, secret) + data
+    return _signature(data, secret) + data
 
 
-def opened(message: bytes, secret: bytes, source: int) -> Any:
-    """Check the seal, and unpickle the object only then.
+def verify(message: bytes, secret: bytes, source: int) -> Any:
+    """Return the object of a message, which is unpickled only if its signature is right.
 
     Args:
         message: what was received.
@@ -41,10 +41,10 @@ def opened(message: bytes, secret: bytes, source: int) -> Any:
         source: the rank it is said to come from, for the error.
 
     Raises:
-        CollectiveError: the seal is not of this run.
+        CollectiveError: the signature is not of this run.
     """
     given, data = message[:_SIZE], message[_SIZE:]
-    if not hmac.compare_digest(given, _of(data, secret)):
+    if not hmac.compare_digest(given, _signature(data, secret)):
         raise CollectiveError(
             f"what came in place of rank {source}'s object was not made by a rank of this run, and was not read: "
             f"another process writes to this machine's ports, or a collective was not called on every rank."
@@ -52,5 +52,5 @@ def opened(message: bytes, secret: bytes, source: int) -> Any:
     return pickle.loads(data)
 
 
-def _of(data: bytes, secret: bytes) -> bytes:
+def _signature(data: bytes, secret: bytes) -> bytes:
     return hmac.digest(secret, data, "sha256")

@@ -1,4 +1,4 @@
-"""Work of one rank for which the others wait: as long as it takes, while that rank lives, and never longer."""
+"""Waits of the other ranks for the work of one: as long as it takes, while that rank lives, and no longer."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class WaitCounts(RunPart):
 
 
 def share_result(name: str, worker: int, result: bytes | None) -> bytes:
-    """Return what one rank has made of its work, on every rank that waits for it.
+    """Return the result of one rank's work, on every rank that waits for it.
 
     No collective and no timeout: the others look for it on the side channel, and learn at once of the end of the rank
     they wait for. In a group that the user made there is no side channel, and it is a collective.

@@ -23,7 +23,7 @@ from distwrap.wording import unknown_name
 
 
 class Buffers:
-    """Those of one wrapped model; rank 0's are to be had at any time, and nobody waits for who does not ask.
+    """Buffers of one wrapped model; a rank may ask for rank 0's at any time, and no other rank waits for that.
 
     Rank 0 may evaluate alone. Where all ranks do, rank 0 may be a step ahead when another asks, and still answers with
     what it had itself when its training paused.
@@ -62,14 +62,14 @@ class Buffers:
                 own[key].copy_(value)
 
     def _packed(self) -> bytes:
-        """Runs in rank 0's channel, when another rank asks."""
+        """Return rank 0's buffers as bytes; runs in its channel's thread, when another rank asks."""
         model, kept = self._model(), self._kept
         if kept is not None and self.averages - self._kept_at <= 1:
             return _bytes(kept)
         return _bytes(self._last if model is None else self._trained(model))
 
     def _trained(self, model: nn.Module) -> dict[str, torch.Tensor]:
-        """Choose what training changes: running statistics, and other buffers once they are not what they were."""
+        """Return the buffers that training changes: running statistics, and others once they differ."""
         others = {key: value for key, value in _others(model).items() if fingerprint(value) != self._at_first.get(key)}
         return {**_statistics(model), **others}
 

@@ -1,4 +1,4 @@
-"""Say in the user's words what is wrong between a model and DDP: names of parameters and methods instead of numbers."""
+"""Explanations of DDP's errors in the user's words: names of parameters and methods instead of numbers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHOWN = 12
 
 
 def skipped(model: nn.Module, method: str) -> str:
-    """Say that a backward has gone past the reducer, and by which call of the user's."""
+    """Return the message that a backward has gone past the reducer, with the user's call that led to it."""
     calls = [f"{method}()"] if method else _calls_past(model)
     name = type(unwrap_model(model)).__name__
     culprit = f": {', '.join(calls)} ran the bare {name}" if calls else f" of {name}"
@@ -40,7 +40,7 @@ def skipped(model: nn.Module, method: str) -> str:
 
 
 def flipped(model: nn.Module) -> str:
-    """Say that ``no_sync()`` covered a forward but not its backward."""
+    """Return the message that ``no_sync()`` covered a forward but not its backward."""
     return (
         f"rank {current_world().placement.rank}: the forward of {type(unwrap_model(model)).__name__} was in no_sync(), "
         f"but its backward is not. DDP decides in the forward, so these gradients are not averaged. Put both inside, "
@@ -49,12 +49,12 @@ def flipped(model: nn.Module) -> str:
 
 
 def explained(error: RuntimeError) -> RuntimeError:
-    """Return what an error of DDP's in a backward means, with it as the cause; any other as it is."""
+    """Return the explanation of an error of DDP's in a backward, caused by it; any other error as it is."""
     return _because(error, _explained_twice(str(error))) if _TWICE in str(error) else error
 
 
 def unfinished(error: RuntimeError, model: nn.Module, trained: list[str]) -> RuntimeError:
-    """Return what an error of DDP's in a forward means, with the parameters and ranks; any other as it is."""
+    """Return the explanation of an error of DDP's in a forward, with parameters and ranks; any other error as it is."""
     if _UNFINISHED not in str(error):
         return error
     found = re.search(r"did not receive grad for rank \d+: ((?:\d+ ?)+)", str(error))
@@ -85,7 +85,7 @@ def _because(cause: RuntimeError, error: ModelError) -> ModelError:
 
 
 def _whose(world: World, unused: list[str]) -> str:
-    """Say which ranks have left these parameters out, as far as they have told within a moment."""
+    """Return which ranks have left these parameters out, as far as they have reported within a moment."""
     me, everybody = world.placement.rank, range(world.placement.world_size)
     if world.channel is None:
         return f"On rank {me}"
@@ -149,7 +149,7 @@ def _calls_past(model: nn.Module) -> list[str]:
 
 
 def _is_past(called: ast.expr, frame: FrameType, model: nn.Module) -> bool:
-    """Whether an expression as ``net.loss`` or ``model.module`` is of the bare model or a part of it."""
+    """Return whether an expression as ``net.loss`` or ``model.module`` is of the bare model or a part of it."""
     net = unwrap_model(model)
     parts = {id(part) for part in net.modules()}
     value = _value(called, frame)

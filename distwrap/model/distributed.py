@@ -1,4 +1,4 @@
-"""The model under DDP. What is decided is decided once, when wrapping."""
+"""The model under DDP. Decisions are made once, when it is wrapped."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from distwrap.errors import ModelError
 from distwrap.model import diagnosis
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import ForwardMethods, MethodCall, RoutedModule, has_gradient
-from distwrap.model.gradients import Gradients
+from distwrap.model.gradients import Average, Gradients
 from distwrap.model.local import LocalModel
 from distwrap.precision import InPrecision
 
@@ -69,12 +69,12 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
         if not torch.is_grad_enabled():
             return self.module(*args, **kwargs)
         gradients = self._gradients
-        again = gradients.due
+        again = gradients.average is Average.DUE
         try:
             outputs = _ddp_forward(self, *args, **kwargs)
         except RuntimeError as error:
             raise self._explained(error)  # noqa: B904 - which knows its cause
-        gradients.due = self.require_backward_grad_sync
+        gradients.average = Average.DUE if self.require_backward_grad_sync else Average.LEFT_OUT
         if again:
             gradients.repeat(outputs)
         return outputs
@@ -106,24 +106,24 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
     def _prepare(self, call: MethodCall) -> None:
         """Do what DDP's forward does around the model's own, so far as it needs no outputs."""
         gradients = self._gradients
-        call.prepared, call.again = True, bool(gradients.due)
+        call.prepared, call.again = True, gradients.average is Average.DUE
         try:
             begin_ddp_forward(self)
             if not self._needs_outputs:
                 end_ddp_forward(self, None)
-                gradients.due = self.require_backward_grad_sync
+                gradients.average = Average.DUE if self.require_backward_grad_sync else Average.LEFT_OUT
         except RuntimeError as error:
             raise self._explained(error)  # noqa: B904 - which knows its cause
 
     def _end(self, output: Any, call: MethodCall) -> Any:
         gradients = self._gradients
         if torch.is_grad_enabled():
-            if not call.prepared and gradients.due is None and has_gradient(output):
+            if not call.prepared and gradients.average is Average.NONE and has_gradient(output):
                 self._prepare(call)  # it has used parameters without calling a module
             if call.prepared and self._needs_outputs:
                 output = end_ddp_forward(self, output)
-                gradients.due = self.require_backward_grad_sync
-            elif call.again and gradients.due:
+                gradients.average = Average.DUE if self.require_backward_grad_sync else Average.LEFT_OUT
+            elif call.again and gradients.average is Average.DUE:
                 gradients.repeat(output)
         return self._in_precision.outputs(output) if call.begun or call.prepared else output
 
@@ -144,7 +144,7 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
         return super()._apply(fn, *args, **kwargs)
 
     def retire(self) -> None:
-        """Watch no more: the same model is wrapped anew."""
+        """Stop watching: the same model is wrapped anew."""
         self._gradients.forget()
         self._close_exchange()
 
@@ -164,7 +164,7 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
 
 
 def _refuse_change(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
-    """Refuse what would put the parameters elsewhere, or into another type, under DDP's feet."""
+    """Refuse a change of the parameters' device or type, which DDP would not notice."""
     seen: dict[tuple[torch.dtype, torch.device], str] = {}
     for name, parameter in model.named_parameters():
         seen.setdefault((parameter.dtype, parameter.device), name)

@@ -1,4 +1,4 @@
-"""After the first optimizer step: do all ranks hold the same weights, and does the optimizer hold the model's?
+"""Proof after the first optimizer step that all ranks hold the same weights, and the optimizer holds the model's.
 
 The ranks leave fingerprints on the side channel, and compare them a step or more later. Nobody waits, and after that
 nothing of this is left in the loop.
@@ -50,7 +50,7 @@ class FirstSteps(RunPart):
         self._handles: list[Any] = []
 
     def start(self, channel: Channel) -> None:
-        """Listen to optimizers, after whoever else does."""
+        """Listen to optimizers, after all other hooks."""
         self._channel, self._steps = channel, 0
         self._open.clear()
         self.stop()
@@ -60,13 +60,13 @@ class FirstSteps(RunPart):
         ]
 
     def stop(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         self.stop()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -141,7 +141,7 @@ class FirstSteps(RunPart):
                 )
 
     def _are_last(self) -> bool:
-        """Whether torch, which is running its hooks, has none after this one: else they must not change now."""
+        """Return whether torch has no hook to run after this one, so that hooks may be removed now."""
         hooks = self._handles[0].hooks_dict_ref()
         return hooks is None or next(reversed(hooks)) == self._handles[0].id
 

@@ -89,7 +89,7 @@ class RoutedModule(TransparentModule):
 
 
 class MethodCall:
-    """One call of a method: begins when a module of the model is called.
+    """One call of a method; it begins when a module of the model is called.
 
     Attributes:
         begun: whether one was.

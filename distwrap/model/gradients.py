@@ -12,6 +12,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from enum import Enum, auto
 from typing import Any
 
 import torch
@@ -34,16 +35,23 @@ from distwrap.model.wrapped_models import WrappedModels
 _SENTINELS = 4
 
 
+class Average(Enum):
+    """State of the average that a model's next backward takes."""
+
+    NONE = auto()  # no forward has been, or its average is taken
+    DUE = auto()  # a forward has prepared one
+    LEFT_OUT = auto()  # the forward was in no_sync()
+
+
 class Gradients:
-    """What a wrapped model's next backward will find.
+    """Watch over the gradients of one wrapped model.
 
     Args:
         model: a ``DistributedDataParallel``; it is not kept alive.
         buffers: of the model, that count how many averages there were.
 
     Attributes:
-        due: ``True`` when a forward has prepared an average, ``False`` when it was in ``no_sync()``, ``None`` when no
-            forward has been, or its average is taken.
+        average: the state of the average that the next backward takes.
         on_average: called when a backward begins to take its average, while a method is running.
         trained: the names of the parameters that DDP averages, in its order.
     """
@@ -56,14 +64,14 @@ class Gradients:
         "_model",
         "_names",
         "_task",
-        "due",
+        "average",
         "on_average",
         "trained",
     )
 
     def __init__(self, model: nn.parallel.DistributedDataParallel, buffers: Buffers | None) -> None:
         self._model = weakref.ref(model)
-        self.due: bool | None = None
+        self.average = Average.NONE
         self.on_average: Callable[[], None] | None = None
         self._buffers = buffers
         self._task: int | None = -1
@@ -114,14 +122,14 @@ class Gradients:
 
     def _prepare(self, grad: torch.Tensor) -> None:
         model = self._model()
-        if self.due is not None or model is None or not model.require_backward_grad_sync:
+        if self.average is not Average.NONE or model is None or not model.require_backward_grad_sync:
             return
         if not model._needs_outputs and not is_averaging(model, otherwise=False):  # else it is of this very backward
             prepare_another_average(model)
-            self.due = True
+            self.average = Average.DUE
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
-        """Runs in a backward, once for each of a few parameters."""
+        """Check that an average is due; runs in a backward, once for each of a few parameters."""
         task = current_backward()
         if task == self._task is not None:
             return
@@ -129,16 +137,16 @@ class Gradients:
         model = self._model()
         if model is None:
             return
-        syncs, due = model.require_backward_grad_sync, self.due
-        if due:
-            self.due = None
+        syncs = model.require_backward_grad_sync
+        if self.average is Average.DUE:
+            self.average = Average.NONE
             if self._buffers is not None:
                 self._buffers.averages += 1
             if not syncs:
                 _note_late_no_sync()
             if self.on_average is not None:
                 self.on_average()
-        elif due is False:
+        elif self.average is Average.LEFT_OUT:
             if syncs:
                 raise ModelError(diagnosis.flipped(model))
         elif syncs and not self._is_expected(model, task):
@@ -158,7 +166,7 @@ class Gradients:
         parameter.requires_grad_(False)
 
     def _on_unfrozen(self, parameter: torch.Tensor) -> None:
-        """Runs when a gradient reaches what was frozen when the model was wrapped."""
+        """Refuse a gradient of a parameter that was frozen when the model was wrapped."""
         if self._model() is not None:
             raise ModelError(
                 f"the parameter {self._names[id(parameter)]!r} was frozen when wrap_model() was called, and has a "
@@ -191,7 +199,7 @@ def _sentinels(named: list[tuple[str, nn.Parameter]]) -> list[nn.Parameter]:
 
 
 def _averaged_elsewhere(model: nn.Module, task: int) -> bool:
-    """Whether another wrapped model that shares parameters with this one takes the average in this backward."""
+    """Return whether another wrapped model that shares parameters with this one takes the average in this backward."""
     own = set(map(id, model.parameters()))
     return any(
         other is not model and gradients._task == task and not own.isdisjoint(map(id, other.parameters()))

@@ -84,7 +84,7 @@ def fingerprints(held: Iterable[Held]) -> list[Mark]:
 
 
 def first_difference(everyone: Sequence[Sequence[Mark]], *, exact: bool = True) -> str | None:
-    """Say which tensor is the first that is not alike on all ranks, and on which ranks it is which.
+    """Return which tensor is the first that differs between ranks, and on which ranks it is which.
 
     Args:
         everyone: each rank's `fingerprints`, in rank order.

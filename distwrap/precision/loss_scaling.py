@@ -84,7 +84,7 @@ class LossScaling(RunPart):
         return self._user_scales
 
     def close(self) -> None:
-        """Check optimizer steps no more."""
+        """Stop checking optimizer steps."""
         if self.hook is not None:
             self.hook.remove()
 

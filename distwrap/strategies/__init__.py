@@ -1,4 +1,4 @@
-"""How a model is replicated: one protocol, one file a strategy."""
+"""Ways to replicate or divide a model: one protocol, one file a strategy."""
 
 from __future__ import annotations
 

@@ -41,7 +41,7 @@ class DDP2Strategy(DDPStrategy):
 
 
 class _OverDevices(DistributedModel):
-    """A forward runs on all devices of this process; DDP sees the gradients on the first."""
+    """DDP model whose forward runs on all devices of this process; DDP sees the gradients on the first."""
 
     def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
         devices = list(range(visible_devices().count))

@@ -1,4 +1,4 @@
-"""Which strategy to ask: the one that prepared a model or an optimizer, else the run's, else DDP."""
+"""Look-up of the strategy to ask: the one that prepared a model or an optimizer, else the run's, else DDP."""
 
 from __future__ import annotations
 

@@ -135,7 +135,7 @@ class StepHooks(RunPart):
             self._handles[precision] = register_optimizer_step_post_hook(lambda opt, *_: precision.after_step(opt))
 
     def close(self) -> None:
-        """Act no more."""
+        """Remove the hooks."""
         for handle in self._handles.values():
             handle.remove()
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from distwrap.errors import CollectiveError
-from distwrap.group.signing import opened, seal
+from distwrap.group.signing import sign, verify
 
 LIMIT = 60.0
 
@@ -26,21 +26,21 @@ class Harmful:
         return os.mkdir, (self.path,)
 
 
-def test_what_is_sealed_is_opened() -> None:
-    """What a rank of the run sealed comes out as it went in."""
-    assert opened(seal({"a": [1, 2]}, b"secret"), b"secret", 0) == {"a": [1, 2]}
+def test_what_is_signed_is_verified() -> None:
+    """What a rank of the run signed comes out as it went in."""
+    assert verify(sign({"a": [1, 2]}, b"secret"), b"secret", 0) == {"a": [1, 2]}
 
 
 @pytest.mark.parametrize("secret", [b"", b"guessed"])
 def test_what_a_stranger_made_is_not_read(secret: bytes, tmp_path: Path) -> None:
-    """An object with a seal of another secret is refused before anything of it is unpickled."""
+    """An object with a signature of another secret is refused before anything of it is unpickled."""
     harmful = tmp_path / "was here"
-    message = seal(Harmful(str(harmful)), secret)
+    message = sign(Harmful(str(harmful)), secret)
     with pytest.raises(CollectiveError, match="in place of rank 3's object was not made by a rank of this run"):
-        opened(message, b"the run's own", 3)
+        verify(message, b"the run's own", 3)
     assert not harmful.exists()
     with pytest.raises(CollectiveError):
-        opened(b"", b"the run's own", 3)
+        verify(b"", b"the run's own", 3)
 
 
 RUN = """

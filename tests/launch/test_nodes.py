@@ -78,7 +78,7 @@ def test_helpers_alone_on_machines() -> None:
     pod = {"PET_NNODES": "2", "PET_NODE_RANK": "0", "PET_NPROC_PER_NODE": "4", "MASTER_ADDR": "127.0.0.1"}
     with started(script, **pod) as process:
         alone = ended(process)
-    assert "kubeflow has started this process for a whole machine (2 machines, 4 rank(s) on each)" in alone.output
+    assert "kubeflow has started this process for a whole node (2 nodes, 4 rank(s) on each)" in alone.output
     assert "Decorate the function with @distributed" in alone.output
 
 
