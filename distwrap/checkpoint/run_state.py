@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distwrap.comm.state import restore_exchanges, state_of_exchanges
+from distwrap.comm.exchanges import Exchanges
 from distwrap.devices.kinds import kind_of
 from distwrap.errors import CheckpointError
 from distwrap.group.collectives import gather_object
@@ -32,7 +32,7 @@ class RunState:
         scaling.update()
         scaler = scaling.scaler
         scale = None if scaler is None else scaler.state_dict()
-        comm = state_of_exchanges(world)
+        comm = world.part(Exchanges).state()
         return {"random": gather_object(_random()), "seed": world.options.seed, "scaler": scale, "comm": comm}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -56,7 +56,7 @@ class RunState:
         if scaling.scaler is not None:
             scaling.stepped = None
             scaling.scaler.load_state_dict(state["scaler"])
-        restore_exchanges(world, state.get("comm", []))
+        world.part(Exchanges).restore(state.get("comm", []))
 
 
 def run_state() -> RunState:

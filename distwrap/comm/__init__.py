@@ -1,80 +1,60 @@
-"""How ranks exchange what they have learnt: gradients in few bytes, or weights now and then.
+"""Ways in which ranks exchange what they have learnt: gradients in few bytes, or weights now and then.
 
-An algorithm is imported when it is chosen.
+A module is imported when one of its names is used.
 """
+
+# ruff: noqa: I001 - it would give each of the names below a line of its own
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from distwrap.comm.base import Algorithm, Averager, Bucket
-from distwrap.comm.consolidate import Consolidated, consolidate, pause, traffic
-
 if TYPE_CHECKING:
-    from distwrap.comm.allreduce import BF16, FP16, AllReduce
-    from distwrap.comm.asynchronous import AsyncAveraging
-    from distwrap.comm.bytegrad import ByteGrad
-    from distwrap.comm.decentralized import Decentralized
-    from distwrap.comm.diloco import DiLoCo
-    from distwrap.comm.gradients import GradientAlgorithm
-    from distwrap.comm.link import Link, Traffic
-    from distwrap.comm.local_sgd import LocalSGD
-    from distwrap.comm.low_precision import LowPrecisionDecentralized
-    from distwrap.comm.powersgd import PowerSGD
-    from distwrap.comm.qadam import QAdam
-    from distwrap.comm.topk import TopK
-    from distwrap.comm.weights import WeightAlgorithm, WeightExchange
+    from distwrap.comm.allreduce import BF16 as BF16, FP16 as FP16, AllReduce as AllReduce
+    from distwrap.comm.asynchronous import AsyncAveraging as AsyncAveraging
+    from distwrap.comm.base import Algorithm as Algorithm, Averager as Averager, Bucket as Bucket
+    from distwrap.comm.bytegrad import ByteGrad as ByteGrad
+    from distwrap.comm.consolidation import (
+        Consolidated as Consolidated,
+        consolidate as consolidate,
+        pause as pause,
+        traffic as traffic,
+    )
+    from distwrap.comm.decentralized import Decentralized as Decentralized
+    from distwrap.comm.diloco import DiLoCo as DiLoCo
+    from distwrap.comm.gradients import GradientAlgorithm as GradientAlgorithm
+    from distwrap.comm.link import Link as Link, Traffic as Traffic
+    from distwrap.comm.local_sgd import LocalSGD as LocalSGD
+    from distwrap.comm.low_precision import LowPrecisionDecentralized as LowPrecisionDecentralized
+    from distwrap.comm.powersgd import PowerSGD as PowerSGD
+    from distwrap.comm.qadam import QAdam as QAdam
+    from distwrap.comm.topk import TopK as TopK
+    from distwrap.comm.weights import WeightAlgorithm as WeightAlgorithm, WeightExchange as WeightExchange
 
-__all__ = [
-    "BF16",
-    "FP16",
-    "Algorithm",
-    "AllReduce",
-    "AsyncAveraging",
-    "Averager",
-    "Bucket",
-    "ByteGrad",
-    "Consolidated",
-    "Decentralized",
-    "DiLoCo",
-    "GradientAlgorithm",
-    "Link",
-    "LocalSGD",
-    "LowPrecisionDecentralized",
-    "PowerSGD",
-    "QAdam",
-    "TopK",
-    "Traffic",
-    "WeightAlgorithm",
-    "WeightExchange",
-    "consolidate",
-    "pause",
-    "traffic",
-]
-
-_PLACES = {
-    "AllReduce": "allreduce",
-    "AsyncAveraging": "asynchronous",
-    "BF16": "allreduce",
-    "ByteGrad": "bytegrad",
-    "Decentralized": "decentralized",
-    "DiLoCo": "diloco",
-    "FP16": "allreduce",
-    "Link": "link",
-    "GradientAlgorithm": "gradients",
-    "LocalSGD": "local_sgd",
-    "LowPrecisionDecentralized": "low_precision",
-    "PowerSGD": "powersgd",
-    "QAdam": "qadam",
-    "TopK": "topk",
-    "Traffic": "link",
-    "WeightAlgorithm": "weights",
-    "WeightExchange": "weights",
+# The block above is for type checkers; this table is what runs, and a test compares the two.
+_NAMES = {
+    "allreduce": ("AllReduce", "BF16", "FP16"),
+    "asynchronous": ("AsyncAveraging",),
+    "base": ("Algorithm", "Averager", "Bucket"),
+    "bytegrad": ("ByteGrad",),
+    "consolidation": ("Consolidated", "consolidate", "pause", "traffic"),
+    "decentralized": ("Decentralized",),
+    "diloco": ("DiLoCo",),
+    "gradients": ("GradientAlgorithm",),
+    "link": ("Link", "Traffic"),
+    "local_sgd": ("LocalSGD",),
+    "low_precision": ("LowPrecisionDecentralized",),
+    "powersgd": ("PowerSGD",),
+    "qadam": ("QAdam",),
+    "topk": ("TopK",),
+    "weights": ("WeightAlgorithm", "WeightExchange"),
 }
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+__all__ = sorted(_MODULE_OF)
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _PLACES:
+    if name not in _MODULE_OF:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

@@ -12,49 +12,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from distwrap.checks import whole
+from distwrap.comm.base import option
 from distwrap.comm.engine import PATIENCE
 from distwrap.comm.link import Link
 from distwrap.comm.weights import WeightAlgorithm, WeightExchange
 from distwrap.errors import CollectiveTimeoutError
 from distwrap.group.world import World
-
-if TYPE_CHECKING:
-    from distwrap.model.distributed import DistributedModel
+from distwrap.model.distributed import DistributedModel
 
 
-@dataclass(frozen=True, kw_only=True)
-class AsyncAveraging(WeightAlgorithm):
-    """Every `sync_interval_ms` a mean of all ranks' weights is computed, and each rank moves by mean - own.
+class AsyncExchange(WeightExchange["AsyncAveraging"]):
+    """Averages in a thread, to which the training thread hands weights, and from which it takes back how far to move.
 
-    The progress that a rank makes meanwhile is kept. Ranks may take different numbers of steps.
-
-    Args:
-        sync_interval_ms: milliseconds from one mean to the next.
-    """
-
-    sync_interval_ms: int = 500
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        whole(0)("sync_interval_ms", self.sync_interval_ms)
-
-    def attach(self, model: DistributedModel, world: World) -> AsyncExchange:
-        return AsyncExchange(self, model, world)
-
-
-class AsyncExchange(WeightExchange[AsyncAveraging]):
-    """A thread that averages, and a training thread that hands it weights and takes back how far to move.
-
-    Where the algorithm is hierarchical, only the nodes' first ranks have the thread, and tell the rest of their node at
-    each step whether to move.
+    Where the algorithm is hierarchical, only the nodes' first ranks have the thread; at each step they send the rest of
+    their node whether and how far to move. When the model is dropped, the thread goes on until all ranks have dropped
+    it, as in a pause.
 
     Attributes:
-        rounds: how many means there were.
+        rounds: the number of means until now.
     """
 
     def __init__(self, algorithm: AsyncAveraging, model: DistributedModel, world: World) -> None:
@@ -73,10 +52,6 @@ class AsyncExchange(WeightExchange[AsyncAveraging]):
     def runs(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
 
-    def drop(self) -> None:
-        self._parked = self._pausing = True  # the thread ends when all ranks have dropped the model
-        super().drop()
-
     def begin(self) -> None:
         self.resume()
 
@@ -91,19 +66,19 @@ class AsyncExchange(WeightExchange[AsyncAveraging]):
                 self._changed.notify_all()
 
     def _take_over(self) -> None:
-        """Move by what has come; the ranks of a node together."""
+        """Move the weights by the difference that the thread has found; the ranks of a node move together."""
         with self._changed:
             move, self._move = self._move, None
         if self.node is not None:
-            move = self.engine.call(partial(self._of_node, self.node, move))
+            move = self.engine.call(partial(self._from_first, self.node, move))
         if move is not None:
             self.weights.write(self.weights.read().add_(move))
 
-    def _of_node(self, node: Link, move: torch.Tensor | None) -> torch.Tensor | None:
-        """Return what the node's first rank has."""
-        there_is = torch.tensor([move is not None], dtype=torch.uint8, device=self.device)
-        node.from_first(there_is)
-        if not there_is.item():
+    def _from_first(self, node: Link, move: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the move of the node's first rank."""
+        is_there = torch.tensor([move is not None], dtype=torch.uint8, device=self.device)
+        node.from_first(is_there)
+        if not is_there.item():
             return None
         if node.rank or move is None:
             move = self.weights.read()
@@ -111,7 +86,7 @@ class AsyncExchange(WeightExchange[AsyncAveraging]):
         return move
 
     def _hand_out(self) -> None:
-        """Give the thread a copy of the weights, where they will be once they have moved."""
+        """Give the thread a copy of the weights as they will be once they have moved."""
         self._snapshot, self._wanted = self.weights.read(), False
         if self._move is not None:
             self._snapshot.add_(self._move)
@@ -130,7 +105,7 @@ class AsyncExchange(WeightExchange[AsyncAveraging]):
             if thread.is_alive():
                 raise CollectiveTimeoutError(
                     f"rank {self.rank} paused its averaging, and after {self._patience:g} s not all ranks have paused: "
-                    f"every rank must come to consolidate(), pause() and the function's end."
+                    f"every rank must call consolidate() and pause(), and reach the function's end."
                 )
         if self._failure is not None:
             raise self._failure
@@ -149,33 +124,33 @@ class AsyncExchange(WeightExchange[AsyncAveraging]):
 
     def _run(self, link: Link) -> None:
         try:
-            while not link.least(int(self._pausing), self.device):
-                mine = self._taken()
-                if mine is None:
+            while not link.least(int(self._pausing or self.model is None), self.device):
+                own = self._take_snapshot()
+                if own is None:
                     return
-                mean = mine.clone()
+                mean = own.clone()
                 link.mean(mean)
                 with self._changed:
-                    moved = mean.sub_(mine)
+                    moved = mean.sub_(own)
                     self._move = moved if self._move is None else self._move.add_(moved)
                 self.rounds += 1
                 self._rest()
         except BaseException as error:  # noqa: BLE001 - raised again in the training thread
             self._failure = error
 
-    def _taken(self) -> torch.Tensor | None:
-        """Wait for the training thread to be between two steps, and return a copy of the weights."""
+    def _take_snapshot(self) -> torch.Tensor | None:
+        """Wait until the training thread is between two steps, and return a copy of the weights."""
         with self._changed:
             self._wanted = True
             while self._snapshot is None:
                 if self._closed:
                     return None
-                if self._parked:
+                if self._parked or self.model is None:
                     self._hand_out()
                 else:
                     self._changed.wait(1.0)
-            mine, self._snapshot = self._snapshot, None
-            return mine
+            snapshot, self._snapshot = self._snapshot, None
+            return snapshot
 
     def _rest(self) -> None:
         until = time.monotonic() + self._interval
@@ -214,3 +189,17 @@ class AsyncExchange(WeightExchange[AsyncAveraging]):
             if thread.is_alive():
                 self.keep_groups()  # it waits in one for ranks that do not come any more
         super().close()
+
+
+@dataclass(frozen=True, kw_only=True)
+class AsyncAveraging(WeightAlgorithm):
+    """Every `sync_interval_ms` a mean of all ranks' weights is computed, and each rank moves by mean - own.
+
+    The progress that a rank makes meanwhile is kept. Ranks may take different numbers of steps.
+
+    Args:
+        sync_interval_ms: milliseconds from one mean to the next.
+    """
+
+    exchange_class = AsyncExchange
+    sync_interval_ms: int = option(500, whole(0))

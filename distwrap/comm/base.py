@@ -1,8 +1,8 @@
-"""What an algorithm of exchange is: options that travel to the ranks, and what it becomes there for one model.
+"""The two halves of every way to exchange: options that travel to the ranks, and their work there for one model.
 
 ```
-Algorithm                what the user names: a frozen dataclass of options
-├── GradientAlgorithm    makes an Averager, which a DDP hook feeds with buckets of gradients
+Algorithm                a frozen dataclass of options, which the user names
+├── GradientAlgorithm    makes an Averager, which gets DDP's buckets of gradients
 └── WeightAlgorithm      makes a WeightExchange, which acts around the optimizer's steps
 ```
 """
@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -21,21 +21,39 @@ if TYPE_CHECKING:
     from distwrap.group.world import World
     from distwrap.model.distributed import DistributedModel
 
+T = TypeVar("T")
+
+
+def option(default: T, check: Callable[[str, Any], Any]) -> T:
+    """Declare an option of an algorithm, and the check that its values pass.
+
+    Args:
+        default: its value where the user gives none.
+        check: takes the name and a value, and returns the value or raises OptionError.
+    """
+    return field(default=default, metadata={"check": check})
+
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(ABC):
-    """How the ranks exchange what they have learnt. Subclasses are frozen dataclasses of their options.
+    """Way in which the ranks exchange what they have learnt. Subclasses are frozen dataclasses of their options.
 
     Attributes:
-        hierarchical: full precision inside a node, the algorithm between the nodes' first ranks.
+        hierarchical: whether there is full precision inside a node, and the algorithm between the nodes' first ranks.
         same_weights: whether all ranks hold the same weights after each step.
     """
 
     hierarchical: bool = False
     same_weights: ClassVar[bool] = True
 
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            if "check" in each.metadata:
+                value = each.metadata["check"](each.name, getattr(self, each.name))
+                object.__setattr__(self, each.name, value)
+
     def check(self, world_size: int) -> None:  # noqa: B027 - most have nothing to refuse
-        """Refuse options that do not fit a world of so many ranks, or of so many nodes where hierarchical.
+        """Refuse options that do not fit the number of ranks, or of nodes where the algorithm is hierarchical.
 
         Raises:
             OptionError: they do not.
@@ -43,20 +61,20 @@ class Algorithm(ABC):
 
     @abstractmethod
     def attach(self, model: DistributedModel, world: World) -> Any:
-        """Begin to exchange for a model that was wrapped just now; every rank calls it. Returns the `Exchange`."""
+        """Return the `Exchange` of a model that was wrapped just now; every rank calls this."""
 
 
 @dataclass
 class Bucket:
-    """Some gradients of one backward, one after the other in one flat tensor; or the like.
+    """Numbers to average, one parameter's after the other's in one flat tensor: as a rule gradients of one backward.
 
     Attributes:
-        values: what is to be averaged, in place.
-        parameters: whose gradients they are, in order.
+        values: the numbers, which are averaged in place.
+        parameters: the parameters that they belong to, in order.
         views: the values of each parameter, in its shape and memory format.
-        scale: by which they are multiplied, under fp16.
-        name_of: a parameter's name by its id.
-        report: called with the names of parameters whose gradients are not finite.
+        scale: the factor by which they are multiplied, under fp16.
+        name_of: the parameters' names by their ids.
+        report: takes the names of parameters whose gradients are not finite.
     """
 
     values: torch.Tensor
@@ -68,16 +86,16 @@ class Bucket:
 
     @property
     def key(self) -> tuple[int, ...]:
-        """By which the bucket is known from step to step. DDP rearranges its buckets after the first."""
+        """The parameters' ids, by which the bucket is known in every step; DDP rearranges buckets after the first."""
         return tuple(map(id, self.parameters))
 
     def parts(self, flat: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Cut a flat tensor, by default the values, into the parameters' shares."""
+        """Return the parameters' shares of a flat tensor, by default of the values."""
         flat = self.values if flat is None else flat
         return list(torch.split(flat, [parameter.numel() for parameter in self.parameters]))
 
     def complain(self) -> None:
-        """Say whose gradients are not finite; call it before they are overwritten."""
+        """Report the parameters whose gradients are not finite; call it before they are overwritten."""
         if self.report is not None:
             pairs = zip(self.parameters, self.parts(), strict=True)
             bad = [parameter for parameter, part in pairs if not torch.isfinite(part).all()]
@@ -88,7 +106,7 @@ class Averager(ABC):
     """Averages gradients over the ranks of a link: the part of a gradient algorithm that has state.
 
     Attributes:
-        wants_scale: whether it keeps something from step to step, which must follow the scale of fp16.
+        wants_scale: whether it keeps numbers from step to step, which must follow the scale of fp16.
     """
 
     wants_scale = False

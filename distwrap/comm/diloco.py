@@ -6,81 +6,34 @@ https://arxiv.org/abs/2501.18512, algorithm 2.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 
 from distwrap._internals.torch import foreach
-from distwrap.checks import fraction, whole
-from distwrap.comm.base import Bucket
+from distwrap.checks import fraction, one_of, whole
+from distwrap.comm.base import Bucket, option
 from distwrap.comm.codecs import Cast, Codec, MinMax8, Sign
 from distwrap.comm.compressed import CompressedMean
 from distwrap.comm.flat import FlatWeights, fragments
 from distwrap.comm.link import Link
 from distwrap.comm.weights import WeightAlgorithm, WeightExchange
 from distwrap.errors import OptionError
-from distwrap.group.world import World
-from distwrap.wording import unknown_name
-
-if TYPE_CHECKING:
-    from distwrap.model.distributed import DistributedModel
 
 _CODECS: dict[str, Callable[[], Codec]] = {"16bit": lambda: Cast(torch.bfloat16), "8bit": MinMax8, "1bit": Sign}
 
 
-@dataclass(frozen=True, kw_only=True)
-class DiLoCo(WeightAlgorithm):
-    """Every `sync_every` steps, an outer step of SGD with Nesterov momentum on the weights of the last one.
-
-    The inner optimizer, usually AdamW, is any; its state stays each rank's own.
-
-    Args:
-        sync_every: inner steps between two outer steps of the same weights.
-        outer_lr: the outer learning rate.
-        outer_momentum: the outer momentum, 0 for none.
-        fragments: in how many parts the model is exchanged, one after the other, evenly spread over `sync_every` steps:
-            the same bytes, a fraction of the peak.
-        delay: inner steps in which a fragment travels while training goes on; 0 waits for it.
-        mixing: how much of its own progress in that time a replica keeps, from 0, none, to 1.
-        compression: ``"16bit"``, ``"8bit"`` or ``"1bit"`` for what travels, with error feedback; ``None`` for float32.
-    """
-
-    sync_every: int = 32
-    outer_lr: float = 0.7
-    outer_momentum: float = 0.9
-    fragments: int = 1
-    delay: int = 0
-    mixing: float = 0.0
-    compression: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        whole(1)("sync_every", self.sync_every)
-        whole(1)("fragments", self.fragments)
-        whole(0)("delay", self.delay)
-        fraction(high=10.0)("outer_lr", self.outer_lr)
-        fraction(with_low=True)("outer_momentum", self.outer_momentum)
-        fraction(with_low=True)("mixing", self.mixing)
-        if self.compression is not None and self.compression not in _CODECS:
-            raise OptionError(unknown_name("compression", self.compression, _CODECS))
-        if self.delay >= self.sync_every or self.fragments > self.sync_every:
-            raise OptionError(
-                f"DiLoCo(sync_every={self.sync_every}, delay={self.delay}, fragments={self.fragments}): the delay must "
-                f"be less than sync_every, and there can be as many fragments as steps."
-            )
-
-    def attach(self, model: DistributedModel, world: World) -> _DiLoCo:
-        return _DiLoCo(self, model, world)
-
-
 class _Fragment:
-    """Some of the weights: as the last outer step left them, the outer momentum, and what is on its way.
+    """Part of the weights, as the last outer step left them, with its outer momentum and the mean that is under way.
 
     Args:
-        weights: which.
-        offset: at which step of every `sync_every` it leaves, after the first so many.
+        weights: the weights of the fragment.
+        options: the algorithm's.
+        link: the ranks that run the algorithm; ``None`` where this one does not.
+        offset: the step of every `sync_every` at which it leaves, after the first so many.
     """
 
     def __init__(self, weights: FlatWeights, options: DiLoCo, link: Link | None, offset: int) -> None:
@@ -88,7 +41,7 @@ class _Fragment:
         self.offset = offset
         self.anchor = weights.read()
         self.momentum = torch.zeros_like(self.anchor)
-        self.due: int | None = None
+        self.due = 0  # the step at which the mean is taken over
         self.future: torch.futures.Future[torch.Tensor] | None = None
         self._mean: CompressedMean | None = None
         if options.compression is not None and link is not None:
@@ -98,7 +51,7 @@ class _Fragment:
         """Return how far this replica has moved since, with the sign of a gradient."""
         return self.anchor - self._weights.read()
 
-    def averaged(self, link: Link, progress: torch.Tensor) -> None:
+    def average(self, link: Link, progress: torch.Tensor) -> None:
         """Replace a progress by the replicas' mean; in the model's thread."""
         if self._mean is None:
             link.mean(progress)
@@ -116,11 +69,9 @@ class _Fragment:
             self._weights.write(self.anchor)
 
 
-class _DiLoCo(WeightExchange[DiLoCo]):
-    def __init__(self, algorithm: DiLoCo, model: DistributedModel, world: World) -> None:
-        super().__init__(algorithm, model, world)
-        self._fragments: list[_Fragment] = []
-        self._saved: dict[str, torch.Tensor] | None = None
+class _DiLoCo(WeightExchange["DiLoCo"]):
+    _fragments: Sequence[_Fragment] = ()
+    _saved: dict[str, torch.Tensor] | None = None
 
     def begin(self) -> None:
         options = self.algorithm
@@ -146,7 +97,7 @@ class _DiLoCo(WeightExchange[DiLoCo]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         super().load_state_dict(state)
-        self._fragments = []  # and what is on its way is not received
+        self._fragments = ()  # and what is on its way is not received
         goes_on = "anchor" in state and self.steps > self.algorithm.warmup_steps
         self._saved = {name: state[name] for name in ("anchor", "momentum")} if goes_on else None
 
@@ -154,29 +105,61 @@ class _DiLoCo(WeightExchange[DiLoCo]):
         for fragment in self._fragments:
             if step >= self.algorithm.sync_every and (step - fragment.offset) % self.algorithm.sync_every == 0:
                 self._send(fragment, step)
-            if fragment.due == step:
+            if fragment.future is not None and fragment.due == step:
                 self._receive(fragment)
         self.alike = self.algorithm.delay == 0 == self.algorithm.mixing and all(
             fragment.offset == 0 and step % self.algorithm.sync_every == 0 for fragment in self._fragments
         )
 
     def _send(self, fragment: _Fragment, step: int) -> None:
-        progress = fragment.progress()
-
-        def work() -> torch.Tensor:
-            self.among_replicas(fragment.averaged, progress)
-            return progress
-
+        work = partial(self.among_replicas, fragment.average, fragment.progress())
         fragment.future, fragment.due = self.engine.submit(work), step + self.algorithm.delay
 
     def _receive(self, fragment: _Fragment) -> None:
         assert fragment.future is not None
-        mean = fragment.future.wait()
-        self.engine.raise_failure()
-        fragment.outer_step(mean)
-        fragment.future = fragment.due = None
+        fragment.outer_step(self.engine.result(fragment.future))
+        fragment.future = None
 
     def settle(self) -> None:
         for fragment in self._fragments:
             if fragment.future is not None:
                 self._receive(fragment)
+
+
+def _codec(name: str, value: str | None) -> str | None:
+    return None if value is None else one_of(name, _CODECS)(name, value)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DiLoCo(WeightAlgorithm):
+    """Every `sync_every` steps, an outer step of SGD with Nesterov momentum on the weights of the last one.
+
+    The inner optimizer, usually AdamW, is any; its state stays each rank's own.
+
+    Args:
+        sync_every: inner steps between two outer steps of the same weights.
+        outer_lr: the outer learning rate.
+        outer_momentum: the outer momentum, 0 for none.
+        fragments: in how many parts the model is exchanged, one after the other, evenly spread over `sync_every` steps:
+            the same bytes, a fraction of the peak.
+        delay: inner steps in which a fragment travels while training goes on; 0 waits for it.
+        mixing: how much of its own progress in that time a replica keeps, from 0, none, to 1.
+        compression: ``"16bit"``, ``"8bit"`` or ``"1bit"`` for what travels, with error feedback; ``None`` for float32.
+    """
+
+    exchange_class = _DiLoCo
+    sync_every: int = option(32, whole(1))
+    outer_lr: float = option(0.7, fraction(0.0, 10.0))
+    outer_momentum: float = option(0.9, fraction(with_low=True))
+    fragments: int = option(1, whole(1))
+    delay: int = option(0, whole(0))
+    mixing: float = option(0.0, fraction(with_low=True))
+    compression: str | None = option(None, _codec)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.delay >= self.sync_every or self.fragments > self.sync_every:
+            raise OptionError(
+                f"DiLoCo(sync_every={self.sync_every}, delay={self.delay}, fragments={self.fragments}): the delay must "
+                f"be less than sync_every, and there can be as many fragments as steps."
+            )

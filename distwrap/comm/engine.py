@@ -1,4 +1,4 @@
-"""One thread a model that does its exchanges one after the other, in the same order on every rank.
+"""The thread of a model, which does its exchanges one after the other, in the same order on every rank.
 
 A DDP hook that starts a second collective when the first has ended may deadlock: which bucket ends first differs from
 rank to rank. One queue has one order. DDP waits for the future that a hook returns; the thread sets it.
@@ -23,10 +23,10 @@ class Engine:
     """A first-in-first-out thread. On an accelerator it works in a stream of its own.
 
     After an exception nothing more is done: the futures that are waited for are set all the same, so that nobody hangs,
-    and `raise_failure` tells.
+    and `raise_failure` raises it.
 
     Args:
-        device: of the tensors.
+        device: the device of the tensors.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -38,9 +38,9 @@ class Engine:
         self._stream: Any = None if self._accelerator is None else self._accelerator.Stream(device)
 
     def submit(self, work: Callable[[], T], otherwise: Any = None) -> Future[T]:
-        """Queue some work; its future has the value, or, after a failure, `otherwise`.
+        """Queue some work, and return a future of its value, or of `otherwise` after a failure.
 
-        On an accelerator, what the current stream was given until now is done before it.
+        On an accelerator, the work waits for what the current stream was given until now.
         """
         if self._thread is None:
             # A thread that is not the model's: it ends with the model, whoever drops it.
@@ -56,17 +56,21 @@ class Engine:
         return future
 
     def call(self, work: Callable[[], T]) -> T:
-        """Do some work in turn, and wait for it.
+        """Do some work in turn, wait for it, and return its value.
 
         Raises:
             BaseException: what was raised, in this work or in one before it.
         """
-        value = self.submit(work).wait()
+        return self.result(self.submit(work))
+
+    def result(self, future: Future[T]) -> T:
+        """Wait for submitted work, and return its value; raises as `call` does."""
+        value = future.wait()
         self.raise_failure()
         return value
 
     def raise_failure(self) -> None:
-        """Raise what the thread has met, if anything."""
+        """Raise the exception that has ended the work, if there was one."""
         if self._failure is not None:
             raise self._failure
 

@@ -1,21 +1,25 @@
-"""What an algorithm is for one model on one rank: its links, its thread, and how it ends."""
+"""An algorithm at work for one model on one rank: its links, its thread, and its end."""
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
+from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
-from weakref import finalize, ref
+from weakref import ref
 
 import torch
 import torch.distributed as dist
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim import Optimizer
 
+from distwrap._internals.torch import after_backward, current_backward
 from distwrap.comm.base import Algorithm
 from distwrap.comm.engine import Engine
+from distwrap.comm.exchanges import Exchanges
 from distwrap.comm.link import Link, Traffic
 from distwrap.group.collectives import gather_object
-from distwrap.group.world import RunPart, World, say
+from distwrap.group.world import World, say
 
 if TYPE_CHECKING:
     from distwrap.model.distributed import DistributedModel
@@ -23,74 +27,36 @@ if TYPE_CHECKING:
 # Ends a group with the interpreter's lock taken, for which one of gloo's threads may wait.
 _BEFORE_2_8 = tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 8)
 
-_REPORTS = 3  # of gradients that are not finite, a model
-
+_REPORTS = 3  # of gradients that are not finite, for each model
 
 A = TypeVar("A", bound=Algorithm)
 
 
-class Exchanges(RunPart):
-    """Exchanges of one run.
+class Exchange(ABC, Generic[A]):
+    """Exchange of one model with the other ranks'. Made on every rank, in the same order.
 
     Attributes:
-        of_weights: those of models whose ranks hold different weights; they act around optimizer steps.
-        dropped: those of models that nobody holds any more; ended when the next one is made.
-    """
-
-    def __init__(self, world: World) -> None:
-        self._all: list[ref[Exchange[Any]]] = []
-        self.of_weights: list[Any] = []
-        self.dropped: list[Exchange[Any]] = []
-        self.handles: list[Any] = []
-
-    def add(self, exchange: Exchange[Any]) -> None:
-        """Note an exchange that was made just now."""
-        self._all = [held for held in self._all if held() is not None] + [ref(exchange)]
-
-    def close_dropped(self) -> None:
-        """End the exchanges of models that nobody holds any more."""
-        for exchange in [each for each in self.dropped if not each.runs]:
-            self.dropped.remove(exchange)
-            exchange.close()
-
-    def settle(self) -> None:
-        """Bring what is under way to an end, with the other ranks."""
-        for exchange in list(self.of_weights):
-            exchange.settle()
-
-    def close(self) -> None:
-        """End all exchanges, the last one first, and listen to optimizers no more."""
-        with ExitStack() as stack:
-            for handle in self.handles:
-                stack.callback(handle.remove)
-            for held in self._all:
-                if (exchange := held()) is not None:
-                    stack.callback(exchange.close)
-
-
-class Exchange(Generic[A]):
-    """Holds what a model exchanges through. Made on every rank, in the same order.
-
-    Attributes:
-        algorithm: its options.
+        algorithm: the options.
         traffic: what this rank has sent.
-        node: between the ranks of this node, where the algorithm is hierarchical; else ``None``.
-        link: between the ranks that run the algorithm: all of them, or the nodes' first ones where it is hierarchical;
-            ``None`` on the others of a node.
+        node: the link between the ranks of this node, where the algorithm is hierarchical; else ``None``.
+        link: the link between the ranks that run the algorithm: all of them, or the nodes' first ones where it is
+            hierarchical; ``None`` on the other ranks of a node.
         nnodes: how many ranks, or nodes, run the algorithm.
         reports: how often this rank's gradients were not finite.
     """
 
     def __init__(self, algorithm: A, model: DistributedModel, world: World) -> None:
-        self._all = world.part(Exchanges)
-        self._all.close_dropped()
-        place = world.placement
-        self.algorithm, self.device, self.rank, self.world_size = algorithm, world.device, place.rank, place.world_size
+        self._exchanges = world.part(Exchanges)
+        self._exchanges.close_unused()
+        placement = world.placement
+        self.algorithm, self.device = algorithm, world.device
+        self.rank, self.world_size = placement.rank, placement.world_size
         self.traffic, self.reports = Traffic(), 0
         self._model = ref(model)
         self._groups: list[Any] = []
-        everybody = list(range(place.world_size))
-        nodes = _ranks_of_nodes(place.node_rank) if algorithm.hierarchical else [[rank] for rank in everybody]
+        nodes = [[rank] for rank in range(self.world_size)]
+        if algorithm.hierarchical:
+            nodes = _ranks_of_nodes(placement.node_rank)
         self.nnodes = len(nodes)
         algorithm.check(self.nnodes)
         self.node: Link | None = None
@@ -99,11 +65,11 @@ class Exchange(Generic[A]):
             self.node = next(link for link in links if link is not None)
         self.link = self.between(world, [ranks[0] for ranks in nodes])
         self.engine = Engine(world.device)
-        self._all.add(self)
-        finalize(model, self.drop).atexit = False
+        model.register_comm_hook(self, _on_bucket)
+        self._exchanges.add(self)
 
     def between(self, world: World, ranks: list[int], *, crosses_nodes: bool = True) -> Link | None:
-        """Make a link between some ranks; every rank of the world calls it. ``None`` where this one is not in it."""
+        """Make a link between some ranks; every rank of the world calls this. ``None`` where this one is not in it."""
         group = back = None
         if len(ranks) > 1:
             timeout = timedelta(seconds=world.timeout)
@@ -117,7 +83,7 @@ class Exchange(Generic[A]):
 
     @property
     def runs(self) -> bool:
-        """Whether something goes on in the background, which ends with the other ranks only."""
+        """Whether a thread works in the background that ends only together with the other ranks'."""
         return False
 
     @property
@@ -130,11 +96,26 @@ class Exchange(Generic[A]):
         return optimizer
 
     def paused(self) -> AbstractContextManager[None]:
-        """Do nothing in the background for the time of a ``with``."""
+        """Stop what goes on in the background for the time of a ``with``."""
         return nullcontext()
 
+    def submit(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Queue one of DDP's buckets; the future has its buffer when that holds the mean.
+
+        What the model's thread has met is raised at the end of this backward, after DDP's own end of it.
+        """
+        if current_backward() == -1:
+            self.engine.raise_failure()  # in Join, which calls the hook for a rank that is out of data
+        elif bucket.index() == 0:
+            after_backward(lambda: after_backward(self.engine.raise_failure))
+        return self.average(bucket)
+
+    @abstractmethod
+    def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        """Queue a bucket of gradients; the future has its buffer when that holds the mean."""
+
     def report(self, names: list[str]) -> None:
-        """Say that this rank's gradients are not finite."""
+        """Print that this rank's gradients are not finite."""
         self.reports += 1
         if self.reports <= _REPORTS:
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
@@ -144,20 +125,13 @@ class Exchange(Generic[A]):
                 every_rank=True,
             )
 
-    def drop(self) -> None:
-        """Take note that nobody holds the model any more.
-
-        A garbage collection calls this, in any thread and anywhere, also in the middle of making a group: the end
-        itself is for later.
-        """
-        self._all.dropped.append(self)
-
     def keep_groups(self) -> None:
-        """Leave the groups to the end of the process: somebody is still inside."""
+        """Leave the groups to the end of the process: a thread is still inside one."""
         self._groups = []
 
     def close(self) -> None:
         """End the thread, and let go of the groups where no other rank need take part."""
+        self._exchanges.remove(self)
         if not self.engine.close() or _BEFORE_2_8:
             self.keep_groups()
         groups, self._groups = self._groups, []
@@ -166,6 +140,11 @@ class Exchange(Generic[A]):
                 with suppress(ValueError):  # of a group that went with the world's
                     if dist.get_backend(group) == "gloo":
                         dist.destroy_process_group(group)
+
+
+def _on_bucket(exchange, bucket):  # type: ignore[no-untyped-def]
+    """Hand a bucket on; DDP looks at the signature, and takes no annotation that is a string."""
+    return exchange.submit(bucket)
 
 
 def _ranks_of_nodes(node_rank: int) -> list[list[int]]:

@@ -5,47 +5,22 @@ Source: https://arxiv.org/abs/1803.06443 (difference compression); Bagua's ``Low
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
 from distwrap.checks import whole
+from distwrap.comm.base import option
 from distwrap.comm.codecs import MinMax8
 from distwrap.comm.link import Link
 from distwrap.comm.weights import WeightAlgorithm, WeightExchange
-from distwrap.group.world import World
-
-if TYPE_CHECKING:
-    from distwrap.model.distributed import DistributedModel
 
 
-@dataclass(frozen=True, kw_only=True)
-class LowPrecisionDecentralized(WeightAlgorithm):
-    """After a step, each rank's weights are a third of its own and of both neighbours', plus its own progress.
-
-    Sends two bytes a weight, whatever the number of ranks; keeps three copies of the weights.
-
-    Args:
-        communication_interval: optimizer steps between two exchanges.
-    """
-
-    communication_interval: int = 1
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        whole(1)("communication_interval", self.communication_interval)
-
-    def attach(self, model: DistributedModel, world: World) -> _Ring:
-        return _Ring(self, model, world)
-
-
-class _Ring(WeightExchange[LowPrecisionDecentralized]):
+class _Ring(WeightExchange["LowPrecisionDecentralized"]):
     """Holds what this rank's neighbours know of it, and what it knows of them: exactly the same numbers."""
 
-    def __init__(self, algorithm: LowPrecisionDecentralized, model: DistributedModel, world: World) -> None:
-        super().__init__(algorithm, model, world)
-        self._known: list[torch.Tensor] = []  # own, left, right
+    _known: Sequence[torch.Tensor] = ()  # own, left, right
 
     def begin(self) -> None:
         self._known = [self.weights.read() for _ in range(3)]
@@ -56,9 +31,7 @@ class _Ring(WeightExchange[LowPrecisionDecentralized]):
 
     def after_step(self, step: int) -> None:
         if step % self.algorithm.communication_interval == 0:
-            weights = self.weights.read()
-            self.engine.call(lambda: self.among_replicas(self._exchange, weights))
-            self.weights.write(weights)
+            self.exchange_weights(self._exchange)
 
     def _exchange(self, link: Link, weights: torch.Tensor) -> None:
         if link.size == 1:
@@ -79,3 +52,17 @@ class _Ring(WeightExchange[LowPrecisionDecentralized]):
             codec.decode(code, difference)
             known.add_(difference)
         weights.copy_(own)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LowPrecisionDecentralized(WeightAlgorithm):
+    """After a step, each rank's weights are a third of its own and of both neighbours', plus its own progress.
+
+    Sends two bytes a weight, whatever the number of ranks; keeps three copies of the weights.
+
+    Args:
+        communication_interval: optimizer steps between two exchanges.
+    """
+
+    exchange_class = _Ring
+    communication_interval: int = option(1, whole(1))

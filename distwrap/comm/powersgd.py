@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from distwrap.checks import whole
-from distwrap.comm.base import Averager, Bucket
+from distwrap.comm.base import Averager, Bucket, option
 from distwrap.comm.gradients import GradientAlgorithm
 from distwrap.comm.link import Link
 from distwrap.comm.residuals import Residuals
@@ -24,22 +24,19 @@ class PowerSGD(GradientAlgorithm):
     A matrix of n·m gradients travels as (n + m)·rank numbers, where that is less than half; vectors travel whole.
 
     Args:
-        rank: of the approximation.
-        seed: of the first guess, the same on every rank.
+        rank: the rank of the approximation.
+        seed: the seed of the first guess, the same on every rank.
     """
 
-    rank: int = 4
+    rank: int = option(4, whole(1))
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        whole(1)("rank", self.rank)
 
     def averager(self, link: Link, device: torch.device) -> Averager:
         return LowRankMean(link, self.rank, self.seed)
 
 
 class LowRankMean(Averager):
-    """Two all-reduces a bucket: of the vectors and the left factors, and of the right factors."""
+    """Averager of low-rank approximations: one all-reduce of vectors and left factors, one of right factors."""
 
     wants_scale = True
 

@@ -22,8 +22,8 @@ import torch
 from torch.optim import Adam, AdamW, Optimizer
 
 from distwrap._internals.torch import foreach
-from distwrap.checks import whole
-from distwrap.comm.base import Averager, Bucket
+from distwrap.checks import Check, whole
+from distwrap.comm.base import Averager, Bucket, option
 from distwrap.comm.codecs import MinMax8, Sign
 from distwrap.comm.compressed import CompressedMean
 from distwrap.comm.gradients import GradientAlgorithm
@@ -47,14 +47,9 @@ class QAdam(GradientAlgorithm):
         error_feedback: of the 8-bit form.
     """
 
-    warmup_steps: int = 100
-    bits: int = 8
+    warmup_steps: int = option(100, whole(1))
+    bits: int = option(8, Check("8 or 1, the bits of a number as QAdam sends it", lambda bits: bits in (1, 8)))
     error_feedback: bool = True
-
-    def __post_init__(self) -> None:
-        whole(1)("warmup_steps", self.warmup_steps)
-        if self.bits not in (1, 8):
-            raise OptionError(f"bits={self.bits!r}: QAdam sends 8 bits a number, or 1.")
 
     def averager(self, link: Link, device: torch.device) -> Averager:
         return _Momenta(link, self)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from distwrap.checks import fraction
-from distwrap.comm.base import Averager, Bucket
+from distwrap.comm.base import Averager, Bucket, option
 from distwrap.comm.gradients import GradientAlgorithm
 from distwrap.comm.link import Link
 from distwrap.comm.residuals import Residuals
@@ -27,17 +27,14 @@ class TopK(GradientAlgorithm):
         ratio: the part of a bucket that is sent, above 0 and at most 1.
     """
 
-    ratio: float = 0.01
-
-    def __post_init__(self) -> None:
-        fraction()("ratio", self.ratio)
+    ratio: float = option(0.01, fraction())
 
     def averager(self, link: Link, device: torch.device) -> Averager:
         return LargestMean(link, self.ratio)
 
 
 class LargestMean(Averager):
-    """One all-gather a bucket, of places and values."""
+    """Averager of the largest gradients: one all-gather a bucket, of places and values."""
 
     wants_scale = True
 

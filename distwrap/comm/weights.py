@@ -13,20 +13,14 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer
 
 from distwrap.checks import whole
-from distwrap.comm.base import Algorithm
-from distwrap.comm.exchange import Exchange, Exchanges
+from distwrap.comm.base import Algorithm, option
+from distwrap.comm.exchange import Exchange
 from distwrap.comm.flat import FlatWeights, trained
-from distwrap.comm.gradients import on_bucket, watch_failure
 from distwrap.comm.link import Link
-from distwrap.group.world import World, current_world
-from distwrap.precision import LossScaling
+from distwrap.group.world import World
 
 if TYPE_CHECKING:
     from distwrap.model.distributed import DistributedModel
@@ -34,17 +28,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightAlgorithm(Algorithm):
-    """The ranks hold different weights, which are brought together now and then.
+    """An algorithm in which the ranks hold different weights, which are brought together now and then.
 
     Args:
         warmup_steps: optimizer steps in which gradients are averaged, as under DDP.
+
+    Attributes:
+        exchange_class: the class that does the work for one model; a subclass names its own.
     """
 
-    warmup_steps: int = 0
+    warmup_steps: int = option(0, whole(0))
     same_weights: ClassVar[bool] = False
+    exchange_class: ClassVar[type[WeightExchange[Any]]]
 
-    def __post_init__(self) -> None:
-        whole(0)("warmup_steps", self.warmup_steps)
+    def attach(self, model: DistributedModel, world: World) -> WeightExchange[Any]:
+        return self.exchange_class(self, model, world)
 
 
 W = TypeVar("W", bound=WeightAlgorithm)
@@ -54,8 +52,9 @@ class WeightExchange(Exchange[W]):
     """A weight algorithm at work for one model. The steps that count are those of the first optimizer that steps.
 
     Attributes:
-        everyone: between all ranks.
-        steps: how many there were.
+        everyone: the link between all ranks.
+        weights: the model's trained weights, to read and to write.
+        steps: the number of optimizer steps until now.
         alike: whether the ranks hold the same weights now, as far as is known here.
     """
 
@@ -68,14 +67,10 @@ class WeightExchange(Exchange[W]):
         self.everyone = everyone
         self.steps, self.alike = 0, True
         self._begun = False
-        parameters = trained(model)
-        self._held = set(map(id, parameters))
-        self.weights = FlatWeights(parameters)
+        self.weights = FlatWeights(trained(model))
         self._optimizer: Optimizer | None = None
-        _listen(world)
-        self._all.of_weights.append(self)
-        model.register_comm_hook(self, on_bucket)
-        self._let_go()
+        self._exchanges.watch_steps(self)
+        self._tell_model()
 
     # What subclasses do, on every rank, in the training thread
 
@@ -98,40 +93,33 @@ class WeightExchange(Exchange[W]):
     # Steps
 
     def before(self, optimizer: Optimizer) -> None:
-        """Run before any optimizer's step."""
-        if self._is_mine(optimizer) and self.steps >= self.algorithm.warmup_steps:
+        """Act before any optimizer's step."""
+        if self._counts(optimizer) and self.steps >= self.algorithm.warmup_steps:
             if not self._begun:
                 self._begun = True
                 self.begin()
             self.before_step()
 
     def after(self, optimizer: Optimizer) -> None:
-        """Run after any optimizer's step."""
-        if not self._is_mine(optimizer):
+        """Act after any optimizer's step."""
+        if not self._counts(optimizer):
             return
         self.steps += 1
         if self.steps > self.algorithm.warmup_steps:
             self.alike = False
             self.after_step(self.steps - self.algorithm.warmup_steps)
-        self._let_go()
+        self._tell_model()
 
-    def skipped(self, optimizer: Optimizer) -> None:
-        """Count a step that fp16 has skipped on this rank: the others may have taken it."""
-        self.before(optimizer)
-        self.after(optimizer)
-
-    def _is_mine(self, optimizer: Optimizer) -> bool:
-        if self.model is None:
-            return False
+    def _counts(self, optimizer: Optimizer) -> bool:
+        """Check whether an optimizer is the one whose steps count."""
         if self._optimizer is None:
-            held = (id(parameter) for group in optimizer.param_groups for parameter in group["params"])
-            if self._held.isdisjoint(held):
-                return False
-            self._optimizer = optimizer
-        return optimizer is self._optimizer
+            held = (parameter for group in optimizer.param_groups for parameter in group["params"])
+            if not {id(parameter) for parameter in self.weights.parameters}.isdisjoint(map(id, held)):
+                self._optimizer = optimizer
+        return optimizer is self._optimizer and self.model is not None
 
-    def _let_go(self) -> None:
-        """Where gradients are not averaged any more, keep DDP's reducer out of the backward."""
+    def _tell_model(self) -> None:
+        """Keep DDP's reducer out of the backward where gradients are not averaged any more."""
         if self.model is not None:
             self.model.__dict__["_trains_alone"] = self.node is None and self.steps >= self.algorithm.warmup_steps
 
@@ -144,13 +132,11 @@ class WeightExchange(Exchange[W]):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there, with weights that are the same on all ranks."""
         self.steps, self._begun = state["steps"], False
-        self._let_go()
+        self._tell_model()
 
     # Gradients, in the warm-up or inside a node
 
-    def submit(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
-        """Queue a bucket; the future has its buffer when it holds the mean."""
-        watch_failure(self, bucket)
+    def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
         link = self.everyone if self.steps < self.algorithm.warmup_steps else self.node
         assert link is not None
         values = bucket.buffer()
@@ -158,20 +144,23 @@ class WeightExchange(Exchange[W]):
 
     # Weights
 
-    def among_replicas(self, work: Callable[[Link, torch.Tensor], None], values: torch.Tensor) -> None:
-        """Do some work on `values` between the replicas; all ranks of a node get its first one's result."""
+    def among_replicas(self, work: Callable[[Link, torch.Tensor], None], values: torch.Tensor) -> torch.Tensor:
+        """Do some work on `values` between the replicas, and return them; a node's ranks get its first one's result."""
         if self.link is not None:
             work(self.link, values)
         if self.node is not None:
             self.node.from_first(values)
+        return values
+
+    def exchange_weights(self, work: Callable[[Link, torch.Tensor], None]) -> None:
+        """Replace the weights by what some work between the replicas makes of them, and wait for it."""
+        self.weights.write(self.engine.call(partial(self.among_replicas, work, self.weights.read())))
 
     def consolidate(self) -> torch.Tensor:
         """Give all ranks the mean of their weights, and return this one's own; a collective."""
         self.settle()
         own = self.weights.read()
-        mean = own.clone()
-        self.engine.call(partial(self.everyone.mean, mean))
-        self.weights.write(mean)
+        self.weights.write(self.engine.call(partial(_averaged, self.everyone, own.clone())))
         self.alike = True
         return own
 
@@ -180,35 +169,7 @@ class WeightExchange(Exchange[W]):
         self.weights.write(own)
         self.alike = False
 
-    def close(self) -> None:
-        if self in self._all.of_weights:
-            self._all.of_weights.remove(self)
-        super().close()
-
 
 def _averaged(link: Link, values: torch.Tensor) -> torch.Tensor:
     link.mean(values)
     return values
-
-
-def _listen(world: World) -> None:
-    """Watch all optimizers' steps until teardown. Hooks must not go while torch runs them, as a model's may."""
-    exchanges = world.part(Exchanges)
-    if not exchanges.handles:
-        exchanges.handles = [register_optimizer_step_pre_hook(_before), register_optimizer_step_post_hook(_after)]
-        world.part(LossScaling).on_skipped.append(_skipped)
-
-
-def _before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for exchange in list(current_world().part(Exchanges).of_weights):
-        exchange.before(optimizer)
-
-
-def _skipped(optimizer: Optimizer) -> None:
-    for exchange in list(current_world().part(Exchanges).of_weights):
-        exchange.skipped(optimizer)
-
-
-def _after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for exchange in list(current_world().part(Exchanges).of_weights):
-        exchange.after(optimizer)

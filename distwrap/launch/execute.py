@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from distwrap import retrofit
-from distwrap.comm.consolidate import consolidate
+from distwrap.comm.consolidation import consolidate
 from distwrap.group.world import RunOptions, current_world
 from distwrap.model.diagnosis import explained
 from distwrap.retrofit import Retrofitted

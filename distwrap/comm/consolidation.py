@@ -3,48 +3,46 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from distwrap.comm.exchanges import Exchanges
+from distwrap.comm.link import Traffic
 from distwrap.errors import ModelError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.world import current_world
 from distwrap.model.buffers import sync_buffers
-from distwrap.model.transparent import unwrap_model
-from distwrap.model.wrapped_models import WrappedModels
 from distwrap.supervision.activity import Activity
 
 if TYPE_CHECKING:
     from distwrap.comm.exchange import Exchange
-    from distwrap.comm.link import Traffic
     from distwrap.comm.weights import WeightExchange
 
 
 class Consolidated(AbstractContextManager[None]):
-    """What `consolidate` returns: leave the ``with``, and each rank goes on with its own weights."""
+    """The mean of all ranks' weights, now in the model; at the end of a ``with`` each rank gets its own weights back.
+
+    Args:
+        exchange: the model's; ``None`` where all ranks hold the same weights.
+    """
 
     def __init__(self, exchange: WeightExchange[Any] | None) -> None:
-        self._exchange = exchange
-        self._own: torch.Tensor | None = None
-        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self._exchange = None
         if exchange is not None and exchange.model is not None:
-            self._own = exchange.consolidate()
+            self._exchange, self._own = exchange, exchange.consolidate()
             self._buffers = [(buffer, buffer.clone()) for buffer in exchange.model.buffers()]
             sync_buffers(exchange.model, "mean")
             exchange.brought_together()
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        if self._exchange is not None and self._own is not None and kind is None:
+    def __exit__(self, kind: object, error: object, traceback: object) -> None:
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None and kind is None:
             with torch.no_grad():
                 for buffer, own in self._buffers:
                     buffer.copy_(own)
-            self._exchange.restore(self._own)
-        self._own, self._buffers = None, []
+            exchange.restore(self._own)
 
 
 def consolidate(model: nn.Module) -> Consolidated:
@@ -55,10 +53,10 @@ def consolidate(model: nn.Module) -> Consolidated:
     mean is there inside, and afterwards each rank goes on with its own weights.
 
     Args:
-        model: wrapped.
+        model: the wrapped model.
 
     Raises:
-        CollectiveInRankZeroError: only some ranks are here.
+        CollectiveInRankZeroError: only some ranks call this.
 
     Example:
         >>> model = wrap_model(nn.Linear(1, 1))
@@ -74,8 +72,8 @@ def consolidate(model: nn.Module) -> Consolidated:
 def pause(model: nn.Module) -> AbstractContextManager[None]:
     """Stop the averaging of ``comm="async"`` for the time of a ``with``; all ranks enter and leave it.
 
-    For what takes long between two steps, as an evaluation: the other ranks' averaging would wait for this one's next
-    step. A no-op with other algorithms.
+    For work that takes long between two steps, as an evaluation: the other ranks' averaging would wait for this one's
+    next step. A no-op with other algorithms.
 
     Example:
         >>> with pause(wrap_model(nn.Linear(1, 1))):
@@ -93,16 +91,11 @@ def traffic(model: nn.Module) -> Traffic:
         >>> traffic(wrap_model(nn.Linear(1, 1))).sent
         0
     """
-    from distwrap.comm.link import Traffic
-
     exchange = _exchange_of(model)
     return exchange.traffic if exchange is not None else Traffic()
 
 
-def _exchange_of(model: Any) -> Exchange[Any] | None:
-    """Find what a wrapped model exchanges through, also where it is compiled around it."""
+def _exchange_of(model: nn.Module) -> Exchange[Any] | None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"this takes the model that wrap_model() returned, not a {type(model).__name__}.")
-    net = unwrap_model(model)
-    found = current_world().part(WrappedModels).holding("_exchange")
-    return next((exchange for wrapped, exchange in found if unwrap_model(wrapped) is net), None)
+    return current_world().part(Exchanges).of(model)
