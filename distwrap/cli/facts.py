@@ -1,4 +1,4 @@
-"""What this process sees, and what would be decided here. Looks only: starts nothing, touches no accelerator."""
+"""The view of one process: what is here, and what would be decided. Starts nothing, touches no accelerator."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ import resource
 import shutil
 import socket
 import sys
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 
 import torch
 
@@ -19,14 +20,14 @@ from distwrap.devices.kinds import kind_of_torch, unused_devices
 from distwrap.environments import Node, Placement, detect, explain
 from distwrap.errors import DistwrapError
 from distwrap.launch import fork_safety
-from distwrap.launch.node_plan import resolve
+from distwrap.launch.node_plan import NodePlan, resolve
 from distwrap.network import interfaces
 from distwrap.options import Options
 
 SHARED_MEMORY_BYTES = 1 << 30  # below, loader workers may die of a bus error
 OPEN_FILES = 1024
 
-_OF_INTEREST = ("DISTWRAP_", "NCCL_", "GLOO_", "CUDA_VISIBLE", "HIP_VISIBLE", "OMP_NUM", "MASTER_", "TORCH_NCCL")
+_PREFIXES = ("DISTWRAP_", "NCCL_", "GLOO_", "CUDA_VISIBLE", "HIP_VISIBLE", "OMP_NUM", "MASTER_", "TORCH_NCCL")
 
 
 @dataclass
@@ -34,8 +35,13 @@ class Facts:
     """One process's view.
 
     Attributes:
-        launchers: what each detector says.
+        host: the name of this node.
+        rank: the global rank, 0 where no ranks run yet.
+        local_rank: the rank among those of this node.
+        versions: of distwrap, torch, Python and the device's libraries.
+        launchers: the answer of each detector.
         decided: what would be done, by heading.
+        variables: environment variables that distwrap or its libraries read.
         problems: what would go wrong, with what to do.
         remarks: what is worth knowing.
         device: its unique name, once an accelerator is in use.
@@ -52,9 +58,13 @@ class Facts:
     remarks: list[str] = field(default_factory=list)
     device: str | None = None
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON takes it."""
-        return asdict(self)
+    @contextmanager
+    def noting_problems(self) -> Iterator[None]:
+        """Note the error of ours that is raised inside, which ends the ``with``, and go on after it."""
+        try:
+            yield
+        except DistwrapError as error:
+            self.problems.append(str(error))
 
 
 def look(nprocs: int | None = None) -> Facts:
@@ -64,98 +74,80 @@ def look(nprocs: int | None = None) -> Facts:
         nprocs: how many ranks the real test starts; by default as many as ``@distributed`` would.
     """
     env = dict(os.environ)
-    facts = Facts(socket.gethostname(), versions=_versions(), launchers=explain(env))
-    facts.variables = {name: env[name] for name in sorted(env) if name.startswith(_OF_INTEREST)}
+    versions = {"distwrap": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    facts = Facts(socket.gethostname(), versions=versions | kind_of_torch().versions(), launchers=explain(env))
+    facts.variables = {name: env[name] for name in sorted(env) if name.startswith(_PREFIXES)}
     found: Placement | Node = Placement()
-    try:
-        found = detect(env)
-    except DistwrapError as error:
-        facts.problems.append(str(error))
     options = Options()
-    try:
+    with facts.noting_problems():
+        found = detect(env)
+    with facts.noting_problems():
         options = options.with_environment(env)
-    except DistwrapError as error:
-        facts.problems.append(str(error))
     visible = selection.visible_devices()
     if isinstance(found, Placement) and found.source != "single":
         facts.rank, facts.local_rank = found.rank, found.local_rank
-        _joining(facts, found, visible)
+        _decide_joining(facts, found, visible)
     else:
-        _launching(facts, found if isinstance(found, Node) else None, options, visible, nprocs)
-    _machine(facts, visible)
+        with facts.noting_problems():
+            plan = resolve(options, found if isinstance(found, Node) else None)
+            _decide_launch(facts, plan, options, visible, nprocs)
+    _look_at_node(facts, visible)
     return facts
 
 
-def _versions() -> dict[str, str]:
-    versions = {"distwrap": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    return versions | kind_of_torch().versions()
-
-
-def _joining(facts: Facts, place: Placement, visible: selection.Devices) -> None:
-    """This process is a rank already."""
+def _decide_joining(facts: Facts, place: Placement, visible: selection.Devices) -> None:
+    """Decide for a process that is a rank already."""
     facts.decided["ranks"] = (
-        f"{place.world_size} on {place.nnodes} machine(s), started by {place.source}; this is rank {place.rank}, local "
-        f"rank {place.local_rank} of {place.local_world_size}, machine {place.node_rank}"
+        f"{place.world_size} on {place.nnodes} node(s), started by {place.source}; this is rank {place.rank}, local "
+        f"rank {place.local_rank} of {place.local_world_size}, node {place.node_rank}"
     )
     where = f"{place.master_addr}:{place.master_port or f'a port that follows from {place.job or place.source}'}"
     facts.decided["meeting place"] = where if place.master_addr is not None else "the launching process"
-    _device(facts, place, visible)
-    _interface(facts, place.nnodes, place.master_addr)
+    _decide_device(facts, place, visible)
+    _decide_interface(facts, place.nnodes, place.master_addr)
 
 
-def _launching(
-    facts: Facts, machine: Node | None, options: Options, visible: selection.Devices, nprocs: int | None
+def _decide_launch(
+    facts: Facts, plan: NodePlan, options: Options, visible: selection.Devices, nprocs: int | None
 ) -> None:
-    """This process would launch."""
-    try:
-        machines = resolve(options, machine)
-        here = selection.choose_nprocs(machines.nprocs, visible)
-    except DistwrapError as error:
-        facts.problems.append(str(error))
-        return
+    """Decide for a process that would launch ranks."""
+    here = selection.choose_nprocs(plan.nprocs, visible)
     why = f"{visible.count} {visible.kind} device(s) visible" if visible.count else "no accelerator visible"
-    several = f" on each of {machines.min_nodes} to {machines.max_nodes} machines" if machines.several else ""
+    several = f" on each of {plan.min_nodes} to {plan.max_nodes} nodes" if plan.several else ""
     facts.decided["ranks"] = f"{here}{several} by default ({why})" + (f"; {nprocs} in this test" if nprocs else "")
     refusal = fork_safety.refusal()
-    if machines.elastic:
-        facts.decided["launcher"] = f"torch elastic, at most {machines.max_restarts} restarts"
+    if plan.elastic:
+        facts.decided["launcher"] = f"torch elastic, at most {plan.max_restarts} restarts"
     elif options.launcher != "auto":
         facts.decided["launcher"] = options.launcher
     else:
         facts.decided["launcher"] = f"forkserver ({refusal})" if refusal else "fork (it is safe here)"
     local = nprocs or here
-    threads = cpus.choose_threads(local)
-    set_by_user = f"{os.environ.get('OMP_NUM_THREADS')}, by OMP_NUM_THREADS"
-    allowed = len(cpus.allowed_cpus())
-    facts.decided["threads"] = (
-        set_by_user if threads is None else f"{threads} a rank ({allowed} CPUs for {local} ranks)"
-    )
-    _device(facts, Placement(0, max(1, local), 0, max(1, local)), visible)
-    _interface(facts, machines.max_nodes, machines.host)
+    threads, allowed = cpus.choose_threads(local), len(cpus.allowed_cpus())
+    facts.decided["threads"] = f"{threads} a rank ({allowed} CPUs for {local} ranks)"
+    if threads is None:
+        facts.decided["threads"] = f"{os.environ.get('OMP_NUM_THREADS')}, by OMP_NUM_THREADS"
+    _decide_device(facts, Placement(0, max(1, local), 0, max(1, local)), visible)
+    _decide_interface(facts, plan.max_nodes, plan.host)
 
 
-def _device(facts: Facts, place: Placement, visible: selection.Devices) -> None:
-    try:
+def _decide_device(facts: Facts, place: Placement, visible: selection.Devices) -> None:
+    with facts.noting_problems():
         device = selection.choose_device(place, visible)
-    except DistwrapError as error:
-        facts.problems.append(str(error))
-        return
-    facts.decided["device"] = str(device)
-    facts.decided["backend"] = selection.choose_backend("auto", device)
+        facts.decided["device"] = str(device)
+        facts.decided["backend"] = selection.choose_backend("auto", device)
 
 
-def _interface(facts: Facts, nnodes: int, master: str | None) -> None:
+def _decide_interface(facts: Facts, nnodes: int, master: str | None) -> None:
     users = os.environ.get("GLOO_SOCKET_IFNAME")
-    here = "; ".join(f"{name} {' '.join(found)}" for name, found in interfaces.interfaces().items())
-    facts.decided["interfaces"] = here
-    try:
+    here = interfaces.interfaces()
+    facts.decided["interfaces"] = "; ".join(f"{name} {' '.join(found)}" for name, found in here.items())
+    with facts.noting_problems():
         interfaces.check_users_choice(os.environ, facts.decided.get("backend", "gloo"))
-    except DistwrapError as error:
-        facts.problems.append(str(error))
     if users:
         facts.decided["network"] = f"{users}, by GLOO_SOCKET_IFNAME"
     elif nnodes == 1:
-        facts.decided["network"] = "loopback: one machine"
+        facts.decided["network"] = "loopback: one node"
     else:
         address = interfaces.source_address(str(master))
         name = interfaces.interface_of(address) if address else None
@@ -164,7 +156,7 @@ def _interface(facts: Facts, nnodes: int, master: str | None) -> None:
             facts.problems.append(f"no way to {master} from {facts.host}. {interfaces.ADVICE}")
 
 
-def _machine(facts: Facts, visible: selection.Devices) -> None:
+def _look_at_node(facts: Facts, visible: selection.Devices) -> None:
     if os.path.isdir("/dev/shm"):
         memory = shutil.disk_usage("/dev/shm")
         facts.decided["shared memory"] = f"{memory.free / 2**30:.1f} GiB free of {memory.total / 2**30:.1f}"

@@ -1,11 +1,10 @@
-"""The real test: do the ranks meet, do they add up, how fast, on devices of their own."""
+"""The real test: whether the ranks meet and add up, how fast, and on devices of their own."""
 
 from __future__ import annotations
 
 import statistics
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -22,19 +21,19 @@ _FEWEST_REPEATS, _MOST_REPEATS = 8, 50
 
 
 @dataclass(frozen=True)
-class Exchange:
-    """How long one size took.
+class AllReduceTime:
+    """Time of an all-reduce of one size.
 
     Attributes:
         size: bytes of the tensor.
-        seconds: of one all-reduce; the median, on the slowest rank.
+        seconds: the median of several, on the slowest rank.
     """
 
     size: int
     seconds: float
 
     def bus_bandwidth(self, ranks: int) -> float:
-        """Bytes a second over each rank's link, if it is a ring: size/time · 2(n-1)/n.
+        """Return the bytes a second over each rank's link, if it is a ring: size/time · 2(n-1)/n.
 
         See https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
         """
@@ -43,65 +42,54 @@ class Exchange:
 
 @dataclass
 class Measured:
-    """What the ranks found together.
+    """Findings of all ranks together.
 
     Attributes:
         facts: of each rank, in order.
-        exchanges: by size; empty with one rank.
-        advice: which algorithm of exchange is worth it, where it was asked for.
+        all_reduces: by size; empty with one rank.
+        advice: which algorithm of exchange is worth it, where the command asked for it.
     """
 
     facts: list[Facts]
-    exchanges: list[Exchange]
+    all_reduces: list[AllReduceTime]
     advice: Advice | None = None
-
-    def plain(self) -> dict[str, Any]:
-        """As JSON takes it."""
-        ranks = len(self.facts)
-        advice = {} if self.advice is None else {"comm": self.advice.plain()}
-        return {
-            **advice,
-            "ranks": [facts.plain() for facts in self.facts],
-            "all_reduce": [
-                {**asdict(each), "bus_bytes_per_second": each.bus_bandwidth(ranks)} for each in self.exchanges
-            ],
-        }
 
 
 def measure(asked: tuple[int, float | None] | None = None) -> Measured:
     """Measure on every rank; all return the same.
 
     Args:
-        asked: for advice on the exchange: the weights of a model, and the seconds of its step, if they are known.
+        asked: the weights of a model for which to advise on the exchange, and the seconds of its step, if known.
     """
     world = current_world()
     facts = look()
     facts.rank, facts.local_rank = world.placement.rank, world.placement.local_rank
     facts.device = kind_of(world.device).unique_name(world.device)
     everybody = gather_object(facts)
-    exchanges = [_exchange(size) for size in SIZES] if len(everybody) > 1 else []
-    advice = advise(*asked) if asked is not None and len(everybody) > 1 else None
-    return Measured(everybody, exchanges, advice)
+    if len(everybody) == 1:
+        return Measured(everybody, [])
+    return Measured(everybody, [_time_all_reduce(size) for size in SIZES], None if asked is None else advise(*asked))
 
 
-def _exchange(size: int) -> Exchange:
+def _time_all_reduce(size: int) -> AllReduceTime:
+    """Check the sum of an all-reduce, and time it."""
     world = current_world()
     tensor = torch.full((size // 4,), float(world.placement.rank), device=world.device)
     dist.all_reduce(tensor)
     expected = sum(range(world.placement.world_size))
     if not bool((tensor == expected).all()):
         raise RuntimeError(f"an all-reduce of {size} bytes gave {tensor[0].item()} where the sum is {expected}")
-    times = [_timed(tensor)]
+    times = [_time_once(tensor)]
     wanted = min(_MOST_REPEATS, max(_FEWEST_REPEATS, int(_SECONDS_A_SIZE / times[0])))
     repeats = torch.tensor([wanted], device=world.device)
     dist.all_reduce(repeats, op=dist.ReduceOp.MIN)  # every rank as often
-    times += [_timed(tensor) for _ in range(int(repeats.item()))]
+    times += [_time_once(tensor) for _ in range(int(repeats.item()))]
     median = torch.tensor([statistics.median(times)], device=world.device)
     dist.all_reduce(median, op=dist.ReduceOp.MAX)
-    return Exchange(size, float(median.item()))
+    return AllReduceTime(size, float(median.item()))
 
 
-def _timed(tensor: torch.Tensor) -> float:
+def _time_once(tensor: torch.Tensor) -> float:
     start = time.perf_counter()
     tensor.zero_()
     dist.all_reduce(tensor)

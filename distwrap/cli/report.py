@@ -1,17 +1,23 @@
-"""Say for people what the doctor found."""
+"""The doctor's findings in words, as JSON and as a picture."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from distwrap.cli.facts import Facts
-from distwrap.cli.measure import Exchange, Measured
+from distwrap.cli.measure import AllReduceTime, Measured
 from distwrap.comm.advice import Advice
 
+# Variables that differ from rank to rank by design.
+_OF_A_RANK = ("DISTWRAP_", "CUDA_VISIBLE", "HIP_VISIBLE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
-def of_facts(facts: Facts) -> str:
-    """Describe what one process sees, and what would be decided."""
+
+def describe_facts(facts: Facts) -> str:
+    """Describe one process's view, and what would be decided."""
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
     yes = [name for name, said in facts.launchers.items() if said.startswith("yes")]
     lines = [f"{facts.host}: {versions}", "", f"Who started this process: {yes[0] if yes else 'no launcher'}"]
@@ -24,22 +30,22 @@ def of_facts(facts: Facts) -> str:
     return "\n".join(lines)
 
 
-def of_measured(measured: Measured, seconds: float) -> str:
+def describe_measured(measured: Measured, seconds: float) -> str:
     """Describe how the real test went."""
     ranks = len(measured.facts)
     lines = [f"Real test: {ranks} rank(s) started, met and measured in {seconds:.1f} s"]
     hosts = sorted({facts.host for facts in measured.facts})
     lines.append(f"  on {', '.join(hosts)}; {_devices(measured.facts)}")
-    if not measured.exchanges:
+    if not measured.all_reduces:
         lines.append("  one rank: no exchange to measure (--nprocs 2 measures one)")
     else:
         lines.append("  all-reduce      time      bandwidth of the link")
-        lines += [f"  {_row(each, ranks)}" for each in measured.exchanges]
+        lines += [f"  {_row(each, ranks)}" for each in measured.all_reduces]
     return "\n".join(lines)
 
 
-def of_advice(advice: Advice) -> str:
-    """Describe what each algorithm of exchange would make of a step, and which one to take."""
+def describe_advice(advice: Advice) -> str:
+    """Describe the step under each algorithm of exchange, and recommend one."""
     lines = [
         f"A step of a model with {advice.weights / 1e6:.3g} million weights, {advice.ranks} ranks, "
         f"{advice.bandwidth * 8 / 1e6:.3g} Mbit/s from each",
@@ -53,14 +59,14 @@ def of_advice(advice: Advice) -> str:
     return "\n".join([*lines, f"Recommended: comm={advice.choice!r}: {advice.reason}."])
 
 
-def of_problems(problems: Sequence[str], remarks: Sequence[str]) -> str:
+def describe_problems(problems: Sequence[str], remarks: Sequence[str]) -> str:
     """List what is wrong, and what is worth knowing."""
     lines = [f"Problem: {text}" for text in problems] + [f"Remark: {text}" for text in remarks]
     return "\n".join([*lines, f"{len(problems)} problem(s) found." if problems else "No problems found."])
 
 
 def disagreements(facts: Sequence[Facts]) -> list[str]:
-    """Say which machines differ from that of rank 0 in what should be the same everywhere.
+    """Return a sentence for each value that should be the same on all nodes, and differs from that of rank 0's node.
 
     Example:
         >>> a, b = (Facts(host, versions={"torch": v}) for host, v in (("n1", "2.13"), ("n2", "2.12")))
@@ -68,24 +74,18 @@ def disagreements(facts: Sequence[Facts]) -> list[str]:
         ['n2 has torch 2.12, and n1, where rank 0 is, 2.13']
     """
     first, found = facts[0], {}
+    rank_zeros = f"and {first.host}, where rank 0 is,"
     for other in facts[1:]:
-        for what in ("versions", "variables"):
-            mine, theirs = getattr(first, what), getattr(other, what)
-            for name in sorted({*mine, *theirs}):
-                if mine.get(name) != theirs.get(name) and not name.startswith(_OF_A_RANK):
-                    found[other.host, name] = (
-                        f"{other.host} has {name} {theirs.get(name, 'not set')}, and {first.host}, where rank 0 is, "
-                        f"{mine.get(name, 'not set')}"
-                    )
-        if other.decided.get("backend") != first.decided.get("backend"):
-            found[other.host, "backend"] = (
-                f"{other.host} uses {other.decided.get('backend')}, and {first.host}, where rank 0 is, "
-                f"{first.decided.get('backend')}"
-            )
+        for kind in ("versions", "variables"):
+            expected, seen = getattr(first, kind), getattr(other, kind)
+            for name in sorted({*expected, *seen}):
+                value, theirs = seen.get(name, "not set"), expected.get(name, "not set")
+                if value != theirs and not name.startswith(_OF_A_RANK):
+                    found[other.host, name] = f"{other.host} has {name} {value}, {rank_zeros} {theirs}"
+        backend, theirs = other.decided.get("backend"), first.decided.get("backend")
+        if backend != theirs:
+            found[other.host, "backend"] = f"{other.host} uses {backend}, {rank_zeros} {theirs}"
     return list(found.values())
-
-
-_OF_A_RANK = ("DISTWRAP_", "CUDA_VISIBLE", "HIP_VISIBLE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def _devices(facts: Sequence[Facts]) -> str:
@@ -96,10 +96,43 @@ def _devices(facts: Sequence[Facts]) -> str:
     return f"{', '.join(kinds)}, {'each on a device of its own' if len(set(named)) == len(named) else 'some SHARE one'}"
 
 
-def _row(each: Exchange, ranks: int) -> str:
+def _row(each: AllReduceTime, ranks: int) -> str:
     power = 2 if each.size >= 1 << 20 else 1
     size = f"{each.size >> 10 * power} {'KM'[power - 1]}iB"
     return f"{size:>8}  {each.seconds * 1e6:>9.0f} µs  {each.bus_bandwidth(ranks) / 1e9:>8.2f} GB/s"
+
+
+def describe(
+    facts: Facts, measured: Measured | None, problems: Sequence[str], remarks: Sequence[str], seconds: float
+) -> str:
+    """Describe all findings."""
+    parts = [describe_facts(facts)]
+    if measured is not None:
+        parts.append(describe_measured(measured, seconds))
+        if measured.advice is not None:
+            parts.append(describe_advice(measured.advice))
+    return "\n\n".join([*parts, describe_problems(problems, remarks)])
+
+
+def as_json(
+    facts: Facts, measured: Measured | None, problems: Sequence[str], remarks: Sequence[str], seconds: float
+) -> str:
+    """Write all findings as one JSON object."""
+    found: dict[str, Any] = {
+        "problems": problems,
+        "remarks": remarks,
+        "seconds": round(seconds, 3),
+        "here": asdict(facts),
+    }
+    if measured is not None:
+        ranks = len(measured.facts)
+        if measured.advice is not None:
+            found["comm"] = asdict(measured.advice)
+        found["ranks"] = [asdict(each) for each in measured.facts]
+        found["all_reduce"] = [
+            {**asdict(each), "bus_bytes_per_second": each.bus_bandwidth(ranks)} for each in measured.all_reduces
+        ]
+    return json.dumps(found, indent=1)
 
 
 def plot(measured: Measured, path: str) -> None:
@@ -111,12 +144,12 @@ def plot(measured: Measured, path: str) -> None:
     from matplotlib.figure import Figure
 
     ranks = len(measured.facts)
-    sizes = [each.size for each in measured.exchanges]
+    sizes = [each.size for each in measured.all_reduces]
     figure = Figure(figsize=(9, 4), layout="constrained")
     time_axis, link_axis = figure.subplots(1, 2)
-    time_axis.loglog(sizes, [each.seconds * 1e6 for each in measured.exchanges], "o-")
+    time_axis.loglog(sizes, [each.seconds * 1e6 for each in measured.all_reduces], "o-")
     time_axis.set(xlabel="bytes", ylabel="µs", title=f"all-reduce over {ranks} ranks")
-    link_axis.semilogx(sizes, [each.bus_bandwidth(ranks) / 1e9 for each in measured.exchanges], "o-")
+    link_axis.semilogx(sizes, [each.bus_bandwidth(ranks) / 1e9 for each in measured.all_reduces], "o-")
     link_axis.set(xlabel="bytes", ylabel="GB/s", title="bandwidth of the link", ylim=(0, None))
     for axis in (time_axis, link_axis):
         axis.grid(alpha=0.3)

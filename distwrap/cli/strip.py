@@ -1,14 +1,15 @@
-"""``python -m distwrap strip``: repair the keys in a checkpoint's file, and copy the rest as it is."""
+"""``python -m distwrap strip``: repairs the keys in a checkpoint's file, and copies the rest as it is."""
 
 from __future__ import annotations
 
 import argparse
 import copy
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
 import torch
 
@@ -16,6 +17,7 @@ from distwrap.checkpoint import files
 from distwrap.checkpoint.formats import FileIO, SafetensorsIO, safetensors
 from distwrap.errors import CheckpointError, DistwrapError
 from distwrap.model.state_dict import strip_module_prefix
+from distwrap.wording import first_line
 
 SAFETENSORS = ".safetensors"
 _SHOWN = 20
@@ -42,7 +44,7 @@ def add_arguments(commands: Any) -> None:
 def run(given: argparse.Namespace) -> int:
     """Strip, check, write; return the exit code."""
     try:
-        return _run(given)
+        return _strip_file(given)
     except (DistwrapError, OSError) as error:
         print(f"distwrap strip: {error}", file=sys.stderr)
         return 1
@@ -50,18 +52,18 @@ def run(given: argparse.Namespace) -> int:
 
 @dataclass
 class Checkpoint:
-    """What is in a file.
+    """Contents of a file.
 
     Attributes:
-        state: everything, its tensors not read yet.
-        metadata: of a ``.safetensors`` file.
+        state: everything that was saved, with tensors that are not read yet.
+        metadata: the words beside the tensors in a ``.safetensors`` file.
     """
 
     state: Any
     metadata: dict[str, str] | None = None
 
 
-def _run(given: argparse.Namespace) -> int:
+def _strip_file(given: argparse.Namespace) -> int:
     if given.target is None and not given.dry_run and given.check is None:
         raise CheckpointError("say where to write: strip IN OUT, or --dry-run to look only.")
     if given.target is not None and not given.dry_run:
@@ -71,7 +73,7 @@ def _run(given: argparse.Namespace) -> int:
     stripped, renames, dicts = strip(checkpoint.state, wanted)
     if given.dry_run:
         print(table(renames))
-    kept = sum(len(found) for _, found in dicts) - len(renames)
+    kept = sum(map(len, dicts)) - len(renames)
     print(f"{given.source}: {len(renames)} keys renamed, {kept} as they were, in {len(dicts)} state dict(s)")
     if not dicts:
         raise CheckpointError(f"{given.source} holds no state dict: no dict of names and tensors.")
@@ -100,18 +102,13 @@ def read(path: Path, *, unsafe: bool = False) -> Checkpoint:
         with safetensors().safe_open(path, framework="pt") as file:
             return Checkpoint({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})  # noqa: SIM118
     try:
-        try:
-            return Checkpoint(torch.load(path, map_location="cpu", mmap=True, weights_only=not unsafe))
-        except (RuntimeError, ValueError) as error:
-            if "mmap" not in str(error):
-                raise
-            return Checkpoint(torch.load(path, map_location="cpu", weights_only=not unsafe))  # the format before 1.6
+        can_map = is_zipfile(path)  # as torch's files are, but for those from before 1.6
+        return Checkpoint(torch.load(path, map_location="cpu", mmap=can_map, weights_only=not unsafe))
     except FileNotFoundError:
         raise
     except Exception as error:
-        reason = str(error).splitlines()[0] if str(error) else repr(error)
         hint = "" if unsafe else " If you trust where it comes from, say --unsafe: reading it may run code in it."
-        raise CheckpointError(f"cannot read {path}: {reason}{hint}") from error
+        raise CheckpointError(f"cannot read {path}: {first_line(error)}{hint}") from error
 
 
 def write(checkpoint: Checkpoint, path: Path) -> None:
@@ -120,7 +117,9 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
     files.write_atomically(path, lambda temporary: io.save(checkpoint.state, temporary))
 
 
-def strip(state: Any, wanted: dict[str, Any] | None = None) -> tuple[Any, list[tuple[str, str, Any]], list[Any]]:
+def strip(
+    state: Any, wanted: dict[str, Any] | None = None
+) -> tuple[Any, list[tuple[str, str, Any]], list[dict[str, Any]]]:
     """Strip every state dict in a nesting.
 
     Args:
@@ -128,28 +127,32 @@ def strip(state: Any, wanted: dict[str, Any] | None = None) -> tuple[Any, list[t
         wanted: the model's own state dict, whose spelling is then the right one.
 
     Returns:
-        The nesting with stripped state dicts; the renames, as old name, new name and tensor; and the state dicts with
-        their places.
+        The nesting with stripped state dicts; the renames, as old name, new name and tensor; and the state dicts.
     """
     renames: list[tuple[str, str, Any]] = []
-    dicts: list[tuple[str, Any]] = []
+    dicts: list[dict[str, Any]] = []
 
-    def walk(value: Any, where: str) -> Any:
-        if _is_state_dict(value):
-            result = strip_module_prefix(value, target=wanted)
-            dicts.append((where, result))
-            pairs = zip(value, result, strict=True)
-            renames.extend((where + old, where + new, result[new]) for old, new in pairs if old != new)
-            return result
-        if isinstance(value, dict):
-            kept = copy.copy(value)
-            kept.update({key: walk(item, f"{where}{key}/") for key, item in value.items()})
-            return kept
-        if type(value) in (list, tuple):
-            return type(value)(walk(item, f"{where}{index}/") for index, item in enumerate(value))
-        return value
+    def stripped(state_dict: dict[str, Any], place: str) -> dict[str, Any]:
+        result = strip_module_prefix(state_dict, target=wanted)
+        dicts.append(result)
+        pairs = zip(state_dict, result, strict=True)
+        renames.extend((place + old, place + new, result[new]) for old, new in pairs if old != new)
+        return result
 
-    return walk(state, ""), renames, dicts
+    return _replace_state_dicts(state, stripped), renames, dicts
+
+
+def _replace_state_dicts(value: Any, replace: Callable[[dict[str, Any], str], Any], place: str = "") -> Any:
+    """Return a nesting in which each state dict is replaced by what a function makes of it and its place."""
+    if _is_state_dict(value):
+        return replace(value, place)
+    if isinstance(value, dict):
+        copied = copy.copy(value)
+        copied.update({key: _replace_state_dicts(item, replace, f"{place}{key}/") for key, item in value.items()})
+        return copied
+    if type(value) in (list, tuple):
+        return type(value)(_replace_state_dicts(item, replace, f"{place}{n}/") for n, item in enumerate(value))
+    return value
 
 
 def table(renames: list[tuple[str, str, Any]]) -> str:
@@ -171,7 +174,7 @@ def table(renames: list[tuple[str, str, Any]]) -> str:
 
 
 def _is_state_dict(value: Any) -> bool:
-    """Tell a model's state dict: names, and tensors under most of them."""
+    """Return whether this is a model's state dict: names, and tensors under most of them."""
     if not isinstance(value, dict) or not value or not all(isinstance(key, str) for key in value):
         return False
     tensors = sum(isinstance(item, torch.Tensor) for item in value.values())
@@ -179,26 +182,17 @@ def _is_state_dict(value: Any) -> bool:
 
 
 def _model_in(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
-    """Find the one state dict in the file to compare with."""
-    found = list(_state_dicts(checkpoint.state))
+    """Return the one state dict in the file to compare with."""
+    found: list[dict[str, Any]] = []
+    _replace_state_dicts(checkpoint.state, lambda state_dict, _: found.append(state_dict))
     if len(found) != 1:
         raise CheckpointError(f"--check {path}: it holds {len(found)} state dicts; give a file with the model's alone.")
     return found[0]
 
 
-def _state_dicts(value: Any) -> Iterator[dict[str, Any]]:
-    if _is_state_dict(value):
-        yield value
-    elif isinstance(value, (dict, list, tuple)):
-        for item in value.values() if isinstance(value, dict) else value:
-            yield from _state_dicts(item)
-
-
-def _differences(dicts: list[tuple[str, Any]], wanted: dict[str, Any]) -> Iterator[str]:
-    """Compare the state dict that fits best with the wanted one."""
-    if not dicts:
-        return
-    _, best = max(dicts, key=lambda pair: len(wanted.keys() & pair[1].keys()))
+def _differences(dicts: list[dict[str, Any]], wanted: dict[str, Any]) -> Iterator[str]:
+    """Yield a line for each key in which the state dict that fits best differs from the wanted one."""
+    best = max(dicts, key=lambda found: len(wanted.keys() & found.keys()))
     for name in wanted.keys() - best.keys():
         yield f"missing: {name}"
     for name in best.keys() - wanted.keys():

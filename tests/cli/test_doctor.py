@@ -10,7 +10,7 @@ import pytest
 
 from distwrap.cli import main
 from distwrap.cli.facts import Facts, look
-from distwrap.cli.measure import Exchange
+from distwrap.cli.measure import AllReduceTime
 from distwrap.cli.report import disagreements
 from tests.clusters.running import PYTHON, run
 
@@ -98,7 +98,7 @@ def test_under_torchrun_it_speaks_for_the_whole_job() -> None:
     done = run([PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", *DOCTOR[2:]])
     assert done.code == 0, done.output
     assert done.output.count("Who started this process: torchrun") == 1
-    assert "2 on 1 machine(s), started by torchrun; this is rank 0" in done.output
+    assert "2 on 1 node(s), started by torchrun; this is rank 0" in done.output
     assert "Real test: 2 rank(s)" in done.output
 
 
@@ -121,8 +121,8 @@ def test_what_differs_between_ranks_by_design_is_no_disagreement() -> None:
 
 def test_the_bandwidth_of_a_link() -> None:
     """Two ranks send what they have once, many nearly twice, as nccl-tests counts it."""
-    assert Exchange(1000, 1.0).bus_bandwidth(2) == 1000
-    assert Exchange(1000, 1.0).bus_bandwidth(4) == 1500
+    assert AllReduceTime(1000, 1.0).bus_bandwidth(2) == 1000
+    assert AllReduceTime(1000, 1.0).bus_bandwidth(4) == 1500
 
 
 def test_looking_changes_nothing() -> None:

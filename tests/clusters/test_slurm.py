@@ -93,7 +93,7 @@ def test_the_doctor_speaks_for_the_whole_step(slurm: Slurm) -> None:
     done = srun(slurm, "-N2", "-n2", "--ntasks-per-node=1", JOB[0], "-m", "distwrap", "doctor")
     assert done.code == 0, done.output
     assert done.output.count("Who started this process: slurm") == 1
-    assert "2 on 2 machine(s), started by slurm; this is rank 0" in done.output
+    assert "2 on 2 node(s), started by slurm; this is rank 0" in done.output
     assert "Real test: 2 rank(s)" in done.output
     assert "No problems found." in done.output
 
