@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from timing import Row, Samples, arguments, in_turns, report
+from timing import Row, Samples, arguments, compare, in_turns, report
 
 from distwrap import save, wait_for_saves
 
@@ -23,6 +23,9 @@ MEGABYTE = 2**20
 
 def main() -> None:
     args = arguments(__doc__)
+    if args.against:
+        compare(__file__, args)
+        return
     megabytes, rounds = (16, 3) if args.quick else (1024, 7)
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(Path(folder), megabytes, rounds)

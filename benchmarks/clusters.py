@@ -19,7 +19,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from timing import Row, Samples, arguments, in_turns, per_call, report
+from timing import Row, Samples, arguments, compare, in_turns, per_call, report
 
 from distwrap.environments import detect
 
@@ -71,6 +71,9 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
 
 def main() -> None:
     args = arguments(__doc__)
+    if args.against:
+        compare(__file__, args)
+        return
     rounds = 1 if args.quick else 7
     with tempfile.TemporaryDirectory() as folder:
         measured = [detection(), doctor(rounds), two_machines(Path(folder), rounds), restart(Path(folder), rounds)]

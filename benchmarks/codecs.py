@@ -6,7 +6,7 @@ python benchmarks/codecs.py [--quick] [--json FILE] [--plot FILE.png]
 from __future__ import annotations
 
 import torch
-from timing import Row, arguments, in_turns, per_call, report
+from timing import Row, arguments, compare, in_turns, per_call, report
 
 from distwrap.comm.codecs import Cast, Codec, MinMax8, Sign
 
@@ -23,6 +23,9 @@ GOAL = 2.0
 def main() -> None:
     """Time encoding and decoding in turns with a copy."""
     args = arguments(__doc__)
+    if args.against:
+        compare(__file__, args)
+        return
     torch.set_num_threads(1)
     rounds, calls = (3, 1) if args.quick else (15, 3)
     x = torch.randn(COUNT)

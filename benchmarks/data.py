@@ -3,7 +3,7 @@
 Each figure about size is taken on rank 0 of 2 real ranks, in processes of their own, which have their imports behind
 them. Memory is what the process's peak grows by. Fabric and Accelerate are measured where they are installed.
 
-    python benchmarks/data.py [--quick] [--json FILE] [--plot FILE.png]
+    python benchmarks/data.py [--quick] [--json FILE] [--plot FILE.png] [--against CHECKOUT]
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Row, Samples, arguments, in_turns, report
+from timing import Row, Samples, arguments, compare, in_turns, report
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 BATCH = 64
@@ -50,6 +50,9 @@ def main() -> None:
         measure(*sys.argv[sys.argv.index("--measure") + 1 :])
         return
     args = arguments(__doc__)
+    if args.against:
+        compare(__file__, args)
+        return
     sizes = [10**4, 10**6] if args.quick else [10**4, 10**5, 10**6, 10**7, 5 * 10**7, 10**8, 10**9]
     rounds = 1 if args.quick else 3
     present = [way for way in WAYS if importlib.util.find_spec(MODULES.get(way, "torch"))]

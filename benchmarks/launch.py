@@ -2,7 +2,7 @@
 
 Every launch does the same: start the ranks, form a gloo group, one all-reduce, come home.
 
-    python benchmarks/launch.py [--quick] [--json FILE] [--plot FILE.png]
+    python benchmarks/launch.py [--quick] [--json FILE] [--plot FILE.png] [--against CHECKOUT]
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from contenders import Contender, first_launch, installed
-from timing import Row, Samples, arguments, in_turns, report
+from timing import Row, Samples, arguments, compare, in_turns, report
 
 # each beside our launcher of its kind
 PEERS = {
@@ -29,6 +29,9 @@ PEERS = {
 
 def main() -> None:
     args = arguments(__doc__)
+    if args.against:
+        compare(__file__, args)
+        return
     rounds, slow_rounds, fresh_rounds = (2, 1, 1) if args.quick else (30, 7, 9)
     compile_as_pip_does()
     rows = [repeat_launch(nprocs, rounds, slow_rounds) for nprocs in ((2,) if args.quick else (2, 4))]

@@ -3,7 +3,7 @@
 The models are tiny, so that what is around them shows. All ways run in turns in the same processes; the figures are
 rank 0's. A peer that is not installed is left out, and said so.
 
-    python benchmarks/step.py [--quick] [--json FILE] [--plot FILE.png]
+    python benchmarks/step.py [--quick] [--json FILE] [--plot FILE.png] [--against CHECKOUT]
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from timing import Row, Samples, arguments, in_turns, per_call, report
+from timing import Row, Samples, arguments, compare, in_turns, per_call, report
 from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
@@ -30,6 +30,9 @@ PEERS = {"Fabric": "lightning", "Accelerate": "accelerate"}
 
 def main() -> None:
     args = arguments(__doc__)
+    if args.against:
+        compare(__file__, args)
+        return
     taken = measure.options(nprocs=2)(5 if args.quick else 300, 20 if args.quick else 100)
     notes = [f"{peer}: not installed" for peer in PEERS if peer not in taken["grad"]]
     report("step: 2 ranks, gloo", rows(taken), notes, args)

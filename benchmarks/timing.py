@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}
@@ -15,18 +20,18 @@ UNITS = {"s": 1.0, "ms": 1e3, "us": 1e6}
 
 @dataclass(frozen=True)
 class Samples:
-    """What one way took, a number a round, in seconds."""
+    """Seconds that one way took, a number for each round."""
 
     seconds: list[float]
 
     @property
     def median(self) -> float:
-        """The middle one, which a few disturbed rounds do not move."""
+        """The middle number, which a few disturbed rounds do not move."""
         return statistics.median(self.seconds)
 
     @property
     def best(self) -> float:
-        """The least disturbed one."""
+        """The number of the least disturbed round."""
         return min(self.seconds)
 
     def text(self, unit: str) -> str:
@@ -45,15 +50,15 @@ class Samples:
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the table.
+    """Line of the table.
 
     Attributes:
-        what: what was timed.
-        ours: with distwrap.
-        theirs: what it is measured against; ``None`` where there is no such thing.
+        what: the name of what was timed.
+        ours: times with distwrap.
+        theirs: times of what it is compared with; ``None`` where there is no such thing.
         unit: ``"s"``, ``"ms"`` or ``"us"``.
         figure: the number that the goal speaks of, in words.
-        goal: in words; empty where the row only informs.
+        goal: the goal in words; empty where the row only informs.
         met: whether the goal was reached in this run; ``None`` where there is none.
     """
 
@@ -70,8 +75,8 @@ def in_turns(ways: Mapping[str, Callable[[], float]], rounds: int) -> dict[str, 
     """Run every way once a round, forwards and backwards in turn, so that a slow minute is shared by all.
 
     Args:
-        ways: by name; each returns the seconds it took.
-        rounds: how often.
+        ways: functions by name; each returns the seconds it took.
+        rounds: how often each one runs.
     """
     taken: dict[str, list[float]] = {name: [] for name in ways}
     names = list(ways)
@@ -96,10 +101,61 @@ def per_call(body: Callable[[], object], calls: int) -> Callable[[], float]:
 def arguments(description: str | None) -> argparse.Namespace:
     """Read the command line that the benchmarks share."""
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--against", metavar="PATH", help="measure another checkout of distwrap beside this one, in turns"
+    )
+    parser.add_argument("--turns", type=int, default=5, help="quick runs on each side, with --against; by default 5")
     parser.add_argument("--quick", action="store_true", help="few rounds: does it run? the figures mean little")
     parser.add_argument("--json", metavar="FILE", help="write every single figure there")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the medians there, with min and max (matplotlib)")
     return parser.parse_args()
+
+
+def compare(script: str, args: argparse.Namespace) -> None:
+    """Run a benchmark on this checkout and on another, in turns and in processes of their own, and report the ratios.
+
+    A ratio is the median over the turns of the time here over the time there. The second one of a line takes a slow
+    minute out: both times are divided by what the line is compared with, as raw torch, in the same run.
+
+    Args:
+        script: the benchmark's file, of which both sides run this version.
+        args: of the command line, with the other checkout.
+    """
+    sides = {"here": str(Path(script).resolve().parent.parent), "there": str(Path(args.against).resolve())}
+    runs: dict[str, list[dict[str, Row]]] = {"here": [], "there": []}
+    for turn in range(1 if args.quick else args.turns):
+        for side in sides if turn % 2 == 0 else reversed(sides):
+            runs[side].append(_quick_run(script, sides[side]))
+    rows = []
+    for what in runs["here"][0]:
+        if any(what not in run for run in (*runs["here"], *runs["there"])):
+            continue
+        here, there = ([run[what] for run in runs[side]] for side in sides)
+        ours, theirs = (Samples([row.ours.median for row in side]) for side in (here, there))
+        figure = f"{ours.over(theirs):.3f} times"
+        if all(row.theirs is not None for row in (*here, *there)):
+            relative = [
+                Samples([row.ours.median / row.theirs.median for row in side if row.theirs]) for side in (here, there)
+            ]
+            figure += f", {relative[0].over(relative[1]):.3f} beside the same"
+        rows.append(Row(what, ours, theirs, here[0].unit, figure))
+    report(f"{Path(script).stem}: {sides['here']}, compared with {sides['there']}", rows, [], args)
+
+
+def _quick_run(script: str, checkout: str) -> dict[str, Row]:
+    """Return the rows of a quick run with the distwrap of a checkout, by name."""
+    with TemporaryDirectory() as folder:
+        figures = os.path.join(folder, "figures.json")
+        command = [sys.executable, script, "--quick", "--json", figures]
+        env = {**os.environ, "PYTHONPATH": checkout}
+        subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=True, timeout=900)
+        with open(figures) as file:
+            found = json.load(file)["rows"]
+    rows = {}
+    for row in found:
+        ours, theirs = (Samples(row[of]["seconds"]) if row[of] else None for of in ("ours", "theirs"))
+        rows[row["what"]] = Row(**{**row, "ours": ours, "theirs": theirs})
+    return rows
 
 
 def report(title: str, rows: Sequence[Row], notes: Sequence[str], args: argparse.Namespace) -> None:

@@ -72,3 +72,14 @@ def test_launch(tmp_path: Path) -> None:
     table, rows = run_quick("launch.py", tmp_path, seconds=110)
     assert all(row in table for row in rows)
     assert len(rows) + table.count(": not installed") == 8
+
+
+def test_against_another_checkout(tmp_path: Path) -> None:
+    """A benchmark runs on two checkouts in turns, here this one twice, and prints the ratio of every row."""
+    figures = tmp_path / "figures.json"
+    command = [sys.executable, str(BENCHMARKS / "codecs.py"), "--quick", "--against", str(BENCHMARKS.parent)]
+    done = subprocess.run([*command, "--json", str(figures)], capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(figures.read_text())["rows"]
+    assert len(rows) == 8
+    assert all(" times" in row["figure"] and row["figure"] in done.stdout for row in rows)

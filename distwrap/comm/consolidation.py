@@ -8,12 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from distwrap.comm.exchanges import Exchanges
 from distwrap.comm.link import Traffic
 from distwrap.errors import ModelError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.world import current_world
 from distwrap.model.buffers import sync_buffers
+from distwrap.model.transparent import unwrap_model
+from distwrap.model.wrapped_models import WrappedModels
 from distwrap.supervision.activity import Activity
 
 if TYPE_CHECKING:
@@ -96,6 +97,9 @@ def traffic(model: nn.Module) -> Traffic:
 
 
 def _exchange_of(model: nn.Module) -> Exchange[Any] | None:
+    """Return the exchange of a wrapped model, also of one that is compiled around it."""
     if not isinstance(model, nn.Module):
         raise ModelError(f"this takes the model that wrap_model() returned, not a {type(model).__name__}.")
-    return current_world().part(Exchanges).of(model)
+    net = unwrap_model(model)
+    found = current_world().part(WrappedModels).holding("_exchange")
+    return next((exchange for wrapped, exchange in found if unwrap_model(wrapped) is net), None)

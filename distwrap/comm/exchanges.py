@@ -1,16 +1,14 @@
-"""The exchanges of one run: found by their models, told of optimizer steps, settled and closed at its end."""
+"""The exchanges of one run: told of optimizer steps, settled and closed at its end."""
 
 from __future__ import annotations
 
 import gc
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from distwrap.group.world import RunPart, World, say
-from distwrap.model.transparent import unwrap_model
 from distwrap.precision import LossScaling
 
 if TYPE_CHECKING:
@@ -30,12 +28,6 @@ class Exchanges(RunPart):
         self.of_weights: list[WeightExchange[Any]] = []
         self._handles: list[RemovableHandle] = []
         self._scaling = world.part(LossScaling)
-
-    def of(self, model: nn.Module) -> Exchange[Any] | None:
-        """Return the exchange of a wrapped model, also of one that is compiled around it."""
-        net = unwrap_model(model)
-        held = ((exchange, exchange.model) for exchange in self._exchanges)
-        return next((exchange for exchange, model in held if model is not None and unwrap_model(model) is net), None)
 
     def add(self, exchange: Exchange[Any]) -> None:
         """Note a new exchange."""

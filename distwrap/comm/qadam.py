@@ -48,7 +48,7 @@ class QAdam(GradientAlgorithm):
     """
 
     warmup_steps: int = option(100, whole(1))
-    bits: int = option(8, Check("8 or 1, the bits of a number as QAdam sends it", lambda bits: bits in (1, 8)))
+    bits: int = option(8, Check("8, for 8 bits a number, or 1", lambda bits: bits in (1, 8)))
     error_feedback: bool = True
 
     def averager(self, link: Link, device: torch.device) -> Averager:
