@@ -8,7 +8,7 @@ A module is imported when one of its names is used.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from distwrap.comm.allreduce import BF16 as BF16, FP16 as FP16, AllReduce as AllReduce
@@ -32,29 +32,31 @@ if TYPE_CHECKING:
     from distwrap.comm.topk import TopK as TopK
     from distwrap.comm.weights import WeightAlgorithm as WeightAlgorithm, WeightExchange as WeightExchange
 
-# The block above is for type checkers; this table is what runs, and a test compares the two.
+# The same as above for the interpreter, which imports a module when one of its names is first asked for.
 _NAMES = {
-    "allreduce": ("AllReduce", "BF16", "FP16"),
-    "asynchronous": ("AsyncAveraging",),
-    "base": ("Algorithm", "Averager", "Bucket"),
-    "bytegrad": ("ByteGrad",),
-    "consolidation": ("Consolidated", "consolidate", "pause", "traffic"),
-    "decentralized": ("Decentralized",),
-    "diloco": ("DiLoCo",),
-    "gradients": ("GradientAlgorithm",),
-    "link": ("Link", "Traffic"),
-    "local_sgd": ("LocalSGD",),
-    "low_precision": ("LowPrecisionDecentralized",),
-    "powersgd": ("PowerSGD",),
-    "qadam": ("QAdam",),
-    "topk": ("TopK",),
-    "weights": ("WeightAlgorithm", "WeightExchange"),
+    "allreduce": "AllReduce BF16 FP16",
+    "asynchronous": "AsyncAveraging",
+    "base": "Algorithm Averager Bucket",
+    "bytegrad": "ByteGrad",
+    "consolidation": "Consolidated consolidate pause traffic",
+    "decentralized": "Decentralized",
+    "diloco": "DiLoCo",
+    "gradients": "GradientAlgorithm",
+    "link": "Link Traffic",
+    "local_sgd": "LocalSGD",
+    "low_precision": "LowPrecisionDecentralized",
+    "powersgd": "PowerSGD",
+    "qadam": "QAdam",
+    "topk": "TopK",
+    "weights": "WeightAlgorithm WeightExchange",
 }
-_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
 __all__ = sorted(_MODULE_OF)
 
+if not TYPE_CHECKING:  # for a type checker, any name would be right then
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULE_OF:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+    def __getattr__(name):
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = globals()[name] = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        return value

@@ -1,15 +1,14 @@
-"""Which algorithm of exchange is worth it here: measured on the real ranks, and predicted for a model's size.
+"""The choice of an algorithm of exchange: measured on the real ranks, and predicted for a model's size.
 
-What an exchange takes is close to a + b·n for n weights, codec and link together; two sizes give a and b.
+The time of an exchange is close to a + b·n for n weights, codec and link together; two sizes give a and b.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -33,7 +32,7 @@ _OVERLAP = 0.5  # of the compute: DDP exchanges during the backward
 _WORTH = 1.15  # a choice that bends training more must save this much
 _EVERY = 32  # steps, for the algorithms that exchange now and then
 
-# From the one that changes nothing to the one that changes training most: what is sent, and what it asks for.
+# From the one that changes nothing to the one that changes training most.
 _MAKERS: dict[str, Callable[[Link, torch.device], Averager]] = {
     "allreduce": AllReduce().averager,
     "bf16": BF16().averager,
@@ -49,11 +48,11 @@ _MAKERS: dict[str, Callable[[Link, torch.device], Averager]] = {
 
 @dataclass(frozen=True)
 class Cost:
-    """What an exchange takes.
+    """Time of an exchange.
 
     Attributes:
-        seconds: of one that is empty.
-        seconds_a_weight: beyond that.
+        seconds: the time of an empty one.
+        seconds_a_weight: the time beyond that for each weight.
     """
 
     seconds: float
@@ -66,12 +65,12 @@ class Cost:
 
 @dataclass(frozen=True)
 class Prediction:
-    """One row of the advice.
+    """Row of the advice.
 
     Attributes:
-        comm: as `wrap_model` takes it.
-        exchange: seconds a step, on average.
-        step: seconds a step, with the compute, of which a part hides the exchange.
+        comm: the algorithm, as `wrap_model` takes it.
+        exchange: seconds of the exchange in a step, on average.
+        step: seconds of a step, with the compute, of which a part hides the exchange.
     """
 
     comm: str
@@ -81,16 +80,16 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Advice:
-    """What was measured, and what follows.
+    """Measurements, and the algorithm that they recommend.
 
     Attributes:
-        ranks: how many.
-        weights: of the model that is asked for.
+        ranks: the number of ranks.
+        weights: the number of weights of the model.
         compute: seconds of one step without any exchange.
         bandwidth: bytes a second that each rank sends in an all-reduce.
-        predictions: by algorithm, in the order of how much they change training.
-        choice: the first of them that no later one beats by much.
-        reason: in words.
+        predictions: one for each algorithm, in the order of how much they change training.
+        choice: the first algorithm that no later one beats by much.
+        reason: why, in words.
     """
 
     ranks: int
@@ -101,17 +100,13 @@ class Advice:
     choice: str
     reason: str
 
-    def plain(self) -> dict[str, Any]:
-        """As JSON takes it."""
-        return asdict(self)
-
 
 def advise(weights: int, compute: float | None = None) -> Advice:
     """Measure every algorithm's exchange between the ranks of this world, and recommend one; a collective.
 
     Args:
-        weights: how many the model has.
-        compute: seconds of one of its steps on one rank; measured on a stack of linear layers where not given.
+        weights: the number of weights of the model.
+        compute: seconds of one of its steps on one rank; ``None`` to measure a stack of linear layers.
     """
     world = current_world()
     ranks = world.placement.world_size
@@ -149,7 +144,7 @@ def predict(costs: dict[str, Cost], weights: float, compute: float) -> list[Pred
 
 
 def choose(predictions: Sequence[Prediction], compute: float) -> tuple[str, str]:
-    """Take the first that no later one beats by 15 %, and say why.
+    """Return the first algorithm that no later one beats by 15 %, and the reason.
 
     Example:
         >>> rows = predict({"allreduce": Cost(0.0, 1e-9), "bytegrad": Cost(0.0, 0.3e-9)}, 10_000_000, 0.1)
@@ -178,17 +173,10 @@ def _cost(make: Callable[[], Averager], device: torch.device) -> Cost:
 
 
 def _exchange_seconds(averager: Averager, weights: int, device: torch.device) -> float:
-    """Time the exchange of a square matrix's gradients, the best of three, on the slowest rank."""
+    """Time the exchange of a square matrix's gradients on the slowest rank."""
     parameter = nn.Parameter(torch.empty(int(weights**0.5), int(weights**0.5), device=device))
     values = torch.randn(parameter.numel(), device=device)
-    taken = []
-    for _ in range(4):  # the first one makes buffers and connections
-        dist.barrier()
-        start = time.perf_counter()
-        averager.average(Bucket(values.clone(), [parameter]))
-        kind_of(device).finish(device)
-        taken.append(time.perf_counter() - start)
-    return _slowest(min(taken[1:]))
+    return _slowest(_best(lambda: averager.average(Bucket(values.clone(), [parameter])), device, dist.barrier))
 
 
 def _compute(weights: int, device: torch.device) -> float:
@@ -197,12 +185,22 @@ def _compute(weights: int, device: torch.device) -> float:
     model = nn.Sequential(*(nn.Linear(width, width) for _ in range(max(1, weights // width**2)))).to(device)
     optimizer = torch.optim.AdamW(model.parameters())
     x = torch.randn(32, width, device=device)
-    taken = []
-    for _ in range(4):
-        start = time.perf_counter()
+
+    def step() -> None:
         model(x).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
+
+    return _best(step, device)
+
+
+def _best(work: Callable[[], object], device: torch.device, before: Callable[[], object] = lambda: None) -> float:
+    """Return the best of three times, in seconds, after a first one that makes buffers and connections."""
+    taken = []
+    for _ in range(4):
+        before()
+        start = time.perf_counter()
+        work()
         kind_of(device).finish(device)
         taken.append(time.perf_counter() - start)
     return min(taken[1:])

@@ -42,7 +42,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
         self.rounds = 0
         self._changed = threading.Condition()
         self._runs = self._resumes = self._closed = False
-        self._parked = self._pausing = self._wanted = False
+        self._pausing = self._wanted = False
         self._snapshot: torch.Tensor | None = None
         self._move: torch.Tensor | None = None
         self._failure: BaseException | None = None
@@ -99,7 +99,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
         thread, self._thread = self._thread, None
         if thread is not None:
             with self._changed:
-                self._parked = self._pausing = True
+                self._pausing = True
                 self._changed.notify_all()
             thread.join(self._patience)
             if thread.is_alive():
@@ -117,7 +117,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
         """Average again."""
         if self._runs:
             return
-        self._runs, self._parked, self._pausing = True, False, False
+        self._runs, self._pausing = True, False
         if self.link is not None:
             self._thread = threading.Thread(target=self._run, args=(self.link,), name="distwrap-async", daemon=True)
             self._thread.start()
@@ -145,7 +145,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
             while self._snapshot is None:
                 if self._closed:
                     return None
-                if self._parked or self.model is None:
+                if self._pausing or self.model is None:
                     self._hand_out()
                 else:
                     self._changed.wait(1.0)

@@ -1,6 +1,6 @@
-"""How numbers are made small: each codec turns a flat tensor of floats into bytes, and back.
+"""Codecs: each turns a flat tensor of floats into fewer bytes, and back.
 
-Every codec says whether the numbers were finite. What was not is NaN after decoding, together with its block: never a
+Every codec returns whether the numbers were finite. Others are NaN after decoding, together with their block: never a
 number that looks right.
 """
 
@@ -17,10 +17,10 @@ _TINY = 1e-36  # a range below which the scale would overflow
 
 
 class Codec(Protocol):
-    """One way to write floats in fewer bytes."""
+    """A way to write floats in fewer bytes."""
 
     def size(self, count: int) -> int:
-        """Say how many bytes `count` numbers take; a multiple of 4."""
+        """Return the bytes that `count` numbers take; a multiple of 4."""
 
     def encode(self, values: torch.Tensor, codes: torch.Tensor) -> bool:
         """Write flat float32 numbers as bytes; return whether all were finite."""
@@ -30,7 +30,7 @@ class Codec(Protocol):
 
 
 class Cast:
-    """Rounded to a smaller floating-point type.
+    """Numbers rounded to a smaller floating-point type.
 
     Args:
         dtype: ``torch.float16`` or ``torch.bfloat16``, or ``torch.float32`` for no loss.
@@ -54,7 +54,7 @@ class Cast:
 
 
 class MinMax8:
-    """One byte a number: the number of steps from the least one of its block, to the nearest step.
+    """One byte a number: how many steps it is above the least one of its block, rounded to the nearest step.
 
     A step is 1/254 of the block's range, so the error is at most 1/508 of it, and a rounding of float32. A block has a
     header of two float32: what code 0 stands for, and the step. Bagua's MinMaxUInt8 codec, but for its defects: its
@@ -67,6 +67,11 @@ class MinMax8:
     def size(self, count: int) -> int:
         return _aligned(8 * _blocks(count, _PIECE) + count)
 
+    def _split(self, codes: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the blocks' headers, offset and step of each, and the numbers' bytes."""
+        header = 8 * _blocks(count, _PIECE)
+        return codes[:header].view(torch.float32).view(header // 8, 2), codes[header : header + count]
+
     def encode(self, values: torch.Tensor, codes: torch.Tensor) -> bool:
         if values.device.type == "cpu":
             return self._encode_by_piece(values, codes)
@@ -74,11 +79,10 @@ class MinMax8:
 
     def _encode_by_piece(self, values: torch.Tensor, codes: torch.Tensor) -> bool:
         """Read the memory once: block by block, in the cache, two passes over each and one to narrow the codes."""
-        count, finite = values.numel(), True
-        header = 8 * _blocks(count, _PIECE)
-        scratch = torch.empty(min(count, _PIECE))
-        headers = []
-        for start in range(0, count, _PIECE):
+        finite, found = True, []
+        headers, steps = self._split(codes, values.numel())
+        scratch = torch.empty(min(values.numel(), _PIECE))
+        for start in range(0, values.numel(), _PIECE):
             block = values[start : start + _PIECE]
             shifted = scratch[: block.numel()]
             low, high = (bound.item() for bound in block.aminmax())
@@ -89,17 +93,15 @@ class MinMax8:
                 torch.add(_scalar(_MAGIC - lowest), block, alpha=scale, out=shifted)
             else:
                 torch.sub(block, offset, out=shifted).mul_(scale).add_(_MAGIC)
-            codes[header + start : header + start + block.numel()].copy_(shifted.view(torch.int32))
+            steps[start : start + _PIECE].copy_(shifted.view(torch.int32))
             finite = finite and offset == offset
-            headers += [offset, step]
-        codes[:header].view(torch.float32).copy_(torch.tensor(headers))
+            found.append((offset, step))
+        headers.copy_(torch.tensor(found).view(-1, 2))
         return finite
 
     def _encode_by_row(self, values: torch.Tensor, codes: torch.Tensor) -> bool:
-        """All blocks at once, without a word to the processor until the end."""
-        count = values.numel()
-        header = 8 * _blocks(count, _PIECE)
-        headers = codes[:header].view(torch.float32).view(header // 8, 2)
+        """Encode all blocks at once, without waiting for the device until the end."""
+        headers, steps = self._split(codes, values.numel())
         for first, rows, place in _rows(values, _PIECE):
             low, high = rows.aminmax(dim=1)
             extent = high.double() - low
@@ -108,33 +110,30 @@ class MinMax8:
             scale = torch.where(step > 0, 1 / step, 0.0).float()
             headers[first : first + len(rows), 0] = torch.where(bad, torch.nan, low)
             headers[first : first + len(rows), 1] = step
-            steps = ((rows - low[:, None]) * scale[:, None]).round_().nan_to_num_(0.0, 0.0, 0.0)
-            codes[header + place : header + place + rows.numel()].view(rows.shape).copy_(steps)
+            rounded = ((rows - low[:, None]) * scale[:, None]).round_().nan_to_num_(0.0, 0.0, 0.0)
+            steps[place : place + rows.numel()].view(rows.shape).copy_(rounded)
         return bool(torch.isfinite(headers).all())
 
     def decode(self, codes: torch.Tensor, values: torch.Tensor) -> None:
         if values.device.type != "cpu":
             self._decode_by_row(codes, values)
             return
-        count = values.numel()
-        header = 8 * _blocks(count, _PIECE)
-        headers = codes[:header].view(torch.float32).view(header // 8, 2)
-        for (offset, step), start in zip(headers.tolist(), range(0, count, _PIECE), strict=True):
+        headers, steps = self._split(codes, values.numel())
+        for (offset, step), start in zip(headers.tolist(), range(0, values.numel(), _PIECE), strict=True):
             block = values[start : start + _PIECE]
-            block.copy_(codes[header + start : header + start + block.numel()])
+            block.copy_(steps[start : start + _PIECE])
             torch.add(_scalar(offset), block, alpha=step, out=block)
 
     def _decode_by_row(self, codes: torch.Tensor, values: torch.Tensor) -> None:
-        header = 8 * _blocks(values.numel(), _PIECE)
-        headers = codes[:header].view(torch.float32).view(header // 8, 2)
+        headers, steps = self._split(codes, values.numel())
         for first, rows, place in _rows(values, _PIECE):
-            rows.copy_(codes[header + place : header + place + rows.numel()].view(rows.shape))
+            rows.copy_(steps[place : place + rows.numel()].view(rows.shape))
             offset, step = headers[first : first + len(rows)].unbind(1)
             torch.addcmul(offset[:, None], rows, step[:, None], out=rows)
 
 
 class Sign:
-    """One bit a number: its sign, times the mean of the absolute values of its block of 4096.
+    """One bit a number: its sign, which stands for the mean of the absolute values in its block of 4096.
 
     Needs error feedback. Source: https://arxiv.org/abs/2102.02888, section 4.
     """
@@ -145,8 +144,7 @@ class Sign:
         return _aligned(4 * _blocks(count, self.block) + -(-count // 8))
 
     def encode(self, values: torch.Tensor, codes: torch.Tensor) -> bool:
-        count = values.numel()
-        header = 4 * _blocks(count, self.block)
+        header = 4 * _blocks(values.numel(), self.block)
         scales = codes[:header].view(torch.float32)
         for first, rows, place in _rows(values, self.block):
             scales[first : first + len(rows)] = rows.abs().mean(dim=1)
@@ -159,8 +157,7 @@ class Sign:
         return bool(torch.isfinite(scales).all())
 
     def decode(self, codes: torch.Tensor, values: torch.Tensor) -> None:
-        count = values.numel()
-        header = 4 * _blocks(count, self.block)
+        header = 4 * _blocks(values.numel(), self.block)
         scales = codes[:header].view(torch.float32)
         signs = _signs(values.device)
         for first, rows, place in _rows(values, self.block):

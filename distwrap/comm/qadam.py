@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch.optim import Adam, AdamW, Optimizer
@@ -55,11 +55,11 @@ class QAdam(GradientAlgorithm):
         return _Momenta(link, self)
 
     def prepare_optimizer(self, optimizer: Optimizer, averager: Averager | None) -> Optimizer:
-        known = isinstance(optimizer, QAdamOptimizer)
-        prepared = optimizer if known else QAdamOptimizer(optimizer, self.warmup_steps)
+        if not isinstance(optimizer, QAdamOptimizer):
+            optimizer = QAdamOptimizer(optimizer, self.warmup_steps)
         if isinstance(averager, _Momenta):
-            averager.serve(cast(QAdamOptimizer, prepared))
-        return prepared
+            averager.serve(optimizer)
+        return optimizer
 
 
 class _Momenta(Averager):
