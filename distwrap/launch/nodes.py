@@ -173,18 +173,12 @@ class Nodes:
             here = f"{len(hosts)} of {self._size} nodes are here ({', '.join(hosts.values())})"
             return f"{here}; missing: node(s) {missing}"
 
-        wait_for_all(
-            self._store,
-            self.node_rank,
-            self._size,
-            seconds - (time.monotonic() - self._began),
-            who=f"node {self.node_rank} on {socket.gethostname()}",
-            where=f"{self._host}:{self._port}",
-            describe=describe,
-            advice="Start the same command on every node.",
-            holds_store=True,
-            everyone_prints=True,
-        )
+        left = seconds - (time.monotonic() - self._began)
+        where = f"{self._host}:{self._port}"
+        late = wait_for_all(self._store, self.node_rank, self._size, left, where, describe, all_print=True)
+        if late:
+            name = f"node {self.node_rank} on {socket.gethostname()}"
+            raise ArrivalError(f"{name} {late}. Start the same command on every node.")
         return registrations(self._store, range(self._size))
 
     # Assignments of the ranks on this node

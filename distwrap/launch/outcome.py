@@ -23,6 +23,7 @@ class Outcome:
     """End of a rank. The values are plain, so that reading one cannot fail.
 
     Attributes:
+        pid: process id; 0 where it is unknown, as that of a rank on another node.
         time: seconds since the epoch, to find the first of several failures.
         value: the pickled result, or ``None``.
         error: the pickled exception, or ``None`` after success and where the exception cannot be pickled.
@@ -105,7 +106,7 @@ def raise_failure(failed: Sequence[Outcome], finished: Sequence[int] = ()) -> No
         WorkerError: the exception cannot be pickled.
     """
     cause = first_cause(failed)
-    where = f"rank {cause.rank} on {cause.host} (pid {cause.pid})"
+    where = f"rank {cause.rank} on {cause.host}" + (f" (pid {cause.pid})" if cause.pid else "")
     others = {outcome.rank for outcome in failed} - {cause.rank}
     also = f"\n(ranks that failed afterwards: {', '.join(map(str, sorted(others)))})" if others else ""
     known: dict[str, Any] = {"rank": cause.rank, "host": cause.host, "exitcode": 1, "signal": None}

@@ -8,25 +8,23 @@ from collections.abc import Callable, Iterator, Sequence
 _DEPTH = 8  # how far down the search goes
 
 
-def find_unpicklable(obj: object, dump: Callable[[object], bytes], names: Sequence[str]) -> tuple[str, object]:
+def find_unpicklable(
+    obj: object, dump: Callable[[object], bytes], names: Sequence[str] = (), above: frozenset[int] = frozenset()
+) -> tuple[str, object]:
     """Return the path to the deepest object that cannot be pickled, in words, and the object.
 
     Args:
         obj: object that cannot be pickled.
         dump: the function that pickles.
         names: words for the items of `obj`, where it is a tuple.
+        above: the objects that hold `obj`, by their ``id``.
     """
-    path, seen = "", {id(obj)}
-    for depth in range(_DEPTH):
-        for step, child in _children(obj, names if depth == 0 else ()):
-            if id(child) in seen or _dumps_well(child, dump):
-                continue
-            seen.add(id(child))
-            path, obj = (f"{step} of {path}" if path else step), child
-            break
-        else:
-            break
-    return path, obj
+    above |= {id(obj)}
+    for step, child in _children(obj, names) if len(above) <= _DEPTH else ():
+        if id(child) not in above and not _can_dump(child, dump):
+            path, culprit = find_unpicklable(child, dump, (), above)
+            return f"{path} of {step}" if path else step, culprit
+    return "", obj
 
 
 def _children(obj: object, names: Sequence[str]) -> Iterator[tuple[str, object]]:
@@ -60,7 +58,7 @@ def _children(obj: object, names: Sequence[str]) -> Iterator[tuple[str, object]]
             yield f"attribute {key!r}", value
 
 
-def _dumps_well(obj: object, dump: Callable[[object], bytes]) -> bool:
+def _can_dump(obj: object, dump: Callable[[object], bytes]) -> bool:
     try:
         dump(obj)
     except Exception:  # noqa: BLE001 - whatever is raised, it cannot be pickled

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -55,23 +56,20 @@ def meet(placement: Placement, seconds: float, device: torch.device | None = Non
             f"{other['pid']} on {other['host']}, both said to be so by {placement.source}. Give each its own RANK or "
             f"node rank; or was this process started by a rank, whose variables it has inherited?"
         )
+    me = f"rank {placement.rank} on {socket.gethostname()}"
     try:
-        wait_for_all(
-            store,
-            placement.rank,
-            placement.world_size,
-            seconds,
-            who=f"rank {placement.rank} on {socket.gethostname()}",
-            where=where,
-            describe=lambda hosts: _who_is_here(placement, hosts),
-            advice="Look at what the missing ones printed; they did not reach setup_process_group().",
-            holds_store=not stores.held_elsewhere(),
+        late = wait_for_all(
+            store, placement.rank, placement.world_size, seconds, where, partial(_who_is_here, placement)
         )
     except dist.DistNetworkError as error:
         raise ArrivalError(
-            f"rank {placement.rank} on {socket.gethostname()} lost the meeting place at {where} "
-            f"({first_line(error)}): rank 0, or its launcher, which holds it, is gone. Look at what it printed."
+            f"{me} lost the meeting place at {where} ({first_line(error)}): rank 0, or its launcher, which holds it, "
+            f"is gone. Look at what it printed."
         ) from error
+    if late:
+        raise ArrivalError(
+            f"{me} {late}. Look at what the missing ones printed; they did not reach setup_process_group()."
+        )
     _compare(placement, json.loads(store.get("here/0")))
     return store
 
@@ -89,14 +87,11 @@ def wait_for_all(
     me: int,
     size: int,
     seconds: float,
-    *,
-    who: str,
     where: str,
     describe: Callable[[dict[int, str]], str],
-    advice: str,
-    holds_store: bool,
-    everyone_prints: bool = False,
-) -> None:
+    *,
+    all_print: bool = False,
+) -> str:
     """Wait until all ranks, or the callers on all nodes, have registered.
 
     Args:
@@ -104,15 +99,12 @@ def wait_for_all(
         me: number of this rank or node.
         size: number of ranks or nodes.
         seconds: time limit.
-        who: this rank or node in words.
         where: address of the store in words.
         describe: returns who is here and who is missing, given the hosts by number.
-        advice: what the user should do.
-        holds_store: whether number 0 holds the store in its own process.
-        everyone_prints: whether all print who is missing, and not only the first that is here.
+        all_print: whether all of them print who is missing while they wait, and not only the first that is here.
 
-    Raises:
-        ArrivalError: somebody is missing after the time limit.
+    Returns:
+        Who is missing after the time limit, in words; empty where all are here.
     """
     names = [f"here/{number}" for number in range(size)]
     start, noticed = time.monotonic(), False
@@ -121,16 +113,17 @@ def wait_for_all(
         if waited > min(NOTICE_SECONDS, seconds) and not noticed:
             noticed = True
             hosts = _arrived(store, names)
-            if everyone_prints or me == min(hosts):
+            if all_print or me == min(hosts):
                 print(f"distwrap: after {waited:.0f} s {describe(hosts)}", file=sys.stderr, flush=True)
         others_gave_up = store.check(["gave up"])
         if waited > seconds or others_gave_up:
-            here = describe(_arrived(store, names))
+            late = f"waited {waited:.0f} s at {where}: {describe(_arrived(store, names))}"
             if not others_gave_up:
                 store.set("gave up", "")
-            if me == 0 and holds_store:
-                time.sleep(1.5)  # the others are to read in it that this rank has given up
-            raise ArrivalError(f"{who} waited {waited:.0f} s at {where}: {here}. {advice}")
+            if me == 0:
+                time.sleep(1.5)  # it may hold the store, in which the others are to read this
+            return late
+    return ""
 
 
 def side_store(path: str) -> Store:
