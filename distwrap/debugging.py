@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 import os
-import sys
 from typing import TextIO
 
 from distwrap.errors import OptionError, PlacementError
@@ -30,7 +30,8 @@ def breakpoint_on(rank: int = 0) -> None:
     world = current_world()
     if not 0 <= rank < world.placement.world_size:
         raise OptionError(f"breakpoint_on({rank}): ranks are 0 to {world.placement.world_size - 1}.")
-    frame = sys._getframe(1)
+    here = inspect.currentframe()
+    frame = here.f_back if here is not None else None
     name = f"breakpoint_on({rank})"
     if world.placement.world_size == 1:
         pdb.Pdb().set_trace(frame)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any
 
 import torch
@@ -17,6 +16,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from distwrap._internals.torch import mark_steps_as_watched
 from distwrap.data.loader import next_epoch, shard_loader
 from distwrap.errors import ModelError
 from distwrap.group.world import current_world
@@ -89,7 +89,7 @@ def wrap(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...]
             if current_world().device.type != "cpu":
                 item.original.load_state_dict(item.original.state_dict())  # momenta follow their parameters
         elif isinstance(item.original, LRScheduler):
-            _watch_steps(item.original.optimizer)
+            mark_steps_as_watched(item.original.optimizer)
         elif isinstance(item.original, DataLoader):
             item.wrapped = shard_loader(item.original)
             if item.original.__dict__.get(_EPOCH):  # a call before this one has seen the first epochs' orders
@@ -132,24 +132,6 @@ def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
         pairs = {key: _replaced(item, replace) for key, item in value.items()}
         return value if all(pairs[key] is value[key] for key in value) else pairs
     return value
-
-
-def _watch_steps(optimizer: Optimizer) -> None:
-    """Mark an optimizer's step as a scheduler does when it is made; on the way to a rank the mark is lost.
-
-    Without it the scheduler's first step warns that the optimizer had been tampered with.
-    """
-    step = optimizer.step
-    if hasattr(step, "_wrapped_by_lr_sched"):
-        return
-
-    @wraps(step)
-    def watched(*args: Any, **kwargs: Any) -> Any:
-        optimizer._opt_called = True  # type: ignore[attr-defined]
-        return step(*args, **kwargs)
-
-    watched._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
-    optimizer.step = watched  # type: ignore[method-assign]
 
 
 def _refuse_shared(models: list[Retrofitted]) -> None:

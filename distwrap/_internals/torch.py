@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
-from distwrap.errors import LoaderError, ModelError
+from distwrap.errors import ModelError
 
 _SEEN = "2.6 to 2.15"
 
@@ -348,28 +348,6 @@ def set_metadata(state_dict: Any, metadata: Any) -> None:
 
 
 # Loaders, optimizers and scalers
-
-
-def show_worker_info(info: Any) -> Any:
-    """Let ``get_worker_info()`` return something else in this process, and return what it did before.
-
-    Relies on ``torch.utils.data._utils.worker:_worker_info``.
-    Without it: LoaderError for an iterable dataset that does not take its rank's part itself.
-
-    Raises:
-        LoaderError: this torch keeps it elsewhere.
-    """
-    try:
-        from torch.utils.data._utils import worker
-
-        before, worker._worker_info = worker._worker_info, info
-    except (ImportError, AttributeError):
-        raise LoaderError(
-            f"torch {torch.__version__} keeps a worker's information elsewhere than torch {_SEEN}, so an iterable "
-            f"dataset cannot be divided among the ranks. Let it take its rank's part itself, and say "
-            f"shard_loader(loader, split='dataset')."
-        ) from None
-    return before
 
 
 def batches_given(iterator: Iterator[Any] | None) -> int | None:

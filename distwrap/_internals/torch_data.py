@@ -1,22 +1,20 @@
-"""Private names of torch's DataLoader.
+"""Private names of torch's DataLoader, and of torchdata's StatefulDataLoader, which is derived from it.
 
-Seen in torch 2.6 to 2.13, and in torchdata's StatefulDataLoader 0.11:
-`DataLoader._get_iterator` makes the iterator of an epoch, also within a subclass whose ``__iter__`` is a generator.
-Without it a sharded loader could not tell its workers their share.
-`DataLoader._iterator` holds the iterator whose workers outlive an epoch. Without it a copied loader would share them.
-`torch.utils.data._utils.worker._worker_info` is what `get_worker_info` returns. Without it an iterable dataset that
-divides its items among workers would not be seen to do so, and every n-th item would be taken.
+Every function says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader, get_worker_info
 
-ITERATOR = "_iterator"
+from distwrap.errors import LoaderError
+
+ITERATOR = "_iterator"  # holds the iterator whose workers outlive an epoch
 
 
 class IteratorHook(DataLoader[Any]):
@@ -31,9 +29,25 @@ class IteratorHook(DataLoader[Any]):
             return super()._get_iterator()
 
 
+def check_iterator_hook(cls: type[DataLoader[Any]]) -> None:
+    """Refuse a class of loaders whose iterator is not made where `IteratorHook` looks.
+
+    Relies on ``torch.utils.data:DataLoader._get_iterator``, ``torch.utils.data:DataLoader([0])._iterator``.
+    Without it: LoaderError where a loader is sharded, since its workers could not be told their share.
+
+    Raises:
+        LoaderError: names the class.
+    """
+    if not hasattr(cls, "_get_iterator"):
+        raise LoaderError(
+            f"{cls.__name__} of torch {torch.__version__} makes its iterator elsewhere than in torch 2.6 to 2.15, so "
+            f"it cannot be sharded. Install one of these, or divide the data by a DistributedSampler of your own."
+        )
+
+
 @contextmanager
 def worker_info_shown(info: Any) -> Iterator[None]:
-    """Let `get_worker_info` return `info` for the time of a ``with``."""
+    """Let `get_worker_info` return `info` for the time of a ``with``; see `show_worker_info`."""
     before = get_worker_info()
     show_worker_info(info)
     try:
@@ -43,7 +57,18 @@ def worker_info_shown(info: Any) -> Iterator[None]:
 
 
 def show_worker_info(info: Any) -> None:
-    """Let `get_worker_info` return `info` in this process."""
-    from torch.utils.data._utils import worker
+    """Let `get_worker_info` return `info` in this process.
 
-    worker._worker_info = info
+    Relies on ``torch.utils.data._utils.worker:_worker_info``.
+    Without it: an iterable dataset that divides its items among workers is not seen to do so: LoaderError.
+    """
+    with suppress(ImportError):
+        from torch.utils.data._utils import worker
+
+        worker._worker_info = info
+    if get_worker_info() is not info:
+        raise LoaderError(
+            f"torch {torch.__version__} keeps a worker's information elsewhere than torch 2.6 to 2.15, so an iterable "
+            f"dataset cannot be divided among the ranks. Let it take its rank's part itself, and say "
+            f"shard_loader(loader, split='dataset')."
+        )

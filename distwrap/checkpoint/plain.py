@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from distwrap._internals.torch import metadata_of, set_metadata
 from distwrap.errors import CheckpointError
 from distwrap.model import unwrap_model
 
@@ -28,8 +29,7 @@ def plain(value: Any, where: str = "") -> Any:
         if type(value) is not OrderedDict:
             return type(value)(items)
         result = OrderedDict(items)
-        if hasattr(value, "_metadata"):
-            result._metadata = value._metadata  # type: ignore[attr-defined]
+        set_metadata(result, metadata_of(value))
         return result
     if type(value) in (list, tuple, set):
         return type(value)(plain(item, f"{where}[{index}]") for index, item in enumerate(value))
@@ -50,8 +50,7 @@ def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """Rebuild a nesting with every leaf that `change` changes."""
     if type(value) in (dict, OrderedDict, Counter):
         result = type(value)({key: mapped(item, change) for key, item in value.items()})
-        if hasattr(value, "_metadata"):
-            result._metadata = value._metadata
+        set_metadata(result, metadata_of(value))
         return result
     if type(value) in (list, tuple):
         return type(value)(mapped(item, change) for item in value)

@@ -23,6 +23,8 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
+from distwrap._internals.python import PATH_MODULES
+from distwrap._internals.torch import LAYOUT_FUNCTION
 from distwrap.checkpoint.formats import SKELETON
 from distwrap.checkpoint.plain import mapped
 from distwrap.errors import CheckpointError
@@ -108,8 +110,7 @@ class _Contents(pickle.Unpickler):
 
 
 _ALLOWED = {
-    ("torch.serialization", "_get_layout"),
+    LAYOUT_FUNCTION,
     ("collections", "OrderedDict"),
-    ("pathlib", "PosixPath"),
-    ("pathlib._local", "PosixPath"),
+    *((module, "PosixPath") for module in PATH_MODULES),
 }

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map_only
 
+from distwrap._internals.torch import tree_leaves
 from distwrap.devices.kinds import kind_of
 from distwrap.devices.transfer import to_device
 
@@ -42,5 +42,7 @@ def on_device(batches: Iterable[Any], device: torch.device, ahead: bool) -> Iter
 def _taken_over(batch: Any, current: torch.Stream, side: torch.Stream) -> Any:
     """Let the step's stream wait for the copy, and keep the memory until that stream is done with it."""
     current.wait_stream(side)
-    tree_map_only(torch.Tensor, lambda leaf: leaf.record_stream(current), batch)
+    for leaf in tree_leaves(batch):
+        if isinstance(leaf, torch.Tensor):
+            leaf.record_stream(current)
     return batch

@@ -13,8 +13,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
 
+from distwrap._internals.torch import tree_leaves
 from distwrap.data.position import Position
 from distwrap.errors import LoaderError
 from distwrap.group.world import say

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
 
-from distwrap._internals.torch_data import ITERATOR, IteratorHook
+from distwrap._internals.torch_data import ITERATOR, IteratorHook, check_iterator_hook
 from distwrap.data import workers
 from distwrap.data.device_prefetch import on_device
 from distwrap.data.epoch_check import EpochCheck
@@ -329,5 +329,6 @@ def sharded_class(cls: type[DataLoader[Any]]) -> type:
     if issubclass(cls, ShardedLoader):
         return cls
     if cls not in _classes:
+        check_iterator_hook(cls)
         _classes[cls] = type(f"Sharded{cls.__name__}", (ShardedLoader, cls), {"__module__": cls.__module__})
     return _classes[cls]

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from distwrap._internals.python import multiprocessing_settings
 from distwrap.environments import distwrap_environment
 from distwrap.errors import LoaderError
 from distwrap.group.world import RunPart, World, current_world
@@ -36,7 +37,7 @@ class WorkerFolder(RunPart):
     """Folder of the workers that this process starts from now on; made where multiprocessing has none yet."""
 
     def __init__(self, world: World) -> None:
-        self._config: dict[str, Any] = multiprocessing.current_process()._config  # type: ignore[attr-defined]
+        self._config = multiprocessing_settings()
         self._orphan: _Orphan | None = None
         if self._config.get(_KEY) is None:
             folder = tempfile.mkdtemp(prefix=_prefix(os.environ.get(distwrap_environment.STORE, "")))

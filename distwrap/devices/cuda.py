@@ -9,6 +9,7 @@ from types import ModuleType
 
 import torch
 
+from distwrap._internals.torch import on_cuda_start
 from distwrap.devices.kinds import DeviceKind
 
 _first_use: list[str] = []
@@ -33,7 +34,7 @@ class CUDA(DeviceKind):
         return bool(torch.cuda.is_initialized()) or _driver_is_initialised()  # type: ignore[no-untyped-call]
 
     def watch_first_use(self) -> None:
-        torch.cuda._lazy_call(_remember)  # type: ignore[no-untyped-call]
+        on_cuda_start(_remember)
 
     def first_use(self) -> str:
         return _first_use[0] if _first_use else ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 
+from distwrap._internals.python import can_forget_exit_handlers
 from distwrap.devices.kinds import kind_that_prevents_fork
 
 
@@ -12,6 +13,8 @@ def refusal() -> str | None:
     """Say why a fork would not be safe now; ``None`` where it is."""
     if not hasattr(threading, "main_thread") or sys.platform == "win32":
         return "this system has no fork"
+    if not can_forget_exit_handlers():
+        return "this Python cannot forget the caller's exit handlers in a fork"
     if sys.platform == "darwin":
         return "Apple's system libraries do not survive a fork"
     kind = kind_that_prevents_fork()

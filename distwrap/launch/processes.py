@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from multiprocessing.connection import Connection, Pipe
 from typing import Protocol
 
+from distwrap._internals.python import forget_exit_handlers, interpreter_flags
 from distwrap.errors import LaunchError
 from distwrap.launch.execute import Call
 from distwrap.launch.logs import Streams
@@ -72,8 +73,7 @@ class ForkedProcess:
                 sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
             for conn in foreign:
                 conn.close()
-            atexit._clear()  # the caller's own exit handlers are the caller's
-            atexit.register(multiprocessing.util._exit_function)  # type: ignore[attr-defined]
+            forget_exit_handlers()
             worker.leave(worker.work(theirs, call))
 
         context = multiprocessing.get_context("fork")
@@ -261,18 +261,14 @@ def spawn_command(fd: int) -> list[str]:
 def _python(code: str) -> list[str]:
     """The command line of an interpreter like this one, which finds distwrap and torch where this one did."""
     path = [os.path.abspath(entry) for entry in sys.path if entry and os.path.isdir(entry)]
-    return [sys.executable, *_interpreter_flags(), "-c", f"import sys; sys.path[:0] = {path!r}; {code}"]
-
-
-def _interpreter_flags() -> list[str]:
-    return subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined,no-any-return]
+    return [sys.executable, *interpreter_flags(), "-c", f"import sys; sys.path[:0] = {path!r}; {code}"]
 
 
 def _server_key() -> tuple[object, ...]:
     """What a process reads once, at its start, so that a running server could not take it over later."""
     prefixes = ("LD_", "PYTHON", "OMP_", "KMP_", "MKL_", "GOMP_", "OPENBLAS_", "TORCH", "PYTORCH", "MALLOC_")
     env = tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(prefixes) and not _ours(k)))
-    return (sys.executable, *_interpreter_flags(), env)
+    return (sys.executable, *interpreter_flags(), env)
 
 
 def _ours(name: str) -> bool:

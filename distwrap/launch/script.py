@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from distwrap import retrofit
+from distwrap._internals.python import run_interpreter_end
 from distwrap.data import workers
 from distwrap.devices.cpus import choose_threads
 from distwrap.environments import distwrap_environment
@@ -178,7 +179,7 @@ def _message(conn: Connection) -> Any:
 
 
 def _leave(code: int) -> Any:
-    atexit._run_exitfuncs()
+    run_interpreter_end(threads=False)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

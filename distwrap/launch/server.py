@@ -16,8 +16,9 @@ import signal
 import socket
 import struct
 import sys
-import weakref
 from multiprocessing.connection import Connection
+
+from distwrap._internals.python import stop_finalizers_at_exit
 
 DESCRIPTORS = 5
 STATUS = struct.Struct("i")
@@ -80,8 +81,9 @@ def main(fd: int) -> None:
 
 def _import_more() -> None:
     """Import what DDP and the optimizers import at their first use, now that nobody waits."""
-    import torch._dynamo  # noqa: F401 - importing it is the point
+    from distwrap._internals.torch import import_compiler
 
+    import_compiler()
     _settle()
 
 
@@ -89,8 +91,7 @@ def _settle() -> None:
     """Keep the ranks from doing again what concerns what was imported here: it takes them tens of milliseconds."""
     gc.collect()
     gc.freeze()  # the collector must not touch, and so copy, the pages that the ranks share
-    for finalizer in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        finalizer.atexit = False  # torch takes its operators apart; a rank's own finalizers still run at its end
+    stop_finalizers_at_exit()  # torch takes its operators apart; a rank's own finalizers still run at its end
 
 
 def _reap(status_of: dict[int, int]) -> None:

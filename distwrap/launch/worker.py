@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import atexit
 import faulthandler
 import os
 import pickle
 import signal
 import socket
 import sys
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -17,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 
+from distwrap._internals.python import run_interpreter_end
 from distwrap.environments import Placement, distwrap_environment
 from distwrap.errors import WorkerTimeoutError
 from distwrap.group import failures
@@ -133,13 +132,15 @@ def leave(code: int) -> None:
 
     The interpreter's own end takes longer, and while gloo's threads run it aborts now and then.
     """
+    ended = True
     try:
-        threading._shutdown()  # type: ignore[attr-defined]
-        atexit._run_exitfuncs()
+        ended = run_interpreter_end()
         sys.stdout.flush()
         sys.stderr.flush()
     finally:
-        os._exit(code)
+        if ended:
+            os._exit(code)
+    sys.exit(code)
 
 
 def spawned(fd: int) -> None:

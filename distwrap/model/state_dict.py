@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 
 from torch import nn
 
+from distwrap._internals.torch import metadata_of, set_metadata
 from distwrap.errors import StateDictError
 
 StateDict = TypeVar("StateDict", bound="Mapping[str, Any]")
@@ -173,12 +174,13 @@ def _rebuilt(state_dict: StateDict, names: list[str], rename_path: Callable[[str
     result: Any = copy.copy(state_dict)
     result.clear()
     result.update(zip(names, state_dict.values(), strict=True))
-    metadata = getattr(state_dict, "_metadata", None)
+    metadata = metadata_of(state_dict)
     if metadata is not None:
         # A wrapper's own entry comes before the entry of what it wraps, which is the one to keep.
-        result._metadata = type(metadata)()
+        renamed = type(metadata)()
         for path, value in metadata.items():
-            result._metadata[rename_path(path)] = value
+            renamed[rename_path(path)] = value
+        set_metadata(result, renamed)
     return result  # type: ignore[no-any-return]
 
 
