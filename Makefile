@@ -1,5 +1,10 @@
-# make demo: train over two ranks.  make test: the tests.  Both build their own virtual environment first.
-# make faults: the whole fault matrix, of which make test runs a tenth; takes the better part of an hour.
+# make demo: train over two ranks.
+# make test: tests of everything, in at most five minutes on two cores.
+# make test-all: all tests, as CI runs them: those marked slow too, in at most 25 minutes.
+# make check: ruff, mypy, and that the documentation agrees with the code.
+# make faults: the whole fault matrix, of which make test-all runs a tenth; takes the better part of an hour.
+# make bench: the benchmarks.  make clean: remove what was built.
+# Each of them builds the virtual environment that it needs first.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -9,12 +14,15 @@ PIP_FLAGS ?=
 bin := $(VENV)/bin
 install := $(bin)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 
-.PHONY: demo test faults check bench clean
+.PHONY: demo test test-all check faults bench clean
 
 demo: $(VENV)/.installed-demo
 	$(bin)/python examples/digits.py --nprocs 2
 
 test: $(VENV)/.installed-test
+	$(bin)/python -m pytest -m "not slow"
+
+test-all: $(VENV)/.installed-test
 	$(bin)/python -m pytest
 
 faults: $(VENV)/.installed-test

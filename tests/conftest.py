@@ -61,10 +61,14 @@ def _launches_leave_nothing_behind(_tests_leave_nothing_behind: None, monkeypatc
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs an accelerator where there is none, and refuse a slow test that does not say why it is slow."""
     devices = torch.cuda.device_count()
     for item in items:
         if item.get_closest_marker("gpu") and not devices:
             item.add_marker(pytest.mark.skip(reason="needs an accelerator, and this machine has none"))
+        for marker in item.iter_markers("slow"):
+            if not [word for word in marker.args if isinstance(word, str) and word.strip()]:
+                raise pytest.UsageError(f'{item.nodeid} is slow without a reason: @pytest.mark.slow("500 launches")')
 
 
 def pytest_report_header() -> str:

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow("runs a benchmark")
+
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 

@@ -14,6 +14,7 @@ import pytest
 import distwrap as dw
 from distwrap.errors import OptionError, PlacementError
 from distwrap.testing import run_ranks
+from tests.limits import INTERPRETERS, slow
 
 LIMIT = 60.0
 
@@ -72,7 +73,7 @@ class Terminal:
         return code
 
 
-@pytest.mark.parametrize("launcher", ["fork", "forkserver", "script"])
+@pytest.mark.parametrize("launcher", ["fork", slow("forkserver", why=INTERPRETERS), slow("script", why=INTERPRETERS)])
 def test_one_rank_has_the_terminal(launcher: str, tmp_path: Path) -> None:
     """The chosen rank can be looked at, stepped and changed, for longer than a collective may take."""
     (tmp_path / "program.py").write_text(PROGRAM)

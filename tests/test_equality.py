@@ -12,6 +12,7 @@ import torch
 
 import distwrap as dw
 from tests import training
+from tests.limits import MORE_RANKS, slow
 from tests.training import Weights
 
 ROOT = Path(__file__).parents[1]
@@ -27,7 +28,7 @@ def expected() -> Weights:
         torch.set_num_threads(threads)
 
 
-@pytest.mark.parametrize("nprocs", [2, 4])
+@pytest.mark.parametrize("nprocs", [2, slow(4, why=MORE_RANKS)])
 @pytest.mark.parametrize("launcher", ["fork", "forkserver", "spawn"])
 def test_processes_of_ours(launcher: str, nprocs: int, expected: Weights) -> None:
     """Ranks that are processes of ours end with the weights of one process."""
@@ -35,7 +36,7 @@ def test_processes_of_ours(launcher: str, nprocs: int, expected: Weights) -> Non
     training.assert_equal_to_reference(weights, expected)
 
 
-@pytest.mark.parametrize("nprocs", [2, 4])
+@pytest.mark.parametrize("nprocs", [2, slow(4, why=MORE_RANKS)])
 def test_script(nprocs: int, expected: Weights, tmp_path: Path) -> None:
     """Ranks that run the script again end with the weights of one process."""
     command = [sys.executable, "-m", "tests.training", str(tmp_path / "weights.pt")]
@@ -43,7 +44,7 @@ def test_script(nprocs: int, expected: Weights, tmp_path: Path) -> None:
     training.assert_equal_to_reference(dw.load(tmp_path / "weights.pt"), expected)
 
 
-@pytest.mark.parametrize("nprocs", [2, 4])
+@pytest.mark.parametrize("nprocs", [2, slow(4, why=MORE_RANKS)])
 def test_torchrun(nprocs: int, expected: Weights, tmp_path: Path) -> None:
     """Ranks that torchrun started join instead of launching, and end with the weights of one process."""
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={nprocs}"]

@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import distwrap as dw
 from distwrap.errors import ModelError
 from tests import retrofitted
+from tests.limits import INTERPRETERS, slow
 
 ROOT = Path(__file__).parent.parent
 
@@ -36,7 +37,7 @@ def over_two_ranks(fn: Any, launcher: str = "forkserver") -> Any:
     return dw.distributed(nprocs=2, launcher=launcher, retrofit=True, timeout=30)(fn)
 
 
-@pytest.mark.parametrize(("launcher", "calls"), [("fork", 2), ("forkserver", 2), ("spawn", 1)])
+@pytest.mark.parametrize(("launcher", "calls"), [("fork", 2), ("forkserver", 2), slow("spawn", 1, why=INTERPRETERS)])
 def test_the_callers_objects_are_trained(launcher: str, calls: int) -> None:
     """After a call over two ranks, and another, model, optimizer and scheduler are where one process would be."""
     result = retrofitted.run(launcher, nprocs=2, calls=calls)
@@ -55,6 +56,7 @@ def run_script(launcher: str, path: Path, *outer: str, **env: str) -> subprocess
     return subprocess.Popen(command, env={**os.environ, **env}, cwd=ROOT, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_in_a_script_that_is_run_again(tmp_path: Path) -> None:
     """Under the script launcher rank 0 is the caller, and its objects are trained, in two calls, without a warning."""
     process = run_script("script", tmp_path / "state.pt")
@@ -62,6 +64,7 @@ def test_in_a_script_that_is_run_again(tmp_path: Path) -> None:
     same(torch.load(tmp_path / "state.pt"), plain(calls=2))
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_under_an_outer_launcher(tmp_path: Path) -> None:
     """In processes that torchrun started, each call joins, and the objects are trained in place, without a warning."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]

@@ -19,6 +19,7 @@ KILLS = 300
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.slow("kills 300 processes")
 def test_killed_at_any_of_300_moments_the_newest_complete_checkpoint_loads(tmp_path: Path) -> None:
     """SIGKILL at random moments of saving in series, over one name, in the background and in parts."""
     command = [sys.executable, "-W", "error", "-m", "tests.checkpoint.crashing", str(tmp_path), str(KILLS)]

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, Dataset
 import distwrap as dw
 from distwrap.group.world import current_world
 from distwrap.precision import LossScaling
+from tests.limits import MORE_RANKS, slow
 
 EPOCHS, SAMPLES = 3, 29
 
@@ -77,7 +78,8 @@ def train(folder: Path, stop_after: int | None, precision: str, window: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("nprocs", "precision", "window"), [(2, "32", 1), (2, "fp16", 2), (3, "bf16", 2), (1, "32", 2)]
+    ("nprocs", "precision", "window"),
+    [(2, "32", 1), (2, "fp16", 2), slow(3, "bf16", 2, why=MORE_RANKS), (1, "32", 2)],
 )
 def test_continued_is_uninterrupted(tmp_path: Path, nprocs: int, precision: str, window: int) -> None:
     """Weights, moments, statistics, learning rate, scale and random numbers, cut in the middle of epochs, twice."""

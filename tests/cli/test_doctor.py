@@ -13,6 +13,7 @@ from distwrap.cli.facts import Facts, look
 from distwrap.cli.measure import AllReduceTime
 from distwrap.cli.report import disagreements
 from tests.clusters.running import PYTHON, run
+from tests.limits import INTERPRETERS
 
 DOCTOR = [PYTHON, "-m", "distwrap", "doctor"]
 
@@ -31,7 +32,7 @@ def test_it_says_what_would_be_decided_and_tests_it(capsys: pytest.CaptureFixtur
     assert said.endswith("No problems found.\n")
 
 
-@pytest.mark.slow
+@pytest.mark.slow("measures and draws")
 def test_the_plot(tmp_path: Path) -> None:
     """--plot draws a picture, from a shell of its own."""
     picture = tmp_path / "out.png"
@@ -92,7 +93,7 @@ def test_bad_arguments_are_exit_code_2(capsys: pytest.CaptureFixture[str]) -> No
     assert "invalid int value: 'two'" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.slow(INTERPRETERS)
 def test_under_torchrun_it_speaks_for_the_whole_job() -> None:
     """Every rank runs it, and one report comes out, with the ranks that torchrun started."""
     done = run([PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", *DOCTOR[2:]])

@@ -188,6 +188,7 @@ def test_the_old_format_is_read_too(tmp_path: Path) -> None:
     assert list(torch.load(tmp_path / "out.pt", weights_only=True)) == list(model().state_dict())
 
 
+@pytest.mark.slow("writes a large file, and reads it in another process")
 def test_a_large_file_needs_little_memory(tmp_path: Path) -> None:
     """Reading and writing 400 MB takes far less memory than that: the tensors stay in the file."""
     state = {f"module.{number}": torch.full((10_000_000,), float(number)) for number in range(10)}

@@ -18,7 +18,7 @@ from tests.clusters.running import (
     wait_for_line,
 )
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow("restarts over hosts"), pytest.mark.timeout(180)]
 
 
 def torchrun(*words: str) -> list[str]:

@@ -14,10 +14,12 @@ from pathlib import Path
 import pytest
 
 import distwrap
+from distwrap.launch.nodes import LOST_SECONDS
 from tests.clusters.namespaces import Hosts
 from tests.clusters.running import JOB, PYTHON, Ended, assert_like_one_process, ended, started, wait_for_line
+from tests.limits import SOON
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.slow("callers on hosts of their own, network namespaces"), pytest.mark.timeout(180)]
 
 ENDPOINT = "hosta:29444"
 BOTH = {"DISTWRAP_NNODES": "2", "DISTWRAP_RDZV_ENDPOINT": ENDPOINT, "DISTWRAP_NPROCS": "1", "DISTWRAP_TIMEOUT": "30"}
@@ -154,7 +156,7 @@ def test_a_killed_rank_is_told_on_both_hosts(two_hosts: Hosts) -> None:
     for each in on_both(two_hosts, *JOB, JOB_FAILS="die@1", **BOTH):
         assert "WorkerDiedError: rank 1 on hostb" in each.output, each.output
         assert "killed by SIGKILL" in each.output
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < SOON
 
 
 def test_a_lost_host_is_told(two_hosts: Hosts) -> None:
@@ -167,7 +169,7 @@ def test_a_lost_host_is_told(two_hosts: Hosts) -> None:
         second.wait(10)
     assert left.code == 1
     assert "node 1 (hostb) is gone" in left.output, left.output
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < LOST_SECONDS  # it was noticed by more than its silence
 
 
 def test_a_lost_host_zero_is_told(two_hosts: Hosts) -> None:
@@ -218,7 +220,7 @@ def test_an_unreachable_master(two_hosts: Hosts) -> None:
     assert f"no machine answers ({two_hosts.nobody} port 29444: " in alone.output, alone.output
     assert f"eth0 {two_hosts.address('hostb')}" in alone.output
     assert "NCCL_SOCKET_IFNAME" in alone.output
-    assert time.monotonic() - start < 15 + 3 + 10
+    assert time.monotonic() - start < SOON
 
 
 def test_a_name_that_does_not_resolve(two_hosts: Hosts) -> None:
@@ -242,7 +244,7 @@ def test_a_wrong_interface(two_hosts: Hosts, interface: str, message: str) -> No
     start = time.monotonic()
     first, _ = on_both(two_hosts, *JOB, GLOO_SOCKET_IFNAME=interface, **{**BOTH, "DISTWRAP_TIMEOUT": "600"})
     assert message in first.output, first.output
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < SOON
 
 
 def test_two_with_the_same_number(two_hosts: Hosts) -> None:

@@ -50,6 +50,7 @@ def test_the_doctor_measures_and_recommends(capsys: pytest.CaptureFixture[str]) 
     assert "Recommended: comm='" in said
 
 
+@pytest.mark.slow("measures the link and every codec")
 def test_what_it_recommends_can_be_given(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--comm", "--nprocs", "2", "--weights", "1e5", "--json"]) == 0
     advice = json.loads(capsys.readouterr().out)["comm"]

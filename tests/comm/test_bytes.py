@@ -9,6 +9,7 @@ from torch import nn
 from distwrap import wrap_model, wrap_optimizer
 from distwrap.comm import traffic
 from distwrap.testing import run_ranks
+from tests.limits import MORE_RANKS, slow
 
 # Of the bytes of an all-reduce of all gradients in float32: at least, and at most.
 GRADIENTS = {
@@ -53,7 +54,7 @@ WEIGHTS = {
 }
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, slow(4, why=MORE_RANKS)])
 def test_gradients(ranks: int) -> None:
     """Each rank sends its share in each step, under every algorithm."""
     full = 2 * (ranks - 1) / ranks * 4 * sum(parameter.numel() for parameter in net().parameters())

@@ -20,8 +20,10 @@ from distwrap.registry import algorithms
 from distwrap.testing import run_ranks
 from tests.comm import references
 from tests.comm.test_weight_algorithms import LR, Linear, Quadratic, flat, target_of
+from tests.limits import MORE_RANKS, slow
 
 NODES = {2: [0, 0], 4: [0, 0, 1, 1], 5: [0, 0, 0, 1, 1]}
+RANKS = [2, 4, slow(5, why=MORE_RANKS)]
 GRADIENT = ["allreduce", "fp16", "bf16", "bytegrad", "powersgd", "topk(ratio=0.5)"]
 
 
@@ -62,7 +64,7 @@ def averaged(ranks: int) -> list[dict[str, tuple[Any, int, int]]]:
     return run_ranks(_average_gradients, ranks, NODES[ranks])
 
 
-@pytest.mark.parametrize("ranks", NODES)
+@pytest.mark.parametrize("ranks", RANKS)
 def test_gradients(ranks: int) -> None:
     """Nodes of different sizes too: the mean is over ranks, not over nodes."""
     nodes, everyone = NODES[ranks], averaged(ranks)
@@ -92,7 +94,7 @@ def _plain_mean() -> Any:
     return torch.cat([parameter.grad.flatten() for parameter in model.parameters()]).double().numpy()  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("ranks", NODES)
+@pytest.mark.parametrize("ranks", RANKS)
 def test_the_hierarchical_mean_is_ddps(ranks: int) -> None:
     """It is the mean over all ranks that plain DDP takes."""
     plain = run_ranks(_plain_mean, ranks)[0]
@@ -127,7 +129,7 @@ def _descend_by(name: str) -> list[Any]:
     return history
 
 
-@pytest.mark.parametrize("ranks", [4, 5])
+@pytest.mark.parametrize("ranks", [4, slow(5, why=MORE_RANKS)])
 def test_a_node_is_one_replica(ranks: int) -> None:
     """A node descends along the mean of its ranks' gradients, and only nodes meet, under every algorithm."""
     nodes = NODES[ranks]

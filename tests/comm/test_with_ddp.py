@@ -41,6 +41,7 @@ from distwrap.group import rank, world_size
 from distwrap.group.world import current_world
 from distwrap.precision import LossScaling
 from distwrap.testing import run_ranks
+from tests.limits import MORE_RANKS, SOON, slow
 
 GRADIENT = [
     "allreduce",
@@ -119,7 +120,7 @@ def _plainly(comms: list[Any], steps: int = 6, **options: Any) -> dict[Any, list
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"static_graph": True}], ids=str)
-@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("ranks", [2, slow(3, why=MORE_RANKS)])
 def test_allreduce_is_plain_ddp_to_the_bit(ranks: int, options: dict[str, Any]) -> None:
     for found in run_ranks(_with_options, ranks, options):
         assert found["allreduce"] == found[None]
@@ -129,7 +130,7 @@ def _with_options(options: dict[str, Any]) -> dict[Any, list[float]]:
     return _plainly([None, "allreduce"], **options)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, slow(4, why=MORE_RANKS)])
 def test_many_buckets_end_alike_on_all_ranks(ranks: int) -> None:
     everyone = run_ranks(_plainly, ranks, [*GRADIENT, *WEIGHT], timeout=60)
     for comm in (*GRADIENT, *WEIGHT):
@@ -290,7 +291,7 @@ def test_a_failure_in_the_thread_is_raised_in_the_backward_and_nobody_hangs(how:
     began = time.monotonic()
     with pytest.raises(error):
         run_ranks(_plainly, 2, [Failing(how=how)])
-    assert time.monotonic() - began < 20
+    assert time.monotonic() - began < SOON
 
 
 def _one_leaves() -> None:
@@ -300,6 +301,7 @@ def _one_leaves() -> None:
     time.sleep(6)
 
 
+@pytest.mark.slow("waits for a time-out")
 def test_a_rank_that_does_not_come_is_an_error_in_time() -> None:
     with pytest.raises((CollectiveTimeoutError, RuntimeError), match=r"[Tt]im|closed"):
         run_ranks(_one_leaves, 2)

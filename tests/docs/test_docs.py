@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import distwrap
+from tests.limits import INTERPRETERS, slow
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
@@ -59,7 +60,9 @@ def test_readme_shows_the_difference_of_the_digits_examples() -> None:
 
 
 # torchrun starts unbuffered interpreters, whose lines may come out mixed: one rank's are enough.
-@pytest.mark.parametrize("launcher", [[], [*TORCHRUN, "--local-ranks-filter=0"]], ids=["alone", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", [[], slow([*TORCHRUN, "--local-ranks-filter=0"], why=INTERPRETERS)], ids=["alone", "torchrun"]
+)
 def test_readme_programs_run(launcher: list[str], tmp_path: Path) -> None:
     """The README's Python blocks, one after the other, are a program that ends well, also under torchrun."""
     program = tmp_path / "readme.py"
@@ -69,6 +72,7 @@ def test_readme_programs_run(launcher: list[str], tmp_path: Path) -> None:
     assert max(losses) < 0.5
 
 
+@pytest.mark.slow("trains under five algorithms")
 def test_programs_about_communication_run(tmp_path: Path) -> None:
     """The Python blocks of docs/communication.md are a program that ends well."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "communication.md").read_text(), re.DOTALL)
@@ -77,6 +81,7 @@ def test_programs_about_communication_run(tmp_path: Path) -> None:
     run("communication.py", folder=tmp_path)
 
 
+@pytest.mark.slow("trains in several launches")
 def test_programs_about_models_run(tmp_path: Path) -> None:
     """The Python blocks of docs/model.md are a program that ends well, twice in an empty folder."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "model.md").read_text(), re.DOTALL)
@@ -93,7 +98,7 @@ def test_readme_and_changelog_agree_with_the_code() -> None:
     assert list(runpy.run_path(str(ROOT / "docs" / "check.py"))["problems"]()) == []
 
 
-@pytest.mark.slow
+@pytest.mark.slow("trains an example to the end")
 def test_digits_learn_on_two_ranks(tmp_path: Path) -> None:
     """The digits example reaches 90 % in four epochs on two ranks, and saves the model without a wrapper's prefix."""
     out = tmp_path / "model.pt"
@@ -103,7 +108,7 @@ def test_digits_learn_on_two_ranks(tmp_path: Path) -> None:
     assert "0.weight" in distwrap.load(out)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("trains an example to the end, twice")
 def test_training_survives_an_accident(tmp_path: Path) -> None:
     """The elastic example loses a rank in epoch 3, goes on there, and learns as well as without."""
     printed = run(EXAMPLES / "elastic.py", folder=tmp_path)
@@ -113,20 +118,20 @@ def test_training_survives_an_accident(tmp_path: Path) -> None:
     assert survived == undisturbed > 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.slow("trains an example to the end")
 def test_digits_learn_without_distwrap(tmp_path: Path) -> None:
     """The plain digits example, which the other is compared with, learns as well."""
     assert last_number(run(EXAMPLES / "digits_plain.py", "--epochs", "4", folder=tmp_path), "accuracy") > 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.slow("trains an example to the end")
 def test_digits_learn_in_an_untouched_loop(tmp_path: Path) -> None:
     """The retrofitted loop trains the caller's own model, on two ranks."""
     printed = run(EXAMPLES / "digits_retrofit.py", "--epochs", "4", folder=tmp_path)
     assert float(re.search(r"(\S+) after", printed)[1]) > 0.9
 
 
-@pytest.mark.slow
+@pytest.mark.slow("trains an example to the end")
 @pytest.mark.parametrize(("launcher", "ranks"), [([], 1), (TORCHRUN, 2)], ids=["alone", "torchrun"])
 def test_helpers_alone_fit_a_line(launcher: list[str], ranks: int, tmp_path: Path) -> None:
     """The script without the decorator runs alone and under torchrun, prints once, and fits its line."""
@@ -136,7 +141,7 @@ def test_helpers_alone_fit_a_line(launcher: list[str], ranks: int, tmp_path: Pat
     assert last_number(printed, "loss") < 0.01
 
 
-@pytest.mark.slow
+@pytest.mark.slow("trains an example to the end")
 def test_language_model_learns(tmp_path: Path) -> None:
     """A tiny language model lowers its loss on two ranks in bf16, and writes something."""
     tiny = "--steps 20 --width 32 --depth 1 --length 32 --megabytes 0.1 --test 16 --write 20 --batch-size 16 --lr 1e-2"
@@ -145,7 +150,7 @@ def test_language_model_learns(tmp_path: Path) -> None:
     assert len(printed.split("it writes:")[1].strip()) > 10
 
 
-@pytest.mark.slow
+@pytest.mark.slow("trains an example to the end")
 def test_a_strategy_of_ones_own(tmp_path: Path) -> None:
     """The strategy example meets, wraps, clips and saves in its own way, and fits its line."""
     printed = run(EXAMPLES / "custom_strategy.py", folder=tmp_path)
@@ -154,7 +159,7 @@ def test_a_strategy_of_ones_own(tmp_path: Path) -> None:
     assert (tmp_path / "in_double.pt.gz").read_bytes()[:2] == b"\x1f\x8b"
 
 
-@pytest.mark.slow
+@pytest.mark.slow(INTERPRETERS)
 def test_fix_checkpoint_repairs_what_it_breaks(tmp_path: Path) -> None:
     """The checkpoint example shows the wrappers' keys, and loads them after the repair."""
     printed = run(EXAMPLES / "fix_checkpoint.py", folder=tmp_path)
@@ -162,7 +167,7 @@ def test_fix_checkpoint_repairs_what_it_breaks(tmp_path: Path) -> None:
     assert "All keys matched" in printed
 
 
-@pytest.mark.slow
+@pytest.mark.slow(INTERPRETERS)
 def test_fix_checkpoint_repairs_a_file(tmp_path: Path) -> None:
     """Given two paths it repairs the weights in the first into the second, and leaves an optimizer's state alone."""
     model = nn.Linear(2, 1)

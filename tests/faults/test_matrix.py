@@ -61,7 +61,7 @@ def runner() -> Iterator[subprocess.Popen[str]]:
         process.wait(LIMIT)
 
 
-@pytest.mark.slow
+@pytest.mark.slow("72 programs that fail, most of them interpreters of their own")
 @pytest.mark.parametrize("cell", TENTH, ids=str)
 def test_a_cell(cell: Cell, runner: subprocess.Popen[str]) -> None:
     """The caller knows in time, by the right exception or exit code, with the first cause, and nothing is left."""

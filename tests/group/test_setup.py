@@ -13,6 +13,7 @@ import pytest
 
 import distwrap as dw
 from distwrap.testing import run_ranks
+from tests.limits import INTERPRETERS, SOON, slow
 from tests.ports import free_port
 
 LIMIT = 60.0
@@ -71,6 +72,7 @@ def test_with_torchruns_variables(tmp_path: Path) -> None:
     assert told == [["sum 1", "sum 3", "done"]] * 2, outputs
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_a_group_of_the_users_is_left_alone(tmp_path: Path) -> None:
     """Where the user has made a group, helpers and decorated functions use it, and it outlives them."""
     outputs = by_hand(
@@ -85,11 +87,12 @@ def test_a_group_of_the_users_is_left_alone(tmp_path: Path) -> None:
     assert outputs == ["torch.distributed 1\n[0, 1]\n"] * 2
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_missing_ranks_are_named(tmp_path: Path) -> None:
     """When a rank does not come, those that wait say which one, in time."""
     start = time.monotonic()
     outputs = by_hand("dw.setup_process_group(timeout=4)\n", 3, tmp_path, started=2)
-    assert time.monotonic() - start < 40
+    assert time.monotonic() - start < SOON
     assert all("ArrivalError" in output for output in outputs), outputs
     assert all("2 of 3 ranks are here; missing: rank 2" in output for output in outputs), outputs
 
@@ -140,7 +143,7 @@ def addresses_of(targets: set[str]) -> set[str]:
     return {line[1].split(":")[0] for line in lines if line[3] == "0A" and f"socket:[{line[9]}]" in targets}
 
 
-@pytest.mark.parametrize("launcher", ["fork", "forkserver", "script"])
+@pytest.mark.parametrize("launcher", ["fork", slow("forkserver", why=INTERPRETERS), slow("script", why=INTERPRETERS)])
 def test_plain_torch_works_in_a_rank(launcher: str, tmp_path: Path) -> None:
     """Code that uses torch.distributed itself works in a decorated function."""
     (tmp_path / "plain.py").write_text(

@@ -12,6 +12,7 @@ import pytest
 
 from distwrap.errors import CollectiveError
 from distwrap.group.signing import sign, verify
+from tests.limits import INTERPRETERS, slow
 
 LIMIT = 60.0
 
@@ -109,7 +110,7 @@ def _listening(pids: set[int]) -> dict[int, str]:
 
 
 @pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="needs Linux, and root to become a stranger")
-@pytest.mark.parametrize("launcher", ["fork", "script"])
+@pytest.mark.parametrize("launcher", ["fork", slow("script", why=INTERPRETERS)])
 def test_a_stranger_on_this_machine(launcher: str, tmp_path: Path) -> None:
     """Another user can open no file or memory of a run, only connect to loopback, and what it sends changes nothing."""
     program = tmp_path / "program.py"

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import INTERPRETERS, slow
+
 LIMIT = 60.0
 
 PROGRAM = """
@@ -42,7 +44,10 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["fork", "forkserver", "spawn", "script", "torchrun", "torchrun by hand"])
+OTHERS = ["forkserver", "spawn", "script", "torchrun", "torchrun by hand"]
+
+
+@pytest.mark.parametrize("how", ["fork", *(slow(how, why=INTERPRETERS) for how in OTHERS)])
 def test_nothing_is_said(how: str, tmp_path: Path) -> None:
     """A run that ends well leaves standard error empty, under every launcher, with warnings on."""
     program = tmp_path / "program.py"

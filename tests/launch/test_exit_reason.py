@@ -110,6 +110,7 @@ def test_a_bad_end_after_success(launcher: str) -> None:
         assert breaks() == "whole"
 
 
+@pytest.mark.slow("waits for a rank that does not end")
 def test_an_end_that_does_not_come() -> None:
     """A rank that does not end after its work is stopped, and its result is there."""
 

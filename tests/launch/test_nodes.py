@@ -10,6 +10,7 @@ import pytest
 
 from distwrap import NodeSummary
 from tests.clusters.running import JOB, PYTHON, ROOT, Ended, assert_like_one_process, ended, started
+from tests.limits import INTERPRETERS
 from tests.ports import free_port
 
 PROGRAM = [PYTHON, "-m", "tests.launch.machines_program"]
@@ -24,7 +25,7 @@ def two_callers(command: list[str], *each: dict[str, str], **env: str) -> list[E
         return [ended(process) for process in running]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(INTERPRETERS)
 @pytest.mark.parametrize("launcher", ["forkserver", "fork", "spawn"])
 def test_one_world_by_every_launcher(launcher: str) -> None:
     """Two callers make one world, whichever way each starts its ranks; the value is on node 0."""
@@ -35,7 +36,7 @@ def test_one_world_by_every_launcher(launcher: str) -> None:
     assert values[1].startswith("node 1: rank(s) 1 of 2 done in ")
 
 
-@pytest.mark.slow
+@pytest.mark.slow(INTERPRETERS)
 def test_what_comes_home(tmp_path: Path) -> None:
     """returns="all" has every machine's values, trained weights are on both, each has the logs of its own ranks."""
     each: list[dict[str, str]] = [
@@ -65,7 +66,7 @@ def two_callers_with_folders(folder: Path, each: list[dict[str, str]]) -> list[E
         return [ended(process) for process in running]
 
 
-@pytest.mark.slow
+@pytest.mark.slow(INTERPRETERS)
 def test_helpers_alone_on_machines() -> None:
     """setup_process_group() is the rank of a machine that is to have one, and refuses to be one of several."""
     script = [PYTHON, str(Path(ROOT, "examples", "helpers_only.py")), "--epochs", "1"]
@@ -82,7 +83,7 @@ def test_helpers_alone_on_machines() -> None:
     assert "Decorate the function with @distributed" in alone.output
 
 
-@pytest.mark.slow
+@pytest.mark.slow(INTERPRETERS)
 def test_a_third_is_one_too_many() -> None:
     """A machine more than there should be is told so."""
     three = two_callers(JOB, {}, {}, {}, DISTWRAP_NPROCS="1", JOB_SLOW="1")
@@ -97,6 +98,7 @@ def test_a_summary_takes_any_format() -> None:
     assert f"{summary:.3f}" == str(summary) == "node 1: rank(s) 2-3 of 4 done in 1.2 s; the result is on hosta"
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_a_port_that_somebody_else_has() -> None:
     """Of a port that neither caller can listen at, both say who cannot and why, and not just that nobody answers."""
     with socket.socket() as somebody:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from distwrap.launch.command_line import again
+from tests.limits import INTERPRETERS, SOON, slow
 
 LIMIT = 60.0
 
@@ -59,7 +60,14 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", [["two.py"], ["-m", "two"], ["-X", "dev", "-W", "ignore", "two.py"]])
+@pytest.mark.parametrize(
+    "how",
+    [
+        ["two.py"],
+        slow(["-m", "two"], why=INTERPRETERS),
+        slow(["-X", "dev", "-W", "ignore", "two.py"], why=INTERPRETERS),
+    ],
+)
 def test_two_calls_in_one_script(how: list[str], tmp_path: Path) -> None:
     """The ranks take rank 0's result from call to call, and only rank 0 runs on after the last."""
     (tmp_path / "two.py").write_text(TWO_CALLS)
@@ -69,6 +77,7 @@ def test_two_calls_in_one_script(how: list[str], tmp_path: Path) -> None:
     assert f"after [40, 41, 42] {ranks}" in output
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_inline_code(tmp_path: Path) -> None:
     """`python -c` is repeated too."""
     code = (
@@ -90,6 +99,7 @@ def test_no_main_guard_is_needed(tmp_path: Path) -> None:
     assert output.count("got 2") == 1
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_changed_directory(tmp_path: Path) -> None:
     """A script that was named by a relative path and has changed its folder is found again."""
     (tmp_path / "moves.py").write_text(
@@ -99,6 +109,7 @@ def test_changed_directory(tmp_path: Path) -> None:
     assert "got 2 out" in run(["moves.py"], tmp_path)
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_caller_is_unchanged(tmp_path: Path) -> None:
     """After the call rank 0 has its environment and threads back, and stands alone."""
     (tmp_path / "same.py").write_text(
@@ -127,9 +138,10 @@ def test_a_rank_fails(tmp_path: Path) -> None:
     for how in ("wait", "work"):
         start = time.monotonic()
         assert "caught 'first cause' 2 True" in run(["fails.py", how], tmp_path)
-        assert time.monotonic() - start < 20
+        assert time.monotonic() - start < SOON
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_rank_zero_fails(tmp_path: Path) -> None:
     """Rank 0's exception is raised as it is, and the others are stopped."""
     (tmp_path / "fails.py").write_text(
@@ -142,7 +154,7 @@ def test_rank_zero_fails(tmp_path: Path) -> None:
     )
     start = time.monotonic()
     assert "KeyError: 'mine'" in run(["fails.py"], tmp_path, code=1)
-    assert time.monotonic() - start < 20
+    assert time.monotonic() - start < SOON
 
 
 def test_retrofit_trains_the_callers_model(tmp_path: Path) -> None:
@@ -163,6 +175,7 @@ def test_retrofit_trains_the_callers_model(tmp_path: Path) -> None:
     assert run(["fit.py"], tmp_path).count("trained") == 1
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     """A second call that asks for another number of ranks is refused with the way out."""
     (tmp_path / "grows.py").write_text(
@@ -189,6 +202,7 @@ def test_interactive_session_is_refused() -> None:
     assert "this one came through standard input" in done.stderr
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_a_call_in_one_process_before(tmp_path: Path) -> None:
     """A decorated call of one process, before the one that launches, is a plain call in every rank."""
     (tmp_path / "mixed.py").write_text(
@@ -202,6 +216,7 @@ def test_a_call_in_one_process_before(tmp_path: Path) -> None:
     assert run(["mixed.py"], tmp_path).count("got [1, 2]") == 1
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_ranks_at_different_calls_are_told(tmp_path: Path) -> None:
     """When a branch led another rank to another call, that is said, and nothing is mixed up."""
     (tmp_path / "branch.py").write_text(
@@ -214,6 +229,7 @@ def test_ranks_at_different_calls_are_told(tmp_path: Path) -> None:
     assert "rank 1 has come to world_size(), but rank 0 is at rank()" in output
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_a_call_after_a_failure_is_refused(tmp_path: Path) -> None:
     """After a failed call the other ranks cannot be brought to the next one, and that is said."""
     (tmp_path / "again.py").write_text(
@@ -225,6 +241,7 @@ def test_a_call_after_a_failure_is_refused(tmp_path: Path) -> None:
     assert "fails() has failed before" in run(["again.py"], tmp_path, code=1)
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_a_collective_without_rank_zero_is_explained(tmp_path: Path) -> None:
     """When another rank waits for rank 0, which is done, the run ends and says so."""
     (tmp_path / "uneven.py").write_text(

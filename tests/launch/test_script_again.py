@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import INTERPRETERS, slow
+
 LIMIT = 60.0
 
 MOVES = """
@@ -66,7 +68,9 @@ def run(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProces
     )
 
 
-@pytest.mark.parametrize("how", [["moves.py"], ["-m", "moves"], ["./moves.py"]], ids=str)
+@pytest.mark.parametrize(
+    "how", [["moves.py"], slow(["-m", "moves"], why=INTERPRETERS), slow(["./moves.py"], why=INTERPRETERS)], ids=str
+)
 def test_argparse_and_another_folder(how: list[str], tmp_path: Path) -> None:
     """A script that parses arguments, changes sys.argv and goes to another folder does so in each rank anew."""
     (tmp_path / "moves.py").write_text(MOVES)
@@ -76,6 +80,7 @@ def test_argparse_and_another_folder(how: list[str], tmp_path: Path) -> None:
     assert json.loads(done.stdout) == [[str(tmp_path / "runs"), 0.5, ["two words", "ä"]]] * 2
 
 
+@pytest.mark.slow(INTERPRETERS)
 @pytest.mark.parametrize("chdir", ["true", "false"])
 def test_hydra(chdir: str, tmp_path: Path) -> None:
     """Under Hydra all ranks share rank 0's run folder, and none makes another one."""
@@ -92,6 +97,7 @@ def test_hydra(chdir: str, tmp_path: Path) -> None:
     assert sorted(path.name for path in made[0].iterdir()) == [".hydra", "train.log", "train_rank_1.log"]
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_hydra_multirun(tmp_path: Path) -> None:
     """A multirun is refused, with the launcher that can do it; with that one it works."""
     (tmp_path / "train.py").write_text(HYDRA)

@@ -13,6 +13,7 @@ import pytest
 import distwrap as dw
 from distwrap import distributed
 from distwrap.launch import processes
+from tests.limits import INTERPRETERS, slow
 
 
 def test_it_is_reused() -> None:
@@ -73,7 +74,7 @@ def test_a_killed_server_is_replaced() -> None:
     assert distributed(nprocs=2, launcher="forkserver")(dw.world_size)() == 2
 
 
-@pytest.mark.parametrize("launcher", ["forkserver", "spawn"])
+@pytest.mark.parametrize("launcher", ["forkserver", slow("spawn", why=INTERPRETERS)])
 def test_no_main_guard_is_needed(launcher: str, tmp_path: Path) -> None:
     """By value a script needs no main guard, is not imported again, and its classes work on the ranks."""
     (tmp_path / "bare.py").write_text(
@@ -103,6 +104,7 @@ def test_no_main_guard_is_needed(launcher: str, tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["top", "got True 0.5", "caught none"]
 
 
+@pytest.mark.slow(INTERPRETERS)
 @pytest.mark.parametrize("launcher", ["forkserver", "spawn"])
 @pytest.mark.parametrize("guard", [True, False])
 def test_by_name(launcher: str, guard: bool, tmp_path: Path) -> None:

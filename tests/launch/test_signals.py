@@ -13,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.limits import INTERPRETERS, SOON, slow
+
 LIMIT = 60.0
-SOON = 10.0
 
 PROGRAM = """
 import os, signal, sys, time
@@ -44,6 +45,9 @@ def main(what):
     return heard
 
 if __name__ == "__main__":
+    if sys.argv[2] == "stubborn":
+        from distwrap.launch import supervisor
+        supervisor.INTERRUPT_SECONDS = 1000.0
     if sys.argv[2] == "own handler":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(77))
     print("result", main(sys.argv[2]), flush=True)
@@ -103,38 +107,37 @@ def runs(tmp_path: Path) -> Iterator[list[Run]]:
         run.close()
 
 
-@pytest.mark.parametrize("launcher", ["fork", "forkserver"])
+@pytest.mark.parametrize("launcher", ["fork", slow("forkserver", why=INTERPRETERS)])
 def test_ctrl_c(launcher: str, tmp_path: Path, runs: list[Run]) -> None:
     """A Ctrl-C reaches the ranks in order, their own clean-up runs, and the caller ends with KeyboardInterrupt."""
     runs.append(run := Run(tmp_path, launcher, ""))
     run.send(signal.SIGINT)
-    code, output, errors = run.ended(within=5)
+    code, output, errors = run.ended()
     assert code == -signal.SIGINT
     assert sorted(re.findall(r"interrupted (\d)", output)) == ["0", "1"]
     assert errors.count("Traceback") == 1, errors
     assert "KeyboardInterrupt" in errors
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_ctrl_c_in_a_collective(tmp_path: Path, runs: list[Run]) -> None:
     """A rank that waits in a collective does not hear it, and is ended all the same."""
     runs.append(run := Run(tmp_path, "fork", "in a collective"))
     run.send(signal.SIGINT)
-    assert run.ended(within=5)[0] == -signal.SIGINT
+    assert run.ended()[0] == -signal.SIGINT
 
 
 def test_a_second_ctrl_c(tmp_path: Path, runs: list[Run]) -> None:
-    """Ranks that do not want to end are given a few seconds, and none after the second Ctrl-C."""
+    """Ranks that do not want to end are given some time, here very long, and none after the second Ctrl-C."""
     runs.append(run := Run(tmp_path, "fork", "stubborn"))
     run.send(signal.SIGINT)
     time.sleep(1)
     assert run.process.poll() is None
-    start = time.monotonic()
     run.send(signal.SIGINT)
     assert run.ended()[0] == -signal.SIGINT
-    assert time.monotonic() - start < 2
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGUSR2, why=INTERPRETERS)])
 def test_a_signal_that_ends_the_ranks(number: signal.Signals, tmp_path: Path, runs: list[Run]) -> None:
     """A caller that is asked to stop ends by that signal, as it would have without ranks, after all of them."""
     runs.append(run := Run(tmp_path, "forkserver", ""))
@@ -142,6 +145,7 @@ def test_a_signal_that_ends_the_ranks(number: signal.Signals, tmp_path: Path, ru
     assert run.ended()[0] == -number
 
 
+@pytest.mark.slow(INTERPRETERS)
 @pytest.mark.parametrize(("number", "heard"), [(signal.SIGTERM, "TERM"), (signal.SIGUSR2, "USR2")])
 def test_a_signal_that_the_ranks_handle(number: signal.Signals, heard: str, tmp_path: Path, runs: list[Run]) -> None:
     """Ranks that take a signal as a wish, as `lockstep` does, hear it through the caller, which goes on."""
@@ -152,6 +156,7 @@ def test_a_signal_that_the_ranks_handle(number: signal.Signals, heard: str, tmp_
     assert f"result ['{heard}']" in output
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_a_handler_of_the_users(tmp_path: Path, runs: list[Run]) -> None:
     """A handler that the user has installed in the caller decides how it ends."""
     runs.append(run := Run(tmp_path, "forkserver", "own handler"))

@@ -17,9 +17,10 @@ from distwrap import distributed
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerTimeoutError
 from distwrap.launch.outcome import Outcome, death, first_cause
 from distwrap.testing import run_ranks
+from tests.limits import INTERPRETERS, SOON, slow
 
 LAUNCHERS = ["fork", "forkserver", "spawn"]
-SOON = 10.0
+QUICK = ["fork", "forkserver", slow("spawn", why=INTERPRETERS)]
 
 
 def told(rank: int, moment: float, summary: str) -> Outcome:
@@ -41,7 +42,7 @@ def test_an_echo_is_never_the_cause() -> None:
     assert first_cause([echo]) is echo
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", QUICK)
 def test_others_in_a_collective_are_stopped(launcher: str) -> None:
     """While the others wait in a collective for it, a rank that raises ends the run at once."""
 
@@ -73,7 +74,7 @@ def test_others_at_work_are_stopped() -> None:
     assert time.monotonic() - start < SOON
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", QUICK)
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
 def test_a_killed_rank_is_named(launcher: str, number: int) -> None:
     """A rank that a signal ended is named, with the signal, though its peers complain first."""
@@ -142,6 +143,7 @@ def test_run_ranks_ends_in_time(capfd: pytest.CaptureFixture[str]) -> None:
     assert "in hangs" in capfd.readouterr().err
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_no_rank_outlives_a_killed_caller(tmp_path: Path) -> None:
     """When the caller is killed outright, the kernel ends the ranks, also where they are forks of a server."""
     script = tmp_path / "waits.py"

@@ -16,6 +16,7 @@ from distwrap.group.world import current_world
 from distwrap.precision import LossScaling
 from distwrap.strategies.accumulation import Windows
 from distwrap.testing import run_ranks
+from tests.limits import MORE_RANKS, slow
 
 RANKS, MICRO = (1, 2, 3, 4), 12  # micro-batches in all: every number of ranks divides them
 SAMPLES = 3
@@ -68,7 +69,7 @@ def expected_by_tokens(world_size: int, window: int, dtype: torch.dtype) -> list
     return torch.cat([p.detach().double().flatten() for p in model.parameters()]).tolist()
 
 
-@pytest.mark.parametrize("nprocs", RANKS)
+@pytest.mark.parametrize("nprocs", [1, 2, slow(3, why=MORE_RANKS), slow(4, why=MORE_RANKS)])
 def test_uneven_tokens_are_one_big_batch(nprocs: int) -> None:
     """Every number of ranks and every window, the last one short or not, ranks without a token: to 1e-6."""
 

@@ -46,6 +46,7 @@ def train(where: str, folder: Path | None = None) -> tuple[list[float], int]:
     return torch.cat([p.detach().flatten() for p in model.parameters()]).tolist(), counter.frame_count
 
 
+@pytest.mark.slow("compiles on several ranks")
 def test_compiled_models_train_as_plain_ones_and_interchange(tmp_path: Path) -> None:
     """Compiled before, after or in place: the weights of one process, few compilations, clean names in the file."""
     ways = ("plain", "before", "after", "in place")
@@ -79,6 +80,7 @@ def test_a_compiled_model_keeps_its_options() -> None:
     assert min(run_ranks(on_rank, 2, timeout=60)) >= 3  # a compilation a size, as dynamic=False says
 
 
+@pytest.mark.slow("compiles on several ranks")
 def test_under_mixed_precision() -> None:
     """A compiled model computes in the run's precision, and trains."""
 

@@ -14,6 +14,10 @@ from typing import Any
 
 import pytest
 
+from tests.limits import SOON
+
+pytestmark = pytest.mark.slow("starts kernels")
+
 ROOT = Path(__file__).parent.parent.parent
 LIMIT = 100
 SETUP = """
@@ -150,7 +154,7 @@ def test_an_interrupt(notebook: Notebook) -> None:
     notes = [notebook.folder / f"pid{rank}" for rank in range(2)]
     answer = notebook.cell("waits()", interrupt=notes)
     assert answer["error"] == "KeyboardInterrupt"
-    assert answer["seconds"] < 5
+    assert answer["seconds"] < SOON
     assert not any(Path(f"/proc/{note.read_text()}").exists() for note in notes)
     assert "[0, 1]" in notebook.run("dw.distributed(nprocs=2, returns='all')(dw.rank)()")
 
@@ -174,7 +178,7 @@ def test_the_end_of_the_kernel(tmp_path: Path) -> None:
         )
     finally:
         notebook.close()
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + SOON
     pids = [(tmp_path / name).read_text() for name in ("pid0", "pid1", "server")]
     while any(Path(f"/proc/{pid}").exists() for pid in pids):
         assert time.monotonic() < deadline

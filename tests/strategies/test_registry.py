@@ -32,6 +32,7 @@ from distwrap.options import Options
 from distwrap.registry import Registry
 from distwrap.strategies import Wrapping
 from distwrap.testing import run_ranks
+from tests.limits import INTERPRETERS, slow
 
 ROOT = Path(__file__).parents[2]
 
@@ -112,7 +113,7 @@ def _static() -> tuple[str, bool, str]:
     return type(model).__name__, bool(model.static_graph), torch.distributed.get_backend()
 
 
-@pytest.mark.parametrize("launcher", ["fork", "forkserver", "spawn"])
+@pytest.mark.parametrize("launcher", ["fork", "forkserver", slow("spawn", why=INTERPRETERS)])
 def test_a_strategy_with_options_travels_to_the_ranks(launcher: str) -> None:
     run = distributed(nprocs=2, launcher=launcher, strategy=DDPStrategy(static_graph=True, backend="gloo"))(_static)
     assert run() == ("DistributedModel", True, "gloo")
@@ -220,6 +221,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_a_package_adds_its_own_without_our_knowing(tmp_path: Path) -> None:
     """By entry points, as pip installs them, in a fresh interpreter."""
     (tmp_path / "their_package.py").write_text(PACKAGE)
@@ -257,6 +259,7 @@ def test_ddp2_is_one_process_a_node() -> None:
         run_ranks(_nodes, 2)
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_ddp2_between_two_nodes(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(

@@ -21,8 +21,8 @@ from distwrap import distributed
 from distwrap.errors import CollectiveError, CollectiveTimeoutError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from distwrap.group.world import current_world
 from distwrap.testing import run_ranks
+from tests.limits import INTERPRETERS, SOON
 
-SOON = 10.0
 LIMIT = 60.0
 
 
@@ -45,6 +45,7 @@ def test_a_collective_that_times_out_says_where_all_are() -> None:
     assert caught.value.rank in (0, 2)
 
 
+@pytest.mark.slow("waits for a time-out of four seconds")
 def test_a_rank_that_cannot_answer() -> None:
     """Of a rank whose native code never lets go of the interpreter the report says so, and where it was last seen."""
 
@@ -216,6 +217,7 @@ def by_hand(program: Path, what: str, nprocs: int = 2) -> list[tuple[int, str]]:
             process.wait()
 
 
+@pytest.mark.slow(INTERPRETERS)
 @pytest.mark.parametrize(
     ("what", "fails", "code", "words"),
     [
@@ -232,12 +234,13 @@ def test_without_a_launcher(what: str, fails: int, code: int, words: str, tmp_pa
     program.write_text(PROGRAM)
     start = time.monotonic()
     ended = by_hand(program, what)
-    assert time.monotonic() - start < SOON + 10  # two interpreters import torch
+    assert time.monotonic() - start < SOON
     assert ended[fails][0] == code
     assert ended[1 - fails][0] == 1
     assert re.search(words, ended[1 - fails][1]), ended[1 - fails][1]
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_an_exit_in_order_is_no_failure(tmp_path: Path) -> None:
     """`sys.exit(0)` on all ranks ends them all with 0."""
     program = tmp_path / "program.py"
@@ -245,6 +248,7 @@ def test_an_exit_in_order_is_no_failure(tmp_path: Path) -> None:
     assert [code for code, _ in by_hand(program, "exit in order")] == [0, 0]
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_torchrun_shows_the_cause(tmp_path: Path) -> None:
     """Under torchrun its summary has the traceback of the first cause, though nobody has decorated with @record."""
     program = tmp_path / "program.py"
@@ -273,6 +277,7 @@ dw.setup_process_group(timeout=4)
 """
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_who_is_missing(tmp_path: Path) -> None:
     """Those who are here say who is not, first in a notice and in the end in an error."""
     program = tmp_path / "program.py"
@@ -295,6 +300,7 @@ dw.setup_process_group(timeout=20)
 """
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_versions_that_differ(tmp_path: Path) -> None:
     """A rank with another version than rank 0 is refused at the start, naming both."""
     program = tmp_path / "program.py"
@@ -303,6 +309,7 @@ def test_versions_that_differ(tmp_path: Path) -> None:
     assert "runs distwrap 0.0.1 and torch" in output
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_scripts_that_differ(tmp_path: Path) -> None:
     """A rank that runs another script than rank 0 remarks on it."""
     for name in ("first.py", "second.py"):
@@ -335,6 +342,7 @@ else:
 """
 
 
+@pytest.mark.slow(INTERPRETERS)
 @pytest.mark.parametrize("how", ["with", "plain"])
 def test_without_the_decorator(how: str, tmp_path: Path) -> None:
     """An exception that nobody catches is told to the others also in a script that sets the group up itself."""
@@ -347,6 +355,7 @@ def test_without_the_decorator(how: str, tmp_path: Path) -> None:
         assert re.search("rank 0 ends, because rank 1 on .* ValueError: the first cause", first[1])
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_the_agent_is_killed(tmp_path: Path) -> None:
     """When torchrun itself is killed by SIGKILL, its ranks are gone within seconds."""
     program = tmp_path / "program.py"
