@@ -46,15 +46,22 @@ def plain(value: Any, where: str = "") -> Any:
     )
 
 
-def mapped(value: Any, change: Callable[[Any], Any]) -> Any:
-    """Rebuild a nesting with every leaf that `change` changes."""
+def mapped(value: Any, change: Callable[[Any, str], Any], name: str = "") -> Any:
+    """Rebuild a nesting with every leaf changed.
+
+    Args:
+        value: dicts, lists and tuples in any nesting.
+        change: gets a leaf and its name, as ``"model.0.weight"``, and returns the new one.
+        name: of the nesting itself.
+    """
+    front = f"{name}." if name else ""
     if type(value) in (dict, OrderedDict, Counter):
-        result = type(value)({key: mapped(item, change) for key, item in value.items()})
+        result = type(value)({key: mapped(item, change, f"{front}{key}") for key, item in value.items()})
         set_metadata(result, metadata_of(value))
         return result
     if type(value) in (list, tuple):
-        return type(value)(mapped(item, change) for item in value)
-    return change(value)
+        return type(value)(mapped(item, change, f"{front}{index}") for index, item in enumerate(value))
+    return change(value, name)
 
 
 class Staging:
@@ -71,7 +78,7 @@ class Staging:
         free, copies = self._storages, {}
         self._storages = []
 
-        def copy(leaf: Any) -> Any:
+        def copy(leaf: Any, name: str) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if leaf.layout is not torch.strided or leaf.is_quantized or type(leaf) not in (torch.Tensor, _PARAMETER):

@@ -245,7 +245,7 @@ def _of_strategy(io: str | CheckpointIO) -> str | CheckpointIO:
 def _with_everyones(state: Any) -> Any:
     """Replace objects whose state is that of all ranks; every rank takes part."""
 
-    def taken(leaf: Any) -> Any:
+    def taken(leaf: Any, name: str) -> Any:
         return leaf.state_dict() if getattr(type(leaf), "on_all_ranks", False) is True else leaf
 
     return mapped(state, taken)

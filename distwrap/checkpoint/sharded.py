@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -31,21 +31,13 @@ from distwrap.errors import CheckpointError
 
 
 class ShardedIO:
-    """torch's distributed checkpoint, of which the safe loader reads the rest."""
+    """torch's distributed checkpoint of the tensors, by their names; the safe loader reads the rest."""
 
     collective = True
 
     def save(self, state: Any, path: Path) -> None:
         """Write this rank's part; rank 0 also what is no tensor."""
-        tensors: dict[str, torch.Tensor] = {}
-
-        def taken(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            tensors[f"{len(tensors)}"] = leaf.detach()
-            return torch.empty_like(leaf, device="meta")
-
-        skeleton = mapped(state, taken)
+        skeleton, tensors = _separated(state, lambda leaf: (leaf.detach(), torch.empty_like(leaf, device="meta")))
         if not dist.is_initialized() or dist.get_rank() == 0:
             torch.save(skeleton, path / SKELETON)
         with _plainly():
@@ -54,19 +46,33 @@ class ShardedIO:
     def load(self, path: Path, map_location: Any) -> Any:
         """Read everything, on every rank."""
         skeleton = torch.load(path / SKELETON, weights_only=True)
-        tensors: dict[str, torch.Tensor] = {}
         device = torch.device("cpu" if map_location is None else map_location)
-
-        def made(leaf: Any) -> Any:
-            if not isinstance(leaf, torch.Tensor):
-                return leaf
-            tensors[f"{len(tensors)}"] = torch.empty_like(leaf, device=device)
-            return tensors[f"{len(tensors) - 1}"]
-
-        state = mapped(skeleton, made)
+        state, tensors = _separated(skeleton, lambda leaf: (torch.empty_like(leaf, device=device),) * 2)
         with _plainly():
             load_parts(tensors, storage_reader=_SafeReader(path))
         return state
+
+
+def _separated(
+    state: Any, divide: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Return a state with other tensors, and the tensors to write or read, by their names.
+
+    Args:
+        state: plain values and tensors.
+        divide: returns the tensor to write or read, and the one in its place.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+
+    def change(leaf: Any, name: str) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        while name in tensors:  # {"a.b": x, "a": {"b": y}}
+            name += "'"
+        tensors[name], instead = divide(leaf)
+        return instead
+
+    return mapped(state, change), tensors
 
 
 @contextmanager
@@ -109,8 +115,4 @@ class _Contents(pickle.Unpickler):
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's table of contents")
 
 
-_ALLOWED = {
-    LAYOUT_FUNCTION,
-    ("collections", "OrderedDict"),
-    *((module, "PosixPath") for module in PATH_MODULES),
-}
+_ALLOWED = {LAYOUT_FUNCTION, ("collections", "OrderedDict"), *((module, "PosixPath") for module in PATH_MODULES)}

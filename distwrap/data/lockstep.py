@@ -137,10 +137,6 @@ class Lockstep(Generic[Batch]):
     def __len__(self) -> int:
         return len(self._loader)  # type: ignore[arg-type]
 
-    @property
-    def _num_yielded(self) -> int:
-        return self.step  # as a DataLoader's iterator counts, for the breadcrumbs
-
     def stop(self) -> None:
         """End the loop of all ranks before the next step."""
         self._stop = True
@@ -156,7 +152,7 @@ class Lockstep(Generic[Batch]):
         try:
             with shielded(self._loader, self._grace):
                 batches = self._begin()
-            world.part(Activity).follow(self)  # type: ignore[arg-type]
+            world.part(Activity).follow(self)
             first_pass = True
             while True:
                 batch = next(batches, _NOTHING)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import multiprocessing
 import multiprocessing.util
 import os
 import resource
@@ -37,11 +36,11 @@ class WorkerFolder(RunPart):
     """Folder of the workers that this process starts from now on; made where multiprocessing has none yet."""
 
     def __init__(self, world: World) -> None:
-        self._config = multiprocessing_settings()
+        self._settings = multiprocessing_settings()
         self._orphan: _Orphan | None = None
-        if self._config.get(_KEY) is None:
+        if self._settings.get(_KEY) is None:
             folder = tempfile.mkdtemp(prefix=_prefix(os.environ.get(distwrap_environment.STORE, "")))
-            self._config[_KEY] = folder
+            self._settings[_KEY] = folder
             self._orphan = _Orphan(folder, os.getpid())
             multiprocessing.util.register_after_fork(self._orphan, _Orphan.watch)
             atexit.register(self.close)
@@ -50,7 +49,7 @@ class WorkerFolder(RunPart):
         """Remove the folder."""
         orphan, self._orphan = self._orphan, None  # multiprocessing holds it weakly
         if orphan is not None:
-            self._config.pop(_KEY, None)
+            self._settings.pop(_KEY, None)
             _remove(orphan.folder)
             atexit.unregister(self.close)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from distwrap._internals.torch import batches_given
@@ -34,7 +34,7 @@ class Activity:
         self.helper = helper
         self.site = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
 
-    def follow(self, batches: Iterator[Any]) -> None:
+    def follow(self, batches: Iterable[Any]) -> None:
         """Read the step off a loader's iterator when it is asked for: counting here would cost each step."""
         self._batches = weakref.ref(batches)
 
@@ -42,7 +42,8 @@ class Activity:
     def step(self) -> int | None:
         """How many batches the last loader has given; ``None`` where nobody counts."""
         batches = self._batches() if self._batches is not None else None
-        return batches_given(batches)
+        step = getattr(batches, "step", None)  # of a lockstep loop
+        return step if isinstance(step, int) else batches_given(batches)
 
     def settle(self) -> None: ...
 

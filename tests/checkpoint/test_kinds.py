@@ -8,12 +8,14 @@ import pickle
 import random
 import threading
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy
 import pytest
 import torch
+import torch.distributed.checkpoint
 from torch import nn
 
 import distwrap as dw
@@ -433,3 +435,15 @@ def test_restore_ignores_what_is_no_object() -> None:
     """Counters in the nesting are the loop's to take from what is returned."""
     state = {"epoch": 3, "model": nn.Linear(1, 1).state_dict()}
     saving.restore({"epoch": 0, "model": nn.Linear(1, 1)}, copy.deepcopy(state))
+
+
+def test_a_sharded_checkpoint_has_the_names_of_its_tensors(tmp_path: Path) -> None:
+    """Other tools read it with torch's distributed checkpoint alone; names that would be alike are told apart."""
+    saved, loaded = nn.Linear(3, 2), nn.Linear(3, 2)
+    odd = {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}
+    dw.save({"model": saved, "odd": odd, "step": 3}, tmp_path / "parts", io="sharded")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.distributed.checkpoint.load({"model": loaded.state_dict()}, checkpoint_id=tmp_path / "parts")
+    assert torch.equal(saved.weight, loaded.weight)
+    assert dw.load(tmp_path / "parts")["odd"]["a"]["b"].tolist() == [0, 0]
