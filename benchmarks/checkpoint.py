@@ -1,4 +1,4 @@
-"""How long saving one gigabyte keeps training waiting: torch.save, distwrap.save, and distwrap.save in the background.
+"""Time for which saving one gigabyte keeps training waiting: torch.save, distwrap.save, and it in the background.
 
 One process, in turns, into the folder for temporary files. Between two saves in the background nothing else is saved,
 as in training; the first one also takes the memory for its copy, and is a row of its own.
@@ -74,7 +74,7 @@ def timed(body: Callable[[], object]) -> Callable[[], float]:
 
 
 def in_background(state: dict[str, torch.Tensor], folder: Path) -> Callable[[], float]:
-    """Time the call alone; wait until it is written, as the next step's work would."""
+    """Time the call alone, and then wait until the file is written, as the work of the next step would."""
 
     def way() -> float:
         start = time.perf_counter()

@@ -1,6 +1,6 @@
-"""Who am I, the doctor, two machines, restarts: distwrap beside hand-written torch under torchrun.
+"""Detection of the launcher, the doctor, two nodes, restarts: distwrap beside hand-written torch under torchrun.
 
-Two processes on this machine stand in for two machines. Every run does the same: meet, one all-reduce, come home.
+Two processes on this machine stand in for two nodes. Every run does the same: meet, one all-reduce, return.
 
     python benchmarks/clusters.py [--quick] [--json FILE] [--plot FILE.png]
 """
@@ -76,14 +76,14 @@ def main() -> None:
         return
     rounds = 1 if args.quick else 7
     with tempfile.TemporaryDirectory() as folder:
-        measured = [detection(), doctor(rounds), two_machines(Path(folder), rounds), restart(Path(folder), rounds)]
+        measured = [detection(), doctor(rounds), two_nodes(Path(folder), rounds), restart(Path(folder), rounds)]
     rows = [each for each in measured if isinstance(each, Row)]
     notes = [each for each in measured if isinstance(each, str)]
-    report("clusters: two processes on this machine stand in for two machines, gloo", rows, notes, args)
+    report("clusters: two processes on this machine stand in for two nodes, gloo", rows, notes, args)
 
 
 def detection() -> Row:
-    """Time the question who started us, in a big Slurm step and where nobody has."""
+    """Time the detection of the launcher, in a big Slurm step and where there is none."""
     taken = in_turns({"step": per_call(lambda: detect(SLURM), 200), "alone": per_call(lambda: detect({}), 200)}, 20)
     slowest = max(taken.values(), key=lambda samples: samples.median)
     figure = f"{slowest.median * 1e6:.0f} us"
@@ -101,7 +101,7 @@ def doctor(rounds: int) -> Row:
     return Row("doctor, 2 ranks", taken, None, "s", f"{taken.median:.1f} s", "< 15 s", taken.median < 15)
 
 
-def two_machines(folder: Path, rounds: int) -> Row | str:
+def two_nodes(folder: Path, rounds: int) -> Row | str:
     """Time the same command on both, from the shell to the end of both."""
     ours, theirs = _programs(folder)
 
@@ -113,7 +113,7 @@ def two_machines(folder: Path, rounds: int) -> Row | str:
         words = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={_free_port()}"]
         return _timed(*([*TORCHRUN, *words, f"--node-rank={i}", str(theirs)] for i in range(2)))
 
-    what = "two machines, a rank each, from the shell to the end: decorator, torchrun"
+    what = "two nodes, a rank each, from the shell to the end: decorator, torchrun"
     try:
         taken = in_turns({"ours": with_decorator, "theirs": with_torchrun}, rounds)
     except RuntimeError as error:
@@ -193,7 +193,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """List the processes that a process has started, and those have started."""
+    """Return the processes that a process has started, and theirs."""
     parents: dict[int, int] = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -221,7 +221,7 @@ def _started(command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
 
 
 def _free_port() -> int:
-    """Find a port below those that the system gives to connections going out, of which one might get it meanwhile."""
+    """Return a free port below those that the system gives to outgoing connections, which might take it meanwhile."""
     while True:
         port = random.randrange(10_000, 32_000)
         try:

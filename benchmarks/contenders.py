@@ -1,4 +1,4 @@
-"""Ways to launch ranks, each in a process of its own that waits for the word.
+"""Ways to launch ranks, each in a process of its own that waits for the signal to start.
 
 `launch.py` starts this file once for each way. What a way needs is imported before the clock runs, and inside its
 function alone, so that no way pays for another's imports.
@@ -28,7 +28,7 @@ ADDRESS = "127.0.0.1"
 
 
 class Contender:
-    """One way to launch, in a fresh process; seen from the benchmark."""
+    """Handle of a fresh process that launches ranks in one way."""
 
     def __init__(self, way: str, nprocs: int) -> None:
         self._conn, theirs = Pipe()
@@ -48,7 +48,7 @@ class Contender:
         return seconds
 
     def close(self) -> None:
-        """Let it end."""
+        """End the process."""
         self._conn.close()
         self._process.wait(30)
         self._complaints.close()
@@ -74,7 +74,7 @@ def first_launch(way: str, nprocs: int) -> float:
 
 
 def body() -> float:
-    """Do what every rank does: one collective, as proof that the group is there."""
+    """Run on every rank: one collective, as proof that the group is there."""
     one = torch.ones(1)
     dist.all_reduce(one)
     return one.item()
@@ -87,7 +87,7 @@ def distwrap_launch(launcher: str, nprocs: int) -> Launch:
 
 
 def torch_spawn(nprocs: int) -> Launch:
-    """What a tutorial on DDP writes: `torch.multiprocessing.spawn` and `init_process_group`."""
+    """Launch as a tutorial on DDP does: `torch.multiprocessing.spawn` and `init_process_group`."""
     import torch.multiprocessing as mp
 
     def launch() -> None:
@@ -106,7 +106,7 @@ def _spawned(rank: int, nprocs: int, port: int) -> None:
 
 
 def raw_fork(nprocs: int) -> Launch:
-    """The least that a launch by fork can be: fork, meet at a store on loopback, run, send rank 0's value, leave."""
+    """Launch by fork with the least code: fork, meet at a store on loopback, run, send rank 0's value, leave."""
     limit = timedelta(seconds=60)
 
     def launch() -> object:
@@ -189,12 +189,12 @@ WAYS: dict[str, tuple[str, Callable[[int], Launch]]] = {
 
 
 def installed(way: str) -> bool:
-    """Say whether what a way needs is there."""
+    """Return whether the package that a way needs is installed."""
     return find_spec(WAYS[way][0]) is not None
 
 
 def main(way: str, nprocs: int, fd: int) -> None:
-    """Make ready, say so, and launch whenever told to."""
+    """Get ready, tell the benchmark, and launch at each of its signals."""
     conn = Connection(fd)
     launch = WAYS[way][1](nprocs)
     conn.send("ready")

@@ -1,4 +1,4 @@
-"""Data: to the first batch at any size, what a batch costs, and on from the middle; beside what people use now.
+"""Data: the time to the first batch at any size, the time of a batch, and the time to go on from the middle.
 
 Each figure about size is taken on rank 0 of 2 real ranks, in processes of their own, which have their imports behind
 them. Memory is what the process's peak grows by. Fabric and Accelerate are measured where they are installed.
@@ -33,7 +33,7 @@ MODULES = {"Fabric": "lightning", "Accelerate": "accelerate"}
 
 
 class Numbers(Dataset[int]):
-    """A dataset of any size whose samples are their own numbers."""
+    """Dataset of any size whose samples are their own indices."""
 
     def __init__(self, n: int) -> None:
         self.n = n
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def first_batch(way: str, n: int, rounds: int) -> list[dict[str, float]]:
-    """Measure from the plain loader to the first batch: seconds, and bytes of memory."""
+    """Measure the seconds and the bytes of memory from the plain loader to the first batch."""
     return [_in_ranks("first", way, n) for _ in range(rounds)]
 
 
@@ -86,7 +86,7 @@ def _first_rows(firsts: dict[tuple[str, int], list[dict[str, float]]], sizes: li
 
 
 def batch_rows(present: list[str], rounds: int) -> list[Row]:
-    """Time a batch, beside the loader's own without any of it."""
+    """Time a batch, beside one of the bare loader."""
     taken = _in_ranks("batches", ",".join(present), rounds)
     bare = Samples(taken["bare"])
     rows = []
@@ -140,7 +140,7 @@ def _in_ranks(what: str, way: str, n: int) -> dict[str, Any]:
 
 
 def measure(what: str, way: str, number: str) -> None:
-    """Be a rank."""
+    """Measure in a rank, and print rank 0's figures."""
     torch.distributed.init_process_group("gloo")
     figures = {"first": _first, "batches": _batches, "resume": _resume}[what](way, int(number))
     torch.distributed.barrier()
@@ -214,7 +214,7 @@ def _resume(way: str, n: int) -> dict[str, float]:
 
 
 def _reset_peak() -> float:
-    """Let the kernel forget the process's peak, and return what it holds now, in bytes."""
+    """Reset the kernel's count of the process's peak memory, and return the present memory in bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return _kilobytes("VmRSS") * 1000.0
 

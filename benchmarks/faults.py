@@ -52,7 +52,7 @@ FAULTS: dict[str, tuple[str, str]] = {
 
 
 class Unpicklable(Exception):
-    """Holds what cannot be pickled."""
+    """Value that cannot be pickled."""
 
     def __init__(self) -> None:
         super().__init__("the fault")
@@ -76,7 +76,7 @@ def body(fault: str, folder: str, finish: bool = False) -> None:
 
 
 def strike(fault: str, folder: Path) -> None:
-    """Break."""
+    """Cause the fault."""
     if "loader" not in fault:
         struck(folder)
     if fault.startswith("rank raises what"):
@@ -96,13 +96,13 @@ def strike(fault: str, folder: Path) -> None:
 
 
 def endless() -> None:
-    """Compute."""
+    """Compute without end."""
     while True:
         pass
 
 
 class Breaks:
-    """Samples, the third of which kills the worker that makes it."""
+    """Dataset whose third sample kills the worker that makes it."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -118,7 +118,7 @@ class Breaks:
 
 
 def struck(folder: Path) -> None:
-    """Note the moment."""
+    """Write down the time at which the fault strikes."""
     (folder / "part").write_text(str(time.time()))
     (folder / "part").rename(folder / "struck")
 
@@ -181,7 +181,7 @@ TOOLS: dict[str, tuple[str, Callable[[str, str], None]]] = {
 
 
 def measure(tool: str, fault: str) -> dict[str, object]:
-    """Let a fault strike under a tool, and look at what comes of it."""
+    """Let a fault strike under a tool, and record what the caller sees and what is left behind."""
     with tempfile.TemporaryDirectory(prefix="faults-") as name:
         folder = Path(name)
         command = [sys.executable, os.path.abspath(__file__), "--inside", tool, fault, name]
@@ -228,7 +228,7 @@ def _left_behind(deadline: float) -> int:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End all that is left, what is started meanwhile too."""
+    """End all processes that are left, also those that start meanwhile."""
     while alive := list(_descendants(os.getpid())):
         for pid in alive:
             with contextlib.suppress(ProcessLookupError):
@@ -252,7 +252,7 @@ def _descendants(pid: int) -> Iterator[int]:
 
 
 def table(results: list[dict[str, object]]) -> str:
-    """A row a fault, a column a tool."""
+    """Lay the results out with a row a fault and a column a tool."""
     tools = list(dict.fromkeys(str(result["tool"]) for result in results))
     lines = ["| fault | " + " | ".join(tools) + " |", "|---" * (1 + len(tools)) + "|"]
     for fault in dict.fromkeys(str(result["fault"]) for result in results):

@@ -1,6 +1,6 @@
-"""How long it takes until ranks run: distwrap beside hand-written torch, and beside other launchers where installed.
+"""Time until ranks run: distwrap beside hand-written torch, and beside other launchers where installed.
 
-Every launch does the same: start the ranks, form a gloo group, one all-reduce, come home.
+Every launch does the same: start the ranks, form a gloo group, one all-reduce, return.
 
     python benchmarks/launch.py [--quick] [--json FILE] [--plot FILE.png] [--against CHECKOUT]
 """
@@ -113,7 +113,7 @@ def import_cost(rounds: int) -> Row:
 
 
 def peer(theirs: str, ours: str, rounds: int) -> Row | str:
-    """Time another library's repeat launch beside ours; say so where it is not installed, or fails."""
+    """Time another library's repeat launch beside ours; return a note where it is not installed, or fails."""
     if not installed(theirs):
         return f"{theirs}: not installed"
     with ExitStack() as stack:

@@ -74,7 +74,7 @@ GOALS = {"bytegrad": 3.0, "qadam, 1 bit": 8.0}
 
 
 class Net(nn.Module):
-    """Bengio's model: the bytes before, embedded, through two wide layers, to the next byte."""
+    """Bengio's model: embeds the bytes before, and predicts the next one through two wide layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,13 +112,13 @@ class Text:
 
     @torch.no_grad()
     def loss(self, model: nn.Module) -> float:
-        """Test a model."""
+        """Return a model's loss on the test text."""
         return F.cross_entropy(model(self.held_out[0]), self.held_out[1]).item()
 
 
 @dataclass
 class Ranks:
-    """How a way's ranks speak to each other outside of the clock.
+    """Messages between the ranks of a way outside of the timed part.
 
     Attributes:
         rank: this one.
@@ -275,7 +275,7 @@ def shaped_hosts(mbit: int) -> Iterator[Any]:
 
 
 def missing() -> str:
-    """Say what this machine lacks; empty where nothing does."""
+    """Return what this machine lacks, in words; empty where it lacks nothing."""
     from tests.clusters import namespaces
 
     lacking = namespaces.missing()
@@ -345,7 +345,7 @@ def _run(
 
 @contextmanager
 def horovod_variables(hosts: Any) -> Iterator[list[dict[str, str]]]:
-    """Start the server where Horovod's ranks meet, as horovodrun does, and say what each rank must know."""
+    """Start the server where Horovod's ranks meet, as horovodrun does, and return what each rank must know."""
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.gloo_run import create_slot_env_vars
     from horovod.runner.http.http_server import RendezvousServer
@@ -369,7 +369,7 @@ def horovod_variables(hosts: Any) -> Iterator[list[dict[str, str]]]:
 
 
 def words(figures: dict[str, Any], ddp: dict[str, Any]) -> str:
-    """Put a way's figures in a line, beside plain DDP's."""
+    """Write a way's figures in a line, beside plain DDP's."""
     goal = ddp["to_target"]
     if figures["to_target"] is None or goal is None:
         there = "-"
@@ -383,7 +383,7 @@ def words(figures: dict[str, Any], ddp: dict[str, Any]) -> str:
 
 
 def verdicts(found: dict[int, dict[str, dict[str, Any]]]) -> list[str]:
-    """Hold the figures against the goals."""
+    """Return a sentence for each goal that the figures meet or miss."""
     lines = []
 
     def goal(text: str, figure: float, met: bool) -> None:

@@ -1,7 +1,7 @@
-"""What a forward, a step and a batch cost: distwrap beside hand-written DDP, Fabric and Accelerate, on two ranks.
+"""Times of a forward, a step and a batch: distwrap beside hand-written DDP, Fabric and Accelerate, on two ranks.
 
-The models are tiny, so that what is around them shows. All ways run in turns in the same processes; the figures are
-rank 0's. A peer that is not installed is left out, and said so.
+The models are tiny, so that the overhead around them shows. All ways run in turns in the same processes; the figures
+are rank 0's. A note names a peer that is not installed.
 
     python benchmarks/step.py [--quick] [--json FILE] [--plot FILE.png] [--against CHECKOUT]
 """
@@ -40,7 +40,7 @@ def main() -> None:
 
 @distributed(launcher="forkserver")
 def measure(rounds: int, calls: int) -> Taken:
-    """Time everything; `calls` to a round for what is too short to time alone."""
+    """Time everything, with so many calls to a round where one is too short to time alone."""
     return {
         "grad": forward_with_grad(rounds, calls),
         "no_grad": forward_without_grad(rounds, calls),
@@ -61,7 +61,7 @@ def rows(taken: Taken) -> list[Row]:
 
 
 def _above(what: str, ways: dict[str, Samples], than: str, goal: float | None = None) -> list[Row]:
-    """A row for each way: how much longer than the plain one it takes. The goal is ours alone."""
+    """Return a row for each way, with how much longer than the plain one it takes. The goal is ours alone."""
     made = []
     for way in ways.keys() - {than}:
         more = ways[way].above(ways[than]) * 1e6
@@ -80,8 +80,8 @@ def _over(what: str, ways: dict[str, Samples], than: str, goal: float) -> list[R
     return sorted(made, key=lambda row: "distwrap" not in row.what)
 
 
-def wrapped_alike(model: nn.Module) -> dict[str, nn.Module]:
-    """Wrap copies of a model, one a way that is installed."""
+def wrapped_copies(model: nn.Module) -> dict[str, nn.Module]:
+    """Return wrapped copies of a model, one for each way that is installed."""
     ways: dict[str, Callable[[nn.Module], Any]] = {"distwrap": wrap_model, "DDP": DistributedDataParallel}
     if importlib.util.find_spec("lightning"):
         from lightning.fabric import Fabric
@@ -97,7 +97,7 @@ def wrapped_alike(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def forward_with_grad(rounds: int, calls: int) -> dict[str, Samples]:
-    """Time the forwards alone of steps whose backward, with its all-reduce, would drown them."""
+    """Time forwards alone, since a backward with its all-reduce takes so much longer that it would hide them."""
     x = torch.ones(1, 1)
 
     def timed(model: nn.Module) -> Callable[[], float]:
@@ -112,14 +112,14 @@ def forward_with_grad(rounds: int, calls: int) -> dict[str, Samples]:
 
         return forwards
 
-    ways = {name: timed(model) for name, model in wrapped_alike(nn.Linear(1, 1)).items()}
+    ways = {name: timed(model) for name, model in wrapped_copies(nn.Linear(1, 1)).items()}
     in_turns(ways, 2)  # DDP arranges its buckets anew after the first backward
     return in_turns(ways, rounds)
 
 
 def forward_without_grad(rounds: int, calls: int) -> dict[str, Samples]:
     """Time a forward of an evaluation, beside the bare module's."""
-    models = wrapped_alike(nn.Linear(1, 1))
+    models = wrapped_copies(nn.Linear(1, 1))
     del models["DDP"]  # which would broadcast
     models = {name: model.eval() for name, model in {**models, "bare module": nn.Linear(1, 1)}.items()}
     x = torch.ones(1, 1)
@@ -129,7 +129,7 @@ def forward_without_grad(rounds: int, calls: int) -> dict[str, Samples]:
 
 def training_step(rounds: int, calls: int) -> dict[str, Samples]:
     """Time forward, backward with its all-reduce, and the optimizer."""
-    models = wrapped_alike(nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10)))
+    models = wrapped_copies(nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10)))
     x, y = torch.randn(BATCH, 256), torch.randint(10, (BATCH,))
     ways = {name: per_call(_step(model, x, y), calls) for name, model in models.items()}
     in_turns(ways, 1 if rounds < 10 else 6)  # until what looks at the first steps is gone
@@ -162,7 +162,7 @@ def loading(rounds: int) -> dict[str, Samples]:
 
 
 class Numbers(Dataset[int]):
-    """The first thousand numbers."""
+    """Dataset of the first thousand numbers."""
 
     def __len__(self) -> int:
         return 1000

@@ -1,4 +1,4 @@
-"""Time ways of doing the same in turns, and set the figures beside their goals."""
+"""Times of several ways to do the same, taken in turns, and a table of them beside their goals."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ TIMEOUT_SECONDS = 60.0
 
 
 def add_arguments(commands: Any) -> None:
-    """Describe the command."""
+    """Add the command and its options to the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor",
         help="what would be decided here and why, then a real test",
@@ -45,7 +45,7 @@ def add_arguments(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Look, test, report; return the exit code."""
+    """Collect the facts, test on real ranks and print the report; return the exit code."""
     began = time.monotonic()
     is_rank = _is_rank()
     nprocs = given.nprocs

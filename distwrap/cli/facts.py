@@ -32,7 +32,7 @@ _PREFIXES = ("DISTWRAP_", "NCCL_", "GLOO_", "CUDA_VISIBLE", "HIP_VISIBLE", "OMP_
 
 @dataclass
 class Facts:
-    """One process's view.
+    """View of one process.
 
     Attributes:
         host: the name of this node.

@@ -31,7 +31,7 @@ def describe_facts(facts: Facts) -> str:
 
 
 def describe_measured(measured: Measured, seconds: float) -> str:
-    """Describe how the real test went."""
+    """Describe the results of the real test."""
     ranks = len(measured.facts)
     lines = [f"Real test: {ranks} rank(s) started, met and measured in {seconds:.1f} s"]
     hosts = sorted({facts.host for facts in measured.facts})

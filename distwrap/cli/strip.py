@@ -24,10 +24,10 @@ _SHOWN = 20
 
 
 def add_arguments(commands: Any) -> None:
-    """Describe the command."""
+    """Add the command and its options to the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "strip",
-        help="remove module., _orig_mod. and the like from a checkpoint's keys",
+        help="remove prefixes such as module. and _orig_mod. from a checkpoint's keys",
         description="Reads a .pt or .safetensors file, memory-mapped, removes wrappers' prefixes from the keys of "
         "every state dict in it, and writes the result; tensors, types and metadata stay. Exit code: 0 where it is "
         "done and fits, 1 where it is not.",
@@ -42,7 +42,7 @@ def add_arguments(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Strip, check, write; return the exit code."""
+    """Strip a file's keys, check them and write the result; return the exit code."""
     try:
         return _strip_file(given)
     except (DistwrapError, OSError) as error:
@@ -65,7 +65,7 @@ class Checkpoint:
 
 def _strip_file(given: argparse.Namespace) -> int:
     if given.target is None and not given.dry_run and given.check is None:
-        raise CheckpointError("say where to write: strip IN OUT, or --dry-run to look only.")
+        raise CheckpointError("strip IN writes nothing: give OUT, the file to write, or --dry-run to look only.")
     if given.target is not None and not given.dry_run:
         _refuse_target(given.source, given.target, force=given.force)
     checkpoint = read(given.source, unsafe=given.unsafe)

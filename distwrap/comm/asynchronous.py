@@ -26,7 +26,7 @@ from distwrap.model.distributed import DistributedModel
 
 
 class AsyncExchange(WeightExchange["AsyncAveraging"]):
-    """Averages in a thread, to which the training thread hands weights, and from which it takes back how far to move.
+    """Averaging in a thread, to which the training thread gives weights, and from which it gets how far to move them.
 
     Where the algorithm is hierarchical, only the nodes' first ranks have the thread; at each step they send the rest of
     their node whether and how far to move. When the model is dropped, the thread goes on until all ranks have dropped
@@ -95,7 +95,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
         self.pause()
 
     def pause(self) -> None:
-        """Stop averaging, when all ranks have called this; until then this one goes on taking part."""
+        """Stop averaging once all ranks have called this; until then this rank goes on taking part."""
         thread, self._thread = self._thread, None
         if thread is not None:
             with self._changed:
@@ -114,7 +114,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
             self._take_over()
 
     def resume(self) -> None:
-        """Average again."""
+        """Go on averaging."""
         if self._runs:
             return
         self._runs, self._pausing = True, False
@@ -193,7 +193,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
 
 @dataclass(frozen=True, kw_only=True)
 class AsyncAveraging(WeightAlgorithm):
-    """Every `sync_interval_ms` a mean of all ranks' weights is computed, and each rank moves by mean - own.
+    """Mean of all ranks' weights every `sync_interval_ms`, by which each rank then moves: by mean - own.
 
     The progress that a rank makes meanwhile is kept. Ranks may take different numbers of steps.
 

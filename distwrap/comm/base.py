@@ -36,7 +36,7 @@ def option(default: T, check: Callable[[str, Any], Any]) -> T:
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm(ABC):
-    """Way in which the ranks exchange what they have learnt. Subclasses are frozen dataclasses of their options.
+    """Way to exchange what the ranks have learnt. Subclasses are frozen dataclasses of their options.
 
     Attributes:
         hierarchical: whether there is full precision inside a node, and the algorithm between the nodes' first ranks.
@@ -103,7 +103,7 @@ class Bucket:
 
 
 class Averager(ABC):
-    """Averages gradients over the ranks of a link: the part of a gradient algorithm that has state.
+    """Mean of gradients over the ranks of a link: the part of a gradient algorithm that has state.
 
     Attributes:
         wants_scale: whether it keeps numbers from step to step, which must follow the scale of fp16.

@@ -1,4 +1,4 @@
-"""One byte a gradient.
+"""Gradients averaged in one byte each.
 
 Source: https://arxiv.org/abs/2107.01499, section 3; Bagua's ``ByteGradAlgorithm`` with another codec.
 """

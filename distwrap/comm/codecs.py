@@ -167,7 +167,7 @@ class Sign:
 
 
 def _signs(device: torch.device) -> torch.Tensor:
-    """Return what each byte's eight bits stand for, first to last."""
+    """Return the eight signs of each byte, +1 or -1, first bit to last."""
     shifts = torch.arange(8, device=device)
     bits = torch.arange(256, device=device)[:, None].bitwise_right_shift(shifts).bitwise_and(1)
     return bits.float().mul_(2).sub_(1)

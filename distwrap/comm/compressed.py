@@ -22,12 +22,13 @@ _AT_ONCE = 1 << 20  # numbers: while one such piece of a bucket travels, another
 
 
 class CompressedMean(Averager):
-    """Scatter, add up, gather, all in codes.
+    """Averager that scatters codes, adds up their numbers and gathers the codes of the mean.
 
     Args:
-        link: the ranks.
-        codec: of the numbers.
-        feedback: whether the error of a step is added to the next: of what a rank sends, and of the part it adds up.
+        link: the ranks that average.
+        codec: the codec of the numbers.
+        feedback: whether the errors of a step are added to the next step: that of the numbers that a rank sends, and
+            that of the part that it adds up.
     """
 
     def __init__(self, link: Link, codec: Codec, *, feedback: bool = False) -> None:
@@ -62,7 +63,7 @@ class CompressedMean(Averager):
 
 
 class _Piece:
-    """A part of a bucket on its way."""
+    """Piece of a bucket under way."""
 
     def __init__(
         self, owner: CompressedMean, bucket: Bucket, x: torch.Tensor, start: int, residual: torch.Tensor | None
@@ -95,7 +96,7 @@ class _Piece:
         return finite
 
     def gather(self) -> None:
-        """Add up what has come, and send everybody the mean's codes."""
+        """Add up the parts received, and send all ranks the codes of the mean."""
         self._wait()
         mean = torch.zeros_like(self._parts[self._link.rank])
         term = torch.empty_like(mean)

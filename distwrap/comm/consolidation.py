@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Consolidated(AbstractContextManager[None]):
-    """The mean of all ranks' weights, now in the model; at the end of a ``with`` each rank gets its own weights back.
+    """Mean of all ranks' weights in a model; at the end of a ``with`` each rank gets its own weights back.
 
     Args:
         exchange: the model's; ``None`` where all ranks hold the same weights.

@@ -1,4 +1,4 @@
-"""Weights averaged with the others', or with one other, while the step is computed.
+"""Weights averaged with all other ranks', or with one other rank's, while the step is computed.
 
 Source: https://arxiv.org/abs/2107.01499, section 3; Bagua's ``DecentralizedAlgorithm``.
 """
@@ -56,7 +56,7 @@ def _average_with_peer(link: Link, weights: torch.Tensor, turn: int) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Decentralized(WeightAlgorithm):
-    """Each step goes from the mean of the peers' weights along this rank's own gradient at its own weights.
+    """Steps from the mean of the peers' weights, along this rank's own gradient at its own weights.
 
     The weights travel during the forward and backward.
 

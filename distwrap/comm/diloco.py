@@ -1,4 +1,4 @@
-"""Many steps on one's own, then an outer step along what the replicas have moved on average.
+"""Many steps without exchange, then an outer step along the replicas' mean progress.
 
 Source: https://arxiv.org/abs/2311.08105, algorithm 1; in fragments, with a delay and few bits, Streaming DiLoCo,
 https://arxiv.org/abs/2501.18512, algorithm 2.
@@ -132,9 +132,9 @@ def _codec(name: str, value: str | None) -> str | None:
 
 @dataclass(frozen=True, kw_only=True)
 class DiLoCo(WeightAlgorithm):
-    """Every `sync_every` steps, an outer step of SGD with Nesterov momentum on the weights of the last one.
+    """Outer steps of SGD with Nesterov momentum, one every `sync_every` steps, on the weights of the last one.
 
-    The inner optimizer, usually AdamW, is any; its state stays each rank's own.
+    Any inner optimizer will do, usually AdamW; its state stays each rank's own.
 
     Args:
         sync_every: inner steps between two outer steps of the same weights.

@@ -1,4 +1,4 @@
-"""An algorithm at work for one model on one rank: its links, its thread, and its end."""
+"""The work of an algorithm for one model on one rank: its links, its thread, and its end."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Exchange(ABC, Generic[A]):
         return optimizer
 
     def paused(self) -> AbstractContextManager[None]:
-        """Stop what goes on in the background for the time of a ``with``."""
+        """Stop the work in the background for the time of a ``with``."""
         return nullcontext()
 
     def submit(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:

@@ -11,13 +11,13 @@ from distwrap._internals.torch import foreach
 
 
 class FlatWeights:
-    """Reads and writes some parameters in one piece.
+    """Some parameters, read and written as one tensor.
 
     Args:
-        parameters: floating-point, in an order alike on every rank.
+        parameters: of floating-point types, in the same order on every rank.
 
     Attributes:
-        dtype: of the piece: float32, or float64 where a parameter has it.
+        dtype: the type of that tensor: float32, or float64 where a parameter has it.
     """
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:

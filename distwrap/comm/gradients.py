@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientAlgorithm(Algorithm):
-    """An algorithm in which the ranks average gradients, in full or in part, and hold the same weights."""
+    """Algorithm in which the ranks average gradients, in full or in part, and hold the same weights."""
 
     @abstractmethod
     def averager(self, link: Link, device: torch.device) -> Averager:
@@ -42,7 +42,7 @@ class GradientAlgorithm(Algorithm):
 
 
 class GradientExchange(Exchange[GradientAlgorithm]):
-    """A gradient algorithm at work for one model."""
+    """Exchange of one model's gradients."""
 
     def __init__(self, algorithm: GradientAlgorithm, model: DistributedModel, world: World) -> None:
         super().__init__(algorithm, model, world)

@@ -1,4 +1,4 @@
-"""Many steps on one's own, then a mean.
+"""Many steps without exchange, then a mean of the weights.
 
 Source: https://arxiv.org/abs/1805.09767, algorithm 1; with a warm-up, post-local SGD, https://arxiv.org/abs/1808.07217.
 """
@@ -22,7 +22,7 @@ class _LocalSGD(WeightExchange["LocalSGD"]):
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSGD(WeightAlgorithm):
-    """Average the weights every `sync_every` optimizer steps, with any optimizer; its state stays each rank's own."""
+    """Mean of the weights every `sync_every` optimizer steps, with any optimizer; its state stays each rank's own."""
 
     exchange_class = _LocalSGD
     sync_every: int = option(8, whole(1))

@@ -18,7 +18,7 @@ from distwrap.comm.weights import WeightAlgorithm, WeightExchange
 
 
 class _Ring(WeightExchange["LowPrecisionDecentralized"]):
-    """Holds what this rank's neighbours know of it, and what it knows of them: exactly the same numbers."""
+    """Keeps the weights that the neighbours know of this rank, and those that it knows of them: the same numbers."""
 
     _known: Sequence[torch.Tensor] = ()  # own, left, right
 
@@ -56,7 +56,7 @@ class _Ring(WeightExchange["LowPrecisionDecentralized"]):
 
 @dataclass(frozen=True, kw_only=True)
 class LowPrecisionDecentralized(WeightAlgorithm):
-    """After a step, each rank's weights are a third of its own and of both neighbours', plus its own progress.
+    """Mean of a rank's weights and both neighbours' after each step, plus the rank's own progress.
 
     Sends two bytes a weight, whatever the number of ranks; keeps three copies of the weights.
 

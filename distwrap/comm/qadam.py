@@ -1,4 +1,4 @@
-"""Adam of which only the momentum travels, in 8 bits or in 1.
+"""Adam whose ranks exchange only the momentum, in 8 bits or in 1.
 
 Source: https://arxiv.org/abs/2102.02888, algorithm 1. Of Bagua's ``QAdamAlgorithm`` four defects are not copied: the
 bias correction of the variance went on growing after the variance was frozen; the weight decay ended with the warm-up;
@@ -42,9 +42,9 @@ class QAdam(GradientAlgorithm):
     Give the optimizer, ``Adam`` or ``AdamW``, to `wrap_optimizer`. In one process it stays plain Adam.
 
     Args:
-        warmup_steps: of plain Adam, with gradients in full; some 20 % of all, until the variance is stable.
+        warmup_steps: steps of plain Adam, with gradients in full; some 20 % of all, until the variance is stable.
         bits: 8, a quarter of the bytes; or 1, a thirty-second, with error feedback on both ways.
-        error_feedback: of the 8-bit form.
+        error_feedback: whether the 8-bit form feeds its errors back.
     """
 
     warmup_steps: int = option(100, whole(1))
@@ -137,7 +137,7 @@ class QAdamOptimizer(Optimizer):
         self.state = adam.state
 
     def steps_of(self, group: dict[str, Any]) -> int:
-        """Return how many steps a group has behind it, also as plain Adam."""
+        """Return the number of steps that a group has taken, also as plain Adam."""
         if _STEPS not in group:
             states = (self.state.get(parameter, {}) for parameter in group["params"])
             group[_STEPS] = max((int(state["step"]) for state in states if "step" in state), default=0)

@@ -1,4 +1,4 @@
-"""Error feedback: what a rank could not send in this step is added to what it sends in the next.
+"""Error feedback: the error of what a rank has sent in this step is added to what it sends in the next.
 
 Source: https://arxiv.org/abs/1901.09847, algorithm 2.
 """
@@ -11,7 +11,7 @@ from distwrap.comm.base import Bucket
 
 
 class Residuals:
-    """One float32 a gradient, kept with its parameter, since DDP rearranges its buckets after the first step."""
+    """Errors, one float32 a gradient, kept with their parameters, since DDP rearranges buckets after the first step."""
 
     def __init__(self) -> None:
         self._flat: dict[tuple[int, ...], torch.Tensor] = {}
@@ -19,7 +19,7 @@ class Residuals:
         self._scales: dict[tuple[int, ...], float] = {}
 
     def of(self, bucket: Bucket) -> torch.Tensor:
-        """Return those of a bucket, flat, to be changed in place; in the scale of its gradients."""
+        """Return the errors of a bucket, flat, to be changed in place, in the scale of its gradients."""
         key = bucket.key
         if key not in self._flat:
             self._rearrange(bucket)

@@ -1,4 +1,4 @@
-"""The largest gradients only.
+"""The largest gradients alone, averaged.
 
 Source: https://arxiv.org/abs/1809.07599 (sparsified SGD with memory).
 """

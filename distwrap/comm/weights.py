@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class WeightAlgorithm(Algorithm):
-    """An algorithm in which the ranks hold different weights, which are brought together now and then.
+    """Algorithm in which the ranks hold different weights, which are brought together now and then.
 
     Args:
         warmup_steps: optimizer steps in which gradients are averaged, as under DDP.
@@ -49,7 +49,7 @@ W = TypeVar("W", bound=WeightAlgorithm)
 
 
 class WeightExchange(Exchange[W]):
-    """A weight algorithm at work for one model. The steps that count are those of the first optimizer that steps.
+    """Exchange of one model's weights. The steps that count are those of the first optimizer that steps.
 
     Attributes:
         everyone: the link between all ranks.
