@@ -6,7 +6,6 @@ import argparse
 import copy
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -50,27 +49,14 @@ def run(given: argparse.Namespace) -> int:
         return 1
 
 
-@dataclass
-class Checkpoint:
-    """Contents of a file.
-
-    Attributes:
-        state: everything that was saved, with tensors that are not read yet.
-        metadata: the words beside the tensors in a ``.safetensors`` file.
-    """
-
-    state: Any
-    metadata: dict[str, str] | None = None
-
-
 def _strip_file(given: argparse.Namespace) -> int:
     if given.target is None and not given.dry_run and given.check is None:
         raise CheckpointError("strip IN writes nothing: give OUT, the file to write, or --dry-run to look only.")
     if given.target is not None and not given.dry_run:
         _refuse_target(given.source, given.target, force=given.force)
-    checkpoint = read(given.source, unsafe=given.unsafe)
-    wanted = None if given.check is None else _model_in(read(given.check, unsafe=given.unsafe), given.check)
-    stripped, renames, dicts = strip(checkpoint.state, wanted)
+    state, metadata = read(given.source, unsafe=given.unsafe)
+    wanted = None if given.check is None else _model_in(given.check, unsafe=given.unsafe)
+    stripped, renames, dicts = strip(state, wanted)
     if given.dry_run:
         print(table(renames))
     kept = sum(map(len, dicts)) - len(renames)
@@ -86,13 +72,13 @@ def _strip_file(given: argparse.Namespace) -> int:
     if wanted is not None:
         print(f"fits {given.check}: {len(wanted)} keys")
     if given.target is not None and not given.dry_run:
-        write(Checkpoint(stripped, checkpoint.metadata), given.target)
+        write(stripped, metadata, given.target)
         print(f"written to {given.target}")
     return 0
 
 
-def read(path: Path, *, unsafe: bool = False) -> Checkpoint:
-    """Open a file; its tensors are memory-mapped, where the format allows it.
+def read(path: Path, *, unsafe: bool = False) -> tuple[Any, dict[str, str] | None]:
+    """Return the state in a file, and the words beside it; tensors are memory-mapped, where the format allows it.
 
     Raises:
         CheckpointError: it is no checkpoint, or only an unsafe load would take it.
@@ -100,10 +86,10 @@ def read(path: Path, *, unsafe: bool = False) -> Checkpoint:
     """
     if path.suffix == SAFETENSORS:
         with safetensors().safe_open(path, framework="pt") as file:
-            return Checkpoint({name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {})  # noqa: SIM118
+            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     try:
         can_map = is_zipfile(path)  # as torch's files are, but for those from before 1.6
-        return Checkpoint(torch.load(path, map_location="cpu", mmap=can_map, weights_only=not unsafe))
+        return torch.load(path, map_location="cpu", mmap=can_map, weights_only=not unsafe), None
     except FileNotFoundError:
         raise
     except Exception as error:
@@ -111,10 +97,10 @@ def read(path: Path, *, unsafe: bool = False) -> Checkpoint:
         raise CheckpointError(f"cannot read {path}: {first_line(error)}{hint}") from error
 
 
-def write(checkpoint: Checkpoint, path: Path) -> None:
+def write(state: Any, metadata: dict[str, str] | None, path: Path) -> None:
     """Write a file whole, or not at all."""
-    io = SafetensorsIO(checkpoint.metadata) if path.suffix == SAFETENSORS else FileIO()
-    files.write_atomically(path, lambda temporary: io.save(checkpoint.state, temporary))
+    io = SafetensorsIO(metadata) if path.suffix == SAFETENSORS else FileIO()
+    files.write_atomically(path, lambda temporary: io.save(state, temporary))
 
 
 def strip(
@@ -181,10 +167,10 @@ def _is_state_dict(value: Any) -> bool:
     return tensors > 0 and not any(isinstance(item, (dict, list)) for item in value.values())
 
 
-def _model_in(checkpoint: Checkpoint, path: Path) -> dict[str, Any]:
+def _model_in(path: Path, *, unsafe: bool) -> dict[str, Any]:
     """Return the one state dict in the file to compare with."""
     found: list[dict[str, Any]] = []
-    _replace_state_dicts(checkpoint.state, lambda state_dict, _: found.append(state_dict))
+    _replace_state_dicts(read(path, unsafe=unsafe)[0], lambda state_dict, _: found.append(state_dict))
     if len(found) != 1:
         raise CheckpointError(f"--check {path}: it holds {len(found)} state dicts; give a file with the model's alone.")
     return found[0]

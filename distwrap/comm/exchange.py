@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 from weakref import ref
 
 import torch
@@ -20,9 +20,7 @@ from distwrap.comm.exchanges import Exchanges
 from distwrap.comm.link import Link, Traffic
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import World, say
-
-if TYPE_CHECKING:
-    from distwrap.model.distributed import DistributedModel
+from distwrap.model.distributed import DistributedModel
 
 # Ends a group with the interpreter's lock taken, for which one of gloo's threads may wait.
 _BEFORE_2_8 = tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 8)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -19,10 +19,8 @@ from distwrap.comm.base import Algorithm, Averager, Bucket
 from distwrap.comm.exchange import Exchange
 from distwrap.comm.link import Link
 from distwrap.group.world import World
+from distwrap.model.distributed import DistributedModel
 from distwrap.precision import LossScaling
-
-if TYPE_CHECKING:
-    from distwrap.model.distributed import DistributedModel
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,7 @@ from abc import abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
@@ -21,9 +21,7 @@ from distwrap.comm.exchange import Exchange
 from distwrap.comm.flat import FlatWeights, trained
 from distwrap.comm.link import Link
 from distwrap.group.world import World
-
-if TYPE_CHECKING:
-    from distwrap.model.distributed import DistributedModel
+from distwrap.model.distributed import DistributedModel
 
 
 @dataclass(frozen=True, kw_only=True)
