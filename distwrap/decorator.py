@@ -5,21 +5,43 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypedDict, TypeVar, overload
 
-from distwrap.comm.base import Algorithm
+from typing_extensions import Unpack
+
 from distwrap.decorated import BoundDecoratedFunction, DecoratedFunction
 from distwrap.errors import OptionError
-from distwrap.launch import start
-from distwrap.launch.execute import Call
 from distwrap.options import Options
-from distwrap.strategies.base import Strategy
+
+if TYPE_CHECKING:
+    from distwrap.comm.base import Algorithm
+    from distwrap.precision.base import Precision
+    from distwrap.strategies.base import Strategy
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
 R_co = TypeVar("R_co", covariant=True)
 S_contra = TypeVar("S_contra", contravariant=True)
+
+
+class GivenOptions(TypedDict, total=False):
+    """Types of the options that ``@distributed`` takes besides ``returns``, which decides the type of a call."""
+
+    strategy: str | Strategy
+    nprocs: int | Literal["auto"]
+    nnodes: int | str
+    node_rank: int | None
+    rdzv_endpoint: str | None
+    launcher: str
+    backend: str
+    precision: str | int | Precision
+    comm: str | Algorithm | None
+    seed: int | None
+    timeout: float
+    max_restarts: int
+    retrofit: bool
+    log_dir: str | os.PathLike[str] | None
 
 
 class Distributed(Protocol[P, R_co]):
@@ -60,6 +82,9 @@ class DistributedFunction(DecoratedFunction):
     def _self_call(
         base: Options, given: dict[str, Any], wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any
     ) -> Any:
+        from distwrap.launch import start  # at the first call: most of the package, which decorating does not need
+        from distwrap.launch.execute import Call
+
         options = base.with_environment(os.environ).updated(given, where=".options()")
         return start(Call(wrapped, args, kwargs), options)
 
@@ -76,45 +101,11 @@ class DistributedFunction(DecoratedFunction):
 def distributed(fn: Callable[P, R], /) -> Distributed[P, R]: ...
 @overload
 def distributed(
-    fn: None = None,
-    /,
-    *,
-    returns: Literal["all"],
-    strategy: str | Strategy = "ddp",
-    nprocs: int | Literal["auto"] = "auto",
-    nnodes: int | str = 1,
-    node_rank: int | None = None,
-    rdzv_endpoint: str | None = None,
-    launcher: str = "auto",
-    backend: str = "auto",
-    precision: str | int = "32",
-    comm: str | Algorithm | None = None,
-    seed: int | None = None,
-    timeout: float = 600,
-    max_restarts: int = 0,
-    retrofit: bool = False,
-    log_dir: str | os.PathLike[str] | None = None,
+    fn: None = None, /, *, returns: Literal["all"], **options: Unpack[GivenOptions]
 ) -> Callable[[Callable[P, R]], Distributed[P, list[R]]]: ...
 @overload
 def distributed(
-    fn: None = None,
-    /,
-    *,
-    strategy: str | Strategy = "ddp",
-    nprocs: int | Literal["auto"] = "auto",
-    nnodes: int | str = 1,
-    node_rank: int | None = None,
-    rdzv_endpoint: str | None = None,
-    launcher: str = "auto",
-    backend: str = "auto",
-    precision: str | int = "32",
-    comm: str | Algorithm | None = None,
-    seed: int | None = None,
-    timeout: float = 600,
-    max_restarts: int = 0,
-    returns: Literal["rank0"] = "rank0",
-    retrofit: bool = False,
-    log_dir: str | os.PathLike[str] | None = None,
+    fn: None = None, /, *, returns: Literal["rank0"] = "rank0", **options: Unpack[GivenOptions]
 ) -> Callable[[Callable[P, R]], Distributed[P, R]]: ...
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from distwrap.checks import AT_LEAST_ONE, SECONDS, SEED, Check, either, one_of, whole
 from distwrap.errors import OptionError
-from distwrap.precision.base import Precision
 from distwrap.registry import LAUNCHER_OF_STRATEGY, algorithms, precisions, strategies
 from distwrap.wording import unknown_name
+
+if TYPE_CHECKING:
+    from distwrap.precision.base import Precision
 
 Launcher = Literal["auto", "forkserver", "fork", "spawn", "script", "elastic", "external"]
 Returns = Literal["rank0", "all"]
@@ -74,13 +76,8 @@ def _plain_nodes(value: object) -> int | str:
     return int(fewest) if int(fewest) == int(most or fewest) else str(value)
 
 
-def check_precision(value: object) -> str | Precision:
-    """Resolve a precision's spelling, or take the object; raises OptionError with the known ones and the nearest."""
-    return precisions.chosen(value)
-
-
 def _precision(_: str, value: object) -> str | Precision:
-    return check_precision(value)
+    return precisions.chosen(value)
 
 
 def _comm(_: str, value: object) -> Any:

@@ -7,8 +7,8 @@ import pytest
 
 from distwrap import available_strategies, distributed, world_size
 from distwrap.errors import OptionError
-from distwrap.options import LAUNCHERS, Options, check_precision, switched_on
-from distwrap.registry import strategies
+from distwrap.options import LAUNCHERS, Options, switched_on
+from distwrap.registry import precisions, strategies
 
 
 def given(**options: Any) -> Options:
@@ -66,7 +66,7 @@ def test_a_whole_number_of_processes_is_taken(value: Any) -> None:
 )
 def test_spellings_of_precision(spelling: str | int, precision: str) -> None:
     """Lightning's and Accelerate's spellings mean our own three precisions."""
-    assert given(precision=spelling).precision == check_precision(spelling) == precision
+    assert given(precision=spelling).precision == precisions.chosen(spelling) == precision
 
 
 @pytest.mark.parametrize("value", ["bf61", "64", "16-true", 8, True, None])
