@@ -41,7 +41,7 @@ def breakpoint_on(rank: int = 0) -> None:
         return
     stdin, stdout = _terminal()
     if world.channel is not None:
-        world.channel.excuse(True)
+        world.channel.stalls.excuse(True)
 
     class Debugger(pdb.Pdb):
         """A debugger that lets the other ranks go on when it is left for the first time."""
@@ -60,7 +60,7 @@ def breakpoint_on(rank: int = 0) -> None:
             if not self.left:
                 self.left = True
                 if world.channel is not None:
-                    world.channel.excuse(False)
+                    world.channel.stalls.excuse(False)
                 share_result(name, rank, b"on")
 
     print(f"distwrap: rank {rank} stops, and the others wait until you say 'continue'", file=stdout, flush=True)

@@ -47,11 +47,21 @@ def lives(process: dict[str, Any]) -> bool:
     return bool(_born(process["pid"]) == process["born"])
 
 
+def process_status(pid: int) -> tuple[str, list[str]]:
+    """Return a process's name, and the fields that follow it in Linux's list of processes. See proc_pid_stat(5).
+
+    Raises:
+        OSError: there is no such process, or no such list.
+    """
+    with open(f"/proc/{pid}/stat") as stat:
+        name, _, fields = stat.read().partition("(")[2].rpartition(")")
+    return name, fields.split()
+
+
 def _born(pid: int) -> str:
     """Return when a process started, since its number may be another's by now; empty for a zombie."""
     try:
-        with open(f"/proc/{pid}/stat") as stat:
-            fields = stat.read().rpartition(")")[2].split()
+        fields = process_status(pid)[1]
     except OSError:
         return "unknown" if sys.platform != "linux" else ""
     return fields[19] if fields[0] not in "ZX" else ""

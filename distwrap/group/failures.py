@@ -66,14 +66,14 @@ def explained(error: BaseException) -> BaseException:
     channel, place, text = world.channel, world.placement, str(error)
     here = f"rank {place.rank} on {socket.gethostname()}"
     if any(words in text for words in _TIMEOUTS):
-        channel.failed_at(stacks.of_traceback(error.__traceback__))
+        channel.reporter.failed_at(stacks.of_traceback(error.__traceback__))
         better: BaseException = CollectiveTimeoutError(
             f"{here} waited {world.timeout:g} s in a collective, and not all ranks came to it:\n"
-            f"{channel.where_all_are()}\nEvery rank must call the same collectives in the same order. For work of "
+            f"{channel.reporter.ask_all()}\nEvery rank must call the same collectives in the same order. For work of "
             f"one rank that takes longer use rank_zero_first() or rank_zero_only(broadcast=True), or raise timeout=."
         )
     elif is_secondary_failure(text) and not channel.supervised:
-        first = channel.another_failure(CAUSE_SECONDS)
+        first = channel.failures.wait_for_cause(CAUSE_SECONDS)
         if first is None:
             return error
         time.sleep(NOTICE_SECONDS)
@@ -93,7 +93,7 @@ def tell(error: BaseException) -> None:
     world = active_world()
     if world is None or world.channel is None or world.channel.supervised or not is_failure(error):
         return
-    world.channel.tell_failure(in_words(error), "".join(traceback.format_exception(error)))
+    world.channel.failures.tell(in_words(error), "".join(traceback.format_exception(error)))
     an_effect = isinstance(error, WorkerError) and error.rank not in (None, world.placement.rank)
     if "TORCHELASTIC_ERROR_FILE" in os.environ and not an_effect:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler

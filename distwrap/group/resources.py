@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
@@ -15,7 +14,7 @@ from distwrap.devices import cpus, selection
 from distwrap.environments import Placement, distwrap_environment
 from distwrap.errors import PlacementError
 from distwrap.network import interfaces
-from distwrap.network.connectivity import reach_each_other
+from distwrap.network.connectivity import check_nodes_connect
 from distwrap.network.rendezvous import registrations
 
 
@@ -33,7 +32,7 @@ def assign_resources(placement: Placement, store: Store, device: torch.device, c
     """
     if placement.nnodes == 1:
         if "GLOO_SOCKET_IFNAME" not in os.environ:
-            cleanup.enter_context(interfaces.through("lo0" if sys.platform == "darwin" else "lo", "GLOO_SOCKET_IFNAME"))
+            cleanup.enter_context(interfaces.through(interfaces.LOOPBACK, "GLOO_SOCKET_IFNAME"))
         if distwrap_environment.STORE in os.environ and device.type == "cpu":
             return placement  # whoever has started them has looked already
     registered = dict(enumerate(registrations(store, range(placement.world_size))))
@@ -48,7 +47,7 @@ def assign_resources(placement: Placement, store: Store, device: torch.device, c
     if placement.nnodes == 1:
         return placement
     placement, interface = _numbered(placement, homes), _interface(placement, registered)
-    reach_each_other(store, placement, interface)
+    check_nodes_connect(store, placement, interface)
     cleanup.enter_context(interfaces.through(interface))
     return placement
 
@@ -69,7 +68,7 @@ def _interface(placement: Placement, registered: dict[int, dict[str, Any]]) -> s
             f"rank {placement.rank} on {mine['host']} cannot tell which network leads to the other nodes: "
             f"{placement.master_addr} leads to {towards}, which is loopback. {interfaces.ADVICE}"
         )
-    return interfaces.interface_of(address) or ("lo0" if sys.platform == "darwin" else "lo")
+    return interfaces.interface_of(address) or (interfaces.LOOPBACK)
 
 
 def _numbered(placement: Placement, homes: list[tuple[str, str]]) -> Placement:

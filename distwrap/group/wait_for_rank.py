@@ -48,6 +48,6 @@ def share_result(name: str, worker: int, result: bytes | None) -> bytes:
         return shared
     key = f"{name}/{worker}/{world.part(WaitCounts).next(name)}"
     if result is None:
-        return world.channel.wait_for(key, worker)
-    world.channel.publish(key, result)
+        return world.channel.work.wait_for(key, worker)
+    world.channel.work.publish(key, result)
     return result

@@ -38,7 +38,7 @@ from distwrap.launch.node_plan import NodePlan
 from distwrap.launch.nodes import NodeSummary
 from distwrap.launch.outcome import Outcome, death, failure, first_cause, raise_failure, success
 from distwrap.launch.worker import Assignment, Surroundings
-from distwrap.network import interfaces
+from distwrap.network import connectivity, interfaces
 from distwrap.network.rendezvous import count_meetings_anew
 
 JOIN_SECONDS = 120.0  # for as many machines to come as are needed
@@ -153,10 +153,12 @@ def _rendezvous(machines: NodePlan, folder: Path) -> tuple[dict[str, Any], str]:
     host, port = str(machines.host), machines.port
     local_host = interfaces.is_local(host)
     holds = (
-        machines.node_rank == 0 if machines.node_rank is not None else local_host and not interfaces.answers(host, port)
+        machines.node_rank == 0
+        if machines.node_rank is not None
+        else local_host and not connectivity.answers(host, port)
     )
     if not holds:
-        interfaces.reach(host, [port], JOIN_SECONDS)
+        connectivity.reach(host, [port], JOIN_SECONDS)
     endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     address = interfaces.source_address(host) or socket.gethostname()
     return {"rdzv_endpoint": endpoint, "rdzv_configs": {**limits, "is_host": str(holds)}}, address

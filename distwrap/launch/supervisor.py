@@ -203,7 +203,7 @@ def _timed_out(late: list[Process], seconds: float | None, store: str, ranks: in
 
 def _positions(store: str, ranks: int) -> str:
     try:
-        return hang_report.where_all_are(side_store(store), ranks)
+        return hang_report.ask_all(side_store(store), ranks)
     except RuntimeError as error:
         return f"  nobody can be asked: {error}"
 

@@ -45,7 +45,7 @@ class Buffers:
         self._kept: dict[str, torch.Tensor] | None = None
         self._kept_at = self.averages = 0
         if rank == 0:
-            channel.serve(self._name, self._packed)
+            channel.work.serve(self._name, self._packed)
 
     def pause(self) -> None:
         """Take over rank 0's buffers, as training pauses on this rank."""
@@ -55,7 +55,7 @@ class Buffers:
             self._kept = {key: value.clone() for key, value in self._trained(model).items()}
             self._kept_at = self.averages
             return
-        answer = torch.load(io.BytesIO(self._channel.ask(self._name, 0)), weights_only=True)
+        answer = torch.load(io.BytesIO(self._channel.work.ask(self._name, 0)), weights_only=True)
         own = dict(model.named_buffers())
         with torch.no_grad():
             for key, value in answer.items():

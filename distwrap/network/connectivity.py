@@ -1,48 +1,125 @@
-"""Before the group is built: see that each machine reaches the next through the chosen interface.
-
-The meeting place may answer while the addresses that gloo and NCCL are about to use do not: another interface, or a
-firewall that lets one port through. torch would wait for its whole time limit then, and not say which machine.
-"""
+"""Connectivity: wait until somebody listens on a host, and see that the nodes reach each other."""
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import time
+from collections.abc import Callable, Sequence
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap.environments import Placement
 from distwrap.errors import ArrivalError
-from distwrap.network import interfaces
+from distwrap.network.interfaces import ADVICE, addresses_of, interfaces
 
-SECONDS = interfaces.PREFLIGHT_SECONDS
-_SLACK_SECONDS = 5.0  # for another machine to have begun later
+SECONDS = 15.0  # for a name to resolve and its node to answer
+_CONNECT_SECONDS = 3.0  # for one try at one address
+_SLACK_SECONDS = 5.0  # for another node to have begun later
 
 
-def reach_each_other(store: Store, placement: Placement, interface: str) -> None:
-    """Let the first rank of each machine exchange a byte with that of the next one; all ranks learn how it went.
+def reach(
+    host: str, ports: Sequence[int], seconds: float, on_wait: Callable[[str], None] | None = None
+) -> tuple[str, int]:
+    """Wait until somebody listens at one of the ports, and return the numeric address and the port that answer.
+
+    A node that refuses the connection is there, and its rank 0 may come yet; one that does not answer is not.
+
+    Args:
+        host: a name or an address.
+        ports: those at which rank 0 may listen.
+        seconds: time limit for somebody to listen.
+        on_wait: called with the reason after each vain try.
 
     Raises:
-        ArrivalError: names the machines, the interface and the addresses.
+        ArrivalError: the name does not resolve or no node answers within `SECONDS`, or nobody listens within the time
+            limit. Names the addresses tried.
+    """
+    start = time.monotonic()
+    while True:
+        tried: dict[str, str | None] = {}
+        for address in _resolve(host, start, seconds):
+            for port in ports:
+                problem = _connect(address, port)
+                if problem is None:
+                    return address, port
+                tried[f"{address} port {port}: {problem}"] = problem
+        waited, refused, what = time.monotonic() - start, "refused" in tried.values(), "; ".join(tried)
+        if waited > (seconds if refused else min(seconds, SECONDS)):
+            missing = "the node is there, but nobody listens" if refused else "no node answers"
+            here = ", ".join(f"{name} {' '.join(found)}" for name, found in interfaces().items())
+            raise ArrivalError(
+                f"{socket.gethostname()} found no meeting place at {host} within {waited:.0f} s: {missing} ({what}). "
+                f"This node's interfaces: {here}. Is rank 0 running? {ADVICE}"
+            )
+        if on_wait is not None:
+            on_wait(what)
+        time.sleep(min(0.25, 0.02 + waited / 10))
+
+
+def answers(host: str, port: int) -> bool:
+    """Return whether somebody listens at a port now."""
+    try:
+        return any(_connect(address, port) is None for address in addresses_of(host))
+    except OSError:
+        return False
+
+
+def _resolve(host: str, start: float, seconds: float) -> list[str]:
+    while True:
+        try:
+            return addresses_of(host)
+        except OSError as error:
+            waited = time.monotonic() - start
+            if waited > min(seconds, SECONDS):
+                raise ArrivalError(
+                    f"{socket.gethostname()} cannot resolve the name {host!r} of the meeting place (tried for "
+                    f"{waited:.0f} s: {error.strerror}). Use the node's IP address, or a name that all nodes know (try "
+                    f"`getent hosts {host}`)."
+                ) from None
+            time.sleep(0.5)
+
+
+def _connect(address: str, port: int) -> str | None:
+    """Try a connection, and return the problem in words."""
+    try:
+        socket.create_connection((address, port), timeout=_CONNECT_SECONDS).close()
+    except ConnectionRefusedError:
+        return "refused"
+    except TimeoutError:
+        return f"no answer in {_CONNECT_SECONDS:g} s"
+    except OSError as error:
+        return errno.errorcode.get(error.errno or 0, "") + f" {error.strerror}"
+    return None
+
+
+def check_nodes_connect(store: Store, placement: Placement, interface: str) -> None:
+    """Let the first rank of each node exchange a byte with that of the next one, before the group is built.
+
+    The ranks may meet although the addresses that gloo and NCCL are about to use lead nowhere: another interface, or a
+    firewall that lets one port through. torch would wait for its whole time limit then, and not say which node.
+
+    Raises:
+        ArrivalError: names the nodes, the interface and the addresses, on all ranks.
     """
     name = os.environ.get("GLOO_SOCKET_IFNAME", interface).split(",")[0]
     if placement.local_rank == 0:
-        store.set(f"probe/{placement.node_rank}", _exchange(store, placement, name))
+        store.set(f"probe/{placement.node_rank}", _exchange_byte(store, placement, name))
     keys = [f"probe/{node}" for node in range(placement.nnodes)]
     deadline = time.monotonic() + SECONDS + _SLACK_SECONDS
     while not store.check(keys) and time.monotonic() < deadline:
         time.sleep(0.005)
-    told = [store.get(key).decode() if store.check([key]) else "a machine fell silent" for key in keys]
-    problems = [text for text in told if text]
+    results = [store.get(key).decode() if store.check([key]) else "a node fell silent" for key in keys]
+    problems = [problem for problem in results if problem]
     if problems:
-        raise ArrivalError(f"{'; '.join(problems)}. {interfaces.ADVICE}")
+        raise ArrivalError(f"{'; '.join(problems)}. {ADVICE}")
 
 
-def _exchange(store: Store, placement: Placement, interface: str) -> str:
-    """Connect to the next machine, be connected to by the one before; return the problem in words."""
+def _exchange_byte(store: Store, placement: Placement, interface: str) -> str:
+    """Connect to the next node, be connected to by the one before; return the problem in words."""
     host, node = socket.gethostname(), placement.node_rank
-    addresses = sorted(interfaces.interfaces().get(interface, []), key=lambda address: ":" in address)
+    addresses = sorted(interfaces().get(interface, []), key=lambda address: ":" in address)
     if not addresses:
         return f"node {node} ({host}) has no address on interface {interface}"
     own = addresses[0]
@@ -58,12 +135,10 @@ def _exchange(store: Store, placement: Placement, interface: str) -> str:
                 try:
                     incoming = listener.accept()[0]
                 except TimeoutError:
-                    return ""  # the machine before us says why it did not come
+                    return ""  # the node before this one says why it did not come
                 with incoming:
                     incoming.sendall(b"!")
-                    if outgoing.recv(1) == b"!":
-                        return ""
-                return f"{way}: the connection was closed"
+                    return "" if outgoing.recv(1) == b"!" else f"{way}: the connection was closed"
         except TimeoutError:
             return f"{way}: no answer in {SECONDS:g} s"
         except OSError as error:

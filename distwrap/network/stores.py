@@ -17,8 +17,9 @@ import torch.distributed as dist
 from torch.distributed import FileStore, Store, TCPStore, rendezvous  # type: ignore[attr-defined]
 
 from distwrap.environments import Placement, distwrap_environment
+from distwrap.environments.identity import process_status
 from distwrap.errors import ArrivalError
-from distwrap.network import interfaces
+from distwrap.network import connectivity
 from distwrap.wording import first_line
 
 NOTICE_SECONDS = 20.0  # until those who are here say who is not
@@ -29,6 +30,7 @@ _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 _PORTS = range(20_000, 30_000)  # below those that systems give to anybody
 _CANDIDATES = 8  # ports, where somebody may sit on the first
 _ROUND_TRIP_SECONDS = 15.0
+_MPI_LAUNCHERS = ("hydra", "pmi_proxy", "mpirun", "mpiexec", "orted", "prted", "palsd", "mpispawn")
 
 
 def held_elsewhere() -> bool:
@@ -66,6 +68,17 @@ def open_store(placement: Placement, seconds: float) -> Store:
         ) from error
 
 
+def read(store: Store, key: str) -> bytes:
+    """Return the value of a key; empty where nobody has set it."""
+    value: bytes = store.get(key) if store.check([key]) else b""
+    return value
+
+
+def count(store: Store, key: str) -> int:
+    """Return the value of a counter; 0 where nobody has counted yet."""
+    return int(store.add(key, 0)) if store.check([key]) else 0
+
+
 def _may_restart() -> bool:
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
@@ -87,7 +100,7 @@ def _fresh_store(agents: Store, placement: Placement, seconds: float) -> Store:
     while time.monotonic() < deadline:
         if agents.check([key]):
             number, token = agents.get(key).decode().split()
-            if interfaces.answers(address, int(number)):
+            if connectivity.answers(address, int(number)):
                 found = _round_trip(address, int(number), token, seconds)
                 if found is not None:
                     return found
@@ -182,7 +195,7 @@ def connect(address: str, ports: list[int], job: str, seconds: float, who: str) 
     strangers: list[int] = []
     while True:
         left = seconds - (time.monotonic() - start)
-        numeric, port = interfaces.reach(address, [p for p in ports if p not in strangers] or ports, left, notice)
+        numeric, port = connectivity.reach(address, [p for p in ports if p not in strangers] or ports, left, notice)
         store = _round_trip(numeric, port, job, seconds)
         if store is not None:
             return store, port
@@ -242,22 +255,15 @@ def _listen(address: str | None, port: int) -> socket.socket:
 
 
 def _starter() -> str:
-    """Name the process that started all ranks of this machine, by its number and its birth."""
+    """Return the number and birth of the process that started all ranks of this node."""
     pid = os.getppid()
-    while True:
-        try:
-            with open(f"/proc/{pid}/stat") as stat:
-                name, _, rest = stat.read().partition("(")[2].rpartition(")")
-        except OSError:
-            return str(os.getppid())
-        fields = rest.split()
-        if any(
-            word in name for word in ("hydra", "pmi_proxy", "mpirun", "mpiexec", "orted", "prted", "palsd", "mpispawn")
-        ):
-            return f"{pid} {fields[19]}"
-        pid = int(fields[1])
-        if pid <= 1:
-            return str(os.getppid())
+    with suppress(OSError):
+        while pid > 1:
+            name, fields = process_status(pid)
+            if any(launcher in name for launcher in _MPI_LAUNCHERS):
+                return f"{pid} {fields[19]}"
+            pid = int(fields[1])
+    return str(os.getppid())
 
 
 @cache

@@ -1,63 +1,147 @@
-"""Ask all ranks where they are, and put their answers together."""
+"""The hang report: every rank is asked where it is, and the answers are listed, equal ones in one line."""
 
 from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
+from typing import NamedTuple
 
-import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from distwrap.environments import Placement
+from distwrap.network.stores import count, read
 from distwrap.supervision import stacks
-from distwrap.supervision.stacks import Location
+from distwrap.supervision.activity import Activity
+from distwrap.wording import named_ranks
 
 ANSWER_SECONDS = 1.5  # for a rank to say where it is
 
 
-def where_all_are(store: Store, world_size: int) -> str:
-    """Ask the ranks' channels where they are, and return it in lines, equal ones together.
+class Location(NamedTuple):
+    """Where a rank is.
+
+    Attributes:
+        what: the function that the user's code has called, as ``all_reduce``; empty where it computes by itself.
+        where: file and line in the user's code.
+        step: number of batches that the innermost loader has given, or ``None``.
+        last: the last helper of distwrap that ran, and where, if any.
+    """
+
+    what: str
+    where: str
+    step: int | None = None
+    last: str = ""
+
+    def __str__(self) -> str:
+        parts = [f"in {self.what} at {self.where}" if self.what else f"at {self.where}"]
+        if self.step is not None:
+            parts.append(f"step {self.step}")
+        return ", ".join(parts)
+
+
+class Reporter:
+    """This rank's end of the hang report: it answers whoever asks where the rank is, and can ask all ranks."""
+
+    def __init__(self, store: Store, placement: Placement, activity: Activity) -> None:
+        self._store, self._place, self._activity = store, placement, activity
+        self._failed_at: list[stacks.Line] | None = None
+        self._answered = count(store, "reports")
+        self._noted = 0.0
+
+    def failed_at(self, lines: list[stacks.Line]) -> None:
+        """Fix this rank's location to where it failed, whatever it does afterwards to report it."""
+        self._failed_at = lines
+
+    def location(self) -> Location:
+        """Return where this rank is."""
+        lines = self._failed_at if self._failed_at is not None else stacks.of_thread(stacks.main_thread())
+        what, where = stacks.locate(lines)
+        return Location(what, where, self._activity.step, str(self._activity))
+
+    def look(self) -> None:
+        """Answer if somebody has asked; note now and then where this rank is, for when it cannot answer."""
+        asked = count(self._store, "reports")
+        if asked > self._answered:
+            self._answer(asked)
+        now = time.monotonic()
+        # On one node the store is a log that only grows, so each of many ranks notes it less often.
+        if now - self._noted > max(1.0, self._place.world_size / 2):
+            self._noted = now
+            self._store.set(f"seen/{self._place.rank}", json.dumps((time.time(), self.location())))
+
+    def ask_all(self) -> str:
+        """Ask all ranks from another thread than the one that answers."""
+        return ask_all(self._store, self._place.world_size)
+
+    def ask_others(self) -> str:
+        """Ask all ranks from the thread that answers, which answers for this rank first."""
+        asked = self._store.add("reports", 1)
+        self._answer(asked)
+        return _collect(self._store, asked, self._place.world_size)
+
+    def _answer(self, asked: int) -> None:
+        self._answered = asked
+        self._store.set(f"report/{asked}/{self._place.rank}", json.dumps(self.location()))
+
+
+def ask_all(store: Store, world_size: int) -> str:
+    """Ask all ranks where they are, and return it in lines, equal ones together.
 
     Raises:
         DistError: the store is gone.
     """
-    return answers(store, store.add("reports", 1), world_size)
+    return _collect(store, store.add("reports", 1), world_size)
 
 
-def answers(store: Store, asked: int, world_size: int) -> str:
-    """Wait for the answers to a question that was asked, and merge them."""
+def last_seen(store: Store, rank: int) -> str:
+    """Return in words where a rank was when it last noted it; empty where it never did, or the store is gone."""
+    try:
+        return _last_seen(store, rank)
+    except RuntimeError:
+        return ""
+
+
+def merge(locations: Mapping[int, Location | str]) -> str:
+    """List where all ranks are, those at the same place in one line.
+
+    Args:
+        locations: of each rank; words where there is none.
+
+    Example:
+        >>> there = Location("all_reduce", "train.py:88", step=812)
+        >>> print(merge({0: there, 1: Location("DataLoader", "train.py:81"), 2: there}))
+          ranks 0, 2 in all_reduce at train.py:88, step 812
+          rank 1 in DataLoader at train.py:81
+    """
+    together: dict[str, list[int]] = {}
+    for rank, location in sorted(locations.items()):
+        together.setdefault(str(location), []).append(rank)
+    return "\n".join(f"  {named_ranks(members)} {where}" for where, members in together.items())
+
+
+def _collect(store: Store, asked: int, world_size: int) -> str:
     deadline = time.monotonic() + ANSWER_SECONDS
     keys = [f"report/{asked}/{rank}" for rank in range(world_size)]
     while not store.check(keys) and time.monotonic() < deadline:
         time.sleep(0.02)
-    return stacks.merge({rank: _read(store, rank, key) for rank, key in enumerate(keys)})
+    return merge({rank: _answer_of(store, rank, key) for rank, key in enumerate(keys)})
 
 
-def _read(store: Store, rank: int, key: str) -> Location | str:
-    if store.check([key]):
-        return Location(*json.loads(store.get(key)))
+def _answer_of(store: Store, rank: int, key: str) -> Location | str:
+    answer = read(store, key)
+    if answer:
+        return Location(*json.loads(answer))
     if store.check([f"left/{rank}"]):
         return "has left the function"
     return f"does not answer: native code holds the interpreter, or it is gone{_last_seen(store, rank)}"
 
 
 def _last_seen(store: Store, rank: int) -> str:
-    """Where a rank was when it last said so, in words."""
-    if not store.check([f"seen/{rank}"]):
+    seen = read(store, f"seen/{rank}")
+    if not seen:
         return ""
-    moment, parts = json.loads(store.get(f"seen/{rank}"))
-    position = Location(*parts)
-    after = f", after {position.last}" if position.last else ""
-    return f"; {max(0.0, time.time() - moment):.0f} s ago it was {position}{after}"
-
-
-def last_seen(store: Store, rank: int) -> str:
-    """Where a rank was when it last said so, in words; empty where it never did, or the store is gone."""
-    try:
-        return _last_seen(store, rank)
-    except (dist.DistError, RuntimeError):
-        return ""
-
-
-def count(store: Store, key: str) -> int:
-    """Read a counter; 0 where nobody has counted yet."""
-    return int(store.add(key, 0)) if store.check([key]) else 0
+    moment, parts = json.loads(seen)
+    location = Location(*parts)
+    after = f", after {location.last}" if location.last else ""
+    return f"; {max(0.0, time.time() - moment):.0f} s ago it was {location}{after}"

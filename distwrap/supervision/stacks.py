@@ -1,4 +1,4 @@
-"""Where ranks are, in words: of a Python stack the one line that its owner would look for, and equal ranks together."""
+"""Python stacks: of each the one line that its owner would look for."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from types import FrameType, TracebackType
-from typing import NamedTuple
 
 import torch
 
 from distwrap._internals.python import frames_of_threads
-from distwrap.wording import named_ranks
 
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -28,28 +26,6 @@ _OPTIMIZER = os.path.join("torch", "optim", "optimizer.py")
 _SILENT = {"wrapper", "inner", "decorate_context", "fn", "wrapped", "run", "_lambda"}
 
 Line = tuple[str, int, str]  # file, line number, function
-
-
-class Location(NamedTuple):
-    """Where a rank is.
-
-    Attributes:
-        what: the function that the user's code has called, as ``all_reduce``; empty where it computes by itself.
-        where: file and line in the user's code.
-        step: how many batches the innermost loader has given, or ``None``.
-        last: the last helper of distwrap that ran, and where, if any.
-    """
-
-    what: str
-    where: str
-    step: int | None = None
-    last: str = ""
-
-    def __str__(self) -> str:
-        parts = [f"in {self.what} at {self.where}" if self.what else f"at {self.where}"]
-        if self.step is not None:
-            parts.append(f"step {self.step}")
-        return ", ".join(parts)
 
 
 def frame_of(ident: int) -> FrameType | None:
@@ -135,21 +111,3 @@ def _what(called: list[Line]) -> str:
     # Around an optimizer's step torch has a wrapper, which also runs the hooks.
     names = ("step" if name == "wrapper" and file.endswith(_OPTIMIZER) else name for file, _, name in called)
     return next((name for name in names if not name.startswith(("_", "<")) and name not in _SILENT), "")
-
-
-def merge(positions: Mapping[int, Location | str]) -> str:
-    """List where all ranks are, those at the same place in one line.
-
-    Args:
-        positions: of each rank, or words instead where there is none.
-
-    Example:
-        >>> there = Location("all_reduce", "train.py:88", step=812)
-        >>> print(merge({0: there, 1: Location("DataLoader", "train.py:81"), 2: there}))
-          ranks 0, 2 in all_reduce at train.py:88, step 812
-          rank 1 in DataLoader at train.py:81
-    """
-    together: dict[str, list[int]] = {}
-    for rank, position in sorted(positions.items()):
-        together.setdefault(str(position), []).append(rank)
-    return "\n".join(f"  {named_ranks(members)} {where}" for where, members in together.items())

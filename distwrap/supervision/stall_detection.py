@@ -1,30 +1,65 @@
-"""Whether the main thread of this process moves."""
+"""Stall detection: when no rank has moved for the time limit, though none is in a collective, the run ends."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from distwrap.environments import Placement
 from distwrap.supervision import stacks
 
-IDLE_CPU = 0.05  # of a core; who uses less, and stays in the same line, does not move
+IDLE_CPU = 0.05  # of a core; a process that uses less, and whose main thread stays in the same line, does not move
+COLLECTIVE_SECONDS = 1.0  # after the time limit, for a collective to say itself that it has timed out
 
 
 class StallDetector:
-    """Notices when the main thread does not move: the same place, and hardly any CPU time of the process."""
+    """Notices that this rank stands still, and on one of the ranks that all do.
 
-    def __init__(self) -> None:
-        self.still_since = time.monotonic()
-        self.told = False
+    Args:
+        store: where each rank notes that it stands still.
+        placement: this rank's place.
+        timeout: seconds without any rank moving after which the run counts as stalled.
+        on_stall: called on the one rank that finds the run stalled.
+    """
+
+    def __init__(self, store: Store, placement: Placement, timeout: float, on_stall: Callable[[], None]) -> None:
+        self._store, self._timeout, self._on_stall = store, timeout, on_stall
+        self._rank, self._keys = placement.rank, [f"still/{rank}" for rank in range(placement.world_size)]
+        self._excuses = 0  # waits under way that may take as long as they like
+        self._noted = False
         self._mark: tuple[int, int] | None = None
-        self._cpu = time.process_time()
-        self._time = time.monotonic()
+        self._cpu, self._time = time.process_time(), time.monotonic()
+        self._still_since = self._time
 
-    def look(self) -> tuple[bool, float]:
-        """Say whether it has moved since the last look, and for how many seconds it has not."""
+    def excuse(self, on: bool) -> None:
+        """Let this rank stand still from now on without being stalled, or no longer."""
+        self._excuses += 1 if on else -1
+
+    def look(self) -> None:
+        """Note whether this rank stands still; call `on_stall` if all do, on the first rank to find it."""
+        if self._main_thread_moved() or self._excuses:
+            self._still_since = time.monotonic()
+            self._note(False)
+        elif time.monotonic() - self._still_since >= self._timeout + COLLECTIVE_SECONDS:
+            self._note(True)
+            me = str(self._rank)
+            still = self._store.check(self._keys) and all(self._store.get(key) == b"1" for key in self._keys)
+            if still and self._store.compare_set("stalled", "", me).decode() == me:
+                self._on_stall()
+
+    def _note(self, still: bool) -> None:
+        if still != self._noted:
+            self._noted = still
+            self._store.set(f"still/{self._rank}", "1" if still else "")
+
+    def _main_thread_moved(self) -> bool:
+        """Return whether the main thread is in another line than before, or the process has used CPU time."""
         frame = stacks.frame_of(stacks.main_thread())
         mark = (id(frame), frame.f_lasti) if frame is not None else None
         del frame
         cpu, now = time.process_time(), time.monotonic()
         moved = mark != self._mark or cpu - self._cpu > IDLE_CPU * (now - self._time)
         self._mark, self._cpu, self._time = mark, cpu, now
-        return moved, now - self.still_since
+        return moved

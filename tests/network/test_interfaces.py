@@ -8,7 +8,7 @@ import time
 import pytest
 
 from distwrap.errors import ArrivalError, PlacementError
-from distwrap.network import interfaces
+from distwrap.network import connectivity, interfaces
 from tests.limits import SOON
 from tests.ports import free_port
 
@@ -30,7 +30,7 @@ def test_loopback_is_an_interface() -> None:
 
 def test_ipv4_is_tried_first() -> None:
     """A name with both kinds of address leads to the IPv4 one, since many IPv6 addresses lead nowhere."""
-    found = interfaces._resolve("localhost", time.monotonic(), 5)
+    found = connectivity._resolve("localhost", time.monotonic(), 5)
     assert found[0] == "127.0.0.1"
 
 
@@ -46,10 +46,10 @@ def test_own_addresses_are_local() -> None:
 def test_who_listens_is_reached(listener: socket.socket) -> None:
     """The first of several ports at which somebody listens is returned, with a numeric address."""
     port = listener.getsockname()[1]
-    assert interfaces.reach("localhost", [free_port(), port], 5) == ("127.0.0.1", port)
-    assert interfaces.answers("127.0.0.1", port)
-    assert not interfaces.answers("127.0.0.1", free_port())
-    assert not interfaces.answers("no-such-host.invalid", port)
+    assert connectivity.reach("localhost", [free_port(), port], 5) == ("127.0.0.1", port)
+    assert connectivity.answers("127.0.0.1", port)
+    assert not connectivity.answers("127.0.0.1", free_port())
+    assert not connectivity.answers("no-such-host.invalid", port)
 
 
 def test_who_comes_later_is_waited_for() -> None:
@@ -63,7 +63,7 @@ def test_who_comes_later_is_waited_for() -> None:
 
     servers: list[socket.socket] = []
     try:
-        assert interfaces.reach("127.0.0.1", [port], 10, comes_later)[1] == port
+        assert connectivity.reach("127.0.0.1", [port], 10, comes_later)[1] == port
     finally:
         for server in servers:
             server.close()
@@ -71,19 +71,19 @@ def test_who_comes_later_is_waited_for() -> None:
 
 
 def test_nobody_listens() -> None:
-    """After the limit the error says that the machine is there, where it was tried, and this machine's addresses."""
+    """After the limit the error says that the node is there, where it was tried, and this machine's addresses."""
     port, start = free_port(), time.monotonic()
     with pytest.raises(
         ArrivalError, match=rf"nobody listens \(127.0.0.1 port {port}: refused\).*lo 127.0.0.1.*NCCL_IB"
     ):
-        interfaces.reach("127.0.0.1", [port], 0.3)
+        connectivity.reach("127.0.0.1", [port], 0.3)
     assert time.monotonic() - start < SOON
 
 
 def test_a_name_that_nobody_knows() -> None:
     """A name that does not resolve is an error that says so, within the limit."""
     with pytest.raises(ArrivalError, match=r"cannot resolve the name 'no-such-host.invalid'.*getent hosts"):
-        interfaces.reach("no-such-host.invalid", [1], 0.2)
+        connectivity.reach("no-such-host.invalid", [1], 0.2)
 
 
 @pytest.mark.parametrize(

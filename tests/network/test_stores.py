@@ -72,7 +72,7 @@ def test_a_stranger_that_never_answers() -> None:
     """Who listens and does not speak our language is told within the limit, though torch itself would wait."""
     # In a process of its own: the thread that asks stays until the stranger is gone.
     program = (
-        "import socket; from distwrap.group import stores; stores._ROUND_TRIP_SECONDS = 1.0\n"
+        "import socket; from distwrap.network import stores; stores._ROUND_TRIP_SECONDS = 1.0\n"
         "with socket.create_server(('127.0.0.1', 0)) as s:\n"
         "    try: stores.connect('127.0.0.1', [s.getsockname()[1]], 'mine', 5, 'rank 1')\n"
         "    except Exception as error: print(error, flush=True)\n"

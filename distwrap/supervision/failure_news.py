@@ -1,0 +1,133 @@
+"""News of failures: a rank tells of its own, ranks of one node see each other die, and all end with the first cause.
+
+Where a launcher of ours supervises the ranks, it does this better, and the ranks only tell.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import multiprocessing
+import os
+import shutil
+import socket
+import sys
+import threading
+import time
+from typing import Any, NamedTuple, NoReturn
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from distwrap._internals.python import multiprocessing_settings
+from distwrap.environments import Placement
+from distwrap.environments.identity import lives, node
+from distwrap.network.stores import read
+from distwrap.supervision import hang_report
+from distwrap.wording import first_line
+
+NEWS_SECONDS = 1.0  # for a rank to end by itself once another has failed
+
+
+class Failure(NamedTuple):
+    """End of a rank, in its own words or in those of who has noticed it."""
+
+    rank: int
+    host: str
+    pid: int
+    summary: str
+    traceback: str
+    time: float
+
+    def __str__(self) -> str:
+        process = f" (pid {self.pid})" if self.pid else ""
+        return f"rank {self.rank} on {self.host}{process}: {self.summary}"
+
+
+class FailureNews:
+    """This rank's end of the news.
+
+    Args:
+        store: a client of its own.
+        placement: this rank's place.
+        supervised: whether a launcher of ours waits for the ranks' processes, and tells of their ends.
+        stopped: set once this rank leaves in order.
+    """
+
+    def __init__(self, store: Store, placement: Placement, supervised: bool, stopped: threading.Event) -> None:
+        self._store, self._place, self._supervised, self._stopped = store, placement, supervised, stopped
+        self._neighbour = None if supervised else self._find_neighbour()
+
+    def tell(self, summary: str, traceback: str) -> None:
+        """Tell the other ranks that this one has failed; the first failure is believed to be the cause."""
+        mine = Failure(self._place.rank, socket.gethostname(), os.getpid(), summary, traceback, time.time())
+        with contextlib.suppress(RuntimeError):
+            self._store.compare_set("failure", "", json.dumps(mine))
+
+    def wait_for_cause(self, seconds: float) -> Failure | None:
+        """Wait a moment for the failure of another rank that came first; ``None`` where this rank's is the first."""
+        deadline = time.monotonic() + seconds
+        while True:
+            try:
+                self._look_after_neighbour()
+            except dist.DistError as error:
+                return self.store_is_gone(error)
+            failure = self._first()
+            if failure is not None:
+                return failure if failure.rank != self._place.rank else None
+            if time.monotonic() > deadline:
+                return None
+            time.sleep(0.02)
+
+    def look(self) -> None:
+        """End this process if another rank has failed and this one, which may wait for it, does not end by itself."""
+        if self._supervised:
+            return
+        self._look_after_neighbour()
+        failure = self._first()
+        if failure is None or failure.rank == self._place.rank or self._stopped.wait(NEWS_SECONDS):
+            return
+        first_on_another_node = self._place.local_rank == 0 and failure.host != socket.gethostname()
+        trace = failure.traceback.rstrip() if first_on_another_node else ""
+        end_process(self._place.rank, f"{failure}\n{trace}" if trace else str(failure))
+
+    def store_is_gone(self, error: Exception) -> Failure:
+        """Describe the end of who holds the store: rank 0, or its launcher."""
+        summary = f"it, or its launcher, is gone: the store that it holds does not answer ({first_line(error)})"
+        return Failure(0, str(self._place.master_addr), 0, summary, "", time.time())
+
+    def _first(self) -> Failure | None:
+        with contextlib.suppress(RuntimeError):
+            news = read(self._store, "failure")
+            return Failure(*json.loads(news)) if news else None
+        return None
+
+    def _find_neighbour(self) -> tuple[int, dict[str, Any]] | None:
+        """Return the next rank of this node and its registration: as each looks after one, all are looked after."""
+        place = self._place
+        rank = place.rank - place.local_rank + (place.local_rank + 1) % place.local_world_size
+        if place.local_world_size == 1 or rank >= place.world_size:
+            return None
+        registration = json.loads(self._store.get(f"here/{rank}"))
+        return (rank, registration) if registration["node"] == node() else None
+
+    def _look_after_neighbour(self) -> None:
+        if self._neighbour is None:
+            return
+        rank, process = self._neighbour
+        if lives(process) or self._store.check([f"left/{rank}"]):
+            return
+        summary = f"its process ended without a word{hang_report.last_seen(self._store, rank)}"
+        news = Failure(rank, process["host"], process["pid"], summary, "", time.time())
+        self._store.compare_set("failure", "", json.dumps(news))
+
+
+def end_process(rank: int, why: str) -> NoReturn:
+    """End this process and its loader workers at once, from any thread."""
+    print(f"distwrap: rank {rank} ends, because {why}", file=sys.stderr, flush=True)
+    for child in multiprocessing.active_children():  # loader workers
+        child.kill()
+    folder = multiprocessing_settings().get("tempdir")
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(1)
