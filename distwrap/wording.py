@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 
 
@@ -34,3 +35,8 @@ def named_ranks(numbers: Iterable[int]) -> str:
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type's name where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def print_notice(text: str) -> None:
+    """Print a line on standard error, with distwrap's name before it."""
+    print(f"distwrap: {text}", file=sys.stderr, flush=True)

@@ -26,7 +26,7 @@ from distwrap.launch.exception_json import from_json, to_json
 from distwrap.launch.node_plan import NodePlan
 from distwrap.launch.outcome import Outcome, of_error, raise_failure
 from distwrap.network import interfaces, stores
-from distwrap.network.rendezvous import compare, registration, registrations, wait_for_all
+from distwrap.network.rendezvous import check_versions, registration, registrations, wait_for_all
 from distwrap.wording import first_line
 
 BEAT_SECONDS = 0.5
@@ -99,7 +99,7 @@ class Nodes:
         self.ranks = tuple(range(first, first + nprocs))
         mine, zero = callers[self.node_rank], callers[0]
         try:
-            compare(mine, f"node {self.node_rank} on {mine['host']}", zero, f"node 0 on {zero['host']}")
+            check_versions(mine, f"node {self.node_rank} on {mine['host']}", zero, f"node 0 on {zero['host']}")
         except ArrivalError as error:
             self.tell(error)  # node 0 has nothing to complain of, and would go on
             raise

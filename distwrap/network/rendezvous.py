@@ -1,10 +1,9 @@
-"""Meet the other ranks, and part from them: through a store, with a limit, and naming who is missing."""
+"""Rendezvous: the ranks meet in a store within a time limit, learn who is missing, and leave it in order."""
 
 from __future__ import annotations
 
 import json
 import os
-import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from distwrap.environments.identity import identity
 from distwrap.errors import ArrivalError
 from distwrap.network import interfaces, stores
 from distwrap.network.stores import NOTICE_SECONDS
-from distwrap.wording import first_line, named_ranks
+from distwrap.wording import first_line, named_ranks, print_notice
 
 _LEAVE_SECONDS = 10.0  # for the others to leave before the rank that holds the store does
 
@@ -34,33 +33,35 @@ _generation = 0  # a second group in the same processes must not read the first 
 
 
 def meet(placement: Placement, seconds: float, device: torch.device | None = None, gpu: str | None = None) -> Store:
-    """Open the store, say who we are, and wait until everybody has.
+    """Open the store, register, and wait until all ranks have.
 
     Args:
-        placement: who we are.
-        seconds: for all to come.
-        device: ours, for the others to see.
+        placement: this rank's place.
+        seconds: time limit for all to come.
+        device: this rank's device, for the others to see.
         gpu: its unique name, where no other rank may have it too.
+
+    Raises:
+        ArrivalError: not all ranks came, two of them are the same, or this one runs another version than rank 0.
     """
     global _generation
     _generation += 1
     store: Store = PrefixStore(f"{_PREFIX}/{_generation}", stores.open_store(placement, seconds))
-    where = stores.where(placement)
     address = interfaces.source_address(str(placement.master_addr)) if placement.nnodes > 1 else None
-    mine = json.dumps({**registration(device), "gpu": gpu, "address": address})
-    first = store.compare_set(f"here/{placement.rank}", "", mine).decode()
-    if first != mine:
+    mine = {**registration(device), "gpu": gpu, "address": address}
+    text = json.dumps(mine)
+    first = store.compare_set(f"here/{placement.rank}", "", text).decode()
+    if first != text:
         other = json.loads(first)
         raise ArrivalError(
-            f"there are two ranks {placement.rank}: this one (pid {os.getpid()} on {socket.gethostname()}) and pid "
+            f"there are two ranks {placement.rank}: this one (pid {mine['pid']} on {mine['host']}) and pid "
             f"{other['pid']} on {other['host']}, both said to be so by {placement.source}. Give each its own RANK or "
             f"node rank; or was this process started by a rank, whose variables it has inherited?"
         )
-    me = f"rank {placement.rank} on {socket.gethostname()}"
+    me, where = f"rank {placement.rank} on {mine['host']}", stores.where(placement)
+    describe = partial(_who_is_here, placement)
     try:
-        late = wait_for_all(
-            store, placement.rank, placement.world_size, seconds, where, partial(_who_is_here, placement)
-        )
+        late = wait_for_all(store, placement.rank, placement.world_size, seconds, where, describe)
     except dist.DistNetworkError as error:
         raise ArrivalError(
             f"{me} lost the meeting place at {where} ({first_line(error)}): rank 0, or its launcher, which holds it, "
@@ -70,12 +71,15 @@ def meet(placement: Placement, seconds: float, device: torch.device | None = Non
         raise ArrivalError(
             f"{me} {late}. Look at what the missing ones printed; they did not reach setup_process_group()."
         )
-    _compare(placement, json.loads(store.get("here/0")))
+    zero = json.loads(store.get("here/0"))
+    if distwrap_environment.STORE in os.environ:
+        mine["script"] = zero["script"]  # the callers on the nodes have compared theirs
+    check_versions(mine, me, zero, f"rank 0 on {zero['host']}")
     return store
 
 
 def registrations(store: Store, ranks: Sequence[int]) -> list[dict[str, Any]]:
-    """Return what ranks have said of themselves."""
+    """Return the registrations of ranks."""
     names = [f"here/{rank}" for rank in ranks]
     if store.has_extended_api():  # type: ignore[attr-defined]
         return [json.loads(text) for text in store.multi_get(names)]
@@ -112,12 +116,12 @@ def wait_for_all(
         waited = time.monotonic() - start
         if waited > min(NOTICE_SECONDS, seconds) and not noticed:
             noticed = True
-            hosts = _arrived(store, names)
+            hosts = _hosts_of(store, names)
             if all_print or me == min(hosts):
-                print(f"distwrap: after {waited:.0f} s {describe(hosts)}", file=sys.stderr, flush=True)
+                print_notice(f"after {waited:.0f} s {describe(hosts)}")
         others_gave_up = store.check(["gave up"])
         if waited > seconds or others_gave_up:
-            late = f"waited {waited:.0f} s at {where}: {describe(_arrived(store, names))}"
+            late = f"waited {waited:.0f} s at {where}: {describe(_hosts_of(store, names))}"
             if not others_gave_up:
                 store.set("gave up", "")
             if me == 0:
@@ -127,61 +131,51 @@ def wait_for_all(
 
 
 def side_store(path: str) -> Store:
-    """Open the store as the ranks of a launch have it, for the process that has launched them and is none of them.
+    """Return the ranks' store, for the process that has launched them and is none of them.
 
-    It may live only as long as that: torch looks at a file once more when a store is deleted.
+    It may live only as long as the launch: torch looks at a file once more when a store is deleted.
     """
     return PrefixStore(f"{_PREFIX}/1", stores.from_outside(path))
 
 
 def count_meetings_anew() -> None:
-    """Begin with the first meeting again, in a process that a launch has started."""
+    """Count from the first meeting again, in a process that a launch has started."""
     global _generation
     _generation = 0
 
 
 def registration(device: torch.device | None) -> dict[str, Any]:
-    """What a process says of itself to those it meets."""
+    """Return what this process tells the others of itself."""
     versions = {"distwrap": __version__, "torch": torch.__version__}
     script = os.path.basename(sys.argv[0]) if sys.argv else ""
     return {**identity(), "device": str(device), "cpus": allowed_cpus(), "script": script, "versions": versions}
 
 
-def _compare(placement: Placement, theirs: dict[str, Any]) -> None:
-    """Refuse to run with other versions than rank 0, and remark on another script."""
-    mine = registration(None)
-    here, there = f"rank {placement.rank} on {mine['host']}", f"rank 0 on {theirs['host']}"
-    if distwrap_environment.STORE in os.environ:
-        mine["script"] = theirs["script"]  # the machines' callers have compared theirs
-    compare(mine, here, theirs, there)
+def check_versions(mine: dict[str, Any], here: str, theirs: dict[str, Any], there: str) -> None:
+    """Raise an error if another process runs other versions; print a remark if it runs another script.
 
-
-def compare(mine: dict[str, Any], here: str, theirs: dict[str, Any], there: str) -> None:
-    """Refuse to run with other versions than another process, and remark on another script."""
+    Args:
+        mine: this process's registration.
+        here: this process in words.
+        theirs: the other's registration.
+        there: the other process in words.
+    """
     if theirs["versions"] != mine["versions"]:
-        raise ArrivalError(
-            f"{here} runs {_words(mine['versions'])}, but {there} runs {_words(theirs['versions'])}. "
-            f"Install the same versions on all machines."
+        ours, others = (
+            " and ".join(f"{name} {version}" for name, version in said["versions"].items()) for said in (mine, theirs)
         )
+        raise ArrivalError(f"{here} runs {ours}, but {there} runs {others}. Install the same versions on all nodes.")
     if theirs["script"] != mine["script"]:
-        print(
-            f"distwrap: {here} runs {mine['script']}, but {there} runs {theirs['script']}: is that meant?",
-            file=sys.stderr,
-            flush=True,
-        )
+        print_notice(f"{here} runs {mine['script']}, but {there} runs {theirs['script']}: is that meant?")
 
 
-def _words(versions: dict[str, str]) -> str:
-    return " and ".join(f"{name} {version}" for name, version in versions.items())
-
-
-def _arrived(store: Store, names: list[str]) -> dict[int, str]:
-    """Return the hosts of those ranks that are here."""
-    return {rank: json.loads(store.get(name))["host"] for rank, name in enumerate(names) if store.check([name])}
+def _hosts_of(store: Store, names: list[str]) -> dict[int, str]:
+    """Return the hosts of those that have registered, by their numbers."""
+    return {number: json.loads(text)["host"] for number, name in enumerate(names) if (text := stores.read(store, name))}
 
 
 def _who_is_here(placement: Placement, hosts: dict[int, str]) -> str:
-    """Say how many ranks are here, and which are missing on which machine.
+    """Return in words how many ranks are here, and which are missing on which node.
 
     Example:
         >>> place = Placement(0, 8, local_rank=0, local_world_size=4, nnodes=2)
@@ -204,7 +198,7 @@ def _who_is_here(placement: Placement, hosts: dict[int, str]) -> str:
 
 
 def _all_set(store: Store, names: list[str]) -> bool:
-    """Wait for keys, but only for a moment: no signal, as Ctrl-C, is heard while torch itself waits."""
+    """Wait a second for keys, and return whether all are set: while torch itself waits, Ctrl-C is not heard."""
     pause, longest = 0.0005, min(0.25, 0.01 * max(1.0, len(names) / 8))
     deadline = time.monotonic() + 1.0
     while not store.check(names):
@@ -216,15 +210,15 @@ def _all_set(store: Store, names: list[str]) -> bool:
 
 
 def await_all_joined(store: Store, placement: Placement) -> None:
-    """Wait before leaving: a rank may be done while another is still connecting to it."""
+    """Wait before leaving until all ranks have joined the group: one may still be connecting to this one."""
     joined = [f"joined/{rank}" for rank in range(placement.world_size)]
-    with suppress(dist.DistError):  # whoever is gone without a goodbye has its own story to tell
+    with suppress(dist.DistError):  # a rank that is gone without a goodbye has failed, which others tell
         if not _all_set(store, joined):
             store.wait(joined, timedelta(seconds=_LEAVE_SECONDS))
 
 
 def say_goodbye(store: Store, placement: Placement) -> None:
-    """Be the last to go, as rank 0 that holds the store in its own process: the others may still need it."""
+    """Tell the others that this rank leaves; rank 0 waits for them where its process holds the store."""
     if stores.held_elsewhere():
         return
     with suppress(dist.DistError):

@@ -1,4 +1,4 @@
-"""Open the store in which the ranks meet: a file, torchrun's, or one that rank 0 serves."""
+"""Stores in which ranks meet: a file, torchrun's, or one that rank 0 serves."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import os
 import secrets
 import socket
-import sys
 import threading
 import time
 from contextlib import suppress
@@ -20,7 +19,7 @@ from distwrap.environments import Placement, distwrap_environment
 from distwrap.environments.identity import process_status
 from distwrap.errors import ArrivalError
 from distwrap.network import connectivity
-from distwrap.wording import first_line
+from distwrap.wording import first_line, print_notice
 
 NOTICE_SECONDS = 20.0  # until those who are here say who is not
 
@@ -29,17 +28,18 @@ GIVEN = "given"  # the job's name where its port is given
 _AGENT = "TORCHELASTIC_USE_AGENT_STORE"
 _PORTS = range(20_000, 30_000)  # below those that systems give to anybody
 _CANDIDATES = 8  # ports, where somebody may sit on the first
+_LOOPBACK = "127.0.0.1"
 _ROUND_TRIP_SECONDS = 15.0
 _MPI_LAUNCHERS = ("hydra", "pmi_proxy", "mpirun", "mpiexec", "orted", "prted", "palsd", "mpispawn")
 
 
 def held_elsewhere() -> bool:
-    """Say whether the store outlives the ranks, in their launcher's process."""
+    """Return whether the store outlives the ranks, in their launcher's process."""
     return distwrap_environment.STORE in os.environ or (os.environ.get(_AGENT) == "True" and not _may_restart())
 
 
 def where(placement: Placement) -> str:
-    """Say in words where the ranks meet."""
+    """Return in words where the ranks meet."""
     if distwrap_environment.STORE in os.environ and placement.master_addr is None:
         return "the launching process"
     return f"{placement.master_addr}:{placement.master_port or 'a port of the job'}"
@@ -49,7 +49,7 @@ def open_store(placement: Placement, seconds: float) -> Store:
     """Open the store of this rank's world.
 
     Raises:
-        ArrivalError: nobody answers at the meeting place, or somebody else sits there.
+        ArrivalError: nobody answers at the meeting place, or another program does.
     """
     limit = timedelta(seconds=seconds)
     if distwrap_environment.STORE in os.environ and placement.master_addr is None:
@@ -84,26 +84,25 @@ def _may_restart() -> bool:
 
 
 def _fresh_store(agents: Store, placement: Placement, seconds: float) -> Store:
-    """Open a store of this attempt's own.
+    """Open a store that only this attempt has.
 
     torchrun's agents keep one store over all restarts (torch 2.13), so that ranks would read what those of an earlier
-    attempt have left, and no two agents count the attempts alike. Rank 0 holds this one, and says in the agents' where
-    it is; an earlier attempt's is gone with its rank 0.
+    attempt have left, and no two agents count the attempts alike. Rank 0 holds this one, and writes into the agents'
+    store where it is; the store of an earlier attempt is gone with its rank 0.
     """
-    key, one_machine = "distwrap store", placement.nnodes == 1
+    key = "distwrap store"
     if placement.rank == 0:
         token = secrets.token_hex(8)
-        store, port = serve("127.0.0.1" if one_machine else None, [0], token, seconds)
+        store, port = serve(_LOOPBACK if placement.nnodes == 1 else None, [0], token, seconds)
         agents.set(key, f"{port} {token}")
         return store
-    address, deadline = "127.0.0.1" if one_machine else str(placement.master_addr), time.monotonic() + seconds
+    address, deadline = _address(placement), time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if agents.check([key]):
-            number, token = agents.get(key).decode().split()
-            if connectivity.answers(address, int(number)):
-                found = _round_trip(address, int(number), token, seconds)
-                if found is not None:
-                    return found
+        port_and_token = read(agents, key).decode().split()
+        if port_and_token and connectivity.answers(address, int(port_and_token[0])):
+            found = _round_trip(address, int(port_and_token[0]), port_and_token[1], seconds)
+            if found is not None:
+                return found
         time.sleep(0.02)
     raise ArrivalError(
         f"rank {placement.rank} on {socket.gethostname()} waited {seconds:.0f} s for rank 0 at {address}: it did not "
@@ -120,7 +119,7 @@ def from_outside(place: str, seconds: float = 10.0) -> Store:
 
 
 def ports_of(job: str) -> list[int]:
-    """Derive ports from what tells this job from others.
+    """Return ports that follow from the job's name.
 
     Example:
         >>> ports_of("slurm 7.0") == ports_of("slurm 7.0") != ports_of("slurm 7.1")
@@ -131,13 +130,16 @@ def ports_of(job: str) -> list[int]:
 
 
 def serve(address: str | None, ports: list[int], job: str, seconds: float) -> tuple[TCPStore, int]:
-    """Hold a store in this process, at the first of the ports that is free.
+    """Hold a store in this process, at the first of the ports that is free; return it and the port.
 
     Args:
-        address: to listen at; ``None`` for all of this machine's.
-        ports: those to try; 0 is any.
-        job: so that others know the store.
-        seconds: for an operation on the store.
+        address: address at which to listen; ``None`` for all of this node's.
+        ports: ports to try; 0 is any.
+        job: name by which others know the store.
+        seconds: time limit of an operation on the store.
+
+    Raises:
+        ArrivalError: none of the ports is free.
     """
     problem: OSError | None = None
     for port in ports:
@@ -149,7 +151,7 @@ def serve(address: str | None, ports: list[int], job: str, seconds: float) -> tu
         port = listener.getsockname()[1]
         listen = partial(
             TCPStore,
-            address or "127.0.0.1",
+            address or _LOOPBACK,
             port,
             is_master=True,
             timeout=timedelta(seconds=seconds),
@@ -170,14 +172,17 @@ def serve(address: str | None, ports: list[int], job: str, seconds: float) -> tu
 
 
 def connect(address: str, ports: list[int], job: str, seconds: float, who: str) -> tuple[TCPStore, int]:
-    """Reach a store that another process serves, which may come yet.
+    """Reach a store that another process serves, which may come yet; return it and its port.
 
     Args:
-        address: its machine.
-        ports: where it may be.
-        job: that it must be of.
-        seconds: for it to be there.
-        who: we are, in words.
+        address: host of the other process.
+        ports: ports at which the store may be.
+        job: name that the store must have.
+        seconds: time limit for it to be there.
+        who: this process in words.
+
+    Raises:
+        ArrivalError: nobody listens there within the time limit, or another program does.
     """
     start, noticed = time.monotonic(), False
 
@@ -186,11 +191,7 @@ def connect(address: str, ports: list[int], job: str, seconds: float, who: str) 
         waited = time.monotonic() - start
         if waited > min(NOTICE_SECONDS, seconds) and not noticed:
             noticed = True
-            print(
-                f"distwrap: {who} on {socket.gethostname()} waits for rank 0 at {address} for {waited:.0f} s ({why})",
-                file=sys.stderr,
-                flush=True,
-            )
+            print_notice(f"{who} on {socket.gethostname()} waits for rank 0 at {address} for {waited:.0f} s ({why})")
 
     strangers: list[int] = []
     while True:
@@ -208,7 +209,7 @@ def connect(address: str, ports: list[int], job: str, seconds: float, who: str) 
 
 
 def _round_trip(address: str, port: int, job: str, seconds: float) -> TCPStore | None:
-    """Connect, and see that it is the store of our job; ``None`` where it is a stranger."""
+    """Return the store at a port; ``None`` where it is not the store of the job."""
     found: list[TCPStore] = []
 
     def ask() -> None:
@@ -228,18 +229,19 @@ def _round_trip(address: str, port: int, job: str, seconds: float) -> TCPStore |
 
 def _tcp_store(placement: Placement, seconds: float) -> Store:
     """Serve the store on rank 0, reach it on the others; a launcher of ours serves it for all."""
-    address, who = str(placement.master_addr), f"rank {placement.rank}"
     job = placement.job or (f"{placement.source} {_starter()}" if placement.master_port is None else GIVEN)
     ports = ports_of(job) if placement.master_port is None else [placement.master_port]
     if placement.rank == 0 and distwrap_environment.STORE not in os.environ:
-        return serve("127.0.0.1" if placement.nnodes == 1 else None, ports, job, seconds)[0]
-    if placement.nnodes == 1:
-        address = "127.0.0.1"
-    return connect(address, ports, job, seconds, who)[0]
+        return serve(_LOOPBACK if placement.nnodes == 1 else None, ports, job, seconds)[0]
+    return connect(_address(placement), ports, job, seconds, f"rank {placement.rank}")[0]
+
+
+def _address(placement: Placement) -> str:
+    return _LOOPBACK if placement.nnodes == 1 else str(placement.master_addr)
 
 
 def _listener(address: str | None, port: int) -> socket.socket:
-    """Listen at a port. Of two processes that ask at the same instant Linux now and then refuses both, so ask again."""
+    """Listen at a port. Of two processes that ask at the same instant Linux now and then refuses both: ask again."""
     for _ in range(2):
         try:
             return _listen(address, port)

@@ -11,7 +11,6 @@ import multiprocessing
 import os
 import shutil
 import socket
-import sys
 import threading
 import time
 from typing import Any, NamedTuple, NoReturn
@@ -24,7 +23,7 @@ from distwrap.environments import Placement
 from distwrap.environments.identity import lives, node
 from distwrap.network.stores import read
 from distwrap.supervision import hang_report
-from distwrap.wording import first_line
+from distwrap.wording import first_line, print_notice
 
 NEWS_SECONDS = 1.0  # for a rank to end by itself once another has failed
 
@@ -124,7 +123,7 @@ class FailureNews:
 
 def end_process(rank: int, why: str) -> NoReturn:
     """End this process and its loader workers at once, from any thread."""
-    print(f"distwrap: rank {rank} ends, because {why}", file=sys.stderr, flush=True)
+    print_notice(f"rank {rank} ends, because {why}")
     for child in multiprocessing.active_children():  # loader workers
         child.kill()
     folder = multiprocessing_settings().get("tempdir")
