@@ -124,7 +124,7 @@ def test_too_few_hosts(two_hosts: Hosts) -> None:
     env = {"DISTWRAP_NNODES": "1:2", "DISTWRAP_RDZV_ENDPOINT": f"{two_hosts.nobody}:29450", "DISTWRAP_NPROCS": "1"}
     with started(two_hosts.command("hostb", *JOB), **env) as process:
         alone = ended(process)
-    assert f"no machine answers ({two_hosts.nobody} port 29450" in alone.output, alone.output
+    assert f"no node answers ({two_hosts.nobody} port 29450" in alone.output, alone.output
 
 
 def test_what_an_outer_launcher_has_decided_is_said() -> None:

@@ -208,7 +208,7 @@ def test_nobody_at_the_endpoint(two_hosts: Hosts) -> None:
     with started(two_hosts.command("hostb", *JOB), **{**BOTH, "DISTWRAP_TIMEOUT": "3"}) as process:
         alone = ended(process)
     where = f"{two_hosts.address('hosta')} port 29444"
-    assert f"the machine is there, but nobody listens ({where}: refused)" in alone.output, alone.output
+    assert f"the node is there, but nobody listens ({where}: refused)" in alone.output, alone.output
 
 
 def test_an_unreachable_master(two_hosts: Hosts) -> None:
@@ -217,7 +217,7 @@ def test_an_unreachable_master(two_hosts: Hosts) -> None:
     env = {**BOTH, "DISTWRAP_TIMEOUT": "600", "DISTWRAP_RDZV_ENDPOINT": f"{two_hosts.nobody}:29444"}
     with started(two_hosts.command("hostb", *JOB), **env) as process:
         alone = ended(process)
-    assert f"no machine answers ({two_hosts.nobody} port 29444: " in alone.output, alone.output
+    assert f"no node answers ({two_hosts.nobody} port 29444: " in alone.output, alone.output
     assert f"eth0 {two_hosts.address('hostb')}" in alone.output
     assert "NCCL_SOCKET_IFNAME" in alone.output
     assert time.monotonic() - start < SOON

@@ -83,7 +83,7 @@ def test_mpich_over_two_hosts(two_hosts: Hosts, tmp_path: Path) -> None:
     launch = [*MPICH, "-launcher", "ssh", "-launcher-exec", str(shell), "-hosts", hosts, "-ppn", "1"]
     launch += ["-iface", two_hosts.bridge]
     done = run([*launch, *JOB])
-    assert "export MASTER_ADDR, the name of that machine" in done.output
+    assert "export MASTER_ADDR, the name of that node" in done.output
     done = run([*launch, "-genv", "MASTER_ADDR", "hosta", *JOB])
     assert done.code == 0, done.output
     assert [(line["host"], line["place"]["node_rank"]) for line in done.starts()] == [("hosta", 0), ("hostb", 1)]
