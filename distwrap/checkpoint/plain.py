@@ -14,6 +14,7 @@ import torch
 from distwrap._internals.torch import metadata_of, set_metadata
 from distwrap.errors import CheckpointError
 from distwrap.model import unwrap_model
+from distwrap.model.binding import bound_strategy
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.Size, torch.dtype, torch.device)
 
@@ -35,6 +36,9 @@ def plain(value: Any, where: str = "") -> Any:
         return type(value)(plain(item, f"{where}[{index}]") for index, item in enumerate(value))
     if isinstance(value, _PLAIN) and type(value).__module__.split(".")[0] in ("builtins", "torch"):
         return value
+    strategy = bound_strategy(value)
+    if strategy is not None:
+        return plain(strategy.state(value), f"{where}.state_dict()")
     if isinstance(value, torch.nn.Module):
         value = unwrap_model(value)
     if callable(getattr(value, "state_dict", None)):

@@ -20,6 +20,7 @@ from distwrap.group.collective_guard import CollectiveGuard, check_collectives_a
 from distwrap.group.wait_for_rank import share_result
 from distwrap.group.world import current_world, is_rank_zero
 from distwrap.model import unwrap_model
+from distwrap.model.binding import bound_strategy
 from distwrap.model.state_dict import strip_module_prefix
 
 
@@ -68,7 +69,7 @@ def save(
     retention.check_keep(keep)
     path = Path(path)
     chosen = choose(_of_strategy(io), path)
-    state = _with_everyones(state)
+    state = _with_everyones(state, in_parts=chosen.collective)
     if chosen.collective:
         if background:
             raise OptionError("save(background=True): a sharded checkpoint is written by all ranks, and not meanwhile.")
@@ -147,9 +148,16 @@ def restore(into: Any, state: Any, where: str = "") -> None:
     Raises:
         CheckpointError: nothing was; names the place.
     """
+    strategy = bound_strategy(into)
     if isinstance(into, torch.nn.Module):
         model = unwrap_model(into)
-        model.load_state_dict(strip_module_prefix(state, target=model))
+        state = strip_module_prefix(state, target=model)
+        if strategy is None:
+            model.load_state_dict(state)
+        else:
+            strategy.load_state(into, state)
+    elif strategy is not None:
+        strategy.load_state(into, state)
     elif callable(getattr(into, "load_state_dict", None)):
         into.load_state_dict(state)
     elif isinstance(into, Mapping):
@@ -242,10 +250,16 @@ def _of_strategy(io: str | CheckpointIO) -> str | CheckpointIO:
     return strategy.checkpoint_io() if io == "auto" and strategy is not None else io
 
 
-def _with_everyones(state: Any) -> Any:
+def _with_everyones(state: Any, *, in_parts: bool) -> Any:
     """Replace objects whose state is that of all ranks; every rank takes part."""
 
     def taken(leaf: Any, name: str) -> Any:
-        return leaf.state_dict() if getattr(type(leaf), "on_all_ranks", False) is True else leaf
+        if getattr(type(leaf), "on_all_ranks", False) is True:
+            return leaf.state_dict()
+        strategy = bound_strategy(leaf)
+        if strategy is None or not strategy.shards:
+            return leaf
+        parts = strategy.parts(leaf) if in_parts else None
+        return strategy.state(leaf) if parts is None else parts
 
     return mapped(state, taken)

@@ -122,7 +122,7 @@ def shard_loader(
     world = current_world()
     world.part(Activity).record("shard_loader")
     where = torch.device(device) if device is not None else world.device
-    here = (world.placement.rank, world.placement.world_size)
+    here, alone = (world.layout.rank, world.layout.size), world.placement.world_size == 1
     but_here = f"but this is rank {here[0]} of {here[1]}"
     if isinstance(loader, ShardedLoader) and (loader._sharding.world_size > 1 or loader._sharding.sampler is not None):
         known_as = loader._sharding
@@ -139,7 +139,7 @@ def shard_loader(
             f"Hand shard_loader() a plain loader, or make the sampler after setup_process_group()."
         )
     iterable = isinstance(loader.dataset, IterableDataset)
-    if given is not None or (here == (0, 1) and (iterable or (seed is None and order == "auto"))):
+    if given is not None or (alone and (iterable or (seed is None and order == "auto"))):
         return _only_moved(loader, where, copy_ahead)
     sharding = Sharding(where, *here, copy_ahead=copy_ahead)
     if iterable:
@@ -149,7 +149,7 @@ def shard_loader(
             f"split={split!r} is for an IterableDataset, but {type(loader.dataset).__name__} has indices."
         )
     result = _shard_indices(loader, world, sharding, mode, batch_size, order, seed)
-    if here == (0, 1):  # the loader itself here too
+    if alone:  # the loader itself here too
         loader.__dict__.update(result.__dict__)
         loader.__class__ = type(result)
         return loader

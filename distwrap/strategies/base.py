@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -152,10 +152,10 @@ class Strategy:
         state: dict[str, Any] = plain.state_dict()
         return state
 
-    def load_state(self, thing: nn.Module | Optimizer, state: Mapping[str, Any]) -> None:
+    def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
         """Load what `state` has returned, under this strategy or any other; every rank calls it with all of it."""
         plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
-        plain.load_state_dict(dict(state))
+        plain.load_state_dict(state)
 
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
         """Return this rank's parts for torch's distributed checkpoint; ``None`` where everything is whole here."""
