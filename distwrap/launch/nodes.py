@@ -27,7 +27,7 @@ from distwrap.launch.node_plan import NodePlan
 from distwrap.launch.outcome import Outcome, of_error, raise_failure
 from distwrap.network import interfaces, stores
 from distwrap.network.rendezvous import check_versions, registration, registrations, wait_for_all
-from distwrap.wording import first_line
+from distwrap.wording import first_line, named_ranks
 
 BEAT_SECONDS = 0.5
 LOST_SECONDS = 30.0  # without a beat, after which a node counts as lost
@@ -55,9 +55,8 @@ class NodeSummary:
     seconds: float
 
     def __str__(self) -> str:
-        ranks = f"{self.ranks[0]}-{self.ranks[-1]}" if len(self.ranks) > 1 else f"{self.ranks[0]}"
         return (
-            f"node {self.node_rank}: rank(s) {ranks} of {self.world_size} done in {self.seconds:.1f} s; "
+            f"node {self.node_rank}: {named_ranks(self.ranks)} of {self.world_size} done in {self.seconds:.1f} s; "
             f"the result is on {self.host_of_rank_zero}"
         )
 

@@ -16,6 +16,7 @@ from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError, Worke
 from distwrap.group import failures
 from distwrap.launch import transport
 from distwrap.launch.exit_reason import describe_exit
+from distwrap.wording import named_ranks
 
 
 @dataclass(frozen=True)
@@ -108,14 +109,13 @@ def raise_failure(failed: Sequence[Outcome], finished: Sequence[int] = ()) -> No
     cause = first_cause(failed)
     where = f"rank {cause.rank} on {cause.host}" + (f" (pid {cause.pid})" if cause.pid else "")
     others = {outcome.rank for outcome in failed} - {cause.rank}
-    also = f"\n(ranks that failed afterwards: {', '.join(map(str, sorted(others)))})" if others else ""
+    also = f"\n({named_ranks(others)} failed afterwards)" if others else ""
     known: dict[str, Any] = {"rank": cause.rank, "host": cause.host, "exitcode": 1, "signal": None}
     remote = WorkerTraceback(f"{where} raised:\n\n{cause.traceback}{also}", **known) if cause.traceback else None
     if finished and cause.is_secondary:
         raise CollectiveError(
-            f"{where} waited in a collective for rank(s) {', '.join(map(str, sorted(finished)))}, which had left the "
-            f"function already. Every rank must call the same collectives: look for a branch, a break or a loop that "
-            f"differs between ranks, above."
+            f"{where} waited in a collective for {named_ranks(finished)}, which had left the function already. Every rank "
+            f"must call the same collectives: look for a branch, a break or a loop that differs between ranks, above."
         ) from remote
     error: BaseException | None = None
     if cause.error is not None:

@@ -21,6 +21,7 @@ from distwrap.launch.processes import Process, kill
 from distwrap.launch.signals import PassedOn
 from distwrap.network.rendezvous import side_store
 from distwrap.supervision import hang_report
+from distwrap.wording import named_ranks
 
 SETTLE_SECONDS = 0.3  # after a failure, for the outcomes of other ranks that failed too
 CAUSE_SECONDS = 4.0  # after a secondary failure, for the failure itself
@@ -192,10 +193,9 @@ def _timed_out(late: list[Process], seconds: float | None, store: str, ranks: in
     for process in late:
         kill(process, signal.SIGABRT)  # faulthandler prints the Python stacks of all its threads
     _all_leave(late, time.monotonic() + 1)
-    names = ", ".join(str(process.rank) for process in late)
     return WorkerTimeoutError(
-        f"rank(s) {names} of {ranks} on {socket.gethostname()} did not finish within {seconds:g} s:\n"
-        f"{places}\nThe whole stack of each is above, on standard error.",
+        f"{named_ranks(process.rank for process in late)} of {ranks} on {socket.gethostname()} did not finish within "
+        f"{seconds:g} s:\n{places}\nThe whole stack of each is above, on standard error.",
         rank=late[0].rank,
         host=socket.gethostname(),
     )

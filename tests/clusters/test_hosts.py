@@ -51,7 +51,7 @@ def test_the_same_command_on_both(two_hosts: Hosts) -> None:
     assert [line["host"] for line in starts] == ["hosta", "hosta", "hostb", "hostb"]
     assert {line["interface"] for line in starts} == {"eth0"}
     assert_like_one_process(first.values()[0])
-    assert second.values()[0].startswith("node 1: rank(s) 2-3 of 4 done in ")
+    assert second.values()[0].startswith("node 1: ranks 2, 3 of 4 done in ")
     assert "4 ranks on 2 nodes (hosta), cpu, gloo on eth0" in first.output
 
 

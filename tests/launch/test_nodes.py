@@ -33,7 +33,7 @@ def test_one_world_by_every_launcher(launcher: str) -> None:
     assert [each.code for each in both] == [0, 0], "\n".join(each.output for each in both)
     values = sorted((value for each in both for value in each.values()), key=lambda value: isinstance(value, str))
     assert_like_one_process(values[0])
-    assert values[1].startswith("node 1: rank(s) 1 of 2 done in ")
+    assert values[1].startswith("node 1: rank 1 of 2 done in ")
 
 
 @pytest.mark.slow(INTERPRETERS)
@@ -46,7 +46,7 @@ def test_what_comes_home(tmp_path: Path) -> None:
     assert first.code == second.code == 0, first.output + second.output
     told, other = ({name: value for line in each.told for name, value in line.items()} for each in (first, second))
     assert told["all"] == [[10 * rank, [float(rank)] * 2] for rank in range(4)]
-    assert other["all"].startswith("node 1: rank(s) 2-3 of 4")
+    assert other["all"].startswith("node 1: ranks 2, 3 of 4")
     assert told["weights"] == other["weights"]
     assert float(told["formatted"]) >= 0
     assert other["formatted"].startswith("node 1")
@@ -95,7 +95,7 @@ def test_a_third_is_one_too_many() -> None:
 def test_a_summary_takes_any_format() -> None:
     """The one script that all machines run may format the value as a number."""
     summary = NodeSummary(1, (2, 3), 4, "hosta", 1.25)
-    assert f"{summary:.3f}" == str(summary) == "node 1: rank(s) 2-3 of 4 done in 1.2 s; the result is on hosta"
+    assert f"{summary:.3f}" == str(summary) == "node 1: ranks 2, 3 of 4 done in 1.2 s; the result is on hosta"
 
 
 @pytest.mark.slow(INTERPRETERS)

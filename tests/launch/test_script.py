@@ -250,4 +250,4 @@ def test_a_collective_without_rank_zero_is_explained(tmp_path: Path) -> None:
         "    if dw.rank() == 1: dw.barrier()\n"
         "dw.distributed(nprocs=2, launcher='script')(main)()\n"
     )
-    assert "waited in a collective for rank(s) 0, which had left" in run(["uneven.py"], tmp_path, code=1)
+    assert "waited in a collective for rank 0, which had left" in run(["uneven.py"], tmp_path, code=1)
