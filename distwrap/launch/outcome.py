@@ -114,8 +114,9 @@ def raise_failure(failed: Sequence[Outcome], finished: Sequence[int] = ()) -> No
     remote = WorkerTraceback(f"{where} raised:\n\n{cause.traceback}{also}", **known) if cause.traceback else None
     if finished and cause.is_secondary:
         raise CollectiveError(
-            f"{where} waited in a collective for {named_ranks(finished)}, which had left the function already. Every rank "
-            f"must call the same collectives: look for a branch, a break or a loop that differs between ranks, above."
+            f"{where} waited in a collective for {named_ranks(finished)}, which had left the function already. Every "
+            f"rank must call the same collectives: look for a branch, a break or a loop that differs between ranks, "
+            f"above."
         ) from remote
     error: BaseException | None = None
     if cause.error is not None:
