@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 from distwrap.errors import OptionError
+from distwrap.wording import print_notice
 
 Streams = tuple[int, int]  # descriptors of standard output and error
 
@@ -113,11 +114,7 @@ class _Copy:
                 _write(self._file.fileno(), data)
             except OSError as error:
                 self._file.close()
-                print(
-                    f"distwrap: {self._path} is not complete: {error}. The run goes on, and so does the console.",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                print_notice(f"{self._path} is not complete: {error}. The run goes on, and so does the console.")
         text = self._waiting + data
         self._show(text, text.rfind(b"\n") + 1 if data else len(text))
 

@@ -261,8 +261,8 @@ class Nodes:
         while not self._stopped.is_set():
             try:
                 self._store.set(f"beat/{self.node_rank}", str(time.monotonic()))
-                if self._store.check(["failure"]):
-                    self._report(json.loads(self._store.get("failure")))
+                if failure := stores.read(self._store, "failure"):
+                    self._report(json.loads(failure))
                     return
                 if self._store.check(done):
                     with suppress(OSError):
@@ -287,8 +287,7 @@ class Nodes:
     def _look_for_lost_nodes(self, beats: dict[int, tuple[bytes, float]]) -> None:
         now = time.monotonic()
         for number in range(1, self._size):
-            key = f"beat/{number}"
-            beat = self._store.get(key) if self._store.check([key]) else b""
+            beat = stores.read(self._store, f"beat/{number}")
             if number not in beats or beats[number][0] != beat:
                 beats[number] = (beat, now)
             silent = now - beats[number][1]

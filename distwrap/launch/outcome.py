@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 import time
 import traceback
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError, Worke
 from distwrap.group import failures
 from distwrap.launch import transport
 from distwrap.launch.exit_reason import describe_exit
-from distwrap.wording import named_ranks
+from distwrap.wording import named_ranks, print_notice
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,7 @@ def raise_failure(failed: Sequence[Outcome], finished: Sequence[int] = ()) -> No
             with contextlib.suppress(AttributeError, TypeError):
                 setattr(error, name, value)
     if isinstance(error, SystemExit) and error.code not in (None, 0):
-        print(f"distwrap: {where} called sys.exit({error.code!r})", file=sys.stderr, flush=True)
+        print_notice(f"{where} called sys.exit({error.code!r})")
     if remote is None and also:
         error.args = (f"{error}{also}",)
     raise error from remote

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import signal
 import socket
-import sys
 import threading
 import time
 import warnings
@@ -21,7 +20,7 @@ from distwrap.launch.processes import Process, kill
 from distwrap.launch.signals import PassedOn
 from distwrap.network.rendezvous import side_store
 from distwrap.supervision import hang_report
-from distwrap.wording import named_ranks
+from distwrap.wording import named_ranks, print_notice
 
 SETTLE_SECONDS = 0.3  # after a failure, for the outcomes of other ranks that failed too
 CAUSE_SECONDS = 4.0  # after a secondary failure, for the failure itself
@@ -210,4 +209,4 @@ def _positions(store: str, ranks: int) -> str:
 
 def print_where_all_are(store: str, ranks: int) -> None:
     """Print where each rank is, in answer to SIGQUIT."""
-    print(f"distwrap: where the ranks are:\n{_positions(store, ranks)}", file=sys.stderr, flush=True)
+    print_notice(f"where the ranks are:\n{_positions(store, ranks)}")
