@@ -1,4 +1,4 @@
-"""What the ranks' loops over one loader tell each other on the way; nobody waits for anybody.
+"""Check that the ranks' loops over one loader are in the same epoch, without any rank waiting for another.
 
 A rank that goes through a shuffled loader alone, as ``next(iter(loader))`` under ``if rank() == 0`` does, is an epoch
 ahead of the others from then on: the shares are of different shuffles, and samples are repeated and left out. Of an
@@ -19,21 +19,21 @@ from distwrap.data.position import Position
 from distwrap.errors import LoaderError
 from distwrap.group.world import say
 from distwrap.supervision.channel import Channel
-from distwrap.wording import named_ranks as named
+from distwrap.wording import named_ranks
 
 _REMEMBERED = 8  # epochs
 
 
 class EpochCheck:
-    """A loader's, on one rank.
+    """Check of one loader on one rank.
 
     Args:
         channel: to the other ranks.
-        rank: this one.
-        world_size: how many there are.
+        rank: this rank.
+        world_size: how many ranks there are.
         name: of the loader, alike on every rank.
-        site: where it was sharded.
-        position: where this rank's loop is.
+        site: file and line where the loader was sharded.
+        position: the position of this rank's loop.
     """
 
     def __init__(self, channel: Channel, rank: int, world_size: int, name: str, site: str, position: Position) -> None:
@@ -41,10 +41,10 @@ class EpochCheck:
         self._others = [other for other in range(world_size) if other != rank]
         self._position = position
         self._left: list[tuple[int, int]] = []  # epochs, and how many batches this rank took of each
-        self._first_batches_differ = False
+        self._first_batches_compared = False
 
     def epochs(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Pass an epoch's batches on, unless another rank has left this epoch for a later one after fewer of them."""
+        """Yield an epoch's batches; raise an error where another rank has left the epoch after fewer of them."""
         taken, epoch = 0, None
         try:
             for batch in batches:
@@ -53,13 +53,13 @@ class EpochCheck:
                     epoch = self._position.epoch
                     self._channel.note(self._key(self._rank), json.dumps([epoch, self._left]))
                 elif taken & (taken - 1) == 0 and not self._position.epoch_is_explicit:
-                    self._look(epoch, taken)
+                    self._check_others(epoch, taken)
                 yield batch
         finally:
             if epoch is not None:
                 self._left = [*self._left, (epoch, taken)][-_REMEMBERED:]
 
-    def _look(self, epoch: int | None, taken: int) -> None:
+    def _check_others(self, epoch: int | None, taken: int) -> None:
         for other in self._others:
             now, left = json.loads(self._channel.noted(self._key(other)) or "[-1, []]")
             batches = dict(left).get(epoch)
@@ -74,22 +74,22 @@ class EpochCheck:
                 )
 
     def first_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Pass batches on, and say so where the first ones of all ranks are the same."""
+        """Yield batches, and print a line where the first ones of all ranks are the same."""
         for number, batch in enumerate(batches, 1):
             if number == 1:
                 self._channel.note(self._key(self._rank), _digest(batch))
-            elif number & (number - 1) == 0 and self._rank == 0 and not self._first_batches_differ:
-                self._compare()
+            elif number & (number - 1) == 0 and self._rank == 0 and not self._first_batches_compared:
+                self._compare_first_batches()
             yield batch
 
-    def _compare(self) -> None:
+    def _compare_first_batches(self) -> None:
         digests = [self._channel.noted(self._key(rank)) for rank in (self._rank, *self._others)]
         if all(digests):
-            self._first_batches_differ = True  # or was said
+            self._first_batches_compared = True
             if len(set(digests)) == 1:
                 say(
-                    f"the first batches of {named([self._rank, *self._others])} of the loader sharded at {self._site} "
-                    f"are the same: the dataset seems not to be divided among the ranks. "
+                    f"the first batches of {named_ranks([self._rank, *self._others])} of the loader sharded at "
+                    f"{self._site} are the same: the dataset seems not to be divided among the ranks. "
                     f"Let its __iter__ take every n-th item, or say shard_loader(loader, split='items')."
                 )
 

@@ -1,4 +1,4 @@
-"""Which indices a rank takes, and in which batches: pure arithmetic, no torch, no process."""
+"""Arithmetic of the indices that a rank takes, and of its batches, without torch or processes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Item = TypeVar("Item")
 
 
 def share_size(n: int, rank: int, world_size: int, mode: Mode) -> int:
-    """Count what a rank takes of `n` items.
+    """Return how many of `n` items a rank takes.
 
     Example:
         >>> [share_size(5, rank, 2, "exact") for rank in (0, 1)]
@@ -25,7 +25,7 @@ def share_size(n: int, rank: int, world_size: int, mode: Mode) -> int:
 
 
 def end_of_shares(start: int, n: int, world_size: int, mode: Mode) -> int:
-    """Say where the ranks' shares of an order of `n` end; past `n` it begins again.
+    """Return the place at which the ranks' shares of an order of `n` items end; past `n` the order begins again.
 
     Example:
         >>> [end_of_shares(0, 5, 2, mode) for mode in ("pad", "drop", "exact")]
@@ -69,7 +69,7 @@ def share(items: Iterable[Item], rank: int, world_size: int, mode: Mode, start: 
 
 
 def batch_count(n: int, world_size: int, batch_size: int, drop_last: bool) -> int:
-    """Count the batches that every rank takes in exact mode: as many as the rank with the fewest samples has.
+    """Return how many batches every rank takes in exact mode: as many as the rank with the fewest samples has.
 
     Where there are fewer samples than ranks, the ranks that have one take one batch (zero with `drop_last`).
     """
@@ -80,7 +80,7 @@ def batch_count(n: int, world_size: int, batch_size: int, drop_last: bool) -> in
 
 
 def exact_batches(indices: Iterable[int], count: int, batch_size: int, drop_last: bool) -> Iterator[list[int]]:
-    """Cut a rank's indices into `count` batches; what is left over joins the last one, or is dropped.
+    """Yield a rank's indices in `count` batches; what is left over joins the last one, or is dropped.
 
     Example:
         >>> list(exact_batches([0, 2, 4, 6, 8], count=2, batch_size=2, drop_last=False))

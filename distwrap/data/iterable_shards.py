@@ -1,4 +1,4 @@
-"""A rank's part of an iterable dataset, which has no indices to share out.
+"""The part of an iterable dataset that a rank takes, where there are no indices to share out.
 
 A dataset that divides its items among a loader's workers, by `get_worker_info`, is shown the workers of all ranks as
 those of one loader, and so divides them among all ranks. Of a dataset that does not, every n-th item is taken. Whether
@@ -26,7 +26,7 @@ from distwrap.errors import LoaderError
 
 Split = Literal["auto", "items", "dataset"]
 
-# Words by which a dataset's code finds its rank; whether it then takes a share cannot be read off them.
+# Words by which a dataset's code finds its rank; they do not tell whether it then takes a share.
 _RANKS = {"rank", "get_rank", "local_rank", "RANK", "LOCAL_RANK", "SLURM_PROCID", "process_index"}
 _RANKS |= {"world_size", "get_world_size", "WORLD_SIZE", "num_replicas", "num_processes"}
 _RANKS |= {"split_by_node", "split_dataset_by_node"}
@@ -58,9 +58,7 @@ class IterableShard(IterableDataset[Any]):
         epoch = int(self._epoch)
         if self._seed_of is not None:
             seed_generators(self._seed_of(epoch), self.generators)
-        set_epoch = getattr(self.dataset, "set_epoch", None)
-        if set_epoch is not None:
-            set_epoch(epoch)
+        getattr(self.dataset, "set_epoch", lambda _: None)(epoch)
         return self._items()
 
     def _items(self) -> Iterator[Any]:

@@ -18,7 +18,7 @@ from distwrap.data.epoch_check import EpochCheck
 from distwrap.data.indices import Mode
 from distwrap.data.iterable_shards import Split
 from distwrap.data.position import Position
-from distwrap.data.samplers import ExactBatches, MergedBatches, Order, RememberedShuffle, Share
+from distwrap.data.samplers import ExactBatches, Order, RememberedShuffle, Share
 from distwrap.data.sharded import ShardedLoader, Sharding, copied, innermost, is_torchs, remember_position, sharded_copy
 from distwrap.errors import LoaderError
 from distwrap.group.world import RunPart, World, current_world, say_once
@@ -232,7 +232,7 @@ def _shard_indices(
             attributes[kind] = sampler = _share_of(items, loader.dataset, shard, order_seed, order)
         else:
             sampler = share = Share(items, *shard, order_seed)
-            attributes[kind] = MergedBatches(share) if chosen == "exact" else share
+            attributes[kind] = ExactBatches(share, None) if chosen == "exact" else share
     sharding.seed = _fetching_seed(loader, world)
     sharding.sampler, sharding.position = sampler, sampler.position
     if shuffles and chosen != "exact":

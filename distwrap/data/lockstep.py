@@ -31,7 +31,7 @@ _NOTHING: Any = object()
 
 
 class _Flag(IntEnum):
-    """The places of the status; of each the ranks take the maximum."""
+    """Places of the status; of each the ranks take the maximum."""
 
     OUT = 0  # a rank has gone through its loader
     HAS = 1  # a rank has a batch of its first pass
@@ -90,29 +90,55 @@ def lockstep(
 
 
 def in_step(loader: Any, uneven: Uneven) -> Iterator[Any]:
-    """Iterate in step over a sharded loader that has no length, and leave signals alone."""
+    """Return an iterator in step over a sharded loader that has no length; it leaves signals alone."""
     return iter(Lockstep(loader, uneven, None, None, 30.0, listens=False))
 
 
-class LockstepRun(RunPart):
-    """State of one run that all its lockstep loops share.
+class LockstepStatus(RunPart):
+    """Exchange of the loops' status among the ranks of a run.
 
     Attributes:
-        group: of the CPUs, in which the ranks exchange their status; ``None`` until it is needed.
         preempted: how the machine was wanted back, once it was.
     """
 
     def __init__(self, world: World) -> None:
-        self.group: Any = None
         self.preempted: Preemption | None = None
+        self._group: Any = None
+        if world.placement.world_size > 1:
+            require_group("lockstep")
+            # Of the CPUs, for the status alone, so that a vote never meets another collective.
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
+
+    def maximum(self, numbers: list[int]) -> list[int]:
+        """Return the largest of all ranks' numbers, place by place."""
+        if self._group is None:
+            return numbers
+        status = torch.tensor(numbers, dtype=torch.int32)
+        dist.all_reduce(status, op=dist.ReduceOp.MAX, group=self._group)
+        return status.tolist()
+
+    def vote_to_stop(self) -> Any:
+        """Let the other ranks stop before their next step, and wait for none of them; return what must be kept."""
+        if self._group is None or not dist.is_initialized():
+            return None
+        status = torch.tensor([flag is _Flag.STOP for flag in _Flag], dtype=torch.int32)
+        return status, dist.all_reduce(status, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+
+    def gathered(self, numbers: list[int]) -> list[list[int]]:
+        """Return the numbers of each rank."""
+        if self._group is None:
+            return [numbers]
+        everyone = [torch.zeros(len(numbers), dtype=torch.int64) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, torch.tensor(numbers, dtype=torch.int64), group=self._group)
+        return [row.tolist() for row in everyone]
 
 
 class Lockstep(Generic[Batch]):
-    """What `lockstep` returns.
+    """Iterable over a loader's batches, in step with the other ranks.
 
     Attributes:
         step: how many steps this iteration has begun.
-        skipped: how many it has skipped.
+        skipped: how many batches it has skipped.
         preempted: how the machine was wanted back, or ``None``.
     """
 
@@ -144,7 +170,7 @@ class Lockstep(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         world = current_world()
         check_collectives_allowed("lockstep()")
-        group = _status_group(world)
+        status = world.part(LockstepStatus)
         self.step, self.skipped, self._stop = 0, 0, False
         listener = Listener(SIGNALS if self._listens else ())
         batches: Iterator[Batch]
@@ -159,8 +185,17 @@ class Lockstep(Generic[Batch]):
                 if batch is _NOTHING and self._uneven == "pad":
                     first_pass, batches = False, self._begin()
                     batch = next(batches, _NOTHING)
-                seen = self._exchange(group, batch, first_pass, listener, world)
-                if self._ends(seen, world, group, listener):
+                has = self._has_more = batch is not _NOTHING
+                mine = {
+                    _Flag.OUT: not (has and first_pass),
+                    _Flag.HAS: has and first_pass,
+                    _Flag.STOP: self._stop,
+                    _Flag.SKIP: has and self._skip is not None and bool(self._skip(batch)),
+                    _Flag.PREEMPTED: listener.heard is not None or status.preempted is not None,
+                    _Flag.EMPTY: self._uneven == "pad" and not has,
+                }
+                seen = status.maximum([int(mine[flag]) for flag in _Flag])
+                if self._ends(seen, world, status, listener):
                     in_step = False
                     return
                 if seen[_Flag.SKIP]:
@@ -170,34 +205,18 @@ class Lockstep(Generic[Batch]):
                 yield batch
         finally:
             listener.close()
-            if in_step and isinstance(sys.exc_info()[1], GeneratorExit):
-                self._vote_to_stop(group, world)
+            if in_step and isinstance(sys.exc_info()[1], GeneratorExit) and current_world() is world:
+                self._vote = status.vote_to_stop()
 
     def _begin(self) -> Iterator[Batch]:
-        """Iterate over the loader, but not in step twice."""
+        """Return an iterator over the loader, and not one that is in step itself."""
         begin: Callable[[], Iterator[Batch]] = getattr(self._loader, "_rank_batches", self._loader.__iter__)
         return begin()
 
-    def _exchange(self, group: Any, batch: Any, first_pass: bool, listener: Listener, world: World) -> list[int]:
-        """Return what any rank says."""
-        has = self._has_more = batch is not _NOTHING
-        mine = [0] * len(_Flag)
-        mine[_Flag.OUT] = not (has and first_pass)
-        mine[_Flag.HAS] = has and first_pass
-        mine[_Flag.STOP] = self._stop
-        mine[_Flag.SKIP] = has and self._skip is not None and bool(self._skip(batch))
-        mine[_Flag.PREEMPTED] = listener.heard is not None or world.part(LockstepRun).preempted is not None
-        mine[_Flag.EMPTY] = self._uneven == "pad" and not has
-        if group is None:
-            return mine
-        status = torch.tensor(mine, dtype=torch.int32)
-        dist.all_reduce(status, op=dist.ReduceOp.MAX, group=group)
-        return status.tolist()
-
-    def _ends(self, seen: list[int], world: World, group: Any, listener: Listener) -> bool:
-        """Say whether all ranks end here, after what is to be done before."""
+    def _ends(self, seen: list[int], world: World, status: LockstepStatus, listener: Listener) -> bool:
+        """Return whether all ranks end here, after what is to be done before."""
         if seen[_Flag.PREEMPTED]:
-            self._leave_preempted(world, group, listener)
+            self._leave_preempted(status, listener)
             return True
         if seen[_Flag.EMPTY]:
             raise LoaderError(
@@ -208,61 +227,22 @@ class Lockstep(Generic[Batch]):
             return True
         if self._uneven == "pad":
             return not seen[_Flag.HAS]
-        if seen[_Flag.OUT] and seen[_Flag.HAS]:
-            self._note_uneven(world, group)
+        if seen[_Flag.OUT] and seen[_Flag.HAS] and is_first_time("uneven"):
+            out = [rank for rank, (has_more,) in enumerate(status.gathered([self._has_more])) if not has_more]
+            say(
+                f"lockstep ended after step {self.step}, when {named_ranks(out)} ran out of data and the others had "
+                f"more; uneven='pad' would use it"
+            )
         return bool(seen[_Flag.OUT])
 
-    def _leave_preempted(self, world: World, group: Any, listener: Listener) -> None:
-        run = world.part(LockstepRun)
-        if run.preempted is None:
-            self.preempted = run.preempted = _first_heard(listener, group, world, self.step, self._grace)
+    def _leave_preempted(self, status: LockstepStatus, listener: Listener) -> None:
+        if status.preempted is None:
+            number, moment = listener.heard or (0, 0.0)
+            heard = enumerate(status.gathered([number, int(moment * 1000)]))
+            milliseconds, rank, number = min((when, rank, sent) for rank, (sent, when) in heard if sent)
+            self.preempted = Preemption(number, rank, self.step, milliseconds / 1000 + self._grace)
+            status.preempted = self.preempted
             say(str(self.preempted))
             if self._on_preempt is not None:
                 self._on_preempt(self.preempted)
-        self.preempted = run.preempted
-
-    def _note_uneven(self, world: World, group: Any) -> None:
-        """Say once a run which ranks had more data than others."""
-        if not is_first_time("uneven"):
-            return
-        lengths = _gathered([self._has_more], group)
-        out = [rank for rank, (more,) in enumerate(lengths) if not more]
-        say(
-            f"lockstep ended after step {self.step}, when {named_ranks(out)} ran out of data and the others had more; "
-            f"uneven='pad' would use it"
-        )
-
-    def _vote_to_stop(self, group: Any, world: World) -> None:
-        """On leaving the loop alone: the others find it before their next step. Nothing waits here."""
-        if group is None or current_world() is not world or not dist.is_initialized():
-            return
-        mine = [0] * len(_Flag)
-        mine[_Flag.STOP] = 1
-        status = torch.tensor(mine, dtype=torch.int32)
-        self._vote = status, dist.all_reduce(status, op=dist.ReduceOp.MAX, group=group, async_op=True)
-
-
-def _status_group(world: World) -> Any:
-    """A group of the CPUs for the status alone, so that a vote never meets another collective; ``None`` for one."""
-    if world.placement.world_size == 1:
-        return None
-    require_group("lockstep")
-    run = world.part(LockstepRun)
-    if run.group is None:
-        run.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
-    return run.group
-
-
-def _gathered(mine: list[int], group: Any) -> list[list[int]]:
-    if group is None:
-        return [mine]
-    everyone = [torch.zeros(len(mine), dtype=torch.int64) for _ in range(dist.get_world_size())]
-    dist.all_gather(everyone, torch.tensor(mine, dtype=torch.int64), group=group)
-    return [row.tolist() for row in everyone]
-
-
-def _first_heard(listener: Listener, group: Any, world: World, step: int, grace: float) -> Preemption:
-    number, moment = listener.heard or (0, 0.0)
-    heard = _gathered([number, int(moment * 1000)], group)
-    milliseconds, rank, number = min((when, rank, sent) for rank, (sent, when) in enumerate(heard) if sent)
-    return Preemption(number, rank, step, milliseconds / 1000 + grace)
+        self.preempted = status.preempted

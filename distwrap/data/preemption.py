@@ -1,4 +1,4 @@
-"""Hear that the machine is wanted back, and let loader workers live long enough to finish the step."""
+"""Notice of a preemption, and loader workers that live long enough to finish the step."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 @dataclass(frozen=True)
 class Preemption:
-    """The machine is wanted back.
+    """Announcement that the machine is wanted back.
 
     Attributes:
-        signal: the number of the signal that said so.
+        signal: the number of the signal that announced it.
         rank: the rank that heard it first.
         step: how many steps all ranks have made.
         deadline: until when there is time, in seconds since the epoch.
@@ -34,7 +34,7 @@ class Preemption:
     deadline: float
 
     def seconds_left(self) -> float:
-        """How long there is time."""
+        """Return how long there is time."""
         return max(0.0, self.deadline - time.time())
 
     def __str__(self) -> str:
@@ -45,7 +45,7 @@ class Preemption:
 
 
 class Listener:
-    """Notes the first of the signals, and does nothing else; a handler of the user's own runs too.
+    """Handler that notes the first of some signals; a handler of the user's own runs too.
 
     Attributes:
         heard: the signal's number and when it came, in seconds since the epoch.
@@ -88,7 +88,7 @@ def shielded(loader: Any, grace: float) -> Iterator[None]:
 
 
 class _Shield:
-    """A worker's start: its signals, then the user's own."""
+    """Init function of a worker: its signals, then the user's own function."""
 
     def __init__(self, then: Callable[[int], None] | None, grace: float) -> None:
         self._then, self._grace = then, grace

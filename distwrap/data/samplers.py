@@ -19,7 +19,7 @@ _BLOCK = 16384  # how many items are drawn, or computed, at a time
 
 
 class Order(DistributedSampler[Any]):
-    """A rank's share of the whole dataset's order, as torch's `DistributedSampler` takes it.
+    """Rank's share of the whole dataset's order, as torch's `DistributedSampler` takes it.
 
     torch's shuffle is that sampler's to the bit. The computed one costs the same at any size. The epoch advances by
     itself, and an explicit `set_epoch` wins.
@@ -28,7 +28,7 @@ class Order(DistributedSampler[Any]):
 
     Attributes:
         items: how many samples all ranks have together.
-        position: where the loop is in them.
+        position: the loop's position in them.
     """
 
     def __init__(
@@ -54,28 +54,28 @@ class Order(DistributedSampler[Any]):
         # and an epoch begins when its first item is asked for.
         begun, shuffle = self.position.begin(self.shuffle_of)
         self.epoch = begun.epoch
-        look_up = _looks_up(self.items, shuffle)
+        sample_at = _permutation(self.items, shuffle)
         world_size = self.num_replicas
         end = indices.end_of_shares(begun.start, self.items, world_size, self.mode)
         for first in range(begun.start + self.rank, end, _BLOCK * world_size):
             positions = torch.arange(first, min(end, first + _BLOCK * world_size), world_size)
             # Past the end the order begins again, to fill the last round.
-            yield from look_up(positions % self.items).tolist()
+            yield from sample_at(positions % self.items).tolist()
 
     def shuffle_of(self, epoch: int) -> Shuffle:
-        """Say an epoch's order."""
+        """Return an epoch's order."""
         if self._order == "torch":
             return Shuffle("torch", self.seed + epoch)
         return Shuffle(self._order, mix("order", self.seed, epoch) if self._order else 0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next."""
+        """Choose the next epoch."""
         self.epoch = epoch
         self.position.set_epoch(epoch)
 
 
-def _looks_up(n: int, shuffle: Shuffle) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Return what says which of `n` samples stand at some positions of an order."""
+def _permutation(n: int, shuffle: Shuffle) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Return a function from positions in an order of `n` samples to the samples there."""
     if shuffle.order == "torch":
         shuffled = torch.randperm(n, generator=_generator(shuffle.seed))
         return lambda positions: shuffled[positions]
@@ -90,13 +90,13 @@ def _generator(seed: int | torch.Tensor) -> torch.Generator:
 
 
 class Share(Sampler[Any]):
-    """A rank's share of a custom sampler's stream, of indices or of whole batches.
+    """Rank's share of a custom sampler's stream, of indices or of whole batches.
 
     All ranks draw the same stream, from random numbers seeded alike for each epoch, and take every n-th item of it.
 
     Attributes:
-        items: how many items the sampler yields; ``None`` where it does not say.
-        position: where the loop is in them.
+        items: how many items the sampler yields; ``None`` where it has no length.
+        position: the loop's position in them.
     """
 
     def __init__(self, sampler: Iterable[Any], rank: int, world_size: int, mode: Mode, seed: int) -> None:
@@ -112,20 +112,18 @@ class Share(Sampler[Any]):
 
     def __iter__(self) -> Iterator[Any]:
         begun, shuffle = self.position.begin(self.shuffle_of)
-        tell = getattr(self.sampler, "set_epoch", None)
-        if tell is not None:
-            tell(begun.epoch)
+        getattr(self.sampler, "set_epoch", lambda _: None)(begun.epoch)
         yield from indices.share(self._draw(int(shuffle.seed)), self.rank, self.num_replicas, self.mode, begun.start)
 
     def __len__(self) -> int:
         return indices.share_size(len(self.sampler), self.rank, self.num_replicas, self.mode)  # type: ignore[arg-type]
 
     def shuffle_of(self, epoch: int) -> Shuffle:
-        """Say from which seed an epoch's order is drawn."""
+        """Return the seed from which an epoch's order is drawn."""
         return Shuffle("sampler", mix("sampler", self.seed, epoch))
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next."""
+        """Choose the next epoch."""
         self.position.set_epoch(epoch)
 
     def _draw(self, seed: int) -> Iterator[Any]:
@@ -143,47 +141,41 @@ class Share(Sampler[Any]):
 
 
 class ExactBatches(Sampler[list[Any]]):
-    """Batches of a rank's exact share: equally many on every rank, a left-over sample in the last one."""
+    """Batches of a rank's exact share: equally many on every rank, with what is left over in the last one.
 
-    def __init__(self, sampler: Order | Share, batch_size: int, drop_last: bool) -> None:
+    Args:
+        sampler: takes the rank's share.
+        batch_size: samples a batch; ``None`` where the share is of ready-made batches.
+        drop_last: whether what is left over is dropped.
+    """
+
+    def __init__(self, sampler: Order | Share, batch_size: int | None, drop_last: bool = False) -> None:
         self.sampler, self.batch_size, self.drop_last = sampler, batch_size, drop_last
 
     def __iter__(self) -> Iterator[list[Any]]:
         count = self.count(self.sampler.position.next.start)
-        yield from indices.exact_batches(self.sampler, count, self.batch_size, self.drop_last)
+        if self.batch_size is None:
+            yield from indices.merged_batches(self.sampler, count)
+        else:
+            yield from indices.exact_batches(self.sampler, count, self.batch_size, self.drop_last)
 
     def count(self, start: int = 0) -> int:
-        """Say how many batches are left from a place in the order."""
-        left = (self.sampler.items or 0) - start
-        return indices.batch_count(left, self.sampler.num_replicas, self.batch_size, self.drop_last)
-
-    def __len__(self) -> int:
-        return min(self.count(), len(self.sampler))
-
-
-class MergedBatches(Sampler[list[Any]]):
-    """A rank's exact share of ready-made batches: equally many on every rank, a left-over batch in the last one."""
-
-    def __init__(self, share: Share) -> None:
-        self.sampler = share
-
-    def __iter__(self) -> Iterator[list[Any]]:
-        yield from indices.merged_batches(self.sampler, self.count(self.sampler.position.next.start))
-
-    def count(self, start: int = 0) -> int:
-        """Say how many steps are left from a place in the order."""
-        return max(((self.sampler.items or 0) - start) // self.sampler.num_replicas, 1)
+        """Return how many batches are left from a place in the order."""
+        left, world_size = (self.sampler.items or 0) - start, self.sampler.num_replicas
+        if self.batch_size is None:
+            return max(left // world_size, 1)
+        return indices.batch_count(left, world_size, self.batch_size, self.drop_last)
 
     def __len__(self) -> int:
         return min(self.count(), len(self.sampler))
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch comes next."""
+        """Choose the next epoch."""
         self.sampler.set_epoch(epoch)
 
 
 class RememberedShuffle(RandomSampler):
-    """A `RandomSampler` that knows how each epoch was drawn; it draws what it would have drawn without.
+    """`RandomSampler` with the same order as torch's, that remembers how the order was drawn.
 
     Attributes:
         drawn: the last epoch's order.

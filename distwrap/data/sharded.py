@@ -18,7 +18,7 @@ from distwrap.data.epoch_check import EpochCheck
 from distwrap.data.iterable_shards import DataPipeShard, IterableShard, shard_of
 from distwrap.data.lockstep import in_step
 from distwrap.data.position import EpochStart, Position, Shuffle, check_state
-from distwrap.data.samplers import ExactBatches, MergedBatches, Order, RememberedShuffle, Share
+from distwrap.data.samplers import ExactBatches, Order, RememberedShuffle, Share
 from distwrap.data.worker_seeding import SeededFetch, SeededIndices, WorkerInit
 from distwrap.errors import LoaderError
 from distwrap.group.world import current_world
@@ -195,12 +195,12 @@ class ShardedLoader(IteratorHook):
         sampler, batches = self._sharding.sampler, self.batch_sampler
         if sampler is None:
             return {"unit": "samples", "items": len(innermost(self))}  # type: ignore[arg-type]
-        ready_made = sampler is batches or isinstance(batches, MergedBatches)
+        ready_made = sampler is batches or (isinstance(batches, ExactBatches) and batches.batch_size is None)
         return {"unit": "batches" if ready_made else "samples", "items": sampler.items}
 
     def _consumed(self, start: int, taken: int) -> int:
         items, batches = self._items()["items"], self.batch_sampler
-        if isinstance(batches, (ExactBatches, MergedBatches)) and taken >= batches.count(start):
+        if isinstance(batches, ExactBatches) and taken >= batches.count(start):
             return int(items)
         at = start + taken * self._sharding.items_per_step
         return at if items is None else min(at, items)
@@ -302,7 +302,7 @@ def batches_left(loader: Any) -> int | None:
     if not isinstance(loader, ShardedLoader):
         return whole
     start, batches = loader._sharding.position.next.start, loader.batch_sampler
-    if isinstance(batches, (ExactBatches, MergedBatches)):
+    if isinstance(batches, ExactBatches):
         return batches.count(start)
     return whole - start // loader._sharding.items_per_step
 
