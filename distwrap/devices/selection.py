@@ -14,7 +14,7 @@ from distwrap.errors import OptionError, PlacementError
 
 @dataclass(frozen=True)
 class Devices:
-    """The accelerators that this process can see; ``Devices("cpu", 0)`` where there are none."""
+    """Accelerators that this process can see; ``Devices("cpu", 0)`` where there are none."""
 
     kind: str
     count: int
@@ -31,7 +31,7 @@ def choose_nprocs(asked: int | str, devices: Devices) -> int:
     """Return how many processes to start: as asked, or one for each accelerator, or one.
 
     Raises:
-        OptionError: more processes than accelerators.
+        OptionError: more processes were asked for than there are accelerators.
     """
     if isinstance(asked, str):
         return max(1, devices.count)
@@ -67,7 +67,7 @@ def choose_backend(asked: str, device: torch.device) -> str:
     return kind_of(device).backend() if asked == "auto" else asked
 
 
-def refuse_shared(rank: int, device: torch.device, registrations: dict[int, dict[str, Any]]) -> None:
+def check_not_shared(rank: int, device: torch.device, registrations: dict[int, dict[str, Any]]) -> None:
     """Raise an error if another rank has the same accelerator, which nearly always is a mistake in the launch.
 
     Args:

@@ -1,4 +1,4 @@
-"""Copy tensors in any nesting to a device."""
+"""Copies of tensors, in any nesting, on a device."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def assign_resources(placement: Placement, store: Store, device: torch.device, c
     registered = dict(enumerate(registrations(store, range(placement.world_size))))
     homes = [(said["host"], said["node"]) for said in registered.values()]
     here = {rank: registered[rank] for rank, home in enumerate(homes) if home == homes[placement.rank]}
-    selection.refuse_shared(placement.rank, device, here)
+    selection.check_not_shared(placement.rank, device, here)
     if distwrap_environment.STORE not in os.environ:
         threads = cpus.share_threads(placement.rank, here)
         if threads is not None and threads != torch.get_num_threads():

@@ -1,4 +1,4 @@
-"""What a rank did last, for the reports of ranks that hang or are gone."""
+"""Last activity of a rank, for the reports of ranks that hang or are gone."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 class Activity:
-    """The last helper that the user's code called, from where, and how far its loader is.
+    """Last helper that the user's code called, from where, and how far its loader is.
 
     Attributes:
-        helper: the helper's name, or empty.
+        helper: name of the helper, or empty.
         site: file and line of the call.
     """
 
@@ -35,12 +35,12 @@ class Activity:
         self.site = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
 
     def follow(self, batches: Iterable[Any]) -> None:
-        """Read the step off a loader's iterator when it is asked for: counting here would cost each step."""
+        """Take the step from a loader's iterator when it is asked for: counting here would cost each step."""
         self._batches = weakref.ref(batches)
 
     @property
     def step(self) -> int | None:
-        """How many batches the last loader has given; ``None`` where nobody counts."""
+        """Number of batches that the last loader has given; ``None`` where nobody counts."""
         batches = self._batches() if self._batches is not None else None
         step = getattr(batches, "step", None)  # of a lockstep loop
         return step if isinstance(step, int) else batches_given(batches)

@@ -55,7 +55,7 @@ class Reporter:
 
     def location(self) -> Location:
         """Return where this rank is."""
-        lines = self._failed_at if self._failed_at is not None else stacks.of_thread(stacks.main_thread())
+        lines = self._failed_at if self._failed_at is not None else stacks.of_thread()
         what, where = stacks.locate(lines)
         return Location(what, where, self._activity.step, str(self._activity))
 

@@ -1,4 +1,4 @@
-"""Python stacks: of each the one line that its owner would look for."""
+"""Python stacks, and the one line of each that its owner would look for."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import sys
 import sysconfig
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from types import FrameType, TracebackType
 
 import torch
@@ -22,14 +22,14 @@ _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "pu
 _DATA_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 _OPTIMIZER = os.path.join("torch", "optim", "optimizer.py")
 
-# Names inside torch and the library that say less than the one below or above them.
+# Names in torch and the standard library that say less than the ones below or above them.
 _SILENT = {"wrapper", "inner", "decorate_context", "fn", "wrapped", "run", "_lambda"}
 
 Line = tuple[str, int, str]  # file, line number, function
 
 
-def frame_of(ident: int) -> FrameType | None:
-    """Return the frame in which a thread is.
+def frame_of(ident: int | None = None) -> FrameType | None:
+    """Return the frame in which a thread is, by default the main thread.
 
     Before Python 3.11.9 a garbage collection inside ``sys._current_frames`` may lock the interpreter for good.
     Source: https://github.com/python/cpython/issues/106883
@@ -38,29 +38,37 @@ def frame_of(ident: int) -> FrameType | None:
     if collects:
         gc.disable()
     try:
-        return frames_of_threads().get(ident)
+        return frames_of_threads().get(ident or threading.main_thread().ident or 0)
     finally:
         if collects:
             gc.enable()
 
 
-def of_thread(ident: int) -> list[Line]:
-    """Read a thread's stack, the outermost frame first."""
+def of_thread(ident: int | None = None) -> list[Line]:
+    """Return a thread's stack, by default the main thread's, the outermost frame first."""
     return of_frame(frame_of(ident))
 
 
 def of_frame(frame: FrameType | None) -> list[Line]:
-    """Read a frame's stack, the outermost frame first."""
-    lines = [(f.f_code.co_filename, number or 0, f.f_code.co_name) for f, number in traceback.walk_stack(frame)]
-    return lines[::-1]
+    """Return a frame's stack, the outermost frame first."""
+    return _lines(traceback.walk_stack(frame))[::-1]
+
+
+def of_traceback(trace: TracebackType | None) -> list[Line]:
+    """Return the stack on which an exception was raised, the outermost frame first."""
+    return _lines(traceback.walk_tb(trace))
+
+
+def _lines(frames: Iterator[tuple[FrameType, int]]) -> list[Line]:
+    return [(frame.f_code.co_filename, number or 0, frame.f_code.co_name) for frame, number in frames]
 
 
 def users_frame() -> FrameType | None:
-    """Find the innermost frame outside of torch and distwrap; the main thread's where this thread has none.
+    """Return the innermost frame outside of torch and distwrap; the main thread's where this thread has none.
 
     With an accelerator a backward runs in a thread of its own.
     """
-    for frame in (inspect.currentframe(), frame_of(main_thread())):
+    for frame in (inspect.currentframe(), frame_of()):
         while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
             frame = frame.f_back
         if frame is not None and not frame.f_code.co_filename.startswith(_LIBRARIES):
@@ -68,20 +76,8 @@ def users_frame() -> FrameType | None:
     return None
 
 
-def of_traceback(trace: TracebackType | None) -> list[Line]:
-    """Read where an exception was raised, the outermost frame first."""
-    return [(f.f_code.co_filename, number or 0, f.f_code.co_name) for f, number in traceback.walk_tb(trace)]
-
-
-def main_thread() -> int:
-    """Return the main thread's number."""
-    ident = threading.main_thread().ident
-    assert ident is not None
-    return ident
-
-
 def locate(lines: Iterable[Line]) -> tuple[str, str]:
-    """Say what the user's code is in, and where: the innermost line of theirs, and what it called.
+    """Return the function that the user's code has called, and the innermost line of that code.
 
     Args:
         lines: a stack, the outermost frame first.

@@ -56,7 +56,7 @@ class StallDetector:
 
     def _main_thread_moved(self) -> bool:
         """Return whether the main thread is in another line than before, or the process has used CPU time."""
-        frame = stacks.frame_of(stacks.main_thread())
+        frame = stacks.frame_of()
         mark = (id(frame), frame.f_lasti) if frame is not None else None
         del frame
         cpu, now = time.process_time(), time.monotonic()

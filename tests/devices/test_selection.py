@@ -11,10 +11,10 @@ from distwrap.devices.cpus import _quota, choose_threads, share_threads
 from distwrap.devices.kinds import kind_of
 from distwrap.devices.selection import (
     Devices,
+    check_not_shared,
     choose_backend,
     choose_device,
     choose_nprocs,
-    refuse_shared,
     visible_devices,
 )
 from distwrap.environments import Placement
@@ -124,14 +124,14 @@ def test_two_ranks_on_one_device_are_refused() -> None:
     came = {rank: {"host": "n1", "gpu": gpu} for rank, gpu in ((2, "GPU-a"), (3, "GPU-a"), (4, "GPU-b"))}
     for rank in (2, 3):
         with pytest.raises(PlacementError, match=r"ranks 2, 3 on n1 are all on the same physical device .*GPU-a"):
-            refuse_shared(rank, torch.device("cuda", 0), came)
-    refuse_shared(4, torch.device("cuda", 0), came)
+            check_not_shared(rank, torch.device("cuda", 0), came)
+    check_not_shared(4, torch.device("cuda", 0), came)
 
 
 def test_sharing_that_was_asked_for_is_fine() -> None:
     """A rank that chose its device itself, or is on the CPU, has no name to compare."""
     came: dict[int, dict[str, Any]] = {rank: {"host": "n1", "gpu": None} for rank in range(2)}
-    refuse_shared(0, torch.device("cpu"), came)
+    check_not_shared(0, torch.device("cpu"), came)
 
 
 @pytest.mark.parametrize(
