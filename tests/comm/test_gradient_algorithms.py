@@ -171,6 +171,7 @@ def test_a_bucket_in_pieces_of_which_several_are_on_their_way() -> None:
             assert (np.abs(results[0] - expected) > 2e-5).mean() < 2e-3, where
 
 
+@pytest.mark.slow("averages everything on three ranks")
 @pytest.mark.parametrize("name", ["bytegrad, error feedback", "topk", "powersgd"])
 def test_what_is_not_sent_is_sent_later(name: str) -> None:
     """With error feedback, the sum of what came out follows the sum of what went in."""
