@@ -10,8 +10,7 @@ import ast
 import importlib
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from distwrap.errors import OptionError
 from distwrap.wording import unknown_name
@@ -25,11 +24,10 @@ Factory = Callable[..., Any]
 Thing = TypeVar("Thing")
 
 
-@dataclass(frozen=True)
-class _Row:
+class _Row(NamedTuple):
     factory: Factory | str  # or "module:name", imported when it is chosen
     description: str
-    defaults: Mapping[str, Any] = field(default_factory=dict)
+    defaults: dict[str, Any] = {}  # never written to
 
 
 class Registry(Generic[Thing]):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import difflib
 import sys
 from collections.abc import Iterable
 
 
 def unknown_name(what: str, name: object, known: Iterable[str]) -> str:
-    """Say that a name is unknown, which names there are, and which was probably meant."""
+    """Return a message that a name is unknown, which names there are, and which was probably meant."""
+    import difflib  # for an error alone
+
     names = sorted(known)
     near = difflib.get_close_matches(str(name), names, n=1)
     guess = f" Did you mean {near[0]!r}?" if near else ""

@@ -85,3 +85,10 @@ def test_against_another_checkout(tmp_path: Path) -> None:
     rows = json.loads(figures.read_text())["rows"]
     assert len(rows) == 8
     assert all(" times" in row["figure"] and row["figure"] in done.stdout for row in rows)
+
+
+def test_imports(tmp_path: Path) -> None:
+    """The benchmark of imports runs, and prints what distwrap takes beside torch."""
+    table, rows = run_quick("imports.py", tmp_path, seconds=170)
+    assert len(rows) == 2
+    assert all(row in table for row in rows)
