@@ -30,7 +30,7 @@ class DeviceKind:
 
     @property
     def module(self) -> ModuleType:
-        """The module of torch for this type, as `torch.cuda`."""
+        """Module of torch for this type, as `torch.cuda`."""
         module: ModuleType = torch.get_device_module(self.type)
         return module
 
@@ -92,7 +92,7 @@ class DeviceKind:
 
 
 class CPU(DeviceKind):
-    """The CPU, which is always there, and never counted: any number of ranks may share it."""
+    """CPU, which is always there and never counted: any number of ranks may share it."""
 
     def __init__(self) -> None:
         super().__init__("cpu")

@@ -1,4 +1,4 @@
-"""Who started this process: one detector for each launcher, asked in a fixed order; the first that knows decides.
+"""Detection of the launcher that started this process, by a detector for each launcher; the first that knows decides.
 
 The order: ranks that distwrap itself started; torch's complete set; Horovod, Open MPI, MVAPICH2, MPICH, PALS, jsrun; a
 Slurm step, since mpirun and torchrun inherit the variables of the job around them; the detectors of other packages;

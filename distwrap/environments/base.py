@@ -1,4 +1,4 @@
-"""What the environment tells a process: its place among the ranks, or the node on which it is to start some."""
+"""Placement of a process among the ranks, or the node on which it is to start some, as the environment says."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Node:
-    """This node, where a launcher starts one process on each node and leaves the ranks there to it.
+    """Node of this process, where a launcher starts one process on each node and leaves the ranks there to it.
 
     Attributes:
         nnodes: number of nodes, or ``"MIN:MAX"``.

@@ -1,4 +1,4 @@
-"""The variables that our own launchers set for their ranks: torchrun's names, which other code knows, and the store."""
+"""Variables that our own launchers set for their ranks: torchrun's names, which other code knows, and the store."""
 
 from __future__ import annotations
 

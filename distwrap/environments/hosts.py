@@ -1,4 +1,4 @@
-"""The host of rank 0: the first in the batch system's list."""
+"""Host of rank 0: the first in the batch system's list."""
 
 from __future__ import annotations
 

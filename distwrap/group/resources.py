@@ -68,7 +68,7 @@ def _interface(placement: Placement, registered: dict[int, dict[str, Any]]) -> s
             f"rank {placement.rank} on {mine['host']} cannot tell which network leads to the other nodes: "
             f"{placement.master_addr} leads to {towards}, which is loopback. {interfaces.ADVICE}"
         )
-    return interfaces.interface_of(address) or (interfaces.LOOPBACK)
+    return interfaces.interface_of(address) or interfaces.LOOPBACK
 
 
 def _numbered(placement: Placement, homes: list[tuple[str, str]]) -> Placement:

@@ -1,1 +1,1 @@
-"""The network between nodes: interfaces, connectivity, and the store in which the ranks meet."""
+"""Network between nodes: interfaces, connectivity, and the store in which ranks meet."""

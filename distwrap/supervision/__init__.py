@@ -1,1 +1,1 @@
-"""What ranks tell each other besides collectives: failures, where they are, and whether they move."""
+"""Supervision of a run: its ranks tell each other of failures, where they are, and whether they move."""

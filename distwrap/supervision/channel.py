@@ -1,4 +1,4 @@
-"""The side channel: what ranks tell each other besides collectives, on a store client and a thread of their own.
+"""Side channel, on which ranks tell each other things besides collectives: a store client and a thread in each rank.
 
 The thread looks at the store four times a second. It answers who asks where the rank is, gives others the work that
 they wait for, ends this rank, which would else wait in a collective, where another has failed and no launcher of ours
@@ -29,7 +29,7 @@ TICK_SECONDS = 0.25
 
 
 class Channel:
-    """This rank's end of the side channel.
+    """End of the side channel on this rank.
 
     Args:
         store: a client of its own.

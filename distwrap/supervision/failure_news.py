@@ -44,7 +44,7 @@ class Failure(NamedTuple):
 
 
 class FailureNews:
-    """This rank's end of the news.
+    """End of the news of failures on this rank.
 
     Args:
         store: a client of its own.

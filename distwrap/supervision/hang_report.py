@@ -1,4 +1,4 @@
-"""The hang report: every rank is asked where it is, and the answers are listed, equal ones in one line."""
+"""Hang report: every rank is asked where it is, and the answers are listed, equal ones in one line."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ANSWER_SECONDS = 1.5  # for a rank to say where it is
 
 
 class Location(NamedTuple):
-    """Where a rank is.
+    """Location of a rank in the user's code.
 
     Attributes:
         what: the function that the user's code has called, as ``all_reduce``; empty where it computes by itself.
@@ -41,7 +41,7 @@ class Location(NamedTuple):
 
 
 class Reporter:
-    """This rank's end of the hang report: it answers whoever asks where the rank is, and can ask all ranks."""
+    """End of the hang report on this rank: it answers whoever asks where the rank is, and can ask all ranks."""
 
     def __init__(self, store: Store, placement: Placement, activity: Activity) -> None:
         self._store, self._place, self._activity = store, placement, activity

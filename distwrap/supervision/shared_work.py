@@ -21,7 +21,7 @@ SILENT_SECONDS = 120.0  # without a note, after which a working rank on another 
 
 
 class SharedWork:
-    """This rank's end: what it gives to others, and its waits for theirs.
+    """Work that this rank gives to others, and its waits for theirs.
 
     Args:
         store: a client of its own.
