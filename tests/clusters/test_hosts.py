@@ -94,7 +94,7 @@ def test_the_doctor_over_both(two_hosts: Hosts) -> None:
     """The doctor starts ranks on both hosts, and names the interface and the hosts; node 1 points to node 0."""
     first, second = on_both(two_hosts, PYTHON, "-m", "distwrap", "doctor", "--nprocs", "1", **_without_nprocs())
     assert first.code == second.code == 0, first.output + second.output
-    assert "1 on each of 2 to 2 machines" in first.output
+    assert "1 on each of 2 to 2 nodes" in first.output
     assert f"network        eth0 ({two_hosts.address('hosta')} leads to hosta)" in first.output
     assert "on hosta, hostb; all on the CPU" in first.output
     assert "the result is on hosta" in second.output
