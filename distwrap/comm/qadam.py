@@ -77,7 +77,8 @@ class _Momenta(Averager):
             self._place_of.update({id(parameter): (optimizer, index) for parameter in group["params"]})
 
     def average(self, bucket: Bucket) -> None:
-        frozen = [self._is_frozen(id(parameter)) for parameter in bucket.parameters]
+        places = [self._find(parameter) for parameter in bucket.parameters]
+        frozen = [optimizer.steps_of(group) >= self._options.warmup_steps for optimizer, group in places]
         if not any(frozen):
             self._link.mean(bucket.values)
             return
@@ -88,9 +89,7 @@ class _Momenta(Averager):
             )
         _refuse_unknown_scale()
         denominators, limits = [], []
-        for parameter, gradient in zip(bucket.parameters, bucket.views, strict=True):
-            optimizer, index = self._place_of[id(parameter)]
-            group = optimizer.param_groups[index]
+        for parameter, gradient, (optimizer, group) in zip(bucket.parameters, bucket.views, places, strict=True):
             state, beta = optimizer.frozen_state(parameter, group), group["betas"][0]
             if group["weight_decay"] and not optimizer.decoupled:
                 gradient.add_(parameter.detach(), alpha=group["weight_decay"] * bucket.scale)
@@ -104,14 +103,15 @@ class _Momenta(Averager):
         self._mean.average(bucket)
         foreach("mul_", bucket.views, denominators)
 
-    def _is_frozen(self, parameter: int) -> bool:
-        if parameter not in self._place_of:
+    def _find(self, parameter: torch.Tensor) -> tuple[QAdamOptimizer, dict[str, Any]]:
+        """Return a parameter's optimizer, and its group there."""
+        if id(parameter) not in self._place_of:
             raise ModelError(
                 "comm='qadam' exchanges Adam's momentum, and this parameter's optimizer is not known: "
                 "optimizer = wrap_optimizer(torch.optim.Adam(model.parameters()), model), before the first backward."
             )
-        optimizer, index = self._place_of[parameter]
-        return optimizer.steps_of(optimizer.param_groups[index]) >= self._options.warmup_steps
+        optimizer, index = self._place_of[id(parameter)]
+        return optimizer, optimizer.param_groups[index]
 
 
 class QAdamOptimizer(Optimizer):
@@ -146,7 +146,7 @@ class QAdamOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take a step."""
+        """Take a step as Adam does, or with the frozen variance."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -181,7 +181,7 @@ class QAdamOptimizer(Optimizer):
         for state in states:
             state["step"] += 1
         if step == self._warmup + 1:
-            self._say_what_is_left_out(group)
+            self._print_left_out(group)
         if frozen:
             states = [self.frozen_state(parameter, group) for parameter in parameters]
             denominators = [state["denominator"] for state in states]
@@ -210,7 +210,7 @@ class QAdamOptimizer(Optimizer):
         foreach("add_", denominators, group["eps"])
         return list(denominators)
 
-    def _say_what_is_left_out(self, group: dict[str, Any]) -> None:
+    def _print_left_out(self, group: dict[str, Any]) -> None:
         weights = left_out = 0
         for parameter in group["params"]:
             variance = self.state.get(parameter, {}).get("exp_avg_sq")
