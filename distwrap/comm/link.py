@@ -48,14 +48,7 @@ class Link:
     """
 
     def __init__(
-        self,
-        group: Any,
-        ranks: list[int],
-        me: int,
-        traffic: Traffic,
-        *,
-        back: Any = None,
-        crosses_nodes: bool = True,
+        self, group: Any, ranks: list[int], me: int, traffic: Traffic, *, back: Any = None, crosses_nodes: bool = True
     ) -> None:
         self._group, self._back, self._ranks = group, back, ranks
         self._traffic, self._crosses_nodes = traffic, crosses_nodes
@@ -83,9 +76,7 @@ class Link:
         Returns an object with a ``wait()``.
         """
         return self._begin(
-            list(received),
-            list(sent),
-            lambda: dist.all_to_all_single(received, sent, group=self._group, async_op=True),
+            list(received), list(sent), lambda: dist.all_to_all_single(received, sent, group=self._group, async_op=True)
         )
 
     def begin_all_gather(self, received: torch.Tensor, own: torch.Tensor) -> Any:
