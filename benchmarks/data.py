@@ -75,13 +75,13 @@ def _first_rows(firsts: dict[tuple[str, int], list[dict[str, float]]], sizes: li
     rows = []
     for way in ("distwrap", "distwrap stream"):
         for n in sizes:
-            mine = Samples([figures["seconds"] for figures in firsts[way, n]])
+            measured = Samples([figures["seconds"] for figures in firsts[way, n]])
             other = firsts.get(("DistributedSampler", n))
             theirs = Samples([figures["seconds"] for figures in other]) if other else None
             megabytes = max(figures["bytes"] for figures in firsts[way, n]) / 1e6
-            met = mine.median < FIRST_SECONDS and megabytes * 1e6 < FIRST_BYTES
+            met = measured.median < FIRST_SECONDS and megabytes * 1e6 < FIRST_BYTES
             what = f"first batch of {n:.0e}: order={'stream' if way.endswith('stream') else 'auto'}, DistributedSampler"
-            rows.append(Row(what, mine, theirs, "ms", f"{megabytes:.1f} MB", "< 50 ms, < 20 MB", met))
+            rows.append(Row(what, measured, theirs, "ms", f"{megabytes:.1f} MB", "< 50 ms, < 20 MB", met))
     return rows
 
 
@@ -102,9 +102,9 @@ def batch_rows(present: list[str], rounds: int) -> list[Row]:
 
 def resume_row(rounds: int) -> Row:
     """Time from a plain loader to the next batch in the middle of an epoch."""
-    mine = Samples([_in_ranks("resume", "distwrap", MIDDLE)["seconds"] for _ in range(rounds)])
+    measured = Samples([_in_ranks("resume", "distwrap", MIDDLE)["seconds"] for _ in range(rounds)])
     what = f"on from the middle of {MIDDLE:.0e}: load_state_dict to the next batch"
-    return Row(what, mine, None, "ms", f"{mine.median * 1e3:.0f} ms", "< 100 ms", mine.median < 0.1)
+    return Row(what, measured, None, "ms", f"{measured.median * 1e3:.0f} ms", "< 100 ms", measured.median < 0.1)
 
 
 def _memory(firsts: dict[tuple[str, int], list[dict[str, float]]], sizes: list[int]) -> str:

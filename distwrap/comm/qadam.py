@@ -67,6 +67,7 @@ class _Momenta(Averager):
 
     def __init__(self, link: Link, options: QAdam) -> None:
         self._link, self._options = link, options
+        self._scaling = current_world().part(LossScaling)
         codec = Sign() if options.bits == 1 else MinMax8()
         self._mean = CompressedMean(link, codec, feedback=options.error_feedback or options.bits == 1)
         self._place_of: dict[int, tuple[QAdamOptimizer, int]] = {}  # load_state_dict() replaces an optimizer's groups
@@ -87,7 +88,11 @@ class _Momenta(Averager):
                 "comm='qadam': this model has two optimizers, of which one is warm and the other is not. Step them as "
                 "often, or wrap their parts of the model one by one."
             )
-        _refuse_unknown_scale()
+        if self._scaling.scaler is not None and not self._scaling.is_scaled:
+            raise ModelError(
+                "comm='qadam' under precision='fp16' must know by how much the gradients are scaled, and a GradScaler "
+                "of the loop's own does not say: call distwrap.backward(loss) and distwrap.optimizer_step(optimizer)."
+            )
         denominators, limits = [], []
         for parameter, gradient, (optimizer, group) in zip(bucket.parameters, bucket.views, places, strict=True):
             state, beta = optimizer.frozen_state(parameter, group), group["betas"][0]
@@ -230,12 +235,3 @@ class QAdamOptimizer(Optimizer):
             state["exp_avg"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
             state["exp_avg_sq"] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
         return state
-
-
-def _refuse_unknown_scale() -> None:
-    world = current_world()
-    if world.options.precision == "fp16" and not world.part(LossScaling).is_scaled:
-        raise ModelError(
-            "comm='qadam' under precision='fp16' must know by how much the gradients are scaled, and a GradScaler of "
-            "the loop's own does not say: call distwrap.backward(loss) and distwrap.optimizer_step(optimizer)."
-        )
