@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
@@ -67,10 +68,11 @@ class Exchanges(RunPart):
             exchange.settle()
 
     def close(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        for exchange in self._exchanges[::-1]:
-            exchange.close()
+        with ExitStack() as stack:
+            for handle in self._handles:
+                stack.callback(handle.remove)
+            for exchange in self._exchanges:
+                stack.callback(exchange.close)
 
     def state(self) -> list[dict[str, Any]]:
         """Return what exchanges of weights hold beside weights and optimizers, one dict for each model."""
