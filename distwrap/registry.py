@@ -246,9 +246,9 @@ precisions: Registry[Precision] = Registry(
     "distwrap.precision",
     (
         ("32", "base:FullPrecision", "float32, or whatever type the model has"),
-        ("bf16", "bf16:BF16", "autocast to bfloat16"),
+        ("bf16", "bf16:MixedBF16", "autocast to bfloat16"),
         ("bf16-true", "bf16:TrueBF16", "weights and inputs in bfloat16"),
-        ("fp16", "fp16:FP16", "autocast to float16, with scaled losses"),
+        ("fp16", "fp16:MixedFP16", "autocast to float16, with scaled losses"),
     ),
     # Spellings of Lightning ("16-mixed", 32) and of Accelerate ("no").
     aliases={
@@ -333,7 +333,7 @@ def register_precision(name: str, factory: Factory | str, description: str = "",
         OptionError: the name is no word, or the factory cannot be called.
 
     Example:
-        >>> register_precision("brain", "distwrap.precision.bf16:BF16", "autocast to bfloat16")
+        >>> register_precision("brain", "distwrap.precision.bf16:MixedBF16", "autocast to bfloat16")
         >>> available_precisions()["brain"]
         'autocast to bfloat16'
     """

@@ -15,7 +15,7 @@ from distwrap._internals.torch import tree_map
 from distwrap.precision.base import Precision
 
 
-class BF16(Precision):
+class MixedBF16(Precision):
     """Weights in float32, a forward under autocast to bfloat16."""
 
     def context(self, device: torch.device) -> AbstractContextManager[Any]:

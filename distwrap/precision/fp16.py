@@ -17,7 +17,7 @@ from distwrap.precision.base import Precision
 from distwrap.precision.loss_scaling import LossScaling
 
 
-class FP16(Precision):
+class MixedFP16(Precision):
     """Weights in float32, a forward under autocast to float16; the loss must be scaled before its backward."""
 
     def context(self, device: torch.device) -> AbstractContextManager[Any]:
