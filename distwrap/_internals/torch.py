@@ -1,4 +1,4 @@
-"""Private names of torch: autograd's backward, DDP's reducer, nestings of tensors, operators, loaders, optimizers.
+"""Private names of torch: autograd's backward, DDP's reducer, operators, modules, optimizers.
 
 Every function says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
 """
@@ -6,7 +6,7 @@ Every function says which names it relies on, and what happens without them; all
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NoReturn
 
@@ -93,6 +93,21 @@ def end_ddp_forward(model: DistributedDataParallel, output: Any) -> Any:
     if after is None:
         _refuse("DistributedDataParallel._post_forward", "train by calling the model itself, not another method of it.")
     return after(output)
+
+
+class DDPForwardHook(DistributedDataParallel):
+    """A DDP model that runs its module in a way of its own, between DDP's own steps before and after it.
+
+    Relies on ``torch.nn.parallel:DistributedDataParallel._run_ddp_forward``.
+    Without it: the module runs on the first device alone.
+    """
+
+    def run_module(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module, and return its output."""
+        raise NotImplementedError
+
+    def _run_ddp_forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.run_module(*args, **kwargs)
 
 
 def prepare_another_average(model: DistributedDataParallel) -> None:
@@ -235,77 +250,11 @@ def on_cuda_start(call: Callable[[], object]) -> None:
 def import_compiler() -> None:
     """Import torch's compiler, which the first optimizer does otherwise.
 
-    Relies on ``torch:_dynamo``.
+    Relies on ``torch._dynamo:optimize``.
     Without it: ranks of the fork server import the compiler themselves.
     """
     with suppress(ImportError):
         import torch._dynamo  # noqa: F401 - importing it is the point
-
-
-# Nestings of tensors
-
-
-def _pytree() -> Any:
-    try:
-        from torch.utils import _pytree
-    except ImportError:
-        return None
-    return _pytree
-
-
-def tree_map(change: Callable[[Any], Any], value: Any) -> Any:
-    """Rebuild a nesting with each leaf changed.
-
-    Relies on ``torch.utils._pytree:tree_map``.
-    Without it: tuples, lists and dicts alone count as nestings, and registered classes as leaves.
-    """
-    pytree = _pytree()
-    return pytree.tree_map(change, value) if pytree is not None else _plain_tree_map(change, value)
-
-
-def _plain_tree_map(change: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, dict):
-        return type(value)((key, _plain_tree_map(change, item)) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        items = [_plain_tree_map(change, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return change(value)
-
-
-def tree_flatten(value: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of a nesting, and what `tree_unflatten` needs to rebuild it.
-
-    Relies on ``torch.utils._pytree:tree_flatten``.
-    Without it: as for tree_map.
-    """
-    pytree = _pytree()
-    if pytree is not None:
-        return pytree.tree_flatten(value)  # type: ignore[no-any-return]
-    leaves: list[Any] = []
-    numbered = _plain_tree_map(lambda leaf: (leaves.append(leaf), len(leaves) - 1)[1], value)  # type: ignore[func-returns-value]
-    return leaves, numbered
-
-
-def tree_unflatten(leaves: Sequence[Any], structure: Any) -> Any:
-    """Rebuild a nesting from its leaves and the structure that `tree_flatten` has returned.
-
-    Relies on ``torch.utils._pytree:tree_unflatten``.
-    Without it: as for tree_map.
-    """
-    pytree = _pytree()
-    if pytree is not None:
-        return pytree.tree_unflatten(leaves, structure)
-    return _plain_tree_map(lambda number: leaves[number], structure)
-
-
-def tree_leaves(value: Any) -> list[Any]:
-    """Return the leaves of a nesting.
-
-    Relies on ``torch.utils._pytree:tree_leaves``.
-    Without it: as for tree_map.
-    """
-    pytree = _pytree()
-    return pytree.tree_leaves(value) if pytree is not None else tree_flatten(value)[0]
 
 
 # Modules and state dicts
@@ -322,13 +271,22 @@ def norm_classes() -> tuple[type[nn.Module], ...]:
     return (base,) if base is not None else (*batch, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 
 
+def submodules(model: object) -> dict[str, nn.Module | None]:
+    """Return the modules right within a module by name, also where ``named_children`` is overridden.
+
+    Relies on ``torch.nn:Module()._modules``.
+    Without it: a wrapped model is no instance of the user's class, and a compiled one is taken for a plain one.
+    """
+    return getattr(model, "__dict__", {}).get("_modules", {})  # type: ignore[no-any-return]
+
+
 def compiled_module(model: object) -> nn.Module | None:
     """Return the module that ``torch.compile`` was called with, or ``None`` where the model is not compiled.
 
     Relies on ``torch:compile(nn.Linear(1, 1))._orig_mod``.
     Without it: a compiled model is taken for one that is not compiled.
     """
-    inner = getattr(model, "__dict__", {}).get("_modules", {}).get("_orig_mod")
+    inner = submodules(model).get("_orig_mod")
     return inner if isinstance(inner, nn.Module) else None
 
 
@@ -347,23 +305,13 @@ def set_metadata(state_dict: Any, metadata: Any) -> None:
         state_dict._metadata = metadata
 
 
-# Loaders, optimizers and scalers
-
-
-def batches_given(iterator: Iterator[Any] | None) -> int | None:
-    """Return how many batches a loader's iterator has given; ``None`` where nobody counts.
-
-    Relies on ``torch.utils.data:DataLoader([0]).__iter__()._num_yielded``.
-    Without it: hang reports do not say at which step.
-    """
-    count = getattr(iterator, "_num_yielded", None)
-    return count if isinstance(count, int) else None
+# Optimizers and scalers
 
 
 def mark_steps_as_watched(optimizer: torch.optim.Optimizer) -> None:
     """Mark an optimizer's step as a scheduler does when it is made; the scheduler warns where the mark is lost.
 
-    Relies on ``torch.optim:lr_scheduler.ConstantLR(SGD([Tensor()])).optimizer.step._wrapped_by_lr_sched``.
+    Relies on ``torch:optim.lr_scheduler.ConstantLR(optim.SGD([Tensor()])).optimizer.step._wrapped_by_lr_sched``.
     Without it: the scheduler's first step may warn that the optimizer was changed.
     """
     step: Any = optimizer.step
@@ -395,7 +343,7 @@ def has_overflowed(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimize
 def has_scaled(scaler: torch.amp.GradScaler) -> bool:
     """Return whether a scaler has scaled a loss yet.
 
-    Relies on ``torch.amp:GradScaler()._scale``.
+    Relies on ``torch.amp:GradScaler("cpu")._scale``.
     Without it: a scaler counts as used as soon as it exists.
     """
     return getattr(scaler, "_scale", scaler) is not None

@@ -45,6 +45,16 @@ def check_iterator_hook(cls: type[DataLoader[Any]]) -> None:
         )
 
 
+def batches_given(iterator: Iterator[Any] | None) -> int | None:
+    """Return how many batches a loader's iterator has given; ``None`` where nobody counts.
+
+    Relies on ``torch.utils.data:DataLoader([0]).__iter__()._num_yielded``.
+    Without it: hang reports do not say at which step.
+    """
+    count = getattr(iterator, "_num_yielded", None)
+    return count if isinstance(count, int) else None
+
+
 @contextmanager
 def worker_info_shown(info: Any) -> Iterator[None]:
     """Let `get_worker_info` return `info` for the time of a ``with``; see `show_worker_info`."""

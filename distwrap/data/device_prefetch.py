@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from distwrap._internals.torch import tree_leaves
+from distwrap._internals.torch_tree import tree_leaves
 from distwrap.devices.kinds import kind_of
 from distwrap.devices.transfer import to_device
 

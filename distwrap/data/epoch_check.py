@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from distwrap._internals.torch import tree_leaves
+from distwrap._internals.torch_tree import tree_leaves
 from distwrap.data.position import Position
 from distwrap.errors import LoaderError
 from distwrap.group.world import say

@@ -20,6 +20,7 @@ from typing import Any, Literal
 import torch
 from torch.utils.data import IterableDataset, IterDataPipe
 
+from distwrap._internals.datasets import is_split_by_node
 from distwrap._internals.torch_data import show_worker_info, worker_info_shown
 from distwrap.data.worker_seeding import GENERATORS, seed_generators
 from distwrap.errors import LoaderError
@@ -215,7 +216,7 @@ def split(dataset: Any, how: Split, rank: int, world_size: int) -> tuple[Any, bo
         return dataset, False, "every n-th item"
     datasets = sys.modules.get("datasets")
     if datasets is not None and isinstance(dataset, datasets.IterableDataset):
-        if getattr(dataset, "_distributed", None) is None:
+        if not is_split_by_node(dataset):
             from datasets.distributed import split_dataset_by_node
 
             dataset = split_dataset_by_node(dataset, rank, world_size)

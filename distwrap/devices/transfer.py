@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from distwrap._internals.torch import tree_map
+from distwrap._internals.torch_tree import tree_map
 
 
 def to_device(value: Any, device: torch.device) -> Any:

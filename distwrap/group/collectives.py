@@ -11,7 +11,7 @@ from typing import Any, Literal, TypeVar, get_args
 import torch
 import torch.distributed as dist
 
-from distwrap._internals.torch import tree_flatten, tree_unflatten
+from distwrap._internals.torch_tree import tree_flatten, tree_unflatten
 from distwrap.errors import CollectiveError, OptionError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.setup import require_group

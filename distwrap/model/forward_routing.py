@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from distwrap._internals.torch import tree_leaves
+from distwrap._internals.torch_tree import tree_leaves
 from distwrap.devices.transfer import to_device
 from distwrap.errors import ModelError
 from distwrap.model.transparent import TransparentModule, unwrap_model

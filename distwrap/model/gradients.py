@@ -24,8 +24,8 @@ from distwrap._internals.torch import (
     names_ddp_ignores,
     prepare_another_average,
     remove_ddp_hooks,
-    tree_leaves,
 )
+from distwrap._internals.torch_tree import tree_leaves
 from distwrap.errors import ModelError
 from distwrap.group.world import current_world, say_once
 from distwrap.model import diagnosis

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distwrap._internals.torch import compiled_module
+from distwrap._internals.torch import compiled_module, submodules
 from distwrap.errors import ModelError
 from distwrap.model.state_dict import strip_module_prefix
 
@@ -30,7 +30,7 @@ class TransparentModule(nn.Module):
         super().__init__(*args, **kwargs)
         # Until here a wrapper's constructor sets what is its own; none of it may land on the user's model.
         self.__dict__["_built"] = True
-        if "module" in self._modules:
+        if "module" in submodules(self):
             self.__dict__["_users_class"] = type(unwrap_model(self))
         for name in _IDLE:
             if name in self.__dict__ and hasattr(self.module, name):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distwrap._internals.torch import tree_map
+from distwrap._internals.torch_tree import tree_map
 
 
 class Precision:

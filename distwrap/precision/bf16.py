@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distwrap._internals.torch import tree_map
+from distwrap._internals.torch_tree import tree_map
 from distwrap.precision.base import Precision
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from distwrap._internals.torch import tree_leaves
+from distwrap._internals.torch_tree import tree_leaves
 from distwrap.errors import PrecisionError
 from distwrap.group.world import current_world
 from distwrap.precision.base import Precision

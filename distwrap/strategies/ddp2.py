@@ -11,6 +11,7 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import data_parallel
 
+from distwrap._internals.torch import DDPForwardHook
 from distwrap.comm.base import Algorithm
 from distwrap.devices.selection import visible_devices
 from distwrap.errors import OptionError
@@ -40,9 +41,10 @@ class DDP2Strategy(DDPStrategy):
         return super().devices(wrapping) if visible_devices().count < 2 else {}
 
 
-class _OverDevices(DistributedModel):
+class _OverDevices(DDPForwardHook, DistributedModel):
     """DDP model whose forward runs on all devices of this process; DDP sees the gradients on the first."""
 
-    def _run_ddp_forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def run_module(self, *inputs: Any, **kwargs: Any) -> Any:
+        """Run the model on all devices of this process."""
         devices = list(range(visible_devices().count))
         return data_parallel(self.module, inputs, devices, module_kwargs=kwargs or None)

@@ -1,0 +1,72 @@
+"""Nestings of tensors, by torch's pytree, which is private by its name.
+
+Every function says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+
+def _pytree() -> Any:
+    try:
+        from torch.utils import _pytree
+    except ImportError:
+        return None
+    return _pytree
+
+
+def tree_map(change: Callable[[Any], Any], value: Any) -> Any:
+    """Rebuild a nesting with each leaf changed.
+
+    Relies on ``torch.utils._pytree:tree_map``.
+    Without it: tuples, lists and dicts alone count as nestings, and registered classes as leaves.
+    """
+    pytree = _pytree()
+    return pytree.tree_map(change, value) if pytree is not None else _plain_tree_map(change, value)
+
+
+def _plain_tree_map(change: Callable[[Any], Any], value: Any) -> Any:
+    if isinstance(value, dict):
+        return type(value)((key, _plain_tree_map(change, item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        items = [_plain_tree_map(change, item) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return change(value)
+
+
+def tree_flatten(value: Any) -> tuple[list[Any], Any]:
+    """Return the leaves of a nesting, and what `tree_unflatten` needs to rebuild it.
+
+    Relies on ``torch.utils._pytree:tree_flatten``.
+    Without it: as for tree_map.
+    """
+    pytree = _pytree()
+    if pytree is not None:
+        return pytree.tree_flatten(value)  # type: ignore[no-any-return]
+    leaves: list[Any] = []
+    numbered = _plain_tree_map(lambda leaf: (leaves.append(leaf), len(leaves) - 1)[1], value)  # type: ignore[func-returns-value]
+    return leaves, numbered
+
+
+def tree_unflatten(leaves: Sequence[Any], structure: Any) -> Any:
+    """Rebuild a nesting from its leaves and the structure that `tree_flatten` has returned.
+
+    Relies on ``torch.utils._pytree:tree_unflatten``.
+    Without it: as for tree_map.
+    """
+    pytree = _pytree()
+    if pytree is not None:
+        return pytree.tree_unflatten(leaves, structure)
+    return _plain_tree_map(lambda number: leaves[number], structure)
+
+
+def tree_leaves(value: Any) -> list[Any]:
+    """Return the leaves of a nesting.
+
+    Relies on ``torch.utils._pytree:tree_leaves``.
+    Without it: as for tree_map.
+    """
+    pytree = _pytree()
+    return pytree.tree_leaves(value) if pytree is not None else tree_flatten(value)[0]

@@ -1,0 +1,277 @@
+"""Private names of torch, Python and cloudpickle are in _internals, and distwrap is imported without any of them."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.metadata
+import importlib.util
+import json
+import pkgutil
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import distwrap
+from distwrap._internals import cloudpickle as cloudpickle_names
+from distwrap._internals import datasets as datasets_names
+from distwrap._internals import python as python_names
+from distwrap._internals import torch as torch_names
+from distwrap._internals import torch_data, torch_tree
+from distwrap.errors import LoaderError, ModelError
+from tests.house.package import trees
+from tests.house.private_names import TABLE, ReliedOn, offences, relied_on
+
+# torch's own extension points: to override them is what they are for.
+OVERRIDDEN = {"_apply", "_load_from_state_dict"}
+OVERRIDDEN |= {"_is_protocol", "_is_runtime_protocol", "_backward_cls"}  # typing and torch make them themselves
+
+
+def test_only_internals_touches_private_names() -> None:
+    """No file outside of _internals uses a private name of another package."""
+    outside = {path: tree for path, tree in trees().items() if "_internals" not in path.parts}
+    assert not list(offences(outside))
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import torch._dynamo",
+        "from torch.utils._pytree import tree_map",
+        "from torch.nn.modules.batchnorm import _NormBase",
+        "import sys; sys._current_frames()",
+        "def f(model): return model.reducer._rebuild_buckets()",
+        "def f(scaler): return getattr(scaler, '_found_inf_per_device')",
+        "class Mine:\n    def f(self): return self._pre_forward()",
+        "class Mine:\n    _config = 3\ndef f(process): return process._config",
+    ],
+)
+def test_a_private_name_would_be_seen(code: str) -> None:
+    """The test above finds each kind of use."""
+    assert list(offences({Path("planted.py"): ast.parse(code)}))
+
+
+def test_a_name_of_ones_own_is_no_offence() -> None:
+    """A private name that the package defines itself may be used in it."""
+    code = "import os\nclass Mine:\n    def __init__(self): self._own = 3\ndef f(mine): return mine._own or os._exit(1)"
+    assert not list(offences({Path("planted.py"): ast.parse(code)}))
+
+
+def test_no_class_overrides_a_private_method_by_chance() -> None:
+    """A private method of a class of ours replaces none of torch's or Python's, but for torch's extension points."""
+    replaced = {
+        (cls.__name__, name)
+        for cls in _classes()
+        for name in vars(cls)
+        if name.startswith("_") and not name.startswith("_abc_") and not name.endswith("_")
+        if any(name in vars(base) for base in cls.__mro__ if not base.__module__.startswith("distwrap"))
+    }
+    assert not {each for each in replaced if each[1] not in OVERRIDDEN}
+
+
+def _classes() -> Iterator[type]:
+    """Yield the classes of the package, but for those of _internals."""
+    for found in pkgutil.walk_packages(distwrap.__path__, "distwrap."):
+        if not found.name.endswith("__main__") and "_internals" not in found.name:
+            classes = vars(importlib.import_module(found.name)).values()
+            yield from (cls for cls in classes if isinstance(cls, type) and cls.__module__ == found.name)
+
+
+# What there is
+
+
+@pytest.mark.parametrize(
+    "module", [torch_names, torch_data, torch_tree, python_names, cloudpickle_names, datasets_names]
+)
+def test_every_function_of_internals_says_what_it_relies_on(module: Any) -> None:
+    """Each public function lists its names and what happens without them; the module, the versions."""
+    public = {name for name, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    listed = {each.function for each in relied_on(module)}
+    assert {name for name in public if not name.startswith("_")} - listed <= {
+        "set_metadata",
+        "worker_info_shown",
+        "IteratorHook",
+    }
+    assert all(each.without for each in relied_on(module))
+    assert re.search(r"(were|was) seen in version", module.__doc__)
+
+
+@pytest.mark.parametrize("each", TABLE, ids=lambda each: f"{each.module}:{each.expression}")
+def test_this_version_has_it(each: ReliedOn) -> None:
+    """The name is in the installed version of its owner; where it is not, that version is to be named in _internals."""
+    if importlib.util.find_spec(each.module.partition(".")[0]) is None:
+        pytest.skip("not installed")
+    version = {"torch": torch.__version__, "cloudpickle": _version("cloudpickle")}.get(
+        each.module.partition(".")[0], f"Python {platform.python_version()}"
+    )
+    try:
+        eval(each.expression, {**vars(importlib.import_module(each.module))})
+    except (AttributeError, NameError, ImportError) as error:
+        pytest.fail(f"{version} has no {each.module}:{each.expression} ({error}); without it: {each.without}")
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+# What happens without
+
+HIDE_EACH = """
+import importlib, json, os, pkgutil, sys
+import distwrap
+
+def import_all():
+    for found in pkgutil.walk_packages(sys.modules["distwrap"].__path__, "distwrap."):
+        if not found.name.endswith("__main__"):
+            importlib.import_module(found.name)
+
+import_all()  # so that torch has imported what distwrap makes it import; what torch itself needs is its own affair
+for name in [name for name in sys.modules if name.partition(".")[0] == "distwrap"]:
+    del sys.modules[name]
+
+def hide(module, owner, name):
+    if any(part.startswith("_") and part != "__init__" for part in module.split(".")) and module != "torch._C":
+        parent, _, last = module.rpartition(".")
+        sys.modules[module] = None
+        vars(sys.modules[parent]).pop(last, None)
+    else:
+        place = importlib.import_module(module)
+        delattr(eval(owner, vars(place)) if owner else place, name)
+
+for module, owner, name in json.loads(sys.argv[1]):
+    sys.stdout.flush()
+    if os.fork() == 0:
+        try:
+            hide(module, owner, name)
+            import distwrap
+            import_all()
+            print(name, "imported")
+        except BaseException as error:
+            print(name, "failed:", type(error).__name__, error)
+        sys.stdout.flush()
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_importing_distwrap_needs_none_of_them() -> None:
+    """With any of the names hidden, distwrap and all of its modules can be imported."""
+    pytest.importorskip("cloudpickle")
+    hidden = [(each.module, each.owner, each.name) for each in TABLE if each.can_be_hidden]
+    done = subprocess.run(
+        [sys.executable, "-c", HIDE_EACH, json.dumps(hidden)], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    told = dict(line.split(" ", 1) for line in done.stdout.splitlines())
+    assert set(told) == {name for _, _, name in hidden}
+    # Names of a class that is written in C cannot be hidden; nothing looks at them at import.
+    assert {name for name, result in told.items() if result != "imported"} <= {"_version", "queue_callback"}, told
+
+
+def test_the_nestings_without_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torch's pytree, tuples, lists, dicts and named tuples are nestings all the same."""
+    monkeypatch.setattr(torch_tree, "_pytree", lambda: None)
+    size = torch.zeros(2, 3).max(0)
+    value = {"a": [1, (2, size)], "b": 4}
+    leaves, structure = torch_tree.tree_flatten(value)
+    assert leaves == [1, 2, *size, 4]
+    assert torch_tree.tree_unflatten(leaves, structure) == value
+    assert torch_tree.tree_leaves(value) == leaves
+    assert torch_tree.tree_map(str, [1, {"x": 2}]) == ["1", {"x": "2"}]
+
+
+@pytest.mark.parametrize("operation", ["add", "add_", "addcdiv_", "addcmul_", "copy_", "div_", "lerp_", "mul_", "sqrt"])
+def test_operations_on_many_tensors_without_torchs(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without torch's operation for many tensors, one after the other gives the same."""
+    arguments: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "add": (([torch.full((2,), 3.0), torch.ones(1)],), {"alpha": 2}),
+        "copy_": (([torch.full((2,), 3.0), torch.ones(1)],), {}),
+        "lerp_": (([torch.full((2,), 3.0), torch.ones(1)], 0.25), {}),
+        "addcdiv_": (([torch.ones(2), torch.ones(1)], [torch.full((2,), 4.0), torch.ones(1)]), {"value": 2.0}),
+        "addcmul_": (([torch.ones(2), torch.ones(1)], [torch.full((2,), 4.0), torch.ones(1)]), {"value": 2.0}),
+        "div_": (([torch.full((2,), 4.0), torch.full((1,), 2.0)],), {}),
+        "sqrt": ((), {}),
+    }
+    args, kwargs = arguments.get(operation, ((1.5,), {}))
+    results = []
+    for _ in range(2):
+        tensors = [torch.full((2,), 2.0), torch.full((1,), 3.0)]
+        result = torch_names.foreach(operation, tensors, *args, **kwargs)
+        results.append([tensor.tolist() for tensor in [*tensors, *result]])
+        monkeypatch.delattr(torch, f"_foreach_{operation}", raising=False)
+    assert results[0] == results[1]
+
+
+def test_an_overflow_without_the_scalers_notes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the scaler's own table, the gradients themselves show an overflow."""
+    monkeypatch.delattr(torch.amp.GradScaler, "_found_inf_per_device")
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight, nn.Parameter(torch.ones(1))], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    for gradient, overflowed in ((1.0, False), (float("inf"), True), (float("nan"), True)):
+        weight.grad = torch.tensor([1.0, gradient])
+        assert torch_names.has_overflowed(scaler, optimizer) is overflowed
+
+
+def test_norms_without_their_base(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the private base of norms, torch's public norms are known."""
+    monkeypatch.delattr(torch.nn.modules.batchnorm, "_NormBase")
+    assert isinstance(nn.BatchNorm2d(1), torch_names.norm_classes())
+    assert isinstance(nn.InstanceNorm1d(1), torch_names.norm_classes())
+    assert not isinstance(nn.LayerNorm(1), torch_names.norm_classes())
+
+
+def test_what_cannot_be_done_without_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a feature is lost with a name, its use raises an error that names it and says what to do."""
+    model: Any = nn.Module()
+    model.reducer = None
+    with pytest.raises(ModelError, match=r"has no DistributedDataParallel\._pre_forward any more .*train by calling"):
+        torch_names.begin_ddp_forward(model)
+    with pytest.raises(ModelError, match=r"has no DistributedDataParallel\._post_forward any more"):
+        torch_names.end_ddp_forward(model, None)
+    with pytest.raises(ModelError, match=r"has no Reducer\._rebuild_buckets any more .*let a backward follow"):
+        torch_names.prepare_another_average(model)
+    monkeypatch.setattr("distwrap._internals.torch_data.get_worker_info", lambda: None)
+    with pytest.raises(LoaderError, match="keeps a worker's information elsewhere"):
+        torch_data.show_worker_info(3)
+    with pytest.raises(LoaderError, match="makes its iterator elsewhere"):
+        torch_data.check_iterator_hook(object)  # type: ignore[arg-type]
+
+
+def test_quiet_losses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nothing depends on a name but a report or a little time, its loss is not noticed."""
+    model: Any = nn.Module()
+    model.reducer = None
+    assert torch_names.is_averaging(model, otherwise=True)
+    torch_names.remove_ddp_hooks(model)
+    monkeypatch.delattr(torch._C, "_current_graph_task_id")
+    assert torch_names.current_backward() is None
+    monkeypatch.delattr(torch.autograd.Variable, "_execution_engine")
+    called: list[int] = []
+    torch_names.after_backward(lambda: called.append(1))
+    assert called == [1]
+    monkeypatch.delattr(torch._C._distributed_c10d, "_resolve_process_group")
+    assert torch_names.size_of_group("0") is None
+    assert torch_data.batches_given(iter([])) is None
+    assert torch_names.has_scaled(object())  # type: ignore[arg-type]
+    monkeypatch.delattr(sys, "_current_frames")
+    assert python_names.frames_of_threads() == {}
+    monkeypatch.delattr("subprocess._args_from_interpreter_flags")
+    assert python_names.interpreter_flags() == []
+    monkeypatch.delattr("weakref.finalize._registry")
+    python_names.stop_finalizers_at_exit()
+    monkeypatch.delattr("threading._shutdown")
+    assert not python_names.run_interpreter_end()
+    monkeypatch.delattr("atexit._clear")
+    assert not python_names.can_forget_exit_handlers()
