@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 from torch import nn
 from torch.optim import Optimizer
 
@@ -14,7 +16,12 @@ from distwrap.strategies.ddp import DDPStrategy
 
 def strategy_of_run(world: World) -> Strategy:
     """Return the strategy of a run."""
-    return world.options.strategy if world.options.strategy is not None else DDPStrategy()
+    return world.options.strategy if world.options.strategy is not None else _default()
+
+
+@cache
+def _default() -> Strategy:
+    return DDPStrategy()
 
 
 def strategy_of_model(model: nn.Module, world: World) -> Strategy:
@@ -27,12 +34,17 @@ def strategy_of_optimizer(optimizer: Optimizer, world: World) -> Strategy:
     """Return the strategy that prepared an optimizer, or the wrapped model that has its parameters; else the run's."""
     found = bound_strategy(optimizer)
     if found is None:
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        models = (model for model in world.part(WrappedModels) if not held.isdisjoint(map(id, model.parameters())))
-        owner = next(models, None)
-        found = strategy_of_run(world) if owner is None else strategy_of_model(owner, world)
+        found = strategy_of_owner(optimizer, world)
         bind(optimizer, found)  # so that the next step need not look
     return found
+
+
+def strategy_of_owner(optimizer: Optimizer, world: World) -> Strategy:
+    """Return the strategy of the wrapped model that has an optimizer's parameters; the run's where there is none."""
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    models = (model for model in world.part(WrappedModels) if not held.isdisjoint(map(id, model.parameters())))
+    owner = next(models, None)
+    return strategy_of_run(world) if owner is None else strategy_of_model(owner, world)
 
 
 def strategy_of_backward(world: World) -> Strategy:

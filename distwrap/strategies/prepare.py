@@ -21,7 +21,7 @@ from distwrap.model.wrapped_models import WrappedModels
 from distwrap.precision import InPrecision, LossScaling, Precision
 from distwrap.registry import algorithms, strategies
 from distwrap.strategies.base import Strategy, Wrapping
-from distwrap.strategies.lookup import strategy_of_model, strategy_of_optimizer, strategy_of_run
+from distwrap.strategies.lookup import strategy_of_model, strategy_of_owner, strategy_of_run
 from distwrap.supervision.activity import Activity
 
 
@@ -117,7 +117,7 @@ def wrap_optimizer(optimizer: Optimizer, model: nn.Module | None = None) -> Opti
     if not isinstance(optimizer, Optimizer):
         raise OptionError(f"wrap_optimizer() takes a torch optimizer, not a {type(optimizer).__qualname__}.")
     world = current_world()
-    strategy = strategy_of_optimizer(optimizer, world) if model is None else strategy_of_model(model, world)
+    strategy = strategy_of_owner(optimizer, world) if model is None else strategy_of_model(model, world)
     prepared = strategy.prepare_optimizer(optimizer, model)
     bind(prepared, strategy)
     return prepared
