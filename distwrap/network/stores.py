@@ -260,7 +260,7 @@ def _starter() -> str:
     """Return the number and birth of the process that started all ranks of this node."""
     pid = os.getppid()
     with suppress(OSError):
-        while pid > 1:
+        while pid > 0:
             name, fields = process_status(pid)
             if any(launcher in name for launcher in _MPI_LAUNCHERS):
                 return f"{pid} {fields[19]}"
