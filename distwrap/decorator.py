@@ -1,4 +1,4 @@
-"""``@distributed``: options in, launcher chosen, result out."""
+"""The decorator ``@distributed``, and the type of what it returns."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class GivenOptions(TypedDict, total=False):
 
 
 class Distributed(Protocol[P, R_co]):
-    """A decorated function: called like the plain one."""
+    """Decorated function, which is called like the plain one."""
 
     __name__: str
     __qualname__: str
@@ -58,7 +58,7 @@ class Distributed(Protocol[P, R_co]):
         """Run it on all ranks; return rank 0's value."""
 
     def options(self, **options: Any) -> Distributed[P, R_co]:
-        """The same function with other options, for one call: ``train.options(nprocs=4)(…)``."""
+        """Return the same function with other options, for one call: ``train.options(nprocs=4)(…)``."""
 
     @overload
     def __get__(self, instance: None, owner: type | None = None) -> Distributed[P, R_co]: ...
@@ -112,9 +112,10 @@ def distributed(
 def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """Turn a plain function with a training loop into one that runs on several processes.
 
-    Bare, ``@distributed``, or with options. A call runs the function on every rank and returns rank 0's value; an
-    exception of a rank is raised here in its own type. In a single process it is a plain call; under torchrun, or
-    inside another decorated function, it joins and launches nothing. Nothing of the caller is changed afterwards.
+    It is written bare, ``@distributed``, or with options. A call runs the function on every rank and returns rank 0's
+    value. An exception on any rank is raised in the caller, with its type and the rank's traceback. With a single
+    process it is a plain call; under torchrun, or inside another decorated function, it joins the ranks that are there
+    and launches none. Nothing of the caller's environment is changed afterwards.
 
     Args:
         fn: the function, method, class or static method.
@@ -122,17 +123,18 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
             ``"ddp_spawn"``, ``"ddp_fork"``, ``"ddp_forkserver"``, ``"ddp_script"``, ``"ddp_notebook"``: ``"ddp"`` with
             that launcher; or a `Strategy`, as ``DDPStrategy(static_graph=True)``. ``"dp"`` is one process over all
             devices it sees, whatever `nprocs` says.
-        nprocs: processes on this machine; ``"auto"`` is one an accelerator, else 1.
-        nnodes: machines, all of which run the same command; ``"1:4"`` lets them come and go. On machines other than
-            that of rank 0 the call returns a `NodeSummary`.
-        node_rank: which one this is; by default the one that `rdzv_endpoint` names is 0, and the others count off.
-        rdzv_endpoint: where they meet, ``"host:port"``: one of them, the same on all.
+        nprocs: processes on this node; ``"auto"`` is one for each accelerator, else 1.
+        nnodes: nodes, all of which run the same command; ``"1:4"`` lets them come and go. On nodes other than that of
+            rank 0 the call returns a `NodeSummary`.
+        node_rank: which of the nodes this one is; by default the one that `rdzv_endpoint` names is 0, and the others
+            are numbered as they arrive.
+        rdzv_endpoint: where the nodes meet, ``"host:port"``: one of them, the same on all.
         launcher: ``"auto"`` (fork where that is safe, else forkserver), ``"forkserver"``, ``"fork"``, ``"spawn"``,
             ``"script"``, ``"elastic"`` (torch's agent, which `max_restarts` and ``"1:4"`` choose too), or
             ``"external"``, which refuses to run unless an outer launcher is there.
-        backend: of the process group; ``"auto"`` is NCCL on CUDA and gloo on the CPU.
+        backend: the process group's backend; ``"auto"`` is NCCL on CUDA and gloo on the CPU.
         precision: ``"32"``, ``"bf16"`` or ``"fp16"``; Lightning's and Accelerate's spellings are taken too.
-        comm: how wrapped models exchange what they have learnt: a name out of `available_algorithms`, as
+        comm: how wrapped models exchange gradients or weights: a name out of `available_algorithms`, as
             ``"bytegrad"``, also with options, ``"local_sgd(sync_every=16)"``; or an object out of `distwrap.comm`.
         seed: seeds all ranks alike, and their loaders' workers apart.
         timeout: seconds for a collective, at most 120 of them for all ranks to arrive.

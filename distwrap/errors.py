@@ -2,19 +2,19 @@
 
 DistwrapError
 ├── OptionError (ValueError)              an option of @distributed, or its environment variable, is wrong
-├── PlacementError (RuntimeError)         the environment says half of who we are, or contradicts itself
+├── PlacementError (RuntimeError)         the environment says half of the rank and world size, or contradicts itself
 ├── LaunchError (RuntimeError)            the ranks cannot be started this way
 │   ├── ForkError                         forking this process now would not be safe
 │   ├── MainGuardError                    a fresh interpreter would import the script and launch again
 │   └── SerializationError (TypeError)    the function, an argument or a result cannot be pickled
 ├── WorkerError (RuntimeError)            a rank failed: knows rank, host, exitcode and signal
-│   ├── WorkerTraceback                   the cause of the exception that a rank raised: its traceback over there
-│   ├── WorkerDiedError                   the process of a rank ended without a word
+│   ├── WorkerTraceback                   the cause of an exception that a rank raised: the traceback on that rank
+│   ├── WorkerDiedError                   the process of a rank ended without a report
 │   └── WorkerTimeoutError (TimeoutError) the ranks were not done in time
-├── ArrivalError (TimeoutError)           not all ranks came to the rendezvous in time
+├── ArrivalError (TimeoutError)           not all ranks arrived at the rendezvous in time
 ├── CollectiveError (RuntimeError)        the ranks disagree about what they exchange
 │   ├── CollectiveTimeoutError (TimeoutError) not all ranks came to a collective in time
-│   └── CollectiveInRankZeroError         a collective where only some ranks are: the others would never come
+│   └── CollectiveInRankZeroError         a collective in code that only some ranks run, so that it would never end
 ├── LoaderError (ValueError)              a loader cannot be sharded safely
 ├── ModelError (RuntimeError)             a model cannot be wrapped, or is used in a way that would train wrongly
 ├── PrecisionError (RuntimeError)         a step that would be wrong in this precision
@@ -36,7 +36,7 @@ class OptionError(DistwrapError, ValueError):
 
 
 class PlacementError(DistwrapError, RuntimeError):
-    """The environment says half of who this process is, or contradicts itself."""
+    """The environment gives this process half of a placement, or contradicts itself."""
 
 
 class LaunchError(DistwrapError, RuntimeError):
@@ -60,7 +60,7 @@ class WorkerError(DistwrapError, RuntimeError):
 
     Attributes:
         rank: the rank that failed first.
-        host: the name of its machine.
+        host: the name of its host.
         exitcode: how its process ended, ``None`` where it was still running.
         signal: the signal that ended it, or ``None``.
     """
@@ -79,14 +79,14 @@ class WorkerError(DistwrapError, RuntimeError):
 
 
 class WorkerTraceback(WorkerError):
-    """What a rank's exception looked like over there; the ``__cause__`` of the same exception here."""
+    """The traceback of an exception on its rank; the ``__cause__`` of the same exception in the caller."""
 
     def __str__(self) -> str:
         return "\n" + super().__str__()
 
 
 class WorkerDiedError(WorkerError):
-    """The process of a rank ended without a word."""
+    """The process of a rank ended without a report."""
 
 
 class WorkerTimeoutError(WorkerError, TimeoutError):
@@ -94,7 +94,7 @@ class WorkerTimeoutError(WorkerError, TimeoutError):
 
 
 class ArrivalError(DistwrapError, TimeoutError):
-    """Not all ranks came to the rendezvous in time."""
+    """Not all ranks arrived at the rendezvous in time."""
 
 
 class CollectiveError(DistwrapError, RuntimeError):
@@ -106,7 +106,7 @@ class CollectiveTimeoutError(CollectiveError, TimeoutError):
 
 
 class CollectiveInRankZeroError(CollectiveError):
-    """A collective was called where only some ranks are, as in ``rank_zero_only``: the others would never come."""
+    """A collective was called in code that only some ranks run, as in ``rank_zero_only``; it would never end."""
 
 
 class LoaderError(DistwrapError, ValueError):

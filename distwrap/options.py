@@ -1,4 +1,4 @@
-"""The options of ``@distributed``: names, aliases, environment overrides, checks. Nothing here starts anything."""
+"""The options of ``@distributed``, each declared once: default, check, environment variable, line of documentation."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _OURS = ("DISTWRAP_STORE", "DISTWRAP_LAUNCHED", "DISTWRAP_SCRIPT_FD")  # between
 
 
 class Text(NamedTuple):
-    """How an option is read from its environment variable."""
+    """Reading of an option from its environment variable."""
 
     read: Callable[[str], object]
     words: str  # what the text must be, for the error
@@ -41,7 +41,7 @@ NUMBER = Text(float, "a number of seconds")
 
 
 class Declaration(NamedTuple):
-    """What is known of an option besides its name and its default."""
+    """Check, documentation and environment variable of an option."""
 
     check: Callable[[str, Any], Any]
     line: str
@@ -120,7 +120,7 @@ class Options:
     )
     backend: str = field(default="auto", metadata=declare(_BACKEND, "the backend of the process group", WORD))
     precision: str | Precision = field(default="32", metadata=declare(_precision, "the precision of computation", WORD))
-    comm: Any = field(default=None, metadata=declare(_comm, "how wrapped models exchange what they learn", WORD))
+    comm: Any = field(default=None, metadata=declare(_comm, "how wrapped models exchange gradients or weights", WORD))
     seed: int | None = field(default=None, metadata=declare(either(None, SEED), "the seed of all ranks"))
     timeout: float = field(default=600.0, metadata=declare(SECONDS, "seconds for a collective", NUMBER))
     max_restarts: int = field(default=0, metadata=declare(whole(0), "restarts after a failure", WHOLE))
@@ -177,7 +177,7 @@ class Options:
         """Return these options with the ``DISTWRAP_…`` variables over them.
 
         Raises:
-            OptionError: a value is wrong, or a variable is none of ours, as one that is misspelt.
+            OptionError: a value is wrong, or a variable has no meaning here, as one that is misspelt.
         """
         for variable in env:
             if variable.startswith("DISTWRAP_") and variable not in (*VARIABLES, *SWITCHES, *_OURS):
@@ -197,10 +197,10 @@ VARIABLES = {f"DISTWRAP_{name.upper()}": name for name, declared in DECLARATIONS
 
 
 def switched_on(env: Mapping[str, str], variable: str) -> bool:
-    """Read a yes-or-no variable strictly.
+    """Return whether a yes-or-no variable says yes.
 
     Raises:
-        OptionError: neither yes nor no; lists what is allowed.
+        OptionError: it says neither yes nor no; lists what is allowed.
     """
     text = env.get(variable, "").strip().lower()
     if text in ("", "0", "false", "no", "off"):

@@ -1,7 +1,7 @@
-"""Strategies and algorithms by name: our own, those that a program registers, and those of installed packages.
+"""Tables of strategies, algorithms and the like: our own, those that a program registers, those of installed packages.
 
-A package adds its own by an entry point in the group ``distwrap.strategies`` or ``distwrap.algorithms``, without our
-knowing. Source: https://packaging.python.org/en/latest/specifications/entry-points/.
+A package adds its own by an entry point in the group ``distwrap.strategies`` or ``distwrap.algorithms``, and so on.
+Source: https://packaging.python.org/en/latest/specifications/entry-points/.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class _Row(NamedTuple):
 
 
 class Registry(Generic[Thing]):
-    """A table of names and of what makes the thing of each name.
+    """Table of names, and of the factory of each.
 
     Args:
         kind: the word for what is registered, for messages.
@@ -270,7 +270,7 @@ def register_strategy(name: str, factory: Factory | str, description: str = "", 
         **defaults: handed to the factory.
 
     Raises:
-        OptionError: the name is no word, or the factory cannot be called.
+        OptionError: the name is not a word, or the factory cannot be called.
 
     Example:
         >>> register_strategy("ddp_static", "distwrap.strategies.ddp:DDPStrategy", "DDP, static", static_graph=True)
@@ -300,7 +300,7 @@ def register_algorithm(name: str, factory: Factory | str, description: str = "",
         **defaults: handed to the factory.
 
     Raises:
-        OptionError: the name is no word, or the factory cannot be called.
+        OptionError: the name is not a word, or the factory cannot be called.
 
     Example:
         >>> register_algorithm("rare", "distwrap.comm.local_sgd:LocalSGD", "a mean now and then", sync_every=100)
@@ -330,7 +330,7 @@ def register_precision(name: str, factory: Factory | str, description: str = "",
         **defaults: handed to the factory.
 
     Raises:
-        OptionError: the name is no word, or the factory cannot be called.
+        OptionError: the name is not a word, or the factory cannot be called.
 
     Example:
         >>> register_precision("brain", "distwrap.precision.bf16:MixedBF16", "autocast to bfloat16")

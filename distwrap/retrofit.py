@@ -1,4 +1,4 @@
-"""Make a function distributed that knows nothing of it: wrap what goes in, and bring home what was trained.
+"""Make a plain function distributed: wrap its arguments, and copy what was trained back into the caller's objects.
 
 Models, optimizers, schedulers, scalers and loaders are found among the arguments, also inside lists, tuples and
 dicts, in the same order in the caller and on every rank; so the n-th state that comes back belongs to the n-th object.
@@ -29,7 +29,7 @@ _EPOCH = "_distwrap_next_epoch"  # what the caller's own loader remembers from c
 
 @dataclass
 class Retrofitted:
-    """One object among the arguments: the caller's own, and what the function saw in its place."""
+    """Object among the arguments: the caller's own, and the wrapped one that the function saw."""
 
     original: Any
     wrapped: Any

@@ -1,4 +1,4 @@
-"""Run a test body on several ranks."""
+"""Running of test bodies on several ranks."""
 
 from __future__ import annotations
 
