@@ -20,7 +20,7 @@ CAUSE_SECONDS = 1.5  # for the word of a rank that failed first
 NOTICE_SECONDS = 0.5  # for whoever started the ranks to notice it before this rank's end
 
 # What torch.distributed says on a rank whose peer is gone: an effect, not the cause.
-_ECHOES = (
+_LOST_PEER = (
     "Connection closed by peer",
     "Connection reset by peer",
     "Broken pipe",
@@ -32,7 +32,7 @@ _ECHOES = (
     "Failed to recv",
 )
 
-# What `rank_zero` raises on the ranks that wait for one that fails: our other errors are no echoes.
+# What `rank_zero` raises on the ranks that wait for one that fails: our other errors are no secondary failures.
 _OF_ANOTHER = re.compile(r"distwrap\.errors\.WorkerError: rank \d+(, which goes first, failed| ended) inside ")
 
 # What torch says when not all ranks came to a collective in time.
@@ -43,14 +43,14 @@ def is_secondary_failure(summary: str) -> bool:
     """Return whether an error only follows from a lost peer, or from another rank's failure."""
     if _OF_ANOTHER.match(summary):
         return True
-    return not summary.startswith("distwrap.") and any(echo in summary for echo in _ECHOES)
+    return not summary.startswith("distwrap.") and any(words in summary for words in _LOST_PEER)
 
 
 def explained(error: BaseException) -> BaseException:
     """Return the error that the user should read in place of this one: the cause, where torch reports an effect.
 
-    A collective that timed out comes with the places of all ranks. Where no launcher of ours finds the first cause, an
-    echo of a lost peer becomes the word of the rank that failed first.
+    A collective that timed out comes with the places of all ranks. Where no launcher of ours finds the first cause, a
+    secondary failure is replaced by the word of the rank that failed first.
     """
     world = active_world()
     if isinstance(error, (OSError, EOFError)) and world is not None and _fetches_a_batch(error):

@@ -72,7 +72,7 @@ def _interface(placement: Placement, registered: dict[int, dict[str, Any]]) -> s
 
 
 def _numbered(placement: Placement, homes: list[tuple[str, str]]) -> Placement:
-    """Number the nodes by their lowest ranks, where no variable says which one this is.
+    """Give the nodes numbers by their lowest ranks, where no variable says which one this is.
 
     Example:
         >>> place = Placement(1, 4, 0, 2, 0, 2, source="open_mpi")

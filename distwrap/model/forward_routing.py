@@ -68,7 +68,7 @@ class RoutedModule(TransparentModule):
         return run
 
     def _takes_part(self) -> bool:
-        """Whether there is anything to do for a forward now."""
+        """Return whether there is anything to do for a forward now."""
         return True
 
     def _moved(self, arguments: Any) -> Any:

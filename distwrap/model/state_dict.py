@@ -125,7 +125,7 @@ def _unmarked(key: str, real: set[str]) -> str:
 
 
 def _in_chain_with_mark(parts: list[str], index: int) -> bool:
-    """Whether a run of wrappers' names from here on meets a mark: as in ``module._orig_mod``, not ``_orig_mod.module``.
+    """Return whether wrappers' names from here on meet a mark: as in ``module._orig_mod``, not ``_orig_mod.module``.
 
     What follows a mark directly may be the user's own child called ``module``.
     """
