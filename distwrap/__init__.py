@@ -3,6 +3,7 @@
 import importlib
 import typing
 
+from distwrap import _started as _started
 from distwrap._version import __version__
 from distwrap.devices.kinds import watch_first_use as _watch_first_use
 

@@ -6,10 +6,8 @@ import os
 import sys
 from typing import Any
 
+from distwrap import _started
 from distwrap.errors import LaunchError
-
-# Where the script was started: it may have gone elsewhere before the call, and will again.
-_directory = os.getcwd()
 
 
 def command(rank: int) -> list[str]:
@@ -56,7 +54,7 @@ def again(orig_argv: list[str], main_file: str | None, in_module: bool) -> list[
 def directory() -> str | None:
     """Return the folder in which the script was started; ``None`` where it is no more."""
     config = _hydra()
-    started = config.runtime.cwd if config is not None else _directory
+    started = config.runtime.cwd if config is not None else _started.FOLDER
     return started if os.path.isdir(started) else None
 
 
