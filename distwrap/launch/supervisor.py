@@ -57,7 +57,14 @@ def supervise(
         WorkerTimeoutError: the ranks were not done in time, or none of them moved any more.
     """
     try:
-        outcomes = _wait_for_outcomes(processes, store, ranks, seconds, rank_zero_is_done, nodes)
+        outcomes, late = _collect(processes, store, seconds, nodes)
+        failed = [outcome for outcome in outcomes if outcome.failed]
+        if failed:
+            finished = [outcome.rank for outcome in outcomes if not outcome.failed]
+            zero_is_done = rank_zero_is_done is not None and rank_zero_is_done.is_set()
+            raise_failure(failed, [0, *finished] if zero_is_done else finished)
+        if late:
+            raise _timed_out(late, seconds, store, ranks)
     except BaseException as error:
         if nodes is not None:
             nodes.tell(error)  # at once, since the other nodes' ranks have lost their peers
@@ -71,14 +78,14 @@ def supervise(
     return sorted(outcomes, key=lambda outcome: outcome.rank)
 
 
-def _wait_for_outcomes(
-    processes: Sequence[Process],
-    store: str,
-    ranks: int,
-    seconds: float | None,
-    rank_zero_is_done: threading.Event | None,
-    nodes: Nodes | None,
-) -> list[Outcome]:
+def _collect(
+    processes: Sequence[Process], store: str, seconds: float | None, nodes: Nodes | None
+) -> tuple[list[Outcome], list[Process]]:
+    """Wait for the outcomes of all ranks; after a failure only for those that may tell more of it.
+
+    Returns:
+        The outcomes, and the processes of which there is none.
+    """
     outcomes: list[Outcome] = []
     failed: list[Outcome] = []
     waiting: dict[Any, Process] = {process.conn: process for process in processes}
@@ -87,13 +94,9 @@ def _wait_for_outcomes(
     while True:
         # The cause may be on another node, as long as all failures here are secondary.
         elsewhere = [nodes.news] if nodes is not None and (not failed or first_cause(failed).is_secondary) else []
-        if not waiting and not (failed and elsewhere):
-            break
-        ready = wait([*waiting, *elsewhere], _remaining(deadline))
-        if not ready and not failed:
-            raise _timed_out(list(waiting.values()), seconds, store, ranks)
+        ready = wait([*waiting, *elsewhere], _remaining(deadline)) if waiting or (failed and elsewhere) else []
         if not ready:
-            break
+            return outcomes, list(waiting.values())
         for conn in ready:
             process = waiting.pop(conn, None)
             outcome = elsewhere[0].recv() if process is None else _receive(process, oom_kills, store)
@@ -105,12 +108,6 @@ def _wait_for_outcomes(
                     nodes.hurry()
                 patience = 0.0 if process is None else CAUSE_SECONDS if secondary else SETTLE_SECONDS
                 deadline = min(deadline, time.monotonic() + patience)
-    if failed:
-        finished = [outcome.rank for outcome in outcomes if not outcome.failed]
-        if rank_zero_is_done is not None and rank_zero_is_done.is_set():
-            finished.append(0)
-        raise_failure(failed, finished)
-    return outcomes
 
 
 def _receive(process: Process, oom_kills: OomCount, store: str) -> Outcome:
