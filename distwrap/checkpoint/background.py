@@ -11,7 +11,7 @@ from distwrap.group.world import RunPart, World
 
 
 class Writer(RunPart):
-    """Of one world, on rank 0. A state that comes while another is being written waits for it."""
+    """Background writer of a run's checkpoints, on rank 0; a state that comes during a write waits for its end."""
 
     def __init__(self, world: World) -> None:
         self._staging = Staging()

@@ -55,7 +55,7 @@ def put_folder(temporary: Path, path: Path) -> None:
 
 
 def previous_of(path: Path) -> Path:
-    """Where a folder is for the moment in which its successor takes its name."""
+    """Return the path of a folder for the moment in which its successor takes its name."""
     return path.parent / f".{path.name}.previous"
 
 
@@ -74,7 +74,7 @@ def _owner(pid: object) -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what processes of this machine had begun to write when they were killed."""
+    """Remove what processes of this node had begun to write when they were killed."""
     for left in folder.glob(f".*{_owner('*')}*.tmp"):
         pid = left.name.split(".")[-3]
         with suppress(OSError):
@@ -101,7 +101,7 @@ def _synced(path: Path) -> None:
 
 
 def _mode(path: Path) -> int:
-    """The mode of the file that is replaced, or that of a new one."""
+    """Return the mode of the file that is replaced, or that of a new one."""
     with suppress(FileNotFoundError):
         return path.stat().st_mode & 0o777
     umask = os.umask(0)

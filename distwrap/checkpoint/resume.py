@@ -1,4 +1,4 @@
-"""Go on where the last run stopped: the newest checkpoint that any machine has, on every rank."""
+"""Go on where the last run stopped: the newest checkpoint that any node has, on every rank."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any:
     """Load what `save` last wrote to a path, or return ``None`` where it has not written yet; alike on every rank.
 
     Put it before the loop, and a run that is started again, by `max_restarts`, a requeued job or by hand, goes on. The
-    machines need no common disk: where they have different files the newest is sent to all ranks.
+    nodes need no common disk: where they have different files the newest is sent to all ranks.
 
     Args:
         path: the file that the loop gives to `save`; of a numbered series the link to its latest.

@@ -245,7 +245,7 @@ def _raise_everywhere(name: str, problem: str, cause: Exception | None, what: st
 
 
 def _of_strategy(io: str | CheckpointIO) -> str | CheckpointIO:
-    """Where the call leaves the format open, a strategy of the user's may have one."""
+    """Return the format of the user's strategy where the call leaves it open and the strategy has one."""
     strategy = current_world().options.strategy
     return strategy.checkpoint_io() if io == "auto" and strategy is not None else io
 

@@ -1,7 +1,7 @@
 """A folder to which every rank writes its part, by torch's distributed checkpoint.
 
 Tensors that all ranks hold alike are divided among them; any number of ranks reads them back. The folder must be on a
-disk that all machines see.
+disk that all nodes see.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
@@ -101,7 +101,7 @@ class _SafeReader(FileSystemReader):
 
 
 class _Contents(pickle.Unpickler):
-    """Knows the classes of a table of contents, and no others."""
+    """Unpickler that knows the classes of a table of contents, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"):

@@ -18,7 +18,7 @@ from distwrap.comm.weights import WeightAlgorithm, WeightExchange
 
 
 class _Ring(WeightExchange["LowPrecisionDecentralized"]):
-    """Keeps the weights that the neighbours know of this rank, and those that it knows of them: the same numbers."""
+    """Exchange that keeps the weights known of this rank and of its neighbours: the same numbers on both sides."""
 
     _known: Sequence[torch.Tensor] = ()  # own, left, right
 

@@ -1,7 +1,7 @@
 """`lockstep`: all ranks take the same number of steps, whatever happens on one of them.
 
 Before each step the ranks exchange a status of a few numbers: who is out of data, wants to stop or to skip, or was
-told that the machine is wanted back. All of them then take the same branch.
+told that the node is wanted back. All of them then take the same branch.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def lockstep(
     """Iterate over a loader so that all ranks take the same steps; in a single process the rules are the same.
 
     Where one rank runs out of data, calls ``stop()``, leaves the loop after its step, or has a batch to skip, all do.
-    SIGTERM and SIGUSR2, by which clusters announce that they want the machine back, only set a flag meanwhile: all
+    SIGTERM and SIGUSR2, by which clusters announce that they want the node back, only set a flag meanwhile: all
     ranks then leave before the same step, after `on_preempt`; so do later lockstep loops of the run, at once. Signals
     are heard in the main thread alone.
 
@@ -62,7 +62,7 @@ def lockstep(
             begin their loader again.
         skip: asked for each batch; if it says yes on any rank, all ranks skip that step.
         on_preempt: called on every rank before the loop ends for a signal, with a `Preemption`; may `save`.
-        grace: seconds from the signal until the machine is taken away; Slurm and Kubernetes give 30 by default.
+        grace: seconds from the signal until the node is taken away; Slurm and Kubernetes give 30 by default.
 
     Returns:
         An iterable with ``stop()``, ``step``, ``skipped`` and ``preempted``; each iteration goes through the loader.
@@ -98,7 +98,7 @@ class LockstepStatus(RunPart):
     """Exchange of the loops' status among the ranks of a run.
 
     Attributes:
-        preempted: how the machine was wanted back, once it was.
+        preempted: how the node was wanted back, once it was.
     """
 
     def __init__(self, world: World) -> None:
@@ -139,7 +139,7 @@ class Lockstep(Generic[Batch]):
     Attributes:
         step: how many steps this iteration has begun.
         skipped: how many batches it has skipped.
-        preempted: how the machine was wanted back, or ``None``.
+        preempted: how the node was wanted back, or ``None``.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
 
 @dataclass(frozen=True)
 class Preemption:
-    """Announcement that the machine is wanted back.
+    """Announcement that the node is wanted back.
 
     Attributes:
         signal: the number of the signal that announced it.

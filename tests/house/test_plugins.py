@@ -1,6 +1,6 @@
 """Another package adds a strategy, a precision, an algorithm, a detector or a kind of device by one file each.
 
-Each file has one entry point, and is installed into a folder as pip would do it, and used by a program in a fresh interpreter.
+Each file has one entry point, and is installed into a folder as pip would do it, for a program in a fresh interpreter.
 """
 
 from __future__ import annotations
