@@ -1,4 +1,4 @@
-"""Write one state at a time in a thread, while training goes on."""
+"""Writing of checkpoints in a thread, one at a time, while training goes on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from distwrap.group.world import RunPart, World
 
 
 class Writer(RunPart):
-    """Background writer of a run's checkpoints, on rank 0; a state that comes during a write waits for its end."""
+    """Background checkpoint writer; one per run, on rank 0. A state waits until the one before it is written."""
 
     def __init__(self, world: World) -> None:
         self._staging = Staging()
@@ -55,6 +55,6 @@ class Writer(RunPart):
         self.wait()
 
     def close(self) -> None:
-        """Wait, and say nothing of a failure: the run has failed already, or has been told."""
+        """Wait without raising an error: the run has failed already, or `settle` has raised it."""
         if self._thread is not None:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""Put a file or a folder in its place in one step, after it is safely on disk."""
+"""Files and folders that take their place in one step, after they are safely on disk."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SWEEP_SECONDS = 60.0
 
 
 def write_atomically(path: Path, write: Callable[[Path], None], before: Callable[[], None] = lambda: None) -> None:
-    """Let `write` make a file beside `path`, bring it to the disk, and give it that name.
+    """Write a file beside `path`, bring it to the disk, and give it that name.
 
     Whatever happens on the way, the path holds what it held before, or all of the new.
 
@@ -30,43 +30,43 @@ def write_atomically(path: Path, write: Callable[[Path], None], before: Callable
     temporary = Path(name)
     try:
         write(temporary)
-        _synced(temporary)
+        _sync(temporary)
         os.chmod(temporary, _mode(path))
         before()
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    _synced(path.parent)  # the new name itself must survive a power cut
+    _sync(path.parent)  # the new name itself must survive a power cut
 
 
 def put_folder(temporary: Path, path: Path) -> None:
-    """Give a folder that is complete its name; what had it stays as `previous_of` until the new one has it."""
+    """Give a complete folder its name; a folder that had the name stays as `previous_of` until then."""
     for file in temporary.rglob("*"):
-        _synced(file)
-    _synced(temporary)
+        _sync(file)
+    _sync(temporary)
     previous = previous_of(path)
     if path.exists():
         shutil.rmtree(previous, ignore_errors=True)
         os.rename(path, previous)
     os.rename(temporary, path)
-    _synced(path.parent)
+    _sync(path.parent)
     shutil.rmtree(previous, ignore_errors=True)
 
 
 def previous_of(path: Path) -> Path:
-    """Return the path of a folder for the moment in which its successor takes its name."""
+    """Return where a folder is for the moment in which its successor takes its name."""
     return path.parent / f".{path.name}.previous"
 
 
 def point(link: Path, target: Path) -> None:
-    """Let a symbolic link point to a file beside it, in one step."""
+    """Point a symbolic link to a file beside it, in one step."""
     temporary = link.parent / f".{link.name}.{os.getpid()}.tmp"
     with suppress(FileNotFoundError):
         temporary.unlink()
     os.symlink(target.name, temporary)
     os.replace(temporary, link)
-    _synced(link.parent)
+    _sync(link.parent)
 
 
 def _owner(pid: object) -> str:
@@ -74,7 +74,7 @@ def _owner(pid: object) -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what processes of this node had begun to write when they were killed."""
+    """Remove files that processes of this node had begun to write when they were killed."""
     for left in folder.glob(f".*{_owner('*')}*.tmp"):
         pid = left.name.split(".")[-3]
         with suppress(OSError):
@@ -92,7 +92,7 @@ def _lives(pid: int) -> bool:
     return True
 
 
-def _synced(path: Path) -> None:
+def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

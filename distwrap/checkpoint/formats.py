@@ -1,6 +1,6 @@
-"""How a state is written and read: one protocol, one class a format.
+"""Formats of checkpoints: one protocol, one class a format.
 
-Others are objects with the same methods, given to ``save(io=...)`` and ``load(io=...)``.
+Formats of the user's own are objects with the same methods, given to ``save(io=...)`` and ``load(io=...)``.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ SKELETON = "skeleton.pt"  # of a sharded checkpoint, all but the tensors' number
 
 @runtime_checkable
 class CheckpointIO(Protocol):
-    """A format.
+    """Format of a checkpoint.
 
     Attributes:
         collective: whether every rank writes and reads its part, into a folder. Else rank 0 writes a file for all.
@@ -33,7 +33,7 @@ class CheckpointIO(Protocol):
 
 
 class FileIO:
-    """torch's own file, read by its safe loader."""
+    """A file of torch's own, read by its safe loader."""
 
     collective = False
 
@@ -79,7 +79,7 @@ class SafetensorsIO:
 
 
 def choose(io: str | CheckpointIO, path: Path) -> CheckpointIO:
-    """Return the format of a name, or by the path: its suffix, or that it is a folder."""
+    """Return the format of a name; for ``"auto"`` by the path's suffix, or by what the folder holds."""
     if not isinstance(io, str):
         return io
     if io == "auto":
@@ -94,7 +94,7 @@ def choose(io: str | CheckpointIO, path: Path) -> CheckpointIO:
 
 
 def _apart(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Give each tensor memory of its own, without gaps: the format has no two names for one."""
+    """Return tensors with memory of their own, without gaps: the format has no two names for one tensor."""
     apart = {name: value.detach().contiguous() for name, value in state.items()}
     owner: dict[int, str] = {}
     for name, value in apart.items():
@@ -104,7 +104,7 @@ def _apart(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def safetensors() -> Any:
-    """Import the extra.
+    """Import and return ``safetensors.torch``.
 
     Raises:
         CheckpointError: it is not installed.

@@ -1,4 +1,4 @@
-"""Turn what a user wants to save into what the safe loader takes, and copy it out of training's way.
+"""Plain states, which the safe loader takes, and copies of them out of training's way.
 
 Source of the safe loader: https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only
 """
@@ -20,10 +20,10 @@ _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch
 
 
 def plain(value: Any, where: str = "") -> Any:
-    """Replace objects by their state dicts, and refuse what the safe loader would refuse, by its path.
+    """Return a state with state dicts in the place of objects.
 
     Raises:
-        CheckpointError: names it.
+        CheckpointError: names a value that the safe loader would refuse, by its path.
     """
     if type(value) in (dict, OrderedDict, Counter):
         items = {plain(key, f"'s key {key!r}"): plain(item, f"{where}[{key!r}]") for key, item in value.items()}
@@ -78,7 +78,7 @@ class Staging:
         self._storages: list[torch.UntypedStorage] = []
 
     def copied(self, state: Any) -> Any:
-        """Copy a plain state onto the CPU. The copy before is overwritten."""
+        """Return a copy of a plain state on the CPU. The copy before is overwritten."""
         free, copies = self._storages, {}
         self._storages = []
 
@@ -90,14 +90,14 @@ class Staging:
             storage = leaf.untyped_storage()
             key = (storage.data_ptr(), storage.nbytes(), leaf.device)
             if key not in copies:
-                copies[key] = self._taken(free, storage)
+                copies[key] = self._copy_of(free, storage)
             twin = torch.empty(0, dtype=leaf.dtype)
             twin.set_(copies[key], leaf.storage_offset(), leaf.size(), leaf.stride())
             return twin if type(leaf) is torch.Tensor else _PARAMETER(twin, leaf.requires_grad)
 
         return mapped(state, copy)
 
-    def _taken(self, free: list[torch.UntypedStorage], storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    def _copy_of(self, free: list[torch.UntypedStorage], storage: torch.UntypedStorage) -> torch.UntypedStorage:
         size = storage.nbytes()
         found = next((index for index, one in enumerate(free) if one.nbytes() == size), None)
         copy = torch.UntypedStorage(size) if found is None else free.pop(found)  # type: ignore[no-untyped-call]

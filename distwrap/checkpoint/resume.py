@@ -1,4 +1,4 @@
-"""Go on where the last run stopped: the newest checkpoint that any node has, on every rank."""
+"""Resuming where the last run stopped: the newest checkpoint that any node has, on every rank."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any:
 
 
 def _file(path: str | os.PathLike[str]) -> tuple[int, int] | None:
-    """When the file was written, in seconds, and how long it is; ``None`` where there is none."""
+    """Return when a file was written, in seconds, and its length in bytes; ``None`` where there is none."""
     try:
         stat = os.stat(path)
     except FileNotFoundError:

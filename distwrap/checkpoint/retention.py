@@ -15,7 +15,7 @@ _NUMBER = re.compile(r"(.*?)(\d+)(\D*)", re.DOTALL)
 
 
 def check_keep(keep: int | None) -> None:
-    """Refuse what is no number of checkpoints.
+    """Raise an error for what is no number of checkpoints.
 
     Raises:
         OptionError: says so.
@@ -25,17 +25,17 @@ def check_keep(keep: int | None) -> None:
 
 
 def latest_of(path: Path) -> Path | None:
-    """Name the link to the latest of a numbered series: ``step-latest.pt`` for ``step-100.pt``; ``None`` of no series.
+    """Return the link to the latest of a numbered series: ``step-latest.pt`` for ``step-100.pt``; else ``None``.
 
     Example:
         >>> latest_of(Path("runs/step-100.pt")).name, latest_of(Path("last.pt"))
         ('step-latest.pt', None)
     """
-    prefix, number, suffix = _parts(path)
+    prefix, number, suffix = _split(path)
     return path.with_name(f"{prefix}latest{suffix}") if number else None
 
 
-def set_aside(path: Path, keep: int | None) -> None:
+def keep_predecessors(path: Path, keep: int | None) -> None:
     """Keep what a name without a number holds before it is replaced: as ``last.pt.1``, the one before as ``.2``."""
     if keep is None or latest_of(path) is not None or not path.exists():
         return
@@ -49,15 +49,15 @@ def set_aside(path: Path, keep: int | None) -> None:
 
 
 def prune(path: Path, keep: int | None) -> None:
-    """Point to the newest of a numbered series, and then remove the oldest."""
+    """Let the link of a numbered series point to its newest checkpoint, and then remove the oldest ones."""
     latest = latest_of(path)
     if keep is None or latest is None:
         return
     files.point(latest, path)
-    prefix, _, suffix = _parts(path)
+    prefix, _, suffix = _split(path)
     series = []
     for other in path.parent.iterdir():
-        begins, number, ends = _parts(other)
+        begins, number, ends = _split(other)
         if number and (begins, ends) == (prefix, suffix):
             series.append((int(number), other))
     for _, other in sorted(series, reverse=True)[keep:]:
@@ -69,7 +69,7 @@ def prune(path: Path, keep: int | None) -> None:
             other.unlink(missing_ok=True)
 
 
-def _parts(path: Path) -> tuple[str, str, str]:
+def _split(path: Path) -> tuple[str, str, str]:
     """Split a name at its number; all empty where it has none."""
     parts = _NUMBER.fullmatch(path.stem)
     return ("", "", "") if parts is None else (parts[1], parts[2], f"{parts[3]}{path.suffix}")

@@ -1,4 +1,4 @@
-"""What a run itself holds beside the loop's objects: random numbers, the scale of fp16, what exchanges keep."""
+"""State of a run beside the loop's objects: random numbers, the scale of fp16, the state of exchanges."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distwrap.seeding import RandomState
 
 
 class RunState:
-    """The state of the current run, for `save` and `load` as any object with a ``state_dict``.
+    """State of the current run, for `save` and `load` as any object with a ``state_dict``.
 
     Its ``state_dict`` is a collective, so `save` must be called by every rank.
     """
@@ -36,7 +36,7 @@ class RunState:
         return {"random": gather_object(_random()), "seed": world.options.seed, "scaler": scale, "comm": comm}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on with this rank's random numbers; a rank that was not there then takes those of rank 0.
+        """Restore the state, with this rank's random numbers; a rank that was not there then takes those of rank 0.
 
         Raises:
             CheckpointError: it is no run's state, or was saved in another precision.
@@ -60,7 +60,7 @@ class RunState:
 
 
 def run_state() -> RunState:
-    """Return what the run holds: random numbers of all ranks (torch, `random`, numpy), the seed, the scaler of fp16.
+    """Return the state of the run: random numbers of all ranks (torch, `random`, numpy), the seed, the scaler of fp16.
 
     Saved with models, optimizers, schedulers and loaders, a run that goes on is the run that was never cut, bit by bit.
     With ``comm=`` it also has the count of steps and DiLoCo's outer state. What one rank alone holds is not in it, as
@@ -75,7 +75,7 @@ def run_state() -> RunState:
 
 
 def _random() -> dict[str, Any]:
-    """Put this process's random states into tensors and plain values."""
+    """Return this process's random states as tensors and plain values."""
     state = RandomState.capture()
     version, words, gauss = state.python
     found: dict[str, Any] = {"torch": state.torch, "python": [version, torch.tensor(words), gauss]}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from distwrap.checkpoint.plain import mapped, plain
 from distwrap.errors import CheckpointError, OptionError
 from distwrap.group.collective_guard import CollectiveGuard, check_collectives_allowed
 from distwrap.group.wait_for_rank import share_result
-from distwrap.group.world import current_world, is_rank_zero
+from distwrap.group.world import current_world
 from distwrap.model import unwrap_model
 from distwrap.model.binding import bound_strategy
 from distwrap.model.state_dict import strip_module_prefix
@@ -68,8 +68,8 @@ def save(
     """
     retention.check_keep(keep)
     path = Path(path)
-    chosen = choose(_of_strategy(io), path)
-    state = _with_everyones(state, in_parts=chosen.collective)
+    chosen = choose(_format_of(io), path)
+    state = _with_collective_states(state, in_parts=chosen.collective)
     if chosen.collective:
         if background:
             raise OptionError("save(background=True): a sharded checkpoint is written by all ranks, and not meanwhile.")
@@ -84,11 +84,7 @@ def wait_for_saves() -> None:
     Raises:
         CheckpointError: it could not be written; on every rank.
     """
-    world = current_world()
-    problem, cause = "", None
-    if is_rank_zero():
-        problem, cause = _attempt(world.part(Writer).wait)
-    _raise_everywhere("wait for saves", problem, cause, "a checkpoint written in the background")
+    _do_on_ranks(current_world().part(Writer).wait, "a checkpoint written in the background", "wait for saves")
 
 
 def load(
@@ -123,7 +119,7 @@ def load(
     path = Path(path)
     if not path.exists() and files.previous_of(path).exists():
         path = files.previous_of(path)  # a folder whose successor was about to take its name
-    chosen = choose(_of_strategy(io), path)
+    chosen = choose(_format_of(io), path)
     if chosen.collective:
         check_collectives_allowed("load() of a sharded checkpoint")
     try:
@@ -175,25 +171,23 @@ def restore(into: Any, state: Any, where: str = "") -> None:
 
 def _save_file(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, background: bool) -> None:
     def write(plain_state: Any) -> None:
-        def set_aside() -> None:
-            retention.set_aside(path, keep)
-
-        files.write_atomically(path, lambda temporary: io.save(plain_state, temporary), set_aside)
+        files.write_atomically(
+            path,
+            lambda temporary: io.save(plain_state, temporary),
+            lambda: retention.keep_predecessors(path, keep),
+        )
         retention.prune(path, keep)
 
     def work() -> None:
-        world, plain_state = current_world(), plain(state)
+        writer, plain_state = current_world().part(Writer), plain(state)
         if background:
-            world.part(Writer).write(plain_state, write)
+            writer.write(plain_state, write)
         else:
-            world.part(Writer).wait()  # a later state must not be overtaken by an earlier one
+            writer.wait()  # a later state must not be overtaken by an earlier one
             write(plain_state)
 
-    problem, cause = _attempt(work) if is_rank_zero() else ("", None)
-    name = f"save {os.path.abspath(path)}"
-    _raise_everywhere(
-        "" if current_world().part(CollectiveGuard).function else name, problem, cause, f"the checkpoint {path}"
-    )
+    alone = bool(current_world().part(CollectiveGuard).function)
+    _do_on_ranks(work, f"the checkpoint {path}", f"save {os.path.abspath(path)}", alone=alone)
 
 
 def _save_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO) -> None:
@@ -208,52 +202,58 @@ def _save_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO) -> N
         files.put_folder(temporary, path)
         retention.prune(path, keep)
 
-    name, what = f"save {os.path.abspath(path)}", f"the checkpoint {path}"
-    problem, cause = _attempt(make_room) if is_rank_zero() else ("", None)
-    _raise_everywhere(name, problem, cause, what)
-    problem, cause = _attempt(lambda: io.save(plain(state), temporary))
-    for rank in range(current_world().placement.world_size):
-        _raise_everywhere(f"{name} part", problem, cause, what, rank)
-    problem, cause = _attempt(finish) if is_rank_zero() else ("", None)
-    _raise_everywhere(name, problem, cause, what)
+    what, name = f"the checkpoint {path}", f"save {os.path.abspath(path)}"
+    everybody = range(current_world().placement.world_size)
+    _do_on_ranks(make_room, what, name)
+    _do_on_ranks(lambda: io.save(plain(state), temporary), what, f"{name} part", everybody)
+    _do_on_ranks(finish, what, name)
 
 
-def _attempt(work: Any) -> tuple[str, Exception | None]:
-    """Do some work, and put its failure into words, which the other ranks must hear."""
-    try:
-        work()
-    except Exception as error:  # noqa: BLE001 - whatever is raised, all ranks raise
-        return (str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"), error
-    return "", None
+def _do_on_ranks(
+    work: Callable[[], object], what: str, name: str, workers: Sequence[int] = (0,), *, alone: bool = False
+) -> None:
+    """Do some work on some ranks, and raise a failure of one of them on every rank.
+
+    Args:
+        work: writes something.
+        what: is written, for the error.
+        name: of the work, alike on every rank.
+        workers: the ranks that do it.
+        alone: whether this rank has called without the others, which then learn of nothing.
+
+    Raises:
+        CheckpointError: names the rank and the host.
+    """
+    rank, host = current_world().placement.rank, socket.gethostname()
+    problem, cause = "", None
+    if rank in workers:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - whatever is raised, all ranks raise
+            problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            cause = error
+    for worker in workers:
+        its_host, its_problem = host, problem
+        if not alone:
+            mine = f"{host}\n{problem}".encode() if rank == worker else None
+            its_host, _, its_problem = share_result(name, worker, mine).decode().partition("\n")
+        if its_problem:
+            raise CheckpointError(
+                f"{what} was not written by rank {worker} on {its_host}: {its_problem}. What was there before is "
+                f"untouched."
+            ) from (cause if rank == worker else None)
 
 
-def _raise_everywhere(name: str, problem: str, cause: Exception | None, what: str, worker: int = 0) -> None:
-    """Raise one rank's failure on every rank that takes part; without a name on this one alone."""
-    if name:
-        mine = current_world().placement.rank == worker
-        host = socket.gethostname()
-        told = share_result(name, worker, f"{host}\n{problem}".encode() if mine else None).decode()
-        host, _, problem = told.partition("\n")
-        if not mine:
-            cause = None
-    else:
-        host = socket.gethostname()
-    if problem:
-        raise CheckpointError(
-            f"{what} was not written by rank {worker} on {host}: {problem}. What was there before is untouched."
-        ) from cause
-
-
-def _of_strategy(io: str | CheckpointIO) -> str | CheckpointIO:
-    """Return the format of the user's strategy where the call leaves it open and the strategy has one."""
+def _format_of(io: str | CheckpointIO) -> str | CheckpointIO:
+    """Return the strategy's own format where the call leaves the format open."""
     strategy = current_world().options.strategy
     return strategy.checkpoint_io() if io == "auto" and strategy is not None else io
 
 
-def _with_everyones(state: Any, *, in_parts: bool) -> Any:
-    """Replace objects whose state is that of all ranks; every rank takes part."""
+def _with_collective_states(state: Any, *, in_parts: bool) -> Any:
+    """Replace objects whose state all ranks put together by what they have put together; every rank takes part."""
 
-    def taken(leaf: Any, name: str) -> Any:
+    def replaced(leaf: Any, name: str) -> Any:
         if getattr(type(leaf), "on_all_ranks", False) is True:
             return leaf.state_dict()
         strategy = bound_strategy(leaf)
@@ -262,4 +262,4 @@ def _with_everyones(state: Any, *, in_parts: bool) -> Any:
         parts = strategy.parts(leaf) if in_parts else None
         return strategy.state(leaf) if parts is None else parts
 
-    return mapped(state, taken)
+    return mapped(state, replaced)

@@ -36,11 +36,11 @@ class ShardedIO:
     collective = True
 
     def save(self, state: Any, path: Path) -> None:
-        """Write this rank's part; rank 0 also what is no tensor."""
+        """Write this rank's part of the tensors; rank 0 also writes what is no tensor."""
         skeleton, tensors = _separated(state, lambda leaf: (leaf.detach(), torch.empty_like(leaf, device="meta")))
         if not dist.is_initialized() or dist.get_rank() == 0:
             torch.save(skeleton, path / SKELETON)
-        with _plainly():
+        with _as_checkpoint_error():
             save_parts(tensors, storage_writer=FileSystemWriter(path, sync_files=False))
 
     def load(self, path: Path, map_location: Any) -> Any:
@@ -48,7 +48,7 @@ class ShardedIO:
         skeleton = torch.load(path / SKELETON, weights_only=True)
         device = torch.device("cpu" if map_location is None else map_location)
         state, tensors = _separated(skeleton, lambda leaf: (torch.empty_like(leaf, device=device),) * 2)
-        with _plainly():
+        with _as_checkpoint_error():
             load_parts(tensors, storage_reader=_SafeReader(path))
         return state
 
@@ -76,8 +76,8 @@ def _separated(
 
 
 @contextmanager
-def _plainly() -> Iterator[None]:
-    """Raise torch's failure, which is no ``Exception``, as one; and let one process be no reason for a warning."""
+def _as_checkpoint_error() -> Iterator[None]:
+    """Raise torch's failure, which is no ``Exception``, as one, and keep torch from warning in a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"torch\.distributed is (disabled|unavailable)")
         warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch's own use of it, before 2.7
@@ -89,7 +89,7 @@ def _plainly() -> Iterator[None]:
 
 
 class _SafeReader(FileSystemReader):
-    """Reads torch's pickled table of contents without running anything that is in it."""
+    """Reader of torch's pickled table of contents that runs nothing that is in it."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with open(Path(self.path) / ".metadata", "rb") as file:

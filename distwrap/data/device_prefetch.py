@@ -34,12 +34,12 @@ def on_device(batches: Iterable[Any], device: torch.device, ahead: bool) -> Iter
         with streams.stream(side):
             copied.append(to_device(batch, device))
         if len(copied) > 1:
-            yield _taken_over(copied.pop(0), streams.current_stream(device), side)
+            yield _handed_over(copied.pop(0), streams.current_stream(device), side)
     for batch in copied:
-        yield _taken_over(batch, streams.current_stream(device), side)
+        yield _handed_over(batch, streams.current_stream(device), side)
 
 
-def _taken_over(batch: Any, current: torch.Stream, side: torch.Stream) -> Any:
+def _handed_over(batch: Any, current: torch.Stream, side: torch.Stream) -> Any:
     """Let the step's stream wait for the copy, and keep the memory until that stream is done with it."""
     current.wait_stream(side)
     for leaf in tree_leaves(batch):

@@ -237,7 +237,7 @@ def split(dataset: Any, how: Split, rank: int, world_size: int) -> tuple[Any, bo
 
 
 def _webdataset(webdataset: Any, dataset: Any, rank: int, world_size: int) -> Any:
-    """Split the list of shards where the pipeline does not, as `webdataset.split_by_node` would."""
+    """Return a pipeline that splits its list of shards, as `webdataset.split_by_node` would."""
     stages = list(dataset.pipeline)
     endless = [
         getattr(webdataset, name) for name in ("ResampledShards", "ResampledShardList") if name in dir(webdataset)
@@ -265,7 +265,7 @@ def _every(source: Iterable[Any], rank: int, world_size: int) -> Iterator[Any]:
 
 
 def _words(cls: type) -> set[str]:
-    """Collect the names and strings in the code of a class and of its bases, but for torch's."""
+    """Return the names and strings in the code of a class and of its bases, but for torch's."""
     words: set[str] = set()
     for base in cls.__mro__:
         if base is object or base.__module__.split(".")[0] in ("torch", "typing"):

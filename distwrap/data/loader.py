@@ -1,4 +1,4 @@
-"""`shard_loader`: the user's own loader, with this rank's share of its indices.
+"""`shard_loader` and the user's own loader with this rank's share of its indices.
 
 The loader is copied, not built again: a subclass keeps its attributes, and no constructor is guessed. In the copy the
 sampler and batch sampler are exchanged for ones that take a share of the same order.
