@@ -82,6 +82,9 @@ def rooms_in_order() -> list[str]:
 def picture(package: Path) -> str:
     """Return the picture as a Mermaid graph; an arrow that follows from others is left out."""
     uses: dict[str, set[str]] = {room: set() for room in rooms_in_order()}
+    unknown = {room_of(module) for module in modules(package)} - set(uses)
+    if unknown:
+        sys.exit(f"{PAGE.name} has no row for {', '.join(sorted(unknown))}: add it to the table of rooms")
     for found in imports(package):
         above, below = room_of(found.importer), room_of(found.imported)
         if above != below != FACE and not found.typing_only:

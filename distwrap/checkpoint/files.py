@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+SKELETON = "skeleton.pt"  # of a sharded checkpoint, all but the tensors' numbers
 _SWEEP_SECONDS = 60.0
 
 

@@ -10,9 +10,8 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
+from distwrap.checkpoint.files import SKELETON
 from distwrap.errors import CheckpointError
-
-SKELETON = "skeleton.pt"  # of a sharded checkpoint, all but the tensors' numbers
 
 
 @runtime_checkable

@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 
 from distwrap._internals.python import PATH_MODULES
 from distwrap._internals.torch import LAYOUT_FUNCTION
-from distwrap.checkpoint.formats import SKELETON
+from distwrap.checkpoint.files import SKELETON
 from distwrap.checkpoint.plain import mapped
 from distwrap.errors import CheckpointError
 
