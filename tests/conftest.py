@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import settings
 
 from distwrap.group import world
 from distwrap.launch import local
@@ -20,6 +21,8 @@ from tests.snapshot import Snapshot, random_state
 MAIN = os.getpid()
 
 os.environ["DISTWRAP_QUIET"] = "1"
+settings.register_profile("distwrap", deadline=None)  # an example may take as long as a busy machine needs
+settings.load_profile("distwrap")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 import distwrap
+from tests.limits import INTERPRETERS
 
 OPTIONAL = ["cloudpickle", "tqdm", "sklearn", "matplotlib"]
 
@@ -144,6 +145,7 @@ for module in sorted(set(distwrap._MODULE_OF.values())):
 """
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_each_module_can_be_the_first() -> None:
     """Names are imported when first used, in any order; so no module may need another one to have been imported."""
     done = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, timeout=100, check=False)

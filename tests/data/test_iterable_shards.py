@@ -16,6 +16,7 @@ from distwrap import gather, lockstep, rank, shard_loader, world_size
 from distwrap.errors import LoaderError
 from distwrap.testing import run_ranks
 from tests.data.ranks import standing_on
+from tests.limits import INTERPRETERS
 
 N = 26
 
@@ -99,6 +100,7 @@ def test_each_item_once(make: Any, workers: int) -> None:
         assert sorted(item for share in taken for item in share[epoch]) == list(range(N))
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_spawned_workers_too() -> None:
     """Workers that are fresh interpreters are told the same."""
     options = {"batch_size": 4, "num_workers": 1, "multiprocessing_context": "spawn"}

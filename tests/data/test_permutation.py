@@ -66,6 +66,7 @@ def test_every_order_is_as_likely(n: int) -> None:
     assert abs(chi_square(counts)) < 5
 
 
+@pytest.mark.slow("counts over many permutations")
 @pytest.mark.parametrize("n", [10, 16, 50])
 def test_every_number_is_as_likely_everywhere(n: int) -> None:
     """Over many seeds each number stands at each position equally often."""
@@ -75,6 +76,7 @@ def test_every_number_is_as_likely_everywhere(n: int) -> None:
     assert abs(chi_square(counts.flatten())) < 5
 
 
+@pytest.mark.slow("counts over many permutations")
 @pytest.mark.parametrize("n", [10, 16, 50])
 def test_neighbours_are_independent(n: int) -> None:
     """Over many seeds the difference of two neighbours, modulo n, is any but zero, equally often."""

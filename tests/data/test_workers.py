@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from distwrap import shard_loader
 from tests.data.ranks import standing_on
+from tests.limits import INTERPRETERS
 from tests.snapshot import random_state
 
 
@@ -97,12 +98,14 @@ def limited(what: str, tmp_path: Path, *before: str) -> str:
 ENV = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_too_few_open_files(tmp_path: Path) -> None:
     """The error names the rank, the limit and the way to lift it."""
     told = limited("files", tmp_path)
     assert "Each batch on its way is an open file, and this process may have 48: say `ulimit -n 512`" in told
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_too_little_shared_memory(tmp_path: Path) -> None:
     """A container's small /dev/shm is named with its size, and how to have more."""
     small = 'mount -t tmpfs -o size=4m tmpfs /dev/shm && exec "$@"'

@@ -51,6 +51,7 @@ def test_a_single_process_is_left_as_it_is() -> None:
     assert dw.device().type in ("cpu", "cuda")
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_with_torchruns_variables(tmp_path: Path) -> None:
     """Ranks join, a second call is a no-op, rank queries hold before, during and after, and a second group works."""
     outputs = by_hand(

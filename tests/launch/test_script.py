@@ -157,6 +157,7 @@ def test_rank_zero_fails(tmp_path: Path) -> None:
     assert time.monotonic() - start < SOON
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_retrofit_trains_the_callers_model(tmp_path: Path) -> None:
     """With retrofit the caller is rank 0 itself, so its own model is trained in place."""
     (tmp_path / "fit.py").write_text(

@@ -56,6 +56,7 @@ def test_output_goes_where_the_callers_goes_now(capfd: pytest.CaptureFixture[str
     assert sorted(line for line in err.splitlines() if "complains" in line) == ["rank 0 complains", "rank 1 complains"]
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_a_variable_that_is_read_at_start_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """A changed OMP_ variable cannot be taken over by a running server, so there is a new one."""
     before = processes.warm_server().pid
