@@ -55,6 +55,9 @@ class Precision:
     def after_step(self, optimizer: Optimizer) -> None:
         """Act after a step of an optimizer; only called where a subclass overrides it."""
 
+    def __repr__(self) -> str:
+        return type(self).__name__
+
 
 class FullPrecision(Precision):
     """Weights, inputs and outputs as they are."""

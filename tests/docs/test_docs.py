@@ -93,6 +93,14 @@ def test_programs_about_models_run(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_programs_about_extensions_run(tmp_path: Path) -> None:
+    """The Python blocks of docs/extending.md are a program that ends well: each plug-in is registered, and used."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
+    assert len(blocks) >= 5
+    (tmp_path / "extending.py").write_text("\n\n".join(blocks))
+    run("extending.py", folder=tmp_path)
+
+
 def test_readme_and_changelog_agree_with_the_code() -> None:
     """The tables, variables and errors of the README are those of the code, and each public function is explained."""
     assert list(runpy.run_path(str(ROOT / "docs" / "check.py"))["problems"]()) == []
