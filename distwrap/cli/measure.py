@@ -81,12 +81,8 @@ def _time_all_reduce(size: int) -> AllReduceTime:
         raise RuntimeError(f"an all-reduce of {size} bytes gave {tensor[0].item()} where the sum is {expected}")
     times = [_time_once(tensor)]
     wanted = min(_MOST_REPEATS, max(_FEWEST_REPEATS, int(_SECONDS_A_SIZE / times[0])))
-    repeats = torch.tensor([wanted], device=world.device)
-    dist.all_reduce(repeats, op=dist.ReduceOp.MIN)  # every rank as often
-    times += [_time_once(tensor) for _ in range(int(repeats.item()))]
-    median = torch.tensor([statistics.median(times)], device=world.device)
-    dist.all_reduce(median, op=dist.ReduceOp.MAX)
-    return AllReduceTime(size, float(median.item()))
+    times += [_time_once(tensor) for _ in range(min(gather_object(wanted)))]  # every rank as often
+    return AllReduceTime(size, max(gather_object(statistics.median(times))))
 
 
 def _time_once(tensor: torch.Tensor) -> float:
