@@ -81,9 +81,11 @@ def body() -> float:
 
 
 def distwrap_launch(launcher: str, nprocs: int) -> Launch:
-    from distwrap import distributed
+    import distwrap
 
-    return distributed(nprocs=nprocs, launcher=launcher)(body)
+    for name in distwrap.__all__:
+        getattr(distwrap, name)  # imports its module, which a launch would do else
+    return distwrap.distributed(nprocs=nprocs, launcher=launcher)(body)
 
 
 def torch_spawn(nprocs: int) -> Launch:
