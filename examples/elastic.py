@@ -1,9 +1,9 @@
-"""Training that survives: ranks that fail are started again, and go on from the last checkpoint.
+"""Survive failures: ranks that fail are started again, and continue from the last checkpoint.
 
     python examples/elastic.py                     two ranks; one of them dies in epoch 3, and is started again
-    python examples/elastic.py --no-accident       the same without
+    python examples/elastic.py --no-accident       the same without the accident
 
-On several machines, which may come and go, start this on each of them (`node1` being one of them):
+On several nodes, which may come and go, start this on each of them (`node1` being one of them):
 
     DISTWRAP_NNODES=1:4 DISTWRAP_RDZV_ENDPOINT=node1:29400 python examples/elastic.py
 
