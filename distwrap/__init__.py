@@ -8,10 +8,12 @@ from distwrap._version import __version__
 from distwrap.devices.kinds import watch_first_use as _watch_first_use
 
 if typing.TYPE_CHECKING:
-    from distwrap.checkpoint import CheckpointIO, load, run_state, save, wait_for_saves
+    from distwrap.checkpoint import CheckpointIO, load, save, wait_for_saves
     from distwrap.checkpoint.resume import resume_from
+    from distwrap.checkpoint.run_state import run_state
     from distwrap.comm import consolidate
-    from distwrap.data import Preemption, lockstep, shard_loader
+    from distwrap.data import Preemption, shard_loader
+    from distwrap.data.lockstep import lockstep
     from distwrap.debugging import breakpoint_on
     from distwrap.decorator import distributed
     from distwrap.environments import Placement
@@ -37,9 +39,11 @@ if typing.TYPE_CHECKING:
     from distwrap.progress_bar import progress
     from distwrap.registry import (
         available_algorithms,
+        available_launchers,
         available_precisions,
         available_strategies,
         register_algorithm,
+        register_launcher,
         register_precision,
         register_strategy,
     )
@@ -66,6 +70,7 @@ __all__ = [
     "assert_in_sync",
     "autocast",
     "available_algorithms",
+    "available_launchers",
     "available_precisions",
     "available_strategies",
     "backward",
@@ -93,6 +98,7 @@ __all__ = [
     "rank_zero_only",
     "reduce",
     "register_algorithm",
+    "register_launcher",
     "register_precision",
     "register_strategy",
     "resume_from",
@@ -132,8 +138,8 @@ _MODULES = {
     "model": "assert_in_sync sync_buffers unwrap_model",
     "precision": "Precision autocast",
     "progress_bar": "progress",
-    "registry": "available_algorithms available_precisions available_strategies register_algorithm register_precision "
-    "register_strategy",
+    "registry": "available_algorithms available_launchers available_precisions available_strategies register_algorithm "
+    "register_launcher register_precision register_strategy",
     "seeding": "seed_everything",
     "strategies": "DDPStrategy Strategy wrap_model wrap_optimizer",
     "strategies.accumulation": "Window accumulate scale_loss",

@@ -9,16 +9,13 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from distwrap.checks import AT_LEAST_ONE, SECONDS, SEED, Check, either, one_of, whole
 from distwrap.errors import OptionError
-from distwrap.registry import LAUNCHER_OF_STRATEGY, algorithms, precisions, strategies
+from distwrap.registry import LAUNCHER_OF_STRATEGY, algorithms, launchers, precisions, strategies
 from distwrap.wording import unknown_name
 
 if TYPE_CHECKING:
     from distwrap.precision.base import Precision
 
-Launcher = Literal["auto", "forkserver", "fork", "spawn", "script", "elastic", "external"]
 Returns = Literal["rank0", "all"]
-
-LAUNCHERS: tuple[str, ...] = get_args(Launcher)
 
 SWITCHES = {
     "DISTWRAP_DISABLE": "run the function in this process",
@@ -115,8 +112,9 @@ class Options:
     rdzv_endpoint: str | None = field(
         default=None, metadata=declare(either(None, _ENDPOINT), "where the nodes meet", WORD)
     )
-    launcher: Launcher = field(
-        default="auto", metadata=declare(one_of("launcher", LAUNCHERS), "how the processes are started", WORD)
+    launcher: str = field(
+        default="auto",
+        metadata=declare(lambda _, value: launchers.name_of(value), "how the processes are started", WORD),
     )
     backend: str = field(default="auto", metadata=declare(_BACKEND, "the backend of the process group", WORD))
     precision: str | Precision = field(default="32", metadata=declare(_precision, "the precision of computation", WORD))

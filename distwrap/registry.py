@@ -17,6 +17,7 @@ from distwrap.wording import unknown_name
 
 if TYPE_CHECKING:
     from distwrap.comm.base import Algorithm
+    from distwrap.launch.base import Launcher
     from distwrap.precision.base import Precision
     from distwrap.strategies.base import Strategy
 
@@ -260,6 +261,23 @@ precisions: Registry[Precision] = Registry(
 )
 
 
+launchers: Registry[Launcher] = Registry(
+    "launcher",
+    ("count", "check", "plan", "run", "bring_home"),
+    "launchers",
+    "distwrap.launch",
+    (
+        ("auto", "auto:fastest", "fork where that is safe, else forkserver"),
+        ("fork", "fork:ForkLauncher", "copies of this process"),
+        ("forkserver", "forkserver:ForkServerLauncher", "forks of a warm server, which has imported torch"),
+        ("spawn", "spawn:SpawnLauncher", "fresh interpreters"),
+        ("script", "script:ScriptLauncher", "this command line again for the other ranks; this process is rank 0"),
+        ("elastic", "elastic:ElasticLauncher", "torch elastic: ranks start again, and nodes come and go"),
+        ("external", "external:ExternalLauncher", "none: an outer launcher must have started the ranks"),
+    ),
+)
+
+
 def register_strategy(name: str, factory: Factory | str, description: str = "", **defaults: Any) -> None:
     """Make a strategy known by a name, for ``@distributed(strategy=name)`` and ``wrap_model(strategy=name)``.
 
@@ -348,3 +366,34 @@ def available_precisions() -> dict[str, str]:
         True
     """
     return precisions.available()
+
+
+def register_launcher(name: str, factory: Factory | str, description: str = "", **defaults: Any) -> None:
+    """Make a launcher known by a name, for ``@distributed(launcher=name)``.
+
+    Args:
+        name: a word. One that is known already gets the new meaning.
+        factory: a class or function that makes the `distwrap.launch.base.Launcher`; or ``"module:name"``, imported
+            when it is chosen.
+        description: one line, for `available_launchers`.
+        **defaults: handed to the factory.
+
+    Raises:
+        OptionError: the name is no word, or the factory cannot be called.
+
+    Example:
+        >>> register_launcher("fresh", "distwrap.launch.spawn:SpawnLauncher", "spawn by another name")
+        >>> available_launchers()["fresh"]
+        'spawn by another name'
+    """
+    launchers.register(name, factory, description, **defaults)
+
+
+def available_launchers() -> dict[str, str]:
+    """Return the launchers' names, each with its description: ours, registered ones, and those of installed packages.
+
+    Example:
+        >>> "forkserver" in available_launchers()
+        True
+    """
+    return launchers.available()

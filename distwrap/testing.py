@@ -7,9 +7,10 @@ from typing import Any, ParamSpec, TypeVar
 
 from distwrap.checks import AT_LEAST_ONE
 from distwrap.group.world import RunOptions
-from distwrap.launch import local
-from distwrap.launch.execute import Call
-from distwrap.launch.processes import stop_server
+from distwrap.launch import base
+from distwrap.launch.base import Job
+from distwrap.launch.call import Call, Task
+from distwrap.launch.forkserver import ForkServerLauncher, stop_server
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,6 +36,7 @@ def run_ranks(fn: Callable[..., R], nprocs: int, *args: Any, timeout: float = 30
         [3]
     """
     nprocs = AT_LEAST_ONE("nprocs", nprocs)
-    run = RunOptions(timeout=timeout)
-    values: list[R] = local.launch(Call(fn, args, {}), run, "forkserver", nprocs, everybody=True, seconds=timeout)
+    task = Task(Call(fn, args, {}), RunOptions(timeout=timeout))
+    job = Job(task, nprocs, everybody=True, seconds=timeout)
+    values: list[R] = base.launch(ForkServerLauncher(), job)
     return values

@@ -44,8 +44,8 @@ def problems() -> Iterator[str]:
     readme = (ROOT / "README.md").read_text()
     public = [name for name in distwrap.__all__ if name != "__version__"]
     yield from compare("README's table of functions", table(readme, "| function |"), "__all__", public)
-    launchers = [name for name in options.LAUNCHERS if name != "auto"]
-    yield from compare("README's table of launchers", table(readme, "| launcher |"), "the options", launchers)
+    launchers = [name for name in distwrap.available_launchers() if name != "auto"]
+    yield from compare("README's table of launchers", table(readme, "| launcher |"), "the registry", launchers)
     algorithms = table((ROOT / "docs" / "communication.md").read_text(), "| `comm=` |")
     yield from compare("the table of algorithms", algorithms, "the registry", distwrap.available_algorithms())
     variables = {*options.VARIABLES, *options.SWITCHES}

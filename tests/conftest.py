@@ -14,8 +14,8 @@ import torch.distributed as dist
 from hypothesis import settings
 
 from distwrap.group import world
-from distwrap.launch import local
-from distwrap.launch.processes import warm_server
+from distwrap.launch import base
+from distwrap.launch.forkserver import warm_server
 from tests.snapshot import Snapshot, random_state
 
 MAIN = os.getpid()
@@ -47,7 +47,7 @@ def _tests_leave_nothing_behind() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def _launches_leave_nothing_behind(_tests_leave_nothing_behind: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Compare the caller before and after each launch: environment, threads, children, files, random numbers."""
-    launch = local.launch
+    launch = base.launch
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         if os.getpid() != MAIN or threading.current_thread() is not threading.main_thread():
@@ -60,7 +60,7 @@ def _launches_leave_nothing_behind(_tests_leave_nothing_behind: None, monkeypatc
             left = before.differences()
             assert not left, left
 
-    monkeypatch.setattr(local, "launch", checked)
+    monkeypatch.setattr(base, "launch", checked)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

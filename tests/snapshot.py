@@ -15,7 +15,7 @@ from typing import Any
 import numpy
 import torch
 
-from distwrap.launch import processes
+from distwrap.launch import forkserver
 
 
 @dataclass
@@ -67,7 +67,7 @@ def random_state() -> tuple[Any, ...]:
 
 def _children() -> set[int]:
     """The processes whose parent we are, but the fork server, which stays on purpose."""
-    server = processes._server.pid if processes._server is not None else None
+    server = forkserver._server.pid if forkserver._server is not None else None
     found = set()
     for thread in os.listdir("/proc/self/task"):
         with contextlib.suppress(FileNotFoundError), open(f"/proc/self/task/{thread}/children") as children:

@@ -5,9 +5,9 @@ from typing import Any
 import numpy
 import pytest
 
-from distwrap import available_strategies, distributed, world_size
+from distwrap import available_launchers, available_strategies, distributed, world_size
 from distwrap.errors import OptionError
-from distwrap.options import LAUNCHERS, Options, switched_on
+from distwrap.options import Options, switched_on
 from distwrap.registry import precisions, strategies
 
 
@@ -111,7 +111,7 @@ def test_one_process_contradicts_several() -> None:
     assert given(strategy="single", nprocs="auto").nprocs == "auto"
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
+@pytest.mark.parametrize("launcher", available_launchers())
 def test_known_launchers_are_taken(launcher: Any) -> None:
     """Each launcher goes by its name."""
     assert given(launcher=launcher).launcher == launcher

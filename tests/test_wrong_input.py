@@ -10,7 +10,7 @@ import distwrap as dw
 from distwrap import distributed
 from distwrap.devices.selection import Devices
 from distwrap.errors import LaunchError, OptionError, PlacementError
-from distwrap.launch import local, processes
+from distwrap.launch import base, processes
 
 
 @pytest.fixture(autouse=True)
@@ -20,7 +20,7 @@ def no_process_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     def started(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("a process was started")
 
-    monkeypatch.setattr(local, "launch", started)
+    monkeypatch.setattr(base, "launch", started)
     monkeypatch.setattr(processes.subprocess, "Popen", started)
     monkeypatch.setattr("os.fork", started)
 
@@ -79,7 +79,7 @@ def test_environment(variable: str, value: str, message: str, monkeypatch: pytes
 
 def test_more_processes_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """More processes than accelerators are refused."""
-    monkeypatch.setattr("distwrap.launch.visible_devices", lambda: Devices("cuda", 2))
+    monkeypatch.setattr("distwrap.launch.base.visible_devices", lambda: Devices("cuda", 2))
     with pytest.raises(OptionError, match=r"nprocs=4, but this node shows 2 cuda device\(s\)"):
         distributed(nprocs=4)(train)()
 

@@ -9,6 +9,7 @@ from distwrap.environments.base import Placement
 
 STORE = "DISTWRAP_STORE"  # the file in which the ranks meet; on several nodes tcp://host:port/launch
 LAUNCHER = "DISTWRAP_LAUNCHED"  # the launcher that started them
+SCRIPT = "DISTWRAP_SCRIPT_FD"  # in a process that runs the script again: the descriptor of its link to rank 0
 
 _FIELDS = {
     "RANK": "rank",

@@ -9,10 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from distwrap import retrofit
-from distwrap.devices.kinds import watch_first_use
-from distwrap.devices.selection import choose_nprocs, visible_devices
-from distwrap.environments import Node, Placement, detect
-from distwrap.errors import LaunchError, OptionError
+from distwrap.environments import Node, Placement, detect, distwrap_environment
+from distwrap.errors import MainGuardError, OptionError
 from distwrap.group import failures
 from distwrap.group.collectives import gather_object
 from distwrap.group.setup import (
@@ -24,14 +22,14 @@ from distwrap.group.setup import (
     temporary_world,
 )
 from distwrap.group.world import RunOptions, World, active_world, current_world, say
-from distwrap.launch import elastic, fork_safety, local, script
-from distwrap.launch.execute import Call, execute
+from distwrap.launch import base, worker
+from distwrap.launch.base import Job
+from distwrap.launch.call import Call, Task
+from distwrap.launch.execute import execute
 from distwrap.launch.node_plan import resolve
 from distwrap.options import Options, switched_on
-from distwrap.registry import strategies
+from distwrap.registry import launchers, strategies
 from distwrap.seeding import preserved
-
-watch_first_use()
 
 
 def start(call: Call, options: Options) -> Any:
@@ -39,7 +37,7 @@ def start(call: Call, options: Options) -> Any:
 
     Inside a world it runs on; under an outer launcher it joins; else it launches, if there is more than one process.
     """
-    local.refuse_launch_while_importing(call.name)
+    _refuse_unguarded(call)
     everybody = options.returns == "all"
     if options.retrofit and not retrofit.find(call.args, call.kwargs):
         raise OptionError(
@@ -65,40 +63,38 @@ def start(call: Call, options: Options) -> Any:
     if dist.is_initialized():
         return _in_users_group(call, run, everybody)
     found = detect(os.environ)
-    if isinstance(found, Placement) and found.source != "single" and not script.in_child():
+    again = distwrap_environment.SCRIPT in os.environ  # this process runs the script again, for rank 0's call of it
+    if isinstance(found, Placement) and found.source != "single" and not again:
         return _joining(call, run, found, everybody, options)
-    if options.launcher == "external":
-        raise LaunchError(
-            "launcher='external' waits for an outer launcher, and none has started this process. Start the script "
-            "with `torchrun --nproc-per-node=2 train.py`, or choose launcher='auto'."
-        )
-    machines = resolve(options, found if isinstance(found, Node) else None)
-    if strategy.launches == "one":
-        if machines.several:
-            raise OptionError(
-                f"strategy={options.strategy!r} is one process, but there are {machines.max_nodes} machines."
-            )
-        return _in_process(call, run, everybody)
-    nprocs = choose_nprocs(machines.nprocs, visible_devices())
+    nodes = resolve(options, found if isinstance(found, Node) else None)
+    launcher = launchers.make("script" if again else options.launcher)
+    if nodes.elastic and not launcher.restarts and not again:
+        launcher = launchers.make(f"elastic(start_method={launcher.start_method!r})")
+    if strategy.launches == "one" and nodes.several:
+        raise OptionError(f"strategy={options.strategy!r} is one process, but there are {nodes.max_nodes} nodes.")
+    nprocs = 1 if strategy.launches == "one" else launcher.count(nodes.nprocs)
     if strategy.launches == "node":
-        if machines.nprocs not in ("auto", 1):
+        if nodes.nprocs not in ("auto", 1):
             raise OptionError(
-                f"strategy={options.strategy!r} is one process a node, but nprocs={machines.nprocs} was given."
+                f"strategy={options.strategy!r} is one process a node, but nprocs={nodes.nprocs} was given."
             )
         nprocs = 1
-    if nprocs == 1 and not machines.several and not machines.elastic:
+    if nprocs == 1 and not nodes.several and not launcher.runs_one_rank:
         return _in_process(call, run, everybody)
-    launcher = options.launcher
     _check_arguments(call)
-    if machines.elastic:
-        return elastic.launch(call, run, launcher, nprocs, machines, everybody=everybody)
-    if script.in_child():
-        return script.join_from_child(call, run, launcher, everybody=everybody)
-    if launcher == "script":
-        return script.launch(call, run, nprocs, everybody=everybody)
-    if launcher == "auto":
-        launcher = "forkserver" if fork_safety.refusal() else "fork"
-    return local.launch(call, run, launcher, nprocs, everybody=everybody, machines=machines)
+    job = Job(Task(call, run), nprocs, everybody, options.launcher, nodes)
+    launcher.check(job)
+    return _in_process(call, run, everybody) if strategy.launches == "one" else base.launch(launcher, job)
+
+
+def _refuse_unguarded(call: Call) -> None:
+    """Refuse a decorated call at the top level of a script that a rank is importing."""
+    if worker.importing_main:
+        raise MainGuardError(
+            f"the script calls {call.name} at its top level, so every rank that imports the script would launch again. "
+            f"Put the call under `if __name__ == '__main__':`, or install cloudpickle "
+            f"(pip install 'distwrap[notebook]'), which makes the import unnecessary."
+        )
 
 
 def _check_arguments(call: Call) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -12,23 +10,10 @@ from torch.utils.data import DataLoader
 from distwrap import retrofit
 from distwrap.comm.consolidation import consolidate
 from distwrap.group.world import RunOptions, current_world
+from distwrap.launch.call import Call
 from distwrap.model.diagnosis import explained
 from distwrap.retrofit import Retrofitted
 from distwrap.seeding import seed_everything
-
-
-@dataclass(frozen=True)
-class Call:
-    """What the user called."""
-
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-
-    @property
-    def name(self) -> str:
-        """The function's name, for messages."""
-        return f"{getattr(self.function, '__qualname__', type(self.function).__qualname__)}()"
 
 
 def execute(call: Call, run: RunOptions) -> tuple[Any, list[Retrofitted]]:
@@ -36,16 +21,14 @@ def execute(call: Call, run: RunOptions) -> tuple[Any, list[Retrofitted]]:
     if run.seed is not None:
         seed_everything(run.seed)
     try:
-        result = _execute(call, run)
+        result = _retrofitted(call) if run.retrofit else (call.function(*call.args, **call.kwargs), [])
     except RuntimeError as error:
         raise explained(error)  # noqa: B904 - which knows its cause
     current_world().settle()
     return result
 
 
-def _execute(call: Call, run: RunOptions) -> tuple[Any, list[Retrofitted]]:
-    if not run.retrofit:
-        return call.function(*call.args, **call.kwargs), []
+def _retrofitted(call: Call) -> tuple[Any, list[Retrofitted]]:
     args, kwargs, found = retrofit.wrap(call.args, call.kwargs)
     value = call.function(*args, **kwargs)
     for item in found:

@@ -10,7 +10,7 @@ from distwrap.devices.kinds import kind_that_prevents_fork
 
 
 def refusal() -> str | None:
-    """Say why a fork would not be safe now; ``None`` where it is."""
+    """Return why a fork would not be safe now; ``None`` where it is."""
     if not hasattr(threading, "main_thread") or sys.platform == "win32":
         return "this system has no fork"
     if not can_forget_exit_handlers():

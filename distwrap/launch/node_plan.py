@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from distwrap.environments import Node
 from distwrap.errors import OptionError
 from distwrap.options import Options
+from distwrap.registry import launchers
+
+if TYPE_CHECKING:
+    pass
 
 DEFAULT_PORT = 29400  # torch's own for a rendezvous endpoint without a port
 
@@ -72,11 +76,14 @@ def resolve(options: Options, node: Node | None) -> NodePlan:
     if node_rank is not None and not 0 <= node_rank < high:
         how_many = " Say how many there are with nnodes." if high == 1 else f" It must be 0 to {high - 1}."
         raise OptionError(f"node_rank={node_rank}, but there are {high} node(s).{how_many}")
-    elastic = low < high or max_restarts > 0 or options.launcher == "elastic"
-    if options.launcher == "script" and (elastic or high > 1):
+    launcher = launchers.make(options.launcher)
+    restarts = low < high or max_restarts > 0
+    if (high > 1 and not launcher.several_nodes) or (restarts and not (launcher.restarts or launcher.start_method)):
         raise OptionError(
-            "launcher='script' is for one node and no restarts. Leave launcher at 'auto', or choose 'spawn'."
+            f"launcher={options.launcher!r} is for one node and no restarts. Leave launcher at 'auto', or choose "
+            f"'spawn'."
         )
+    elastic = restarts or launcher.restarts
     return NodePlan(low, high, node_rank, host, port, max_restarts, nprocs, elastic)
 
 

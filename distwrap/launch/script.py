@@ -1,40 +1,38 @@
-"""Launch by running the script again: this process is rank 0, and the other ranks run the same command line.
+"""``launcher="script"``: this process is rank 0, and the other ranks run the same command line again.
 
 Nothing is pickled. Each of the other ranks runs the script from its top, reaches the decorated call, joins, and parks
 at the call's end: if rank 0 makes another decorated call, they take rank 0's result of the last one and run on to it;
-else they leave when rank 0 does.
+else they leave when rank 0 does. What they do is in `distwrap.launch.script_rank`.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from multiprocessing.connection import Connection
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from distwrap import retrofit
-from distwrap._internals.python import run_interpreter_end
 from distwrap.data import workers
-from distwrap.devices.cpus import choose_threads
 from distwrap.environments import distwrap_environment
 from distwrap.errors import LaunchError, WorkerTimeoutError
 from distwrap.group import failures
-from distwrap.group.setup import announce, join, teardown_process_group
-from distwrap.group.world import RunOptions
-from distwrap.launch import command_line, store_file, transport
-from distwrap.launch.execute import Call, execute
+from distwrap.group.setup import teardown_process_group
+from distwrap.launch import command_line, script_rank, store_file, transport
+from distwrap.launch.assignment import Assignment
+from distwrap.launch.base import Job, Launcher
 from distwrap.launch.interrupts import hear_interrupts
 from distwrap.launch.logs import Logs, redirected
-from distwrap.launch.outcome import Outcome, failure, success
-from distwrap.launch.processes import CommandProcess, kill
+from distwrap.launch.outcome import Outcome, failure
+from distwrap.launch.processes import CommandProcess
 from distwrap.launch.supervisor import (
     INTERRUPT_SECONDS,
     SETTLE_SECONDS,
@@ -42,212 +40,181 @@ from distwrap.launch.supervisor import (
     stop,
     supervise,
 )
-from distwrap.launch.worker import become_a_rank, stalled, tell_failure
-
-FD = "DISTWRAP_SCRIPT_FD"
+from distwrap.launch.worker import take_part
 
 _LEAVE_SECONDS = 5.0  # for the other ranks' exit handlers
 
-_parked: list[CommandProcess] = []
-_place = ""
-_last_value: Any = None
-_failed = ""
-_logs: Logs | None = None
-_conn: Connection | None = None
 
+class ScriptLauncher(Launcher):
+    """The command line again for the other ranks; this process is rank 0."""
 
-def launch(call: Call, run: RunOptions, nprocs: int, *, everybody: bool) -> Any:
-    """Run the call as rank 0, with `nprocs` - 1 others; return rank 0's value, or the list of all."""
-    global _last_value, _failed
-    if _failed:
-        raise LaunchError(
-            f"{_failed} has failed before, and with launcher='script' the other ranks, which run the script from its "
-            f"top, cannot come to {call.name} again. Use launcher='forkserver' to go on after a failure."
-        )
-    if threading.current_thread() is not threading.main_thread():
-        raise LaunchError("launcher='script' runs rank 0 in the caller, so the call must be in the main thread.")
-    # One place for all calls of this process: the parked ranks still hold it when the next call begins.
-    store = _place or _place_until_exit()
-    processes = _others(call, nprocs, store, run.log_dir)
-    place = distwrap_environment.on_one_node(0, nprocs)
-    news = _News(processes, store)
-    value: Any = None
-    with (
-        _environment(distwrap_environment.variables(place, "script", store)),
-        _threads(nprocs),
-        redirected(_logs.streams(0) if _logs is not None else None),
-        hear_interrupts(news.interrupt, news.print_where_all_are),
-    ):
-        news.start()
-        try:
-            world = join(place, run)
-            announce(world, "script")
-            assert world.channel is not None
-            world.channel.on_stall = news.stall
-            value, found = execute(call, run)
-            value = retrofit.unwrapped(value, found)
-            news.rank_zero_is_done.set()
-            teardown_process_group()
-            outcomes = news.wait()
-        except BaseException as error:
-            _failed = call.name
-            cause: BaseException
+    name = "script"
+
+    def check(self, job: Job) -> None:
+        name = job.task.call.name
+        if script_rank.is_one():
+            if job.launcher != "script":
+                raise LaunchError(
+                    f"{name} has launcher={job.launcher!r} in a script whose other calls have launcher='script', so "
+                    f"each of its ranks would launch ranks of its own. Use the same launcher for all calls in a script."
+                )
+            return
+        if _ranks.failed:
+            raise LaunchError(
+                f"{_ranks.failed} has failed before, and with launcher='script' the other ranks, which run the script "
+                f"from its top, cannot come to {name} again. Use launcher='forkserver' to go on after a failure."
+            )
+        if threading.current_thread() is not threading.main_thread():
+            raise LaunchError("launcher='script' runs rank 0 in the caller, so the call must be in the main thread.")
+        if _ranks.parked and len(_ranks.parked) != job.nprocs - 1:
+            raise LaunchError(
+                f"launcher='script' has {len(_ranks.parked) + 1} ranks from the first decorated call, and this one "
+                f"asks for {job.nprocs}. Ask for the same number in all calls, or use launcher='forkserver'."
+            )
+        if not _ranks.parked:
+            command_line.command(0)  # or there is none that could run again
+
+    def plan(self, job: Job) -> Assignment:
+        return self.unpacked(job)
+
+    def run(self, job: Job, plan: Assignment) -> list[Outcome]:
+        if script_rank.is_one():
+            self._value = script_rank.run(job, plan)
+            return []
+        return self._run_rank_zero(job, plan)
+
+    def bring_home(self, job: Job, outcomes: Any) -> Any:
+        if not job.everybody or script_rank.is_one():
+            return self._value
+        return [self._value, *(transport.unpack_result(o.value) for o in outcomes if o.value is not None)]
+
+    def _run_rank_zero(self, job: Job, plan: Assignment) -> list[Outcome]:
+        call = job.task.call
+        # One store for all calls of this process: the parked ranks still hold it when the next call begins.
+        store = _ranks.store or _store_until_exit()
+        _wake_or_start(job, store)
+        plan = replace(plan, placement=distwrap_environment.on_one_node(0, job.nprocs), store=store)
+        watch = _Watch(list(_ranks.parked), store)
+        with (
+            _environment(distwrap_environment.variables(plan.placement, self.name, store)),
+            _threads(),
+            redirected(_ranks.logs.streams(0) if _ranks.logs is not None else None),
+            hear_interrupts(watch.interrupt, watch.print_where_all_are),
+        ):
+            watch.start()
             try:
-                cause = news.cause_of(failures.explained(error))
-            except KeyboardInterrupt as pending:  # of a Ctrl-C that was not heard inside a collective
-                cause = pending
-            finally:
-                _end(news)
-            if cause is error:
-                raise
-            raise cause from cause.__cause__
-    _last_value = value
-    if not everybody:
-        return value
-    return [value, *(transport.unpack_result(o.value) for o in outcomes if o.value is not None)]
+                value, found = take_part(plan, job.task, watch.stall)
+                self._value = _ranks.last_value = retrofit.unwrapped(value, found)
+                watch.rank_zero_is_done.set()
+                teardown_process_group()
+                return watch.wait()
+            except BaseException as error:
+                _ranks.failed = call.name
+                cause: BaseException
+                try:
+                    cause = watch.cause_of(failures.explained(error))
+                except KeyboardInterrupt as pending:  # of a Ctrl-C that was not heard inside a collective
+                    cause = pending
+                finally:
+                    _end(watch)
+                if cause is error:
+                    raise
+                raise cause from cause.__cause__
 
 
-def _end(news: _News) -> None:
-    """After a failure: stop the others, so that nobody is left who could keep the teardown waiting."""
-    try:
-        stop(_parked, all_they_started=True, interrupt=news.interrupted)
-    except KeyboardInterrupt:
-        pass  # the failure itself is on its way, and nobody is left
-    finally:
-        _parked.clear()
-        workers.remove_what_is_left(_place)
-        teardown_process_group()
+@dataclass
+class _Ranks:
+    """The other ranks of this process's script, which stay from call to call.
+
+    Attributes:
+        parked: their processes.
+        store: where all ranks meet.
+        last_value: what the last decorated call returned.
+        failed: the name of the call that has failed, after which there is no other.
+        logs: of what all ranks print.
+    """
+
+    parked: list[CommandProcess] = field(default_factory=list)
+    store: str = ""
+    last_value: Any = None
+    failed: str = ""
+    logs: Logs | None = None
+
+    def close_logs(self) -> None:
+        if self.logs is not None:
+            self.logs.close()
+        self.logs = None
 
 
-def _place_until_exit() -> str:
-    global _place
+_ranks = _Ranks()
+
+
+def _store_until_exit() -> str:
     stack = ExitStack()
-    _place = stack.enter_context(store_file.place())
+    _ranks.store = stack.enter_context(store_file.place())
     atexit.register(stack.close)
-    return _place
+    return _ranks.store
 
 
-def in_child() -> bool:
-    """Say whether this process is one that `launch` started."""
-    return FD in os.environ
-
-
-def join_from_child(call: Call, run: RunOptions, launcher: str, *, everybody: bool) -> Any:
-    """Take part in rank 0's call, and park at its end."""
-    global _conn
-    if launcher != "script":
-        raise LaunchError(
-            f"{call.name} has launcher={launcher!r} in a script whose other calls have launcher='script', so each of "
-            f"its ranks would launch ranks of its own. Use the same launcher for all calls in a script."
-        )
-    if _conn is None:
-        _conn = Connection(int(os.environ[FD]))
-        become_a_rank(_conn)
-    own_conn, rank = _conn, int(os.environ["RANK"])
-    os.environ[distwrap_environment.STORE], name = _message(_conn)
-    place = distwrap_environment.on_one_node(rank, int(os.environ["WORLD_SIZE"]))
-    try:
-        if name != call.name:
-            raise LaunchError(
-                f"rank {rank} has come to {call.name}, but rank 0 is at {name}: with launcher='script' every rank must "
-                f"make the same decorated calls in the same order. Let no branch before them depend on the rank."
-            )
-        threads = choose_threads(place.local_world_size)
-        if threads is not None:
-            torch.set_num_threads(threads)
-        world = join(place, run)
-        assert world.channel is not None
-        world.channel.on_stall = lambda report: stalled(report, own_conn, rank)
-        value, found = execute(call, run)
-        value = retrofit.unwrapped(value, found)
-        data = transport.pack_result(value, f"what {call.name} returned on rank {rank}") if everybody else None
-    except BaseException as error:  # noqa: BLE001 - SystemExit is told to rank 0 too
-        tell_failure(_conn, rank, error)
-        _leave(1)
-    _conn.send(success(rank, data))
-    teardown_process_group()
-    sys.stdout.flush()
-    return transport.unpack_result(_message(_conn))
-
-
-def _message(conn: Connection) -> Any:
-    """Wait, as long as it takes, for rank 0's word; leave when it leaves."""
-    try:
-        return conn.recv()
-    except (EOFError, OSError):
-        _leave(0)
-
-
-def _leave(code: int) -> Any:
-    run_interpreter_end(threads=False)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)
-
-
-def _others(call: Call, nprocs: int, store: str, log_dir: str | None) -> list[CommandProcess]:
-    """Wake the parked ranks, or start them."""
-    global _logs
-    if _parked:
-        if len(_parked) != nprocs - 1:
-            raise LaunchError(
-                f"launcher='script' has {len(_parked) + 1} ranks from the first decorated call, and this one asks for "
-                f"{nprocs}. Ask for the same number in all calls, or use launcher='forkserver'."
-            )
-        data = transport.pack_result(_last_value, "what the last decorated call returned")
-        for process in _parked:
+def _wake_or_start(job: Job, store: str) -> None:
+    """Let the parked ranks run on to this call, or start them."""
+    if _ranks.parked:
+        data = transport.pack_result(_ranks.last_value, "what the last decorated call returned")
+        for process in _ranks.parked:
             process.conn.send(data)
     else:
-        _logs = Logs(log_dir, range(nprocs)) if log_dir is not None else None
-        commands = [command_line.command(rank) for rank in range(1, nprocs)]
+        log_dir, nprocs = job.task.run.log_dir, job.nprocs
+        _ranks.logs = Logs(log_dir, range(nprocs)) if log_dir is not None else None
         atexit.register(_let_the_parked_leave)
         try:
-            for rank, command in enumerate(commands, start=1):
-                env = {
-                    **os.environ,
-                    **distwrap_environment.variables(distwrap_environment.on_one_node(rank, nprocs), "script", store),
-                }
-                _parked.append(_start(rank, command, env))
+            for rank in range(1, nprocs):
+                place = distwrap_environment.on_one_node(rank, nprocs)
+                env = {**os.environ, **distwrap_environment.variables(place, "script", store)}
+                _ranks.parked.append(_start(rank, command_line.command(rank), env))
         except BaseException:
-            stop(_parked, all_they_started=True)
-            _parked.clear()
-            _close_logs()
+            stop(_ranks.parked, all_they_started=True)
+            _ranks.parked.clear()
+            _ranks.close_logs()
             raise
-        if _logs is not None:
-            _logs.start(keep=1)
-    for process in _parked:
-        process.conn.send((store, call.name))
-    return list(_parked)
-
-
-def _let_the_parked_leave() -> None:
-    """At this process's end, wait for the others to run their own exit handlers: they would be killed with it."""
-    for process in _parked:
-        process.close()
-    if any(process.exitcode(_LEAVE_SECONDS) is None for process in _parked):
-        stop(_parked)
-    _parked.clear()
-    workers.remove_what_is_left(_place)
-    _close_logs()
-
-
-def _close_logs() -> None:
-    global _logs
-    if _logs is not None:
-        _logs.close()
-    _logs = None
+        if _ranks.logs is not None:
+            _ranks.logs.start(keep=1)
+    for process in _ranks.parked:
+        process.conn.send((store, job.task.call.name))
 
 
 def _start(rank: int, command: list[str], env: dict[str, str]) -> CommandProcess:
     def with_descriptor(fd: int) -> list[str]:
-        env[FD] = str(fd)
+        env[distwrap_environment.SCRIPT] = str(fd)
         return command
 
-    return CommandProcess(rank, with_descriptor, env, command_line.directory(), _logs.streams(rank) if _logs else None)
+    streams = _ranks.logs.streams(rank) if _ranks.logs is not None else None
+    return CommandProcess(rank, with_descriptor, env, command_line.directory(), streams)
 
 
-class _News(threading.Thread):
-    """Watches the other ranks while rank 0 works in the main thread, and interrupts it when one fails."""
+def _end(watch: _Watch) -> None:
+    """After a failure: stop the others, so that nobody is left who could keep the teardown waiting."""
+    try:
+        with contextlib.suppress(KeyboardInterrupt):  # the failure itself is on its way, and nobody is left
+            stop(_ranks.parked, all_they_started=True, interrupt=watch.interrupted)
+    finally:
+        _ranks.parked.clear()
+        workers.remove_what_is_left(_ranks.store)
+        teardown_process_group()
+
+
+def _let_the_parked_leave() -> None:
+    """At this process's end, wait for the others to run their own exit handlers: they would be killed with it."""
+    for process in _ranks.parked:
+        process.close()
+    if any(process.exitcode(_LEAVE_SECONDS) is None for process in _ranks.parked):
+        stop(_ranks.parked)
+    _ranks.parked.clear()
+    workers.remove_what_is_left(_ranks.store)
+    _ranks.close_logs()
+
+
+class _Watch(threading.Thread):
+    """Thread that watches the other ranks while rank 0 works in the main thread, and interrupts it when one fails."""
 
     def __init__(self, processes: list[CommandProcess], store: str) -> None:
         super().__init__(name="distwrap-script-watch", daemon=True)
@@ -292,7 +259,7 @@ class _News(threading.Thread):
     def _leave_it_alone(self, seconds: float) -> None:
         if not self.rank_zero_is_done.wait(seconds):
             for process in self._processes:
-                kill(process, signal.SIGKILL)
+                process.signal(signal.SIGKILL)
 
     def print_where_all_are(self) -> None:
         """Answer SIGQUIT."""
@@ -306,7 +273,7 @@ class _News(threading.Thread):
         return self._outcomes
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """After a failure of rank 0: return another rank's instead, where that came first and caused it."""
+        """Return, after a failure of rank 0, another rank's instead where that came first and caused it."""
         self.rank_zero_is_done.set()
         self.join(SETTLE_SECONDS)
         an_effect = isinstance(error, KeyboardInterrupt) or failure(0, error).is_secondary
@@ -328,10 +295,8 @@ def _environment(extra: dict[str, str]) -> Iterator[None]:
 
 
 @contextmanager
-def _threads(nprocs: int) -> Iterator[None]:
-    before, threads = torch.get_num_threads(), choose_threads(nprocs)
-    if threads is not None:
-        torch.set_num_threads(threads)
+def _threads() -> Iterator[None]:
+    before = torch.get_num_threads()
     try:
         yield
     finally:

@@ -19,6 +19,7 @@ import sys
 from multiprocessing.connection import Connection
 
 from distwrap._internals.python import stop_finalizers_at_exit
+from distwrap._internals.torch import import_compiler
 
 DESCRIPTORS = 5
 STATUS = struct.Struct("i")
@@ -33,6 +34,7 @@ def main(fd: int) -> None:
     import distwrap
     from distwrap.group.setup import import_before_group
     from distwrap.launch import worker
+    from distwrap.launch.link import PipeLink
 
     import_before_group()
     for name in distwrap.__all__:
@@ -72,7 +74,7 @@ def main(fd: int) -> None:
                     os.dup2(given, number)
                     os.close(given)
                 sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the server's own was /dev/null
-                worker.leave(worker.work(Connection(conn)))
+                worker.be_a_rank(PipeLink(Connection(conn)))
             for unneeded in (stdin, stdout, stderr, conn):
                 os.close(unneeded)
             status_of[pid] = status
@@ -81,8 +83,6 @@ def main(fd: int) -> None:
 
 def _import_more() -> None:
     """Import what DDP and the optimizers import at their first use, now that nobody waits."""
-    from distwrap._internals.torch import import_compiler
-
     import_compiler()
     _settle()
 

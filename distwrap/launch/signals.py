@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
-from distwrap.launch.processes import Process, kill
+from distwrap.launch.processes import Process
 
 PASSED_ON = (signal.SIGTERM, signal.SIGUSR2)  # the ways in which clusters announce that they want the node back
 
@@ -56,7 +56,7 @@ class PassedOn:
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self._heard.append(number)
         for process in self._processes:
-            kill(process, number, with_children=False)
+            process.signal(number, with_children=False)
         if callable(self._before[number]):
             self._before[number](number, frame)
 

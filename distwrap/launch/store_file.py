@@ -29,7 +29,7 @@ class Meeting:
         nodes: connection to the callers on the other nodes; ``None`` where there are none.
     """
 
-    place: str
+    store: str
     ranks: tuple[int, ...]
     world_size: int
     placement: Callable[[int], Placement]

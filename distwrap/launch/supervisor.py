@@ -16,7 +16,7 @@ from distwrap.errors import WorkerTimeoutError
 from distwrap.launch.exit_reason import OomCount, describe_exit
 from distwrap.launch.nodes import Nodes
 from distwrap.launch.outcome import Outcome, death, first_cause, raise_failure
-from distwrap.launch.processes import Process, kill
+from distwrap.launch.processes import Process
 from distwrap.launch.signals import PassedOn
 from distwrap.network.rendezvous import side_store
 from distwrap.supervision import hang_report
@@ -162,17 +162,17 @@ def stop(processes: Sequence[Process], *, all_they_started: bool = False, interr
         for number, seconds in grace:
             running = [process for process in processes if process.exitcode(0) is None]
             for process in running:
-                kill(process, number, with_children=number != signal.SIGINT)
+                process.signal(number, with_children=number != signal.SIGINT)
             _all_leave(running, time.monotonic() + seconds)
     except KeyboardInterrupt:  # the second Ctrl-C
         for process in processes:
-            kill(process, signal.SIGKILL)
+            process.signal(signal.SIGKILL)
         _all_leave(processes, time.monotonic() + EXIT_SECONDS)
         raise
     finally:
         for process in processes:
             if all_they_started:
-                kill(process, signal.SIGKILL)
+                process.signal(signal.SIGKILL)
             process.close()
 
 
@@ -187,7 +187,7 @@ def _remaining(deadline: float) -> float | None:
 def _timed_out(late: list[Process], seconds: float | None, store: str, ranks: int) -> WorkerTimeoutError:
     places = _positions(store, ranks)
     for process in late:
-        kill(process, signal.SIGABRT)  # faulthandler prints the Python stacks of all its threads
+        process.signal(signal.SIGABRT)  # faulthandler prints the Python stacks of all its threads
     _all_leave(late, time.monotonic() + 1)
     return WorkerTimeoutError(
         f"{named_ranks(process.rank for process in late)} of {ranks} on {socket.gethostname()} did not finish within "

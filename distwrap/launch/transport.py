@@ -14,32 +14,34 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from distwrap.errors import SerializationError
+from distwrap.launch.call import Call, Task
 from distwrap.launch.pickling import by_value, dumps, find_decorated, loads
 from distwrap.launch.unpicklable import find_unpicklable
 
 
-def pack(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    """Pickle a call.
+def pack(task: Task) -> bytes:
+    """Pickle a call and its options.
 
     Raises:
         SerializationError: names the path of the object that cannot be pickled, and the ways out.
     """
+    call = task.call
     if not by_value():
-        _check_reference(function)
+        _check_reference(call.name, call.function)
     return _dump(
-        (function, args, kwargs),
+        (call.function, call.args, call.kwargs, task.run),
         dumps,
-        ("the function", "the arguments", "the keyword arguments"),
-        f"{_name(function)} cannot be sent to the ranks",
+        ("the function", "the arguments", "the keyword arguments", "the options"),
+        f"{call.name} cannot be sent to the ranks",
         "Create it inside the function, or use launcher='fork' or 'script', which pickle nothing.",
     )
 
 
-def unpack(data: bytes) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+def unpack(data: bytes) -> Task:
     """Undo `pack`, on the rank."""
-    function, args, kwargs = pickle.loads(data)
+    function, args, kwargs, run = pickle.loads(data)
     _adopt_main(function)
-    return function, args, kwargs
+    return Task(Call(function, args, kwargs), run)
 
 
 def pack_result(value: object, what: str, known: Sequence[tuple[object, ...]] = ()) -> bytes:
@@ -85,7 +87,7 @@ def _dump(obj: object, dump: Callable[[object], bytes], names: Sequence[str], pr
         ) from error
 
 
-def _check_reference(function: Callable[..., Any]) -> None:
+def _check_reference(name: str, function: Callable[..., Any]) -> None:
     """Refuse a function that another process could not find by its name.
 
     Raises:
@@ -97,15 +99,11 @@ def _check_reference(function: Callable[..., Any]) -> None:
     if find_decorated(function.__module__, function.__qualname__) is not function:
         code = function.__code__
         raise SerializationError(
-            f"{_name(function)} (line {code.co_firstlineno} of {code.co_filename}) cannot be sent to the ranks by its "
+            f"{name} (line {code.co_firstlineno} of {code.co_filename}) cannot be sent to the ranks by its "
             f"name: it is a lambda, a nested function, or hidden behind another decorator. Install cloudpickle "
             f"(pip install 'distwrap[notebook]') to send it by value, move it to the top level of a module, or use "
             f"launcher='fork' or 'script'."
         )
-
-
-def _name(function: Callable[..., Any]) -> str:
-    return f"{getattr(function, '__qualname__', type(function).__qualname__)}()"
 
 
 def _adopt_main(function: Callable[..., Any]) -> None:

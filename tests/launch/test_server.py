@@ -12,16 +12,16 @@ import pytest
 
 import distwrap as dw
 from distwrap import distributed
-from distwrap.launch import processes
+from distwrap.launch import forkserver
 from tests.limits import INTERPRETERS, slow
 
 
 def test_it_is_reused() -> None:
     """Later launches come from the same server."""
     distributed(nprocs=2, launcher="forkserver")(dw.rank)()
-    before = processes.warm_server().pid
+    before = forkserver.warm_server().pid
     distributed(nprocs=2, launcher="forkserver")(dw.rank)()
-    assert processes.warm_server().pid == before
+    assert forkserver.warm_server().pid == before
 
 
 def test_surroundings_are_the_callers_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,17 +59,17 @@ def test_output_goes_where_the_callers_goes_now(capfd: pytest.CaptureFixture[str
 @pytest.mark.slow(INTERPRETERS)
 def test_a_variable_that_is_read_at_start_starts_another(monkeypatch: pytest.MonkeyPatch) -> None:
     """A changed OMP_ variable cannot be taken over by a running server, so there is a new one."""
-    before = processes.warm_server().pid
+    before = forkserver.warm_server().pid
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     assert distributed(nprocs=2, launcher="forkserver")(os.environ.get)("OMP_NUM_THREADS") == "3"
-    assert processes.warm_server().pid != before
+    assert forkserver.warm_server().pid != before
     monkeypatch.undo()
-    processes.warm_server()
+    forkserver.warm_server()
 
 
 def test_a_killed_server_is_replaced() -> None:
     """When somebody kills the server, the next launch starts another."""
-    server = processes.warm_server()
+    server = forkserver.warm_server()
     server._process.kill()
     server._process.wait(10)
     assert distributed(nprocs=2, launcher="forkserver")(dw.world_size)() == 2

@@ -173,8 +173,8 @@ def test_the_end_of_the_kernel(tmp_path: Path) -> None:
             "thread.start()\n"
             "while not (os.path.exists('pid0') and os.path.exists('pid1')): time.sleep(0.1)\n"
             "time.sleep(0.2)\n"
-            "from distwrap.launch import processes\n"
-            "open('server', 'w').write(str(processes._server.pid))"
+            "from distwrap.launch import forkserver\n"
+            "open('server', 'w').write(str(forkserver._server.pid))"
         )
     finally:
         notebook.close()

@@ -1,0 +1,153 @@
+"""The protocol of launchers: check in the caller, plan, run, and bring home what the ranks return."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from distwrap import retrofit
+from distwrap.devices.cpus import choose_threads
+from distwrap.devices.selection import choose_nprocs, visible_devices
+from distwrap.errors import SerializationError
+from distwrap.launch import pickling, transport
+from distwrap.launch.assignment import Assignment, Surroundings
+from distwrap.launch.call import Task
+from distwrap.launch.node_plan import NodePlan
+from distwrap.launch.nodes import NodeSummary
+from distwrap.launch.outcome import Outcome
+
+
+@dataclass(frozen=True)
+class Job:
+    """A task that is to run on several ranks.
+
+    Attributes:
+        task: the call and its options.
+        nprocs: number of ranks that this node starts.
+        everybody: whether the value of every rank is wanted, and not rank 0's alone.
+        launcher: the launcher's name as the user gave it, perhaps ``"auto"``.
+        nodes: the nodes that take part.
+        seconds: time limit for the whole run; ``None`` where there is none.
+    """
+
+    task: Task
+    nprocs: int
+    everybody: bool = False
+    launcher: str = "auto"
+    nodes: NodePlan = field(default_factory=NodePlan)
+    seconds: float | None = None
+
+
+class Launcher:
+    """One way to start ranks. Subclass it, and register the class with `register_launcher`.
+
+    A decorated call makes one launcher and calls, in this order, `count`, `check`, `plan`, `run` and `bring_home`.
+
+    Attributes:
+        name: for messages, and for the line at the start.
+        several_nodes: whether callers on several nodes can each launch their own ranks of one run.
+        restarts: whether it starts ranks again after a failure, and lets nodes come and go.
+        start_method: multiprocessing's name for the way in which torch elastic starts the same ranks, where restarts
+            are asked for; empty where it cannot.
+        runs_one_rank: whether it also runs a call of one rank, which otherwise runs in the caller's process.
+        summary: what the decorated call returns on this node where rank 0 is on another; set by `run`.
+    """
+
+    name: str = ""
+    several_nodes: bool = False
+    restarts: bool = False
+    start_method: str = ""
+    runs_one_rank: bool = False
+    summary: NodeSummary | None = None
+
+    def count(self, nprocs: int | Literal["auto"]) -> int:
+        """Return the number of ranks to start here; by default no more than there are devices.
+
+        Raises:
+            OptionError: there are fewer devices.
+        """
+        return choose_nprocs(nprocs, visible_devices())
+
+    def check(self, job: Job) -> None:
+        """Refuse, before any process starts, what cannot work; by default nothing.
+
+        Raises:
+            LaunchError: says why, and what to do.
+        """
+
+    def plan(self, job: Job) -> Assignment:
+        """Return the instructions that all ranks have in common; by default with the call packed.
+
+        Raises:
+            SerializationError: names the object that cannot be packed.
+        """
+        payload = transport.pack(job.task)
+        return Assignment(
+            self.name,
+            _returns(job),
+            choose_threads(job.nprocs),
+            payload,
+            Surroundings.capture(),
+            self._main_path(job, payload),
+        )
+
+    def unpacked(self, job: Job) -> Assignment:
+        """Return the plan for ranks that have the call and the caller's surroundings already."""
+        return Assignment(self.name, _returns(job), choose_threads(job.nprocs))
+
+    def run(self, job: Job, plan: Assignment) -> Sequence[Outcome]:
+        """Start the ranks, hand each the plan with its placement, wait for all, and leave none behind.
+
+        In a rank's process `distwrap.launch.worker.work` does the rest, given a `Link` to this launcher.
+
+        Returns:
+            The outcomes of the ranks that this node has started, in rank order.
+
+        Raises:
+            BaseException: what a rank raised first, as `distwrap.launch.outcome.raise_failure` does.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no run().")
+
+    def bring_home(self, job: Job, outcomes: Sequence[Outcome]) -> Any:
+        """Write what was trained into the caller's objects, and return what the decorated call returns."""
+        call, run = job.task
+        found = retrofit.find(call.args, call.kwargs) if run.retrofit else []
+        own = [item.original for item in found]
+        values = []
+        for index, outcome in enumerate(outcomes):
+            if outcome.value is not None:
+                value, states = transport.unpack_result(outcome.value, own)
+                if index == 0:
+                    for item, state in zip(found, states, strict=True):
+                        item.load(state)
+                values.append(value)
+        if self.summary is not None:
+            return self.summary
+        return values if _returns(job) == "all" else values[0]
+
+    def _main_path(self, job: Job, payload: bytes) -> str | None:
+        """Return the script that a rank must import first, where something of the script goes by reference."""
+        if pickling.by_value() or b"__main__" not in payload:
+            return None
+        path: str | None = getattr(sys.modules["__main__"], "__file__", None)
+        if path is None or not os.path.exists(path):
+            raise SerializationError(
+                f"{job.task.call.name} or an argument is defined interactively, and launcher={self.name!r} sends "
+                f"things by name. Install cloudpickle (pip install 'distwrap[notebook]') to send it by value."
+            )
+        return os.path.abspath(path)
+
+
+def _returns(job: Job) -> Literal["rank0", "all", "gathered"]:
+    if not job.everybody:
+        return "rank0"
+    return "gathered" if job.nodes.several else "all"
+
+
+def launch(launcher: Launcher, job: Job) -> Any:
+    """Run a job by a launcher that has checked it, and return what the decorated call returns."""
+    outcomes = launcher.run(job, launcher.plan(job))
+    return launcher.bring_home(job, outcomes)

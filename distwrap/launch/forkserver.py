@@ -1,0 +1,177 @@
+"""``launcher="forkserver"``: ranks that are forks of a warm server, which `distwrap.launch.server` is.
+
+The server has torch imported and no accelerator touched. It is started at the first launch, and serves this process
+until that ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import multiprocessing.connection
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from multiprocessing.connection import Pipe
+
+from distwrap._internals.python import interpreter_flags
+from distwrap.errors import LaunchError
+from distwrap.launch.base import Job
+from distwrap.launch.local import LocalLauncher
+from distwrap.launch.logs import Streams
+from distwrap.launch.processes import Process, python_command, standard_streams
+from distwrap.launch.server import DESCRIPTORS, STATUS
+
+
+class ForkServerLauncher(LocalLauncher):
+    """Forks of a warm server: as fast as forks of this process, whatever this process has done."""
+
+    name = "forkserver"
+    start_method = "forkserver"
+
+    def start(self, job: Job, rank: int, earlier: Sequence[Process], streams: Streams | None) -> Process:
+        return ServedProcess(rank, warm_server(), streams)
+
+
+class ServedProcess(Process):
+    """A fork of the warm server.
+
+    Args:
+        rank: the rank.
+        server: the server.
+        streams: its standard output and error; by default this process's.
+    """
+
+    def __init__(self, rank: int, server: ForkServer, streams: Streams | None = None) -> None:
+        self.rank = rank
+        self.conn, theirs = Pipe()
+        self._status, status = os.pipe()
+        self._exitcode: int | None = None
+        self._ended = False
+        try:
+            stdin, *own = standard_streams()
+            server.fork([stdin, *(streams or own), theirs.fileno(), status])
+        finally:
+            theirs.close()
+            os.close(status)
+        pid = self._read(server.start_seconds)
+        if pid is None:
+            self.close()
+            raise LaunchError(
+                f"the fork server (pid {server.pid}) ended before it started rank {rank}: "
+                f"its own error, if any, is above. Use launcher='spawn' to start without it."
+            )
+        self.pid = pid
+
+    def exitcode(self, seconds: float) -> int | None:
+        if self._exitcode is None:
+            code = self._read(seconds)
+            # The server died before the rank: the kernel killed the rank with it.
+            self._exitcode = -signal.SIGKILL if code is None and self._ended else code
+        return self._exitcode
+
+    def close(self) -> None:
+        super().close()
+        if self._status >= 0:
+            os.close(self._status)
+            self._status = -1
+
+    def exit_reason(self, oom_kills: int | None = None) -> str:
+        if self._ended:
+            return "the fork server, of which it was a fork, ended first"
+        return super().exit_reason(oom_kills)
+
+    def _read(self, seconds: float) -> int | None:
+        if not multiprocessing.connection.wait([self._status], seconds):
+            return None
+        data = os.read(self._status, STATUS.size)
+        self._ended = not data
+        return int(STATUS.unpack(data)[0]) if data else None
+
+
+class ForkServer:
+    """This process's end of the fork server."""
+
+    start_seconds = 120.0  # importing torch from a cold network disk takes its time
+
+    def __init__(self) -> None:
+        ours, theirs = socket.socketpair()
+        self._process = subprocess.Popen(
+            python_command(f"from distwrap.launch.server import main; main({theirs.fileno()})"),
+            pass_fds=(theirs.fileno(),),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        theirs.close()
+        self._control = ours
+        self._owner = os.getpid()
+        self.pid = self._process.pid
+        self.key = _server_key()
+
+    def usable(self) -> bool:
+        """Return whether it is this process's, alive, and was started with the variables that are read at start."""
+        return self._owner == os.getpid() and self._process.poll() is None and self.key == _server_key()
+
+    def fork(self, fds: list[int]) -> None:
+        """Ask for one more rank, given the descriptors that it is to have."""
+        assert len(fds) == DESCRIPTORS
+        socket.send_fds(self._control, [b"f"], fds)
+
+    def forget(self) -> None:
+        """Drop our copy of the socket, in a process that was forked and does not own the server."""
+        self._control.close()
+
+    def stop(self) -> None:
+        """End the server, and with it any rank that is left; it holds nothing that could be lost."""
+        self._control.close()
+        self._process.kill()
+        self._process.wait(5)
+
+
+_server: ForkServer | None = None
+_hooks_registered = False
+_server_lock = threading.Lock()
+
+
+def warm_server() -> ForkServer:
+    """Return the fork server of this process; start it where there is none, or one with stale variables."""
+    global _server, _hooks_registered
+    with _server_lock:
+        if _server is None or not _server.usable():
+            if not _hooks_registered:
+                os.register_at_fork(after_in_child=_forget_server)
+                atexit.register(stop_server)
+                _hooks_registered = True
+            if _server is not None and _server._owner == os.getpid():
+                _server.stop()
+            _server = ForkServer()
+        return _server
+
+
+def stop_server() -> None:
+    """End the fork server now rather than with this process; the next launch starts another."""
+    global _server
+    with _server_lock:
+        if _server is not None and _server._owner == os.getpid():
+            _server.stop()
+        _server = None
+
+
+def _forget_server() -> None:
+    if _server is not None:
+        _server.forget()
+
+
+def _server_key() -> tuple[object, ...]:
+    """Return what a process reads once, at its start, so that a running server cannot take it over later."""
+    prefixes = ("LD_", "PYTHON", "OMP_", "KMP_", "MKL_", "GOMP_", "OPENBLAS_", "TORCH", "PYTORCH", "MALLOC_")
+    env = tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(prefixes) and not _ours(k)))
+    return (sys.executable, *interpreter_flags(), env)
+
+
+def _ours(name: str) -> bool:
+    return name.startswith("TORCHELASTIC")

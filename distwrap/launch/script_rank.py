@@ -1,0 +1,74 @@
+"""Ranks that run the script again, for a call whose rank 0 is `distwrap.launch.script`'s caller."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import replace
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn
+
+from distwrap import retrofit
+from distwrap._internals.python import run_interpreter_end
+from distwrap.environments import distwrap_environment
+from distwrap.errors import LaunchError
+from distwrap.group.setup import teardown_process_group
+from distwrap.launch import transport
+from distwrap.launch.assignment import Assignment
+from distwrap.launch.base import Job
+from distwrap.launch.link import PipeLink
+from distwrap.launch.outcome import success
+from distwrap.launch.worker import make_output_readable, stalled, take_part, tell_failure
+
+_conn: Connection | None = None
+
+
+def is_one() -> bool:
+    """Return whether this process is such a rank."""
+    return distwrap_environment.SCRIPT in os.environ
+
+
+def run(job: Job, plan: Assignment) -> Any:
+    """Take part in rank 0's call, park at its end, and return rank 0's value when rank 0 makes another."""
+    global _conn
+    if _conn is None:
+        _conn = Connection(int(os.environ[distwrap_environment.SCRIPT]))
+        PipeLink(_conn).tie()
+        make_output_readable()
+    conn, link, rank = _conn, PipeLink(_conn), int(os.environ["RANK"])
+    store, name = _message(conn)
+    os.environ[distwrap_environment.STORE] = store
+    plan = replace(plan, placement=distwrap_environment.on_one_node(rank, int(os.environ["WORLD_SIZE"])))
+    try:
+        if name != job.task.call.name:
+            raise LaunchError(
+                f"rank {rank} has come to {job.task.call.name}, but rank 0 is at {name}: with launcher='script' every "
+                f"rank must make the same decorated calls in the same order. Let no branch before them depend on the "
+                f"rank."
+            )
+        value, found = take_part(plan, job.task, lambda report: stalled(report, link, rank))
+        value = retrofit.unwrapped(value, found)
+        what = f"what {name} returned on rank {rank}"
+        data = transport.pack_result(value, what) if job.everybody else None
+    except BaseException as error:  # noqa: BLE001 - SystemExit is told to rank 0 too
+        tell_failure(link, rank, error)
+        _leave(1)
+    link.report(success(rank, data))
+    teardown_process_group()
+    sys.stdout.flush()
+    return transport.unpack_result(_message(conn))
+
+
+def _message(conn: Connection) -> Any:
+    """Wait, as long as it takes, for rank 0's word; leave when it leaves."""
+    try:
+        return conn.recv()
+    except (EOFError, OSError):
+        _leave(0)
+
+
+def _leave(code: int) -> NoReturn:
+    run_interpreter_end(threads=False)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
