@@ -23,6 +23,7 @@ from distwrap.launch.assignment import Assignment
 from distwrap.launch.base import Job, Launcher
 from distwrap.launch.outcome import Outcome, death, raise_failure
 from distwrap.registry import launchers
+from tests.limits import INTERPRETERS
 
 SECONDS = 60.0
 
@@ -48,7 +49,7 @@ class FolderLauncher(Launcher):
             place = Placement(rank, job.nprocs, rank, job.nprocs, source="distwrap")
             assignment = replace(plan, placement=place, store=str(self._folder / "store"))
             (self._folder / f"assignment.{rank}").write_bytes(pickle.dumps(assignment))
-            command = f"'{sys.executable}' '{__file__}' '{self._folder}' {rank} & echo $!"
+            command = f"'{sys.executable}' '{__file__}' '{self._folder}' {rank} >&2 & echo $!"
             pids[rank] = int(subprocess.check_output(command, shell=True, text=True, env=_environment()))
         outcomes: dict[int, Outcome] = {}
         deadline = time.monotonic() + SECONDS
@@ -110,7 +111,6 @@ class Mine(Exception):
     """An exception of the user's own."""
 
 
-@dw.distributed(nprocs=2, launcher="folder", returns="all", timeout=30)
 def ranks() -> tuple[int, int]:
     return dw.rank(), int(dw.gather(dw.rank()).sum())
 
@@ -122,9 +122,10 @@ def test_its_name_is_known() -> None:
         dw.distributed(launcher="foldr")
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_values_come_home() -> None:
     """Every rank's value comes back in rank order."""
-    assert ranks() == [(0, 1), (1, 1)]
+    assert dw.distributed(nprocs=2, launcher="folder", returns="all", timeout=30)(ranks)() == [(0, 1), (1, 1)]
 
 
 def test_it_trains() -> None:
@@ -166,6 +167,7 @@ def test_an_exception_in_its_own_type() -> None:
     assert "in fails" in str(caught.value.__cause__)
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_a_silent_death_is_named() -> None:
     """A rank that ends without a report is named."""
 
@@ -182,15 +184,15 @@ def test_a_silent_death_is_named() -> None:
 def test_its_refusal_comes_before_any_process(tmp_path: Path) -> None:
     """check() is asked first: nothing is started."""
     with pytest.raises(LaunchError, match="at most 4 ranks"):
-        ranks.options(nprocs=5)()
+        dw.distributed(nprocs=5, launcher="folder")(ranks)()
     assert not list(tmp_path.iterdir())
 
 
 def test_what_it_cannot_is_refused() -> None:
     """A launcher that says nothing of restarts and several nodes is not asked for them."""
     with pytest.raises(OptionError, match="launcher='folder' is for one node and no restarts"):
-        ranks.options(max_restarts=1)()
+        dw.distributed(nprocs=2, launcher="folder", max_restarts=1)(ranks)()
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # a rank
     sys.exit(worker.work(FolderLink(Path(sys.argv[1]), int(sys.argv[2]))))
