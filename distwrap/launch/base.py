@@ -101,7 +101,7 @@ class Launcher:
     def run(self, job: Job, plan: Assignment) -> Sequence[Outcome]:
         """Start the ranks, hand each the plan with its placement, wait for all, and leave none behind.
 
-        In a rank's process `distwrap.launch.worker.work` does the rest, given a `Link` to this launcher.
+        In a rank's process `distwrap.launch.worker.work` does the rest, given a `LauncherLink` to this launcher.
 
         Returns:
             The outcomes of the ranks that this node has started, in rank order.

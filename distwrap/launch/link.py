@@ -14,7 +14,7 @@ from distwrap.launch.assignment import Assignment
 from distwrap.launch.outcome import Outcome
 
 
-class Link(Protocol):
+class LauncherLink(Protocol):
     """A rank's end of the link to its launcher.
 
     A launcher whose ranks are another program's children brings a link of its own; `PipeLink` is that of ours.

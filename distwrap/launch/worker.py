@@ -30,7 +30,7 @@ from distwrap.launch import pickling, transport
 from distwrap.launch.assignment import Assignment
 from distwrap.launch.call import Task
 from distwrap.launch.execute import execute
-from distwrap.launch.link import Link
+from distwrap.launch.link import LauncherLink
 from distwrap.launch.outcome import failure, success
 from distwrap.network.rendezvous import count_meetings_anew
 from distwrap.retrofit import Retrofitted
@@ -38,12 +38,12 @@ from distwrap.retrofit import Retrofitted
 importing_main = False  # while the script is imported in a rank, a decorated call there is a missing main guard
 
 
-def be_a_rank(link: Link, task: Task | None = None) -> NoReturn:
+def be_a_rank(link: LauncherLink, task: Task | None = None) -> NoReturn:
     """Be a rank for the rest of this process's life; see `work`."""
     leave(work(link, task, finish=finish_process_group))
 
 
-def work(link: Link, task: Task | None = None, *, finish: Callable[[], None] = teardown_process_group) -> int:
+def work(link: LauncherLink, task: Task | None = None, *, finish: Callable[[], None] = teardown_process_group) -> int:
     """Be a rank: take the assignment, run the call, and report the outcome.
 
     Args:
@@ -74,7 +74,7 @@ def work(link: Link, task: Task | None = None, *, finish: Callable[[], None] = t
     return 0
 
 
-def _run(assignment: Assignment, task: Task | None, link: Link) -> bytes | None:
+def _run(assignment: Assignment, task: Task | None, link: LauncherLink) -> bytes | None:
     """Return what of the run is wanted at home, pickled."""
     if assignment.surroundings is not None:
         assignment.surroundings.restore()
@@ -125,7 +125,7 @@ def packed(assignment: Assignment, task: Task, value: Any, trained: list[Retrofi
     )
 
 
-def tell_failure(link: Link, rank: int, error: BaseException) -> None:
+def tell_failure(link: LauncherLink, rank: int, error: BaseException) -> None:
     """Report a failure of this rank, and forget the process group."""
     try:
         _tell(link, rank, error)
@@ -133,7 +133,7 @@ def tell_failure(link: Link, rank: int, error: BaseException) -> None:
         _tell(link, rank, error)
 
 
-def _tell(link: Link, rank: int, error: BaseException) -> None:
+def _tell(link: LauncherLink, rank: int, error: BaseException) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises wherever we are when a loader's worker ends
     told = failures.explained(error)
     report = failure(rank, told)
@@ -142,7 +142,7 @@ def _tell(link: Link, rank: int, error: BaseException) -> None:
     link.report(report)
 
 
-def stalled(report: str, link: Link, rank: int) -> NoReturn:
+def stalled(report: str, link: LauncherLink, rank: int) -> NoReturn:
     """Report, from the side channel's thread, that no rank moves, and end this process."""
     link.report(failure(rank, WorkerTimeoutError(report, rank=rank, host=socket.gethostname())))
     os._exit(1)

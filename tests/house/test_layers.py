@@ -21,6 +21,7 @@ TYPES_FROM_ABOVE = {
     ("model", "strategies"): "a wrapped model names its Strategy",
     ("registry", "precision"): "the table of precisions makes a Precision",
     ("registry", "comm"): "the table of algorithms makes an Algorithm",
+    ("registry", "launch"): "the table of launchers makes a Launcher",
     ("registry", "strategies"): "the table of strategies makes a Strategy",
 }
 
