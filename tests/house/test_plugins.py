@@ -1,4 +1,4 @@
-"""Another package adds a strategy, a precision, an algorithm, a detector or a kind of device by one file each.
+"""Another package adds a strategy, launcher, precision, algorithm, detector or kind of device by one file.
 
 Each file has one entry point, and is installed into a folder as pip would do it, for a program in a fresh interpreter.
 """
@@ -100,6 +100,17 @@ def test_an_option_of_a_package(file: str, entry_point: str, option: str, rank_r
     """A name that a package brings is a value of the option, in the caller and in the ranks."""
     install(tmp_path, file, entry_point)
     assert output(start(tmp_path, RUN.format(option=option))) == [str([rank_result, rank_result])]
+
+
+def test_a_launcher_of_a_package(tmp_path: Path) -> None:
+    """A name that a package brings is a launcher, and its ranks run as it starts them."""
+    install(tmp_path, "launcher", "distwrap.launchers nice = their_launcher:NiceLauncher")
+    program = (
+        "import os\nfrom distwrap import distributed, gather_object\n\n"
+        "@distributed(nprocs=2, launcher='nice')\ndef main():\n    return gather_object(os.nice(0))\n\n"
+        "if __name__ == '__main__':\n    here = os.nice(0)\n    print([value - here for value in main()])\n"
+    )
+    assert output(start(tmp_path, program)) == ["[3, 3]"]
 
 
 def test_a_detector_of_a_package(tmp_path: Path) -> None:
