@@ -203,7 +203,7 @@ def _end(watch: _Watch) -> None:
 
 
 def _let_the_parked_leave() -> None:
-    """At this process's end, wait for the others to run their own exit handlers: they would be killed with it."""
+    """Wait, at the end of this process, for the others' own exit handlers: they would be killed with it."""
     for process in _ranks.parked:
         process.close()
     if any(process.exitcode(_LEAVE_SECONDS) is None for process in _ranks.parked):

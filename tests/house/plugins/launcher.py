@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from distwrap.launch.base import Job
-
 from distwrap.launch.local import LocalLauncher
 from distwrap.launch.logs import Streams
 from distwrap.launch.processes import CommandProcess, Process, python_command
