@@ -26,7 +26,7 @@ from tests.faults.run import run
 
 if __name__ == "__main__":
     for line in sys.stdin:
-        seen = run(Cell(*json.loads(line)))
+        seen = run(Cell(*json.loads(line)), slack=4.0)  # `make faults` measures; here cores may be busy
         print(json.dumps([seen.wrong, seen.output]), flush=True)
 """
 
