@@ -56,6 +56,7 @@ def start(call: Call, options: Options) -> Any:
         retrofit=options.retrofit,
         log_dir=options.log_dir,
     )
+    strategy.check(run)
     if active_world() is not None:
         return _here(call, run, everybody)
     if switched_on(os.environ, "DISTWRAP_DISABLE"):

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from distwrap import Strategy, gather_object, unwrap_model
+from distwrap.errors import OptionError
 from distwrap.group.layout import Layout
 from distwrap.model import TransparentModule
 from distwrap.model.in_sync import Held, tensors_of
@@ -36,6 +37,10 @@ class ByHand(Strategy):
         self.syncs = True
         self.models: list[nn.Module] = []
         self.parts_differ = False
+
+    def check(self, run: Any) -> None:
+        if run.precision == "fp16":
+            raise OptionError("ByHand has no precision='fp16'. Leave precision out.")
 
     def setup(self, world: Any) -> Layout:
         rank, size = world.placement.rank, world.placement.world_size

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import distwrap as dw
 from distwrap import rank
-from distwrap.errors import ModelError
+from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import current_world
 from tests.strategies.by_hand import ByHand
 
@@ -127,6 +130,31 @@ def test_the_numbers_are_those_of_one_process(ranks: list[dict[str, Any]]) -> No
     for found in ranks:
         assert found["trained"] == pytest.approx(trained(8), abs=1e-12)
         assert found["accumulated"] == pytest.approx(accumulated(8), abs=1e-12)
+
+
+def test_a_strategy_refuses_before_any_process_starts() -> None:
+    """The caller asks the strategy whether it can run as the options say."""
+
+    @dw.distributed(nprocs=2, strategy=ByHand(), precision="fp16")
+    def never() -> None:
+        raise AssertionError
+
+    with pytest.raises(OptionError, match="ByHand has no precision='fp16'"):
+        never()
+
+
+def test_a_strategy_of_the_script_itself_goes_to_fresh_processes(tmp_path: Path) -> None:
+    """A strategy whose class is in the script, or in a notebook, reaches ranks that have not imported the script."""
+    example = Path(__file__).parents[2] / "examples" / "custom_strategy.py"
+    ended = subprocess.run(
+        [sys.executable, example, "--steps", "5", "--out", tmp_path / "out"],
+        env={**os.environ, "DISTWRAP_LAUNCHER": "forkserver"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "2 ranks meet over gloo" in ended.stdout
 
 
 def test_a_step_asks_the_strategy(ranks: list[dict[str, Any]]) -> None:
