@@ -121,11 +121,13 @@ __all__ = [
 
 # The same as above for the interpreter, which imports a module when one of its names is first asked for.
 _MODULES = {
-    "checkpoint": "CheckpointIO load run_state save wait_for_saves",
+    "checkpoint": "CheckpointIO load save wait_for_saves",
     "checkpoint.resume": "resume_from",
+    "checkpoint.run_state": "run_state",
     "model.state_dict": "add_module_prefix strip_module_prefix",
     "comm": "consolidate",
-    "data": "Preemption lockstep shard_loader",
+    "data": "Preemption shard_loader",
+    "data.lockstep": "lockstep",
     "debugging": "breakpoint_on",
     "decorator": "distributed",
     "environments": "Placement",
