@@ -83,8 +83,15 @@ def _guard_forward(model: torch.nn.Module, stack: ExitStack) -> None:
             check_collectives_allowed(f"the forward of the wrapped {type(users).__name__} with gradients on")
         return plain(*args, **kwargs)
 
-    model.__dict__["forward"] = forward
-    stack.callback(model.__dict__.pop, "forward", None)
+    def restore() -> None:
+        if own.get("forward") is forward:  # else the model was released meanwhile
+            del own["forward"]
+            own.update(before)
+
+    own = model.__dict__
+    before = {"forward": own["forward"]} if "forward" in own else {}  # in its precision, on its device
+    own["forward"] = forward
+    stack.callback(restore)
 
 
 def _check_operator(operator: Any, args: tuple[Any, ...]) -> None:

@@ -121,6 +121,20 @@ def test_in_the_caller() -> None:
         main()
 
 
+def test_the_model_keeps_its_precision() -> None:
+    """After work of one rank its wrapped model computes as before."""
+
+    @distributed(nprocs=2, launcher="fork", precision="bf16", returns="all")
+    def main() -> bool:
+        model, x = dw.wrap_model(nn.Linear(8, 8)), torch.linspace(0, 1, 32).reshape(4, 8)
+        before = model(x).detach()
+        model(x).sum().backward()
+        dw.rank_zero_only(lambda: None)()
+        return torch.equal(model(x).detach(), before)
+
+    assert main() == [True, True]
+
+
 def test_in_a_single_process() -> None:
     """In a single process everything is allowed, since nobody is waited for."""
     with guard_collectives("f()"):
