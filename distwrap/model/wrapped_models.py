@@ -22,6 +22,7 @@ class WrappedModels(RunPart):
     """
 
     def __init__(self, world: World) -> None:
+        self._world = world
         self._models: list[ref[nn.Module]] = []
         self._guard = world.part(CollectiveGuard)
         self.count = 0
@@ -44,7 +45,7 @@ class WrappedModels(RunPart):
         self._guard.watch(model)
 
     def close(self) -> None:
-        """Let the models go on as bare ones, without the process group."""
-        for model in self:
+        """Let the models go on as bare ones, without the process group; a group that the user made stays, and they too."""
+        for model in self if self._world.group is not None else ():
             release: Callable[[nn.Module], None] = getattr(type(model), "release", lambda model: None)
             release(model)

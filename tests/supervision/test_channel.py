@@ -402,6 +402,24 @@ def _in_users_group() -> tuple[int, bool]:
     return value, alive
 
 
+def test_models_in_a_group_of_the_users_own() -> None:
+    """After a decorated call models go on averaging, whether it wrapped them or they were wrapped before."""
+    assert run_ranks(_averages_in_users_group, 2, timeout=LIMIT) == [[1.5, 1.5], [1.5, 1.5]]
+
+
+def _averages_in_users_group() -> list[float]:
+    dw.teardown_process_group()
+    store = dist.FileStore(os.environ["DISTWRAP_STORE"] + "", -1)
+    dist.init_process_group("gloo", store=dist.PrefixStore("mine", store), rank=int(os.environ["RANK"]), world_size=2)
+    outside = dw.wrap_model(torch.nn.Linear(1, 1))
+    inside = dw.distributed(lambda: dw.wrap_model(torch.nn.Linear(1, 1)))()
+    for model in (outside, inside):
+        model(torch.tensor([[dist.get_rank() + 1.0]])).sum().backward()
+    gradients = [float(model.weight.grad) for model in (outside, inside)]
+    dist.destroy_process_group()
+    return gradients
+
+
 def test_worker_error_is_raised_where_work_failed() -> None:
     """The other ranks hear which rank failed first, and why."""
     assert "KeyError: 'first'" in str(run_ranks(_caught, 2, timeout=LIMIT)[1])
