@@ -36,6 +36,10 @@ class RunPart(Protocol):
 
     def __init__(self, world: World) -> None: ...
 
+    def wait(self) -> None:
+        """Wait for this rank's own work in the background, at the end of a decorated call, which one rank may make."""
+        return
+
     def settle(self) -> None:
         """Bring to an end what is under way, at the orderly end of a run; every rank calls it."""
         return
@@ -131,6 +135,11 @@ class World:
                 if found is None:
                     found = self._parts[kind] = kind(self)
         return cast("Part", found)
+
+    def wait(self) -> None:
+        """Let all parts wait for this rank's own work in the background."""
+        for part in list(self._parts.values()):
+            part.wait()
 
     def settle(self) -> None:
         """Let all parts bring to an end what is under way; every rank calls it, and it may be called again."""

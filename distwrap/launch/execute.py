@@ -24,7 +24,7 @@ def execute(call: Call, run: RunOptions) -> tuple[Any, list[Retrofitted]]:
         result = _retrofitted(call) if run.retrofit else (call.function(*call.args, **call.kwargs), [])
     except RuntimeError as error:
         raise explained(error)  # noqa: B904 - which knows its cause
-    current_world().settle()
+    current_world().wait()  # not settle: it may be a call inside another, which goes on
     return result
 
 

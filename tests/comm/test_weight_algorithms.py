@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from distwrap import consolidate, wrap_model
+from distwrap import consolidate, distributed, wrap_model
 from distwrap.comm import (
     Algorithm,
     AsyncAveraging,
@@ -191,6 +191,26 @@ def _goes_on_after_consolidate() -> list[float]:
 def test_async_goes_on_after_consolidate() -> None:
     first, second = run_ranks(_goes_on_after_consolidate, 2)
     assert first == second == pytest.approx([-7.0, -14.0, -21.0])  # (4·1 + 5·2) / 2 an epoch
+
+
+def _descend_with_calls(algorithm: Algorithm, calls: bool) -> list[float]:
+    model = wrap_model(Quadratic(), comm=algorithm)
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        model(target_of(rank(), 1.0)).backward()
+        optimizer.step()
+        if calls and (rank() == 0 or step % 2):  # also where the other rank makes none
+            distributed(lambda: None)()
+    found: list[float] = flat(model).tolist()
+    return found
+
+
+@pytest.mark.parametrize("name", ["streaming diloco", "decentralized"])
+def test_a_decorated_call_inside_changes_nothing(name: str) -> None:
+    """A decorated function that the loop calls joins, and leaves what is under way alone."""
+    plain, called = (run_ranks(_descend_with_calls, 2, ALGORITHMS[name][0], calls) for calls in (False, True))
+    assert plain == called
 
 
 def _warm_up(kinds: list[Callable[..., Algorithm]]) -> list[tuple[Any, Any]]:
