@@ -45,7 +45,7 @@ class WrappedModels(RunPart):
         self._guard.watch(model)
 
     def close(self) -> None:
-        """Let the models go on as bare ones, without the process group; a group that the user made stays, and they too."""
+        """Let the models go on as bare ones, without the process group, unless that is the user's, which stays."""
         for model in self if self._world.group is not None else ():
             release: Callable[[nn.Module], None] = getattr(type(model), "release", lambda model: None)
             release(model)
