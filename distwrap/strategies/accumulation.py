@@ -5,6 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.Distrib
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import TypeVar
@@ -45,6 +46,10 @@ class Window:
         """Return whether an optimizer steps over the gradients of this window's models."""
         held = {id(parameter) for model in self._models for parameter in model.parameters()}
         return any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"])
+
+    def shares_model(self, other: Window) -> bool:
+        """Return whether two windows have a model in common."""
+        return not set(map(id, self._models)).isdisjoint(map(id, other._models))
 
     @property
     def last(self) -> bool:
@@ -95,6 +100,13 @@ class Windows(RunPart):
     def current(self) -> Window | None:
         """The window that began last, or ``None``."""
         return next(reversed(self.under_way.values()), None)
+
+    def begin(self, place: object, window: Window) -> None:
+        """Note a window that begins; those of loops that were left before their end, and never closed, are over."""
+        for other, left in list(self.under_way.items()):
+            if other is place or left.shares_model(window):
+                del self.under_way[other]
+        self.under_way[place] = window
 
     def refuse_half(self, optimizer: Optimizer) -> None:
         """Refuse to step over gradients in the middle of the window of a model.
@@ -155,9 +167,11 @@ def accumulate(
 
 def _accumulate(loader: Iterable[Batch], steps: int, models: list[nn.Module]) -> Iterator[tuple[Batch, Window]]:
     windows, place = current_world().part(Windows), object()
+    ends = sys.is_finalizing  # at the interpreter's end no global is there any more
     try:
         for size, batches in _windows(loader, steps):
-            window = windows.under_way[place] = Window(size, models)
+            window = Window(size, models)
+            windows.begin(place, window)
             for index, batch in enumerate(batches):
                 window.index = index
                 for model in models:
@@ -165,7 +179,7 @@ def _accumulate(loader: Iterable[Batch], steps: int, models: list[nn.Module]) ->
                 yield batch, window
     finally:
         windows.under_way.pop(place, None)
-        for model in models:
+        for model in models if not ends() else ():
             _sync_gradients(model, True)
 
 

@@ -249,6 +249,20 @@ def test_a_step_in_the_middle_of_a_window_is_refused() -> None:
         break
 
 
+def test_a_loop_that_was_left_does_not_count() -> None:
+    """A loop that was left in the middle of a window, and whose iterator somebody holds, does not disturb the next."""
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    held = dw.accumulate([1, 2, 3, 4], 4, model)
+    next(held)
+    for _, window in dw.accumulate([1, 2], 2, model):
+        dw.scale_loss(model(torch.ones(1, 4).double()).sum(), 1).backward()
+        if window.last:
+            dw.optimizer_step(optimizer)
+    assert dw.scale_loss(torch.tensor(6.0), 3) == dw.scale_loss(torch.tensor(6.0), 3) == 2.0
+    held.close()
+
+
 @pytest.mark.parametrize("steps", [0, -1, 2.0, True, "2"])
 def test_wrong_windows_are_refused(steps: Any) -> None:
     """A window is a positive whole number; refused at the call, not at the first batch."""
