@@ -39,7 +39,7 @@ class Preemption:
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} was told by {signal.Signals(self.signal).name} that its machine is wanted back: all "
+            f"rank {self.rank} was told by {signal.Signals(self.signal).name} that its node is wanted back: all "
             f"ranks leave after step {self.step}, with {self.seconds_left():.0f} s left"
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 
@@ -11,7 +12,7 @@ from distwrap.devices.kinds import kind_that_prevents_fork
 
 def refusal() -> str | None:
     """Return why a fork would not be safe now; ``None`` where it is."""
-    if not hasattr(threading, "main_thread") or sys.platform == "win32":
+    if not hasattr(os, "fork"):
         return "this system has no fork"
     if not can_forget_exit_handlers():
         return "this Python cannot forget the caller's exit handlers in a fork"

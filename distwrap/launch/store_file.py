@@ -22,7 +22,7 @@ class Meeting:
     """The store and the ranks of a launch, as its caller sees them.
 
     Attributes:
-        place: address of the store, or path of its file.
+        store: its address, or the path of its file.
         ranks: the ranks that this caller starts.
         world_size: number of ranks on all nodes.
         placement: returns the placement of one of the ranks that this caller starts.
