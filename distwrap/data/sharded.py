@@ -82,11 +82,7 @@ class ShardedLoader(IteratorHook):
         if sharding.world_size > 1:
             if self.num_workers:
                 world.part(workers.WorkerFolder)
-            if sharding.epoch is None or not self.persistent_workers:
-                sharding.epoch = torch.tensor(0)
-                if self.persistent_workers:
-                    sharding.epoch.share_memory_()  # type: ignore[no-untyped-call]
-            sharding.epoch.fill_(position.next.epoch)
+            self._tell_epoch()
         resumes = sharding.sampler is None and position.next.start > 0
         # The run that was cut off had drawn what a loader draws at its start.
         with preserved() if position.next.start > 0 else nullcontext():
@@ -122,10 +118,11 @@ class ShardedLoader(IteratorHook):
         """Return the attributes with which torch's iterator fetches this rank's samples."""
         sharding = self._sharding
         seed, place = sharding.seed, (sharding.rank, sharding.world_size)
-        assert sharding.epoch is not None
+        # A StatefulDataLoader whose state is asked for before its first epoch makes an iterator for that.
+        epoch = self._tell_epoch() if sharding.epoch is None else sharding.epoch
         source: IterableShard | SeededFetch
         if self._is_iterable:
-            source = shard_of(self.dataset, sharding.by_itself, sharding.epoch, *place)
+            source = shard_of(self.dataset, sharding.by_itself, epoch, *place)
             fetching: dict[str, Any] = {
                 "dataset": DataPipeShard(source) if isinstance(self.dataset, IterDataPipe) else source
             }
@@ -136,9 +133,17 @@ class ShardedLoader(IteratorHook):
             indices = SeededIndices(sampler, sharding.position, sharding.items_per_step, seed, *place)
             fetching = {"dataset": source, "collate_fn": source, name: indices}
         if self.num_workers:
-            epoch, rank = int(sharding.epoch), sharding.rank
-            fetching["worker_init_fn"] = WorkerInit(source, seed, epoch, rank, self.worker_init_fn)
+            fetching["worker_init_fn"] = WorkerInit(source, seed, int(epoch), sharding.rank, self.worker_init_fn)
         return fetching
+
+    def _tell_epoch(self) -> torch.Tensor:
+        """Write the epoch that begins to where workers read it."""
+        sharding = self._sharding
+        if sharding.epoch is None or not self.persistent_workers:
+            sharding.epoch = torch.tensor(0)
+            if self.persistent_workers:
+                sharding.epoch.share_memory_()  # type: ignore[no-untyped-call]
+        return sharding.epoch.fill_(sharding.position.next.epoch)
 
     @property
     def _is_iterable(self) -> bool:

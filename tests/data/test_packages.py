@@ -46,6 +46,16 @@ def stateful_loader(r: int, workers: int, iterable: bool = False, world_size: in
         return shard_loader(loader, mode="exact")
 
 
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stateful_loader_has_a_state_before_its_first_epoch(workers: int) -> None:
+    """Over an iterable dataset too, where torchdata makes the iterator of the first epoch for it."""
+    loader = stateful_loader(1, workers, iterable=True)
+    state = loader.state_dict()
+    again = stateful_loader(1, workers, iterable=True)
+    again.load_state_dict(state)
+    assert flat(loader) == flat(again)
+
+
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stateful_loader(workers: int) -> None:
     """torchdata's loader keeps its class; its position is the loop's, and good for another number of ranks."""
