@@ -40,7 +40,7 @@ from distwrap.launch.supervisor import (
     stop,
     supervise,
 )
-from distwrap.launch.worker import take_part
+from distwrap.launch.worker import take_part, use_threads
 
 _LEAVE_SECONDS = 5.0  # for the other ranks' exit handlers
 
@@ -103,6 +103,7 @@ class ScriptLauncher(Launcher):
         ):
             watch.start()
             try:
+                use_threads(plan)
                 value, found = take_part(plan, job.task, watch.stall)
                 self._value = _ranks.last_value = retrofit.unwrapped(value, found)
                 watch.rank_zero_is_done.set()

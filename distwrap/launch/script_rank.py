@@ -18,7 +18,7 @@ from distwrap.launch.assignment import Assignment
 from distwrap.launch.base import Job
 from distwrap.launch.link import PipeLink
 from distwrap.launch.outcome import success
-from distwrap.launch.worker import make_output_readable, stalled, take_part, tell_failure
+from distwrap.launch.worker import make_output_readable, stalled, take_part, tell_failure, use_threads
 
 _conn: Connection | None = None
 
@@ -46,6 +46,7 @@ def run(job: Job, plan: Assignment) -> Any:
                 f"rank must make the same decorated calls in the same order. Let no branch before them depend on the "
                 f"rank."
             )
+        use_threads(plan)
         value, found = take_part(plan, job.task, lambda report: stalled(report, link, rank))
         value = retrofit.unwrapped(value, found)
         what = f"what {name} returned on rank {rank}"

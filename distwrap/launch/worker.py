@@ -78,6 +78,7 @@ def _run(assignment: Assignment, task: Task | None, link: LauncherLink) -> bytes
     """Return what of the run is wanted at home, pickled."""
     if assignment.surroundings is not None:
         assignment.surroundings.restore()
+    use_threads(assignment)  # before the user's modules, which may choose another number
     place = assignment.placement
     if assignment.store:
         os.environ.update(distwrap_environment.variables(place, assignment.launcher, assignment.store))
@@ -88,6 +89,12 @@ def _run(assignment: Assignment, task: Task | None, link: LauncherLink) -> bytes
         task = transport.unpack(assignment.payload)
     value, trained = take_part(assignment, task, lambda report: stalled(report, link, place.rank))
     return packed(assignment, task, value, trained)
+
+
+def use_threads(assignment: Assignment) -> None:
+    """Compute with as many threads as the launcher gives this rank."""
+    if assignment.threads is not None:
+        torch.set_num_threads(assignment.threads)
 
 
 def take_part(assignment: Assignment, task: Task, on_stall: Callable[[str], None]) -> tuple[Any, list[Retrofitted]]:
@@ -101,8 +108,6 @@ def take_part(assignment: Assignment, task: Task, on_stall: Callable[[str], None
     Returns:
         The function's value, or the list of all ranks' where they gather them; and what was retrofitted.
     """
-    if assignment.threads is not None:
-        torch.set_num_threads(assignment.threads)
     world = join(assignment.placement, task.run)
     announce(world, assignment.launcher)
     assert world.channel is not None

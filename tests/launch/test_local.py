@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
+import torch
 
 import distwrap as dw
 from distwrap.testing import run_ranks
@@ -21,3 +24,19 @@ def test_every_launcher_returns_what_the_ranks_return(launcher: str) -> None:
 def test_run_ranks_hands_arguments_on() -> None:
     """A test body gets the arguments, and its values come back in order."""
     assert run_ranks(lambda number: number + dw.rank(), 2, 3) == [3, 4]
+
+
+def test_a_module_that_chooses_its_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The number of threads that the user's module sets when it is imported holds in the ranks too."""
+    (tmp_path / "chooses_threads.py").write_text(
+        "import torch\ntorch.set_num_threads(3)\ndef threads():\n    return torch.get_num_threads()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before = torch.get_num_threads()
+    try:
+        from chooses_threads import threads
+
+        assert dw.distributed(nprocs=2, launcher="forkserver", returns="all")(threads)() == [3, 3]
+    finally:
+        torch.set_num_threads(before)
