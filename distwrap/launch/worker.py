@@ -142,9 +142,13 @@ def _tell(link: LauncherLink, rank: int, error: BaseException) -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises wherever we are when a loader's worker ends
     told = failures.explained(error)
     report = failure(rank, told)
-    failures.tell(told)
+    ends_ranks = distwrap_environment.STORE in os.environ  # soon after a report: what is being written comes first
+    if not ends_ranks:
+        link.report(report)  # first: torch's agent ends this rank when others end that have heard of the failure
+        failures.tell(told)
     abandon_process_group()
-    link.report(report)
+    if ends_ranks:
+        link.report(report)
 
 
 def stalled(report: str, link: LauncherLink, rank: int) -> NoReturn:

@@ -10,6 +10,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from torch import nn
 
 from distwrap import barrier, distributed, placement, rank, reduce
 from distwrap.errors import ForkError, WorkerDiedError, WorkerTimeoutError
+from distwrap.launch import worker
 from tests.clusters.running import JOB, ended, started, wait_for_line
 from tests.limits import INTERPRETERS, SOON
 
@@ -46,6 +48,17 @@ def work(kind: str, until: int = 1) -> tuple[int, float]:
 def test_the_value_after_a_restart(kind: str, attempts: int) -> None:
     """Whatever ended the first attempt, the value of the second comes home."""
     assert work(kind) == (attempts, 3.0)
+
+
+def test_a_failure_is_reported_before_others_hear_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's agent ends a rank when others end that have heard of its failure, so the report is there by then."""
+    done: list[str] = []
+    monkeypatch.setattr(worker.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(worker.failures, "tell", lambda _: done.append("told"))
+    monkeypatch.setattr(worker, "abandon_process_group", lambda: done.append("left"))
+    link = SimpleNamespace(report=lambda _: done.append("reported"))
+    worker.tell_failure(link, 0, KeyError("boom"))  # type: ignore[arg-type]
+    assert done == ["reported", "told", "left"]
 
 
 def test_the_last_exception_comes_in_its_own_type() -> None:
