@@ -66,10 +66,12 @@ def supervise(
         if late:
             raise _timed_out(late, seconds, store, ranks)
     except BaseException as error:
-        if nodes is not None:
-            nodes.tell(error)  # at once, since the other nodes' ranks have lost their peers
         by_hand = isinstance(error, KeyboardInterrupt) and not hasattr(error, "rank")  # else a rank has raised it
-        stop(processes, all_they_started=True, interrupt=by_hand)
+        try:
+            if nodes is not None:
+                nodes.tell(error)  # at once, since the other nodes' ranks have lost their peers
+        finally:
+            stop(processes, all_they_started=True, interrupt=by_hand)
         raise
     if rank_zero_is_done is None:
         codes = _wait_for_ends(processes)
