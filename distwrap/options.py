@@ -59,6 +59,12 @@ def declare(check: Callable[[str, Any], Any], line: str, text: Text | None = Non
 def _strategy(_: str, value: object) -> Any:
     if isinstance(value, str) and (value in LAUNCHER_OF_STRATEGY or value in ("ddp", "dp", "single")):
         return value  # nothing in it can be wrong, and it need not be imported yet
+    name = value.partition("(")[0].strip() if isinstance(value, str) else ""
+    if name in LAUNCHER_OF_STRATEGY and name not in strategies.names():
+        raise OptionError(
+            f"strategy {value!r}: {name!r} stands for a launcher too, and takes no options. Say strategy='ddp(…)' with "
+            f"launcher={LAUNCHER_OF_STRATEGY[name]!r}."
+        )
     return strategies.make(value)
 
 

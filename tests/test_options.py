@@ -104,6 +104,12 @@ def test_a_strategy_that_contradicts_the_launcher_is_refused() -> None:
     assert "strategy='ddp_spawn' means launcher='spawn', but launcher='fork' was given too" in message
 
 
+@pytest.mark.parametrize("spelling", ["ddp_spawn(static_graph=True)", " ddp_spawn"])
+def test_a_strategy_with_a_launcher_takes_no_options(spelling: str) -> None:
+    """A strategy that names a launcher is refused where the launcher would be lost."""
+    assert "Say strategy='ddp(…)' with launcher='spawn'" in refusal(strategy=spelling)
+
+
 def test_one_process_contradicts_several() -> None:
     """The strategy of one process refuses a number of several, and takes 1 and auto."""
     assert "strategy='single' is one process, but nprocs=2" in refusal(strategy="single", nprocs=2)
