@@ -98,6 +98,8 @@ def test_external_without_a_launcher() -> None:
     """launcher="external" runs only under an outer launcher."""
     with pytest.raises(LaunchError, match=r"none has started this process.*torchrun"):
         distributed(nprocs=2, launcher="external")(train)()
+    with pytest.raises(LaunchError, match=r"none has started this process.*torchrun"):
+        distributed(nnodes=2, max_restarts=1, launcher="external")(train)()
 
 
 def test_arguments_that_do_not_fit() -> None:

@@ -67,8 +67,8 @@ def start(call: Call, options: Options) -> Any:
     again = distwrap_environment.SCRIPT in os.environ  # this process runs the script again, for rank 0's call of it
     if isinstance(found, Placement) and found.source != "single" and not again:
         return _joining(call, run, found, everybody, options)
-    nodes = resolve(options, found if isinstance(found, Node) else None)
     launcher = launchers.make("script" if again else options.launcher)
+    nodes = resolve(options, found if isinstance(found, Node) else None)
     if nodes.elastic and not launcher.restarts and not again:
         launcher = launchers.make(f"elastic(start_method={launcher.start_method!r})")
     if strategy.launches == "one" and nodes.several:
