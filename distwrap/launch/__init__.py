@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 
 from distwrap import retrofit
+from distwrap.devices.selection import visible_devices
 from distwrap.environments import Node, Placement, detect, distwrap_environment
 from distwrap.errors import MainGuardError, OptionError
 from distwrap.group import failures
@@ -67,6 +68,7 @@ def start(call: Call, options: Options) -> Any:
     again = distwrap_environment.SCRIPT in os.environ  # this process runs the script again, for rank 0's call of it
     if isinstance(found, Placement) and found.source != "single" and not again:
         return _joining(call, run, found, everybody, options)
+    visible_devices()  # first: where counting starts a driver, no fork is safe any more, which launchers then know
     launcher = launchers.make("script" if again else options.launcher)
     nodes = resolve(options, found if isinstance(found, Node) else None)
     if nodes.elastic and not launcher.restarts and not again:

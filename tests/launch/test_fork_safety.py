@@ -12,7 +12,8 @@ import torch
 
 import distwrap as dw
 from distwrap import distributed
-from distwrap.devices import cuda
+from distwrap.devices import cuda, selection
+from distwrap.devices.kinds import CPU
 from distwrap.errors import ForkError
 from distwrap.launch import fork_safety, openmp
 
@@ -39,6 +40,21 @@ def test_used_accelerator_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "train.py" in (fork_safety.refusal() or "")
     with pytest.raises(ForkError, match="has initialised an accelerator"):
         distributed(nprocs=2, launcher="fork")(dw.rank)()
+
+
+def test_a_driver_that_counting_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where counting the devices starts the driver, "auto" takes another launcher than fork."""
+    started: list[bool] = []
+
+    class CountedByDriver(CPU):
+        def count(self) -> int:
+            started.append(True)
+            return 0
+
+    monkeypatch.setattr(selection, "kind_of_torch", CountedByDriver)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: bool(started))
+    assert distributed(nprocs=2)(dw.world_size)() == 2
+    assert started
 
 
 @pytest.mark.gpu
