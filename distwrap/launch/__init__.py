@@ -73,9 +73,11 @@ def start(call: Call, options: Options) -> Any:
     nodes = resolve(options, found if isinstance(found, Node) else None)
     if nodes.elastic and not launcher.restarts and not again:
         launcher = launchers.make(f"elastic(start_method={launcher.start_method!r})")
-    if strategy.launches == "one" and nodes.several:
-        raise OptionError(f"strategy={options.strategy!r} is one process, but there are {nodes.max_nodes} nodes.")
-    nprocs = 1 if strategy.launches == "one" else launcher.count(nodes.nprocs)
+    if strategy.launches == "one":
+        if nodes.several:
+            raise OptionError(f"strategy={options.strategy!r} is one process, but there are {nodes.max_nodes} nodes.")
+        return _in_process(call, run, everybody)
+    nprocs = launcher.count(nodes.nprocs)
     if strategy.launches == "node":
         if nodes.nprocs not in ("auto", 1):
             raise OptionError(
@@ -87,7 +89,7 @@ def start(call: Call, options: Options) -> Any:
     _check_arguments(call)
     job = Job(Task(call, run), nprocs, everybody, options.launcher, nodes)
     launcher.check(job)
-    return _in_process(call, run, everybody) if strategy.launches == "one" else base.launch(launcher, job)
+    return base.launch(launcher, job)
 
 
 def _refuse_unguarded(call: Call) -> None:

@@ -28,6 +28,7 @@ def test_other_threads_are_named() -> None:
             distributed(nprocs=2, launcher="fork")(dw.rank)()
         assert distributed(nprocs=2, launcher="auto")(dw.world_size)() == 2
         assert distributed(nprocs=2, launcher="forkserver")(dw.world_size)() == 2
+        assert distributed(strategy="dp", launcher="fork", max_restarts=1)(dw.world_size)() == 1
     finally:
         stop.set()
         thread.join()
