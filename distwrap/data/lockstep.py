@@ -10,6 +10,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from enum import IntEnum
+from functools import partial
 from typing import Any, Generic, Literal, TypeVar, get_args
 
 import torch
@@ -210,7 +211,7 @@ class Lockstep(Generic[Batch]):
 
     def _begin(self) -> Iterator[Batch]:
         """Return an iterator over the loader, and not one that is in step itself."""
-        begin: Callable[[], Iterator[Batch]] = getattr(self._loader, "_rank_batches", self._loader.__iter__)
+        begin: Callable[[], Iterator[Batch]] = getattr(self._loader, "_rank_batches", partial(iter, self._loader))
         return begin()
 
     def _ends(self, seen: list[int], world: World, status: LockstepStatus, listener: Listener) -> bool:

@@ -310,6 +310,18 @@ def test_preemption_under(how: str, number: signal.Signals, tmp_path: Path) -> N
     assert dw.load(tmp_path / "last.pt") == {"step": int(step)}
 
 
+class _Indexed:
+    """Iterable without __iter__, as Python allows it."""
+
+    def __getitem__(self, index: int) -> int:
+        return range(3)[index]
+
+
+def test_a_loader_that_has_indices_alone() -> None:
+    loader: Any = _Indexed()
+    assert list(lockstep(loader)) == [0, 1, 2]
+
+
 def test_wrong_input() -> None:
     """A misspelt way is refused with the right ones, and so is lockstep where only some ranks are."""
     with pytest.raises(OptionError, match="Known: pad, shortest"):
