@@ -139,10 +139,10 @@ def _in_users_group(call: Call, run: RunOptions, everybody: bool) -> Any:
 
 
 def _joining(call: Call, run: RunOptions, placement: Placement, everybody: bool, options: Options) -> Any:
-    world = join(placement, run)
-    announce(world, placement.source)
-    _say_what_is_left_to(placement, options)
     try:
+        world = join(placement, run)
+        announce(world, placement.source)
+        _say_what_is_left_to(placement, options)
         value = _here(call, run, everybody)
     except BaseException as error:
         told = failures.explained(error)

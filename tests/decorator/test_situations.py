@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import distwrap as dw
-from distwrap import distributed
+from distwrap import distributed, launch
 
 
 @distributed(nprocs=2)
@@ -132,6 +132,27 @@ def test_a_decorated_function_inside_another_joins() -> None:
         return at_top_level(dw.rank())
 
     assert outer() == [(2, 2), (3, 2)]
+
+
+def test_a_failure_while_the_ranks_meet_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under torchrun the other ranks hear of a strategy that fails to arrange the ranks, and the world is left."""
+    error, done = KeyError("setup"), []
+
+    def fails(*_: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(launch, "join", fails)
+    monkeypatch.setattr(launch.failures, "tell", done.append)
+    monkeypatch.setattr(launch, "abandon_process_group", lambda: done.append("left"))
+    for name, value in zip(("RANK", "LOCAL_RANK"), "00", strict=True):
+        monkeypatch.setenv(name, value)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(KeyError, match="setup"):
+        distributed(dw.rank)()
+    assert done == [error, "left"]
 
 
 def test_it_looks_like_the_function() -> None:
