@@ -18,7 +18,7 @@ from distwrap.errors import ModelError, OptionError
 from distwrap.group.collectives import broadcast
 from distwrap.group.setup import require_group
 from distwrap.group.world import World, current_world
-from distwrap.model.binding import under_ddp
+from distwrap.model.binding import bind, under_ddp
 from distwrap.model.buffers import Buffers
 from distwrap.model.distributed import DistributedModel
 from distwrap.model.in_sync import Held, tensors_of
@@ -85,6 +85,8 @@ class DDPStrategy(Strategy):
         wrapped = kind(model, wrapping.in_precision, wrapping.device, wrapping.forward_methods, buffers, **options)
         if comm is not None:
             wrapped.__dict__["_exchange"] = comm.attach(wrapped, world)
+        bind(wrapped, self)
+        models.add(wrapped)  # here, since a subclass may return something around it, as torch.compile does
         return wrapped
 
     def wrapper(self, comm: Algorithm | None) -> type[DistributedModel]:

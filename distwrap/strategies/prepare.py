@@ -16,7 +16,7 @@ from distwrap.model.binding import bind
 from distwrap.model.first_step import watch_first_step
 from distwrap.model.forward_routing import ForwardMethods, check_forward_methods
 from distwrap.model.local import LocalModel
-from distwrap.model.transparent import TransparentModule
+from distwrap.model.transparent import TransparentModule, unwrap_model
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.precision import InPrecision, LossScaling, Precision
 from distwrap.registry import algorithms, strategies
@@ -94,7 +94,10 @@ def wrap_model(
     if wrapped is not model:
         bind(wrapped, chosen)
         if not isinstance(wrapped, LocalModel) and world.placement.world_size > 1:
-            world.part(WrappedModels).add(wrapped)
+            models = world.part(WrappedModels)
+            parts = set(map(id, wrapped.modules()))
+            if not any(id(unwrap_model(last)) in parts for last in list(models)[-1:]):  # else the strategy has added it
+                models.add(wrapped)
             watch_first_step(world)
     return wrapped
 

@@ -28,6 +28,7 @@ from distwrap import (
 from distwrap.comm import ByteGrad, LocalSGD, traffic
 from distwrap.errors import OptionError
 from distwrap.group.world import World, current_world
+from distwrap.model.wrapped_models import WrappedModels
 from distwrap.options import Options
 from distwrap.registry import Registry
 from distwrap.strategies import Wrapping
@@ -117,6 +118,30 @@ def _static() -> tuple[str, bool, str]:
 def test_a_strategy_with_options_travels_to_the_ranks(launcher: str) -> None:
     run = distributed(nprocs=2, launcher=launcher, strategy=DDPStrategy(static_graph=True, backend="gloo"))(_static)
     assert run() == ("DistributedModel", True, "gloo")
+
+
+class _Inside(DDPStrategy):
+    def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
+        return nn.Sequential(super().prepare_model(model, world, wrapping))
+
+
+def _trains_inside(comm: str) -> tuple[list[str], float]:
+    net = nn.Linear(1, 1)
+    model = wrap_model(net, strategy=_Inside(), comm=comm)
+    optimizer = wrap_optimizer(torch.optim.Adam(model.parameters()))
+    model(torch.ones(1, 1)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    kinds = [type(each).__name__ for each in current_world().part(WrappedModels)]
+    anew = wrap_model(net)
+    anew(torch.full((1, 1), rank() + 1.0)).sum().backward()
+    assert net.weight.grad is not None
+    return [*kinds, type(optimizer).__name__], net.weight.grad.item()
+
+
+def test_a_subclass_may_put_something_around_the_model() -> None:
+    """The model within is one of the run's as ever: for wrap_optimizer, a second wrap_model, and the end of the run."""
+    assert run_ranks(_trains_inside, 2, "qadam") == [(["DistributedModel", "QAdamOptimizer"], 1.5)] * 2
 
 
 def _sent() -> int:
