@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import importlib
+import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -141,7 +142,7 @@ class Registry(Generic[Thing]):
         return name if name in self._own else self.make(name)
 
     def _text(self, spelling: object) -> str | None:
-        if self._loose and isinstance(spelling, (str, int)) and not isinstance(spelling, bool):
+        if self._loose and isinstance(spelling, (str, numbers.Integral)) and not isinstance(spelling, bool):
             return str(spelling).lower()
         return spelling if isinstance(spelling, str) else None
 

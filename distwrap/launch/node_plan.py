@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from distwrap.environments import Node
 from distwrap.errors import OptionError
 from distwrap.options import Options
 from distwrap.registry import launchers
-
-if TYPE_CHECKING:
-    pass
 
 DEFAULT_PORT = 29400  # torch's own for a rendezvous endpoint without a port
 

@@ -68,7 +68,7 @@ def supervise(
     except BaseException as error:
         by_hand = isinstance(error, KeyboardInterrupt) and not hasattr(error, "rank")  # else a rank has raised it
         try:
-            if nodes is not None:
+            if nodes is not None and not by_hand:  # a Ctrl-C first ends the ranks here
                 nodes.tell(error)  # at once, since the other nodes' ranks have lost their peers
         finally:
             stop(processes, all_they_started=True, interrupt=by_hand)
