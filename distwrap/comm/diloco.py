@@ -52,7 +52,7 @@ class _Fragment:
         return self.anchor - self._weights.read()
 
     def average(self, link: Link, progress: torch.Tensor) -> None:
-        """Replace a progress by the replicas' mean; in the model's thread."""
+        """Average this fragment's progress over the replicas, in place; runs in the model's thread."""
         if self._mean is None:
             link.mean(progress)
         else:

@@ -51,7 +51,7 @@ class Permutation:
         self._keys = [int.from_bytes(digest[4 * i : 4 * i + 4], "big") for i in range(ROUNDS)]
 
     def __call__(self, positions: torch.Tensor) -> torch.Tensor:
-        """Return what stands at some positions.
+        """Return the permuted numbers at these positions.
 
         Args:
             positions: int64, of any shape, each from 0 to n-1.

@@ -22,9 +22,9 @@ def assign_resources(placement: Placement, store: Store, device: torch.device, c
     """Check that no device is shared, divide the CPUs, and choose the network interface.
 
     Args:
-        placement: who we are.
-        store: where all ranks have said who they are.
-        device: ours.
+        placement: this rank's place among the others.
+        store: in which all ranks are registered.
+        device: this rank's.
         cleanup: undoes it when the group goes.
 
     Returns:

@@ -24,8 +24,9 @@ class WaitCounts(RunPart):
 def share_result(name: str, worker: int, result: bytes | None) -> bytes:
     """Return the result of one rank's work, on every rank that waits for it.
 
-    No collective and no timeout: the others look for it on the side channel, and learn at once of the end of the rank
-    they wait for. In a group that the user made there is no side channel, and it is a collective.
+    This is no collective, and no time limit applies: the other ranks look for the result on the side channel, and raise
+    an error at once when the working rank ends. In a group that the user made there is no side channel, and a
+    collective is used instead.
 
     Args:
         name: of the work; calls of the same name are matched in their order.

@@ -59,13 +59,13 @@ def directory() -> str | None:
 
 
 def _hydra() -> Any:
-    """Hydra's own configuration, where a ``@hydra.main`` is running."""
+    """Return Hydra's configuration; ``None`` outside of ``@hydra.main``."""
     core = sys.modules.get("hydra.core.hydra_config")
     return core.HydraConfig.get() if core is not None and core.HydraConfig.initialized() else None
 
 
 def _for_hydra(rank: int) -> list[str]:
-    """Arguments that keep Hydra from making a folder of another second, and from sharing a log file.
+    """Return arguments that give all ranks the same output folder of Hydra, and each rank its own log file.
 
     Source: https://hydra.cc/docs/configure_hydra/workdir/
     """

@@ -250,7 +250,7 @@ class _Watch(threading.Thread):
             signal.pthread_kill(main, signal.SIGINT)  # wakes it from a sleep or a read as well
 
     def interrupt(self) -> None:
-        """End a rank 0 that a Ctrl-C does not reach: without peers a collective ends."""
+        """End a collective that keeps rank 0 from seeing a Ctrl-C, by ending the other ranks."""
         if self.error is not None:
             return  # it was our own
         seconds = 0.0 if self.interrupted else INTERRUPT_SECONDS

@@ -11,7 +11,7 @@ from distwrap.model.distributed import DistributedModel
 class ReplicaModel(DistributedModel):
     """A `DistributedModel` whose gradients DDP leaves alone while ``_trains_alone``, as in its ``no_sync()``.
 
-    Says once where weights are looked at that the ranks do not share.
+    Prints a notice, once a run, when eval() or state_dict() sees weights that differ between ranks.
     """
 
     _same_weights = False

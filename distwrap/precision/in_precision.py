@@ -17,7 +17,7 @@ Forward = Callable[..., Any]
 
 
 class InPrecision:
-    """A precision on a device. Called on a forward, it returns one in that precision.
+    """Precision bound to a device; called with a forward, it returns that forward in the precision.
 
     Args:
         precision: a `Precision`, or the name of one.

@@ -62,7 +62,7 @@ class Window:
     def scaled(self, loss_sum: torch.Tensor, count: float, world_size: int) -> torch.Tensor:
         """Divide by the count of the whole window on all ranks, though it is known with the last micro-batch only.
 
-        Until then the divisor is a guess, which the gradients accumulated so far are relieved of at the end.
+        Earlier micro-batches are divided by an estimate; the last one rescales the gradients to the true count.
         """
         if self._scaled == self.index:
             raise ModelError(

@@ -29,7 +29,7 @@ TICK_SECONDS = 0.25
 
 
 class Channel:
-    """End of the side channel on this rank.
+    """This rank's endpoint of the side channel.
 
     Args:
         store: a client of its own.

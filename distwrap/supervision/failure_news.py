@@ -29,7 +29,7 @@ NEWS_SECONDS = 1.0  # for a rank to end by itself once another has failed
 
 
 class Failure(NamedTuple):
-    """End of a rank, in its own words or in those of who has noticed it."""
+    """Failure of a rank, described by the rank itself or by the rank that noticed it."""
 
     rank: int
     host: str
@@ -44,7 +44,7 @@ class Failure(NamedTuple):
 
 
 class FailureNews:
-    """End of the news of failures on this rank.
+    """Endpoint at which this rank reports its own failure and reads about others'.
 
     Args:
         store: a client of its own.
