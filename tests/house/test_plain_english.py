@@ -23,7 +23,14 @@ REPLACED = {
     r"machines?": "node",
 }
 # Where one computer is meant by itself, and not as one of a job.
-MACHINES = ("machine that asks", "state machine", "machine code", "another machine", "one machine")
+MACHINES = (
+    "machine that asks",
+    "state machine",
+    "azure/machine-learning",
+    "machine code",
+    "another machine",
+    "one machine",
+)
 # What a function's docstring may not begin with, since it is no verb or the verb of a bystander.
 NOT_IMPERATIVE = re.compile(r"(The|A|An|This|It|Its|In|At|On|By|With|For|From|Runs|Called|Is|Are|Has)\b")
 
