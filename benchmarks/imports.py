@@ -8,7 +8,6 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 
 from timing import Row, Samples, arguments, compare, in_turns, report
@@ -34,9 +33,7 @@ def fresh(code: str, of_torch: list[float], collections: list[int]) -> Callable[
 
     def run() -> float:
         command = [sys.executable, "-c", PROGRAM.format(code=code)]
-        # Elsewhere: -c looks for distwrap in the working directory first, and --against names another checkout.
-        elsewhere = tempfile.gettempdir()
-        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120, cwd=elsewhere)
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
         seconds, torch, full = done.stdout.split()
         of_torch.append(float(torch))
         collections.append(int(full))

@@ -146,9 +146,10 @@ def _quick_run(script: str, checkout: str) -> dict[str, Row]:
     """Return the rows of a quick run with the distwrap of a checkout, by name."""
     with TemporaryDirectory() as folder:
         figures = os.path.join(folder, "figures.json")
-        command = [sys.executable, script, "--quick", "--json", figures]
+        command = [sys.executable, str(Path(script).resolve()), "--quick", "--json", figures]
         env = {**os.environ, "PYTHONPATH": checkout}
-        subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=True, timeout=900)
+        # Not in a checkout: `python -c` would find the distwrap of the working directory first.
+        subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=True, timeout=900, cwd=folder)
         with open(figures) as file:
             found = json.load(file)["rows"]
     rows = {}
