@@ -21,6 +21,7 @@ from distwrap.comm.exchange import Exchange
 from distwrap.comm.flat import FlatWeights, trained
 from distwrap.comm.link import Link
 from distwrap.group.world import World
+from distwrap.model.binding import parameters_of
 from distwrap.model.distributed import DistributedModel
 
 
@@ -110,10 +111,9 @@ class WeightExchange(Exchange[W]):
 
     def _counts(self, optimizer: Optimizer) -> bool:
         """Check whether an optimizer is the one whose steps count."""
-        if self._optimizer is None:
-            held = (parameter for group in optimizer.param_groups for parameter in group["params"])
-            if not {id(parameter) for parameter in self.weights.parameters}.isdisjoint(map(id, held)):
-                self._optimizer = optimizer
+        held = map(id, self.weights.parameters)
+        if self._optimizer is None and not parameters_of(optimizer).keys().isdisjoint(held):
+            self._optimizer = optimizer
         return optimizer is self._optimizer and self.model is not None
 
     def _tell_model(self) -> None:

@@ -51,6 +51,11 @@ def bound_strategy(thing: Any) -> Strategy | None:
         thing = inner
 
 
+def parameters_of(optimizer: Optimizer) -> dict[int, nn.Parameter]:
+    """Return the parameters that an optimizer steps, by their ids."""
+    return {id(tensor): tensor for group in optimizer.param_groups for tensor in group["params"]}
+
+
 def under_ddp(model: Any) -> DistributedDataParallel | None:
     """Return the DDP in a model that may be compiled around it; ``None`` where there is none."""
     while not issubclass(type(model), DistributedDataParallel):

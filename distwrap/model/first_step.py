@@ -21,7 +21,7 @@ from distwrap.devices.kinds import kind_of
 from distwrap.errors import ModelError
 from distwrap.group.world import RunPart, World
 from distwrap.model import in_sync
-from distwrap.model.binding import bound_strategy
+from distwrap.model.binding import bound_strategy, parameters_of
 from distwrap.model.in_sync import Held, Mark
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels
@@ -78,7 +78,7 @@ class FirstSteps(RunPart):
             self.stop()
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        held = _held(optimizer)
+        held = parameters_of(optimizer)
         if optimizer in self._seen or all(tensor.grad is None for tensor in held.values()):
             return
         self._seen.add(optimizer)
@@ -124,7 +124,7 @@ class FirstSteps(RunPart):
 
     def _refuse_strangers(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that would train nothing, as one that was made of a copy of the model."""
-        held = _held(optimizer)
+        held = parameters_of(optimizer)
         if any(tensor.grad is not None for tensor in held.values()):
             return
         for model in self._world.part(WrappedModels):
@@ -147,7 +147,3 @@ class FirstSteps(RunPart):
 
     def _is_done(self) -> bool:
         return all(model in self._proven for model in self._world.part(WrappedModels))
-
-
-def _held(optimizer: Optimizer) -> dict[int, nn.Parameter]:
-    return {id(tensor): tensor for group in optimizer.param_groups for tensor in group["params"]}

@@ -30,6 +30,11 @@ class WrappedModels(RunPart):
     def __iter__(self) -> Iterator[nn.Module]:
         return iter([model for held in self._models if (model := held()) is not None])
 
+    @property
+    def last(self) -> nn.Module | None:
+        """The model that was wrapped last, of those that somebody still holds."""
+        return next((model for held in reversed(self._models) if (model := held()) is not None), None)
+
     def holding(self, name: str) -> list[tuple[nn.Module, Any]]:
         """Return the models whose wrapper holds something under a name, each with what it holds."""
         return [(model, vars(model)[name]) for model in self if name in vars(model)]

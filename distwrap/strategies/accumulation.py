@@ -20,7 +20,7 @@ from distwrap.data.sharded import batches_left
 from distwrap.errors import LoaderError, ModelError, OptionError
 from distwrap.group.collectives import total
 from distwrap.group.world import RunPart, World, current_world
-from distwrap.model.binding import bound_strategy, under_ddp
+from distwrap.model.binding import bound_strategy, parameters_of, under_ddp
 from distwrap.strategies.base import Strategy
 
 Batch = TypeVar("Batch")
@@ -45,7 +45,7 @@ class Window:
     def concerns(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer steps over the gradients of this window's models."""
         held = {id(parameter) for model in self._models for parameter in model.parameters()}
-        return any(id(parameter) in held for group in optimizer.param_groups for parameter in group["params"])
+        return not held.isdisjoint(parameters_of(optimizer))
 
     def shares_model(self, other: Window) -> bool:
         """Return whether two windows have a model in common."""

@@ -18,7 +18,7 @@ from distwrap.errors import ModelError, OptionError
 from distwrap.group.collectives import broadcast
 from distwrap.group.setup import require_group
 from distwrap.group.world import World, current_world
-from distwrap.model.binding import bind, under_ddp
+from distwrap.model.binding import bind, parameters_of, under_ddp
 from distwrap.model.buffers import Buffers
 from distwrap.model.distributed import DistributedModel
 from distwrap.model.in_sync import Held, tensors_of
@@ -106,9 +106,9 @@ class DDPStrategy(Strategy):
         return tensors_of(model)
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
-        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        held = parameters_of(optimizer)
         for wrapped, exchange in current_world().part(WrappedModels).holding("_exchange"):
-            if not held.isdisjoint(map(id, wrapped.parameters())):
+            if not held.keys().isdisjoint(map(id, wrapped.parameters())):
                 optimizer = exchange.prepare_optimizer(optimizer)
         return optimizer
 

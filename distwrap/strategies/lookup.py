@@ -8,7 +8,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distwrap.group.world import World
-from distwrap.model.binding import bind, bound_strategy
+from distwrap.model.binding import bind, bound_strategy, parameters_of
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.strategies.base import Strategy
 from distwrap.strategies.ddp import DDPStrategy
@@ -41,13 +41,13 @@ def strategy_of_optimizer(optimizer: Optimizer, world: World) -> Strategy:
 
 def strategy_of_owner(optimizer: Optimizer, world: World) -> Strategy:
     """Return the strategy of the wrapped model that has an optimizer's parameters; the run's where there is none."""
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    models = (model for model in world.part(WrappedModels) if not held.isdisjoint(map(id, model.parameters())))
+    held = parameters_of(optimizer)
+    models = (model for model in world.part(WrappedModels) if not held.keys().isdisjoint(map(id, model.parameters())))
     owner = next(models, None)
     return strategy_of_run(world) if owner is None else strategy_of_model(owner, world)
 
 
 def strategy_of_backward(world: World) -> Strategy:
     """Return the strategy whose `backward` a loss goes through: that of the model that was wrapped last."""
-    models = list(world.part(WrappedModels))
-    return strategy_of_model(models[-1], world) if models else strategy_of_run(world)
+    last = world.part(WrappedModels).last
+    return strategy_of_run(world) if last is None else strategy_of_model(last, world)

@@ -16,7 +16,7 @@ from distwrap.model.binding import bind
 from distwrap.model.first_step import watch_first_step
 from distwrap.model.forward_routing import ForwardMethods, check_forward_methods
 from distwrap.model.local import LocalModel
-from distwrap.model.transparent import TransparentModule, unwrap_model
+from distwrap.model.transparent import TransparentModule
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.precision import InPrecision, LossScaling, Precision
 from distwrap.registry import algorithms, strategies
@@ -90,13 +90,13 @@ def wrap_model(
     wrapping = Wrapping(where, in_precision, forward_methods, algorithm, dict(ddp_kwargs))
     if not chosen.places_model:
         model = in_precision.precision.weights(model.to(where))
+    models = world.part(WrappedModels)
+    last = models.last
     wrapped = chosen.prepare_model(model, world, wrapping)
     if wrapped is not model:
         bind(wrapped, chosen)
         if not isinstance(wrapped, LocalModel) and world.placement.world_size > 1:
-            models = world.part(WrappedModels)
-            parts = set(map(id, wrapped.modules()))
-            if not any(id(unwrap_model(last)) in parts for last in list(models)[-1:]):  # else the strategy has added it
+            if models.last is last:  # else the strategy has added it
                 models.add(wrapped)
             watch_first_step(world)
     return wrapped

@@ -5,8 +5,6 @@ Source: https://docs.pytorch.org/docs/stable/notes/amp_examples.html
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -15,6 +13,7 @@ from torch.optim.optimizer import Optimizer
 from distwrap._internals.torch import has_overflowed
 from distwrap.errors import PrecisionError
 from distwrap.group.world import current_world
+from distwrap.model.binding import parameters_of
 from distwrap.model.diagnosis import explained
 from distwrap.precision import LossScaling
 from distwrap.strategies.accumulation import Windows
@@ -141,5 +140,5 @@ def _stepped(scheduler: LRScheduler | None, taken: bool) -> bool:
 
 def _clip(strategy: Strategy, optimizer: Optimizer, model: nn.Module | None, max_norm: float | None) -> None:
     if max_norm is not None:
-        held: Iterable[torch.Tensor] = (p for group in optimizer.param_groups for p in group["params"])
-        strategy.clip(optimizer, model.parameters() if model is not None else held, max_norm)
+        clipped = model.parameters() if model is not None else parameters_of(optimizer).values()
+        strategy.clip(optimizer, clipped, max_norm)
