@@ -4,122 +4,86 @@ import importlib
 import typing
 
 from distwrap import _started as _started
-from distwrap._version import __version__
+from distwrap._version import __version__ as __version__
 from distwrap.devices.kinds import watch_first_use as _watch_first_use
 
 if typing.TYPE_CHECKING:
-    from distwrap.checkpoint import CheckpointIO, load, save, wait_for_saves
-    from distwrap.checkpoint.resume import resume_from
-    from distwrap.checkpoint.run_state import run_state
-    from distwrap.comm import consolidate
-    from distwrap.data import Preemption, shard_loader
-    from distwrap.data.lockstep import lockstep
-    from distwrap.debugging import breakpoint_on
-    from distwrap.decorator import distributed
-    from distwrap.environments import Placement
-    from distwrap.errors import DistwrapError
-    from distwrap.group import (
-        device,
-        is_rank_zero,
-        local_rank,
-        local_world_size,
-        node_rank,
-        placement,
-        rank,
-        setup_process_group,
-        teardown_process_group,
-        world_size,
+    from distwrap.checkpoint import (
+        CheckpointIO as CheckpointIO,
+        load as load,
+        save as save,
+        wait_for_saves as wait_for_saves,
     )
-    from distwrap.group.collectives import agree, barrier, broadcast, gather, gather_object, mean, reduce
-    from distwrap.group.rank_zero import on_rank_zero, rank_zero_first, rank_zero_only
-    from distwrap.launch.nodes import NodeSummary
-    from distwrap.model import assert_in_sync, sync_buffers, unwrap_model
-    from distwrap.model.state_dict import add_module_prefix, strip_module_prefix
-    from distwrap.precision import Precision, autocast
-    from distwrap.progress_bar import progress
+    from distwrap.checkpoint.resume import resume_from as resume_from
+    from distwrap.checkpoint.run_state import run_state as run_state
+    from distwrap.comm import consolidate as consolidate
+    from distwrap.data import Preemption as Preemption, shard_loader as shard_loader
+    from distwrap.data.lockstep import lockstep as lockstep
+    from distwrap.debugging import breakpoint_on as breakpoint_on
+    from distwrap.decorator import distributed as distributed
+    from distwrap.environments import Placement as Placement
+    from distwrap.errors import DistwrapError as DistwrapError
+    from distwrap.group.collectives import (
+        agree as agree,
+        barrier as barrier,
+        broadcast as broadcast,
+        gather as gather,
+        gather_object as gather_object,
+        mean as mean,
+        reduce as reduce,
+    )
+    from distwrap.group.rank_zero import (
+        on_rank_zero as on_rank_zero,
+        rank_zero_first as rank_zero_first,
+        rank_zero_only as rank_zero_only,
+    )
+    from distwrap.group.setup import (
+        setup_process_group as setup_process_group,
+        teardown_process_group as teardown_process_group,
+    )
+    from distwrap.group.world import (
+        device as device,
+        is_rank_zero as is_rank_zero,
+        local_rank as local_rank,
+        local_world_size as local_world_size,
+        node_rank as node_rank,
+        placement as placement,
+        rank as rank,
+        world_size as world_size,
+    )
+    from distwrap.launch.nodes import NodeSummary as NodeSummary
+    from distwrap.model import (
+        assert_in_sync as assert_in_sync,
+        sync_buffers as sync_buffers,
+        unwrap_model as unwrap_model,
+    )
+    from distwrap.model.state_dict import (
+        add_module_prefix as add_module_prefix,
+        strip_module_prefix as strip_module_prefix,
+    )
+    from distwrap.precision import Precision as Precision, autocast as autocast
+    from distwrap.progress_bar import progress as progress
     from distwrap.registry import (
-        available_algorithms,
-        available_launchers,
-        available_precisions,
-        available_strategies,
-        register_algorithm,
-        register_launcher,
-        register_precision,
-        register_strategy,
+        available_algorithms as available_algorithms,
+        available_launchers as available_launchers,
+        available_precisions as available_precisions,
+        available_strategies as available_strategies,
+        register_algorithm as register_algorithm,
+        register_launcher as register_launcher,
+        register_precision as register_precision,
+        register_strategy as register_strategy,
     )
-    from distwrap.seeding import seed_everything
-    from distwrap.strategies import DDPStrategy, Strategy, wrap_model, wrap_optimizer
-    from distwrap.strategies.accumulation import Window, accumulate, scale_loss
-    from distwrap.strategies.steps import backward, optimizer_step, unscale
+    from distwrap.seeding import seed_everything as seed_everything
+    from distwrap.strategies import (
+        DDPStrategy as DDPStrategy,
+        Strategy as Strategy,
+        wrap_model as wrap_model,
+        wrap_optimizer as wrap_optimizer,
+    )
+    from distwrap.strategies.accumulation import Window as Window, accumulate as accumulate, scale_loss as scale_loss
+    from distwrap.strategies.steps import backward as backward, optimizer_step as optimizer_step, unscale as unscale
 
-
-__all__ = [
-    "CheckpointIO",
-    "DDPStrategy",
-    "DistwrapError",
-    "NodeSummary",
-    "Placement",
-    "Precision",
-    "Preemption",
-    "Strategy",
-    "Window",
-    "__version__",
-    "accumulate",
-    "add_module_prefix",
-    "agree",
-    "assert_in_sync",
-    "autocast",
-    "available_algorithms",
-    "available_launchers",
-    "available_precisions",
-    "available_strategies",
-    "backward",
-    "barrier",
-    "breakpoint_on",
-    "broadcast",
-    "consolidate",
-    "device",
-    "distributed",
-    "gather",
-    "gather_object",
-    "is_rank_zero",
-    "load",
-    "local_rank",
-    "local_world_size",
-    "lockstep",
-    "mean",
-    "node_rank",
-    "on_rank_zero",
-    "optimizer_step",
-    "placement",
-    "progress",
-    "rank",
-    "rank_zero_first",
-    "rank_zero_only",
-    "reduce",
-    "register_algorithm",
-    "register_launcher",
-    "register_precision",
-    "register_strategy",
-    "resume_from",
-    "run_state",
-    "save",
-    "scale_loss",
-    "seed_everything",
-    "setup_process_group",
-    "shard_loader",
-    "strip_module_prefix",
-    "sync_buffers",
-    "teardown_process_group",
-    "unscale",
-    "unwrap_model",
-    "wait_for_saves",
-    "world_size",
-    "wrap_model",
-    "wrap_optimizer",
-]
-
-# The same as above for the interpreter, which imports a module when one of its names is first asked for.
+# The same for the interpreter, which imports a module when one of its names is first asked for.
 _MODULES = {
     "checkpoint": "CheckpointIO load save wait_for_saves",
     "checkpoint.resume": "resume_from",
@@ -132,8 +96,8 @@ _MODULES = {
     "decorator": "distributed",
     "environments": "Placement",
     "errors": "DistwrapError",
-    "group": "device is_rank_zero local_rank local_world_size node_rank placement rank setup_process_group "
-    "teardown_process_group world_size",
+    "group.setup": "setup_process_group teardown_process_group",
+    "group.world": "device is_rank_zero local_rank local_world_size node_rank placement rank world_size",
     "group.collectives": "agree barrier broadcast gather gather_object mean reduce",
     "group.rank_zero": "on_rank_zero rank_zero_first rank_zero_only",
     "launch.nodes": "NodeSummary",
@@ -148,6 +112,7 @@ _MODULES = {
     "strategies.steps": "backward optimizer_step unscale",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+__all__ = sorted([*_MODULE_OF, "__version__"])
 
 if not typing.TYPE_CHECKING:  # for a checker, any name would be right then
 

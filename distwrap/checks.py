@@ -1,7 +1,5 @@
 """Checks of what a user gives: each takes the name and the value, and returns the value or raises OptionError."""
 
-from __future__ import annotations
-
 import numbers
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass

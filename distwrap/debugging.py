@@ -1,7 +1,5 @@
 """A debugger on one rank, while the others wait for it as long as it takes."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from typing import TextIO

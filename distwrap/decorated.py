@@ -1,7 +1,5 @@
 """What our decorators make of a function: a wrapper that binds to instances, copies and pickles."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from functools import partial

@@ -24,8 +24,6 @@ DistwrapError
 Each leaf is also the builtin error of the same meaning, so code that catches ``ValueError`` goes on working.
 """
 
-from __future__ import annotations
-
 
 class DistwrapError(Exception):
     """Base of everything that distwrap raises."""

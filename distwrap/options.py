@@ -17,10 +17,7 @@ if TYPE_CHECKING:
 
 Returns = Literal["rank0", "all"]
 
-SWITCHES = {
-    "DISTWRAP_DISABLE": "run the function in this process",
-    "DISTWRAP_QUIET": "silence the line at the start",
-}
+SWITCHES = {"DISTWRAP_DISABLE": "run the function in this process", "DISTWRAP_QUIET": "silence the line at the start"}
 _OURS = ("DISTWRAP_STORE", "DISTWRAP_LAUNCHED", "DISTWRAP_SCRIPT_FD")  # between a launch and its ranks
 
 
@@ -132,8 +129,7 @@ class Options:
         default="rank0", metadata=declare(one_of("value for returns", get_args(Returns)), "whose values a call returns")
     )
     retrofit: bool = field(
-        default=False,
-        metadata=declare(_SWITCH, "whether models and loaders among the arguments are wrapped"),
+        default=False, metadata=declare(_SWITCH, "whether models and loaders among the arguments are wrapped")
     )
     log_dir: str | None = field(
         default=None, metadata=declare(either(None, _FOLDER), "the folder for what each rank prints", WORD)

@@ -1,7 +1,5 @@
 """A progress bar on rank 0 alone."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 import time

@@ -190,14 +190,9 @@ def _parsed(kind: str, text: str) -> tuple[str, dict[str, Any]]:
 
 # A strategy and a launcher in one word: spellings of ours, of Lightning ("ddp_notebook") and of people in a hurry.
 LAUNCHER_OF_STRATEGY = {
-    "ddp_spawn": "spawn",
-    "ddp_fork": "fork",
-    "ddp_forkserver": "forkserver",
-    "ddp_script": "script",
+    **{f"ddp_{launcher}": launcher for launcher in ("spawn", "fork", "forkserver", "script")},
+    **{launcher: launcher for launcher in ("spawn", "fork", "forkserver")},
     "ddp_notebook": "forkserver",
-    "spawn": "spawn",
-    "fork": "fork",
-    "forkserver": "forkserver",
 }
 
 strategies: Registry[Strategy] = Registry(

@@ -4,8 +4,6 @@ Models, optimizers, schedulers, scalers and loaders are found among the argument
 dicts, in the same order in the caller and on every rank; so the n-th state that comes back belongs to the n-th object.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Running of test bodies on several ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 

@@ -120,8 +120,7 @@ def main(args: argparse.Namespace) -> tuple[float, float]:
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     warm = max(1, args.steps // 20)
     schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer,
-        lambda step: min(1, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * min(1, step / args.steps))),
+        optimizer, lambda step: min(1, (step + 1) / warm) * 0.5 * (1 + math.cos(math.pi * min(1, step / args.steps)))
     )
     size = sum(parameter.numel() for parameter in model.parameters())
     first = evaluate(model, test_loader)

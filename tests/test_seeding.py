@@ -6,8 +6,7 @@ from contextlib import suppress
 import numpy
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from distwrap import seed_everything, shard_loader
 from distwrap.errors import OptionError

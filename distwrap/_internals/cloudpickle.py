@@ -3,8 +3,6 @@
 Every function says which names it relies on, and what happens without them; all were seen in versions 3.0 to 3.1.
 """
 
-from __future__ import annotations
-
 
 def tracker_of(cls: type) -> str | None:
     """Return the name under which cloudpickle knows a class in every process, or ``None``.

@@ -3,8 +3,6 @@
 The function says which name it relies on, and what happens without it; it was seen in version 5.2.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from distwrap.errors import LoaderError

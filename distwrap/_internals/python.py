@@ -3,8 +3,6 @@
 Every function says which names it relies on, and what happens without them; all were seen in versions 3.10 to 3.13.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import multiprocessing.util

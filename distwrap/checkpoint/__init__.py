@@ -1,7 +1,5 @@
 """Checkpoints: whole or not at all, safe to load, in one file or in parts."""
 
-from __future__ import annotations
-
 from distwrap.checkpoint.formats import CheckpointIO
 from distwrap.checkpoint.run_state import RunState, run_state
 from distwrap.checkpoint.saving import load, save, wait_for_saves

@@ -1,7 +1,5 @@
 """Writing of checkpoints in a thread, one at a time, while training goes on."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Files and folders that take their place in one step, after they are safely on disk."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket

@@ -3,8 +3,6 @@
 Formats of the user's own are objects with the same methods, given to ``save(io=...)`` and ``load(io=...)``.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 

@@ -3,8 +3,6 @@
 Source of the safe loader: https://docs.pytorch.org/docs/stable/notes/serialization.html#weights-only
 """
 
-from __future__ import annotations
-
 from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Resuming where the last run stopped: the newest checkpoint that any node has, on every rank."""
 
-from __future__ import annotations
-
 import os
 import socket
 from typing import Any

@@ -1,7 +1,5 @@
 """Keep the last few checkpoints: a numbered series with a link to the latest, or the predecessors of one name."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """State of a run beside the loop's objects: random numbers, the scale of fp16, the state of exchanges."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from typing import Any

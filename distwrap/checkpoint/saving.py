@@ -1,7 +1,5 @@
 """Write and read checkpoints: whole or not at all, known to all ranks, and safe to load."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -172,9 +170,7 @@ def restore(into: Any, state: Any, where: str = "") -> None:
 def _save_file(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, background: bool) -> None:
     def write(plain_state: Any) -> None:
         files.write_atomically(
-            path,
-            lambda temporary: io.save(plain_state, temporary),
-            lambda: retention.keep_predecessors(path, keep),
+            path, lambda temporary: io.save(plain_state, temporary), lambda: retention.keep_predecessors(path, keep)
         )
         retention.prune(path, keep)
 

@@ -6,8 +6,6 @@ disk that all nodes see.
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
-from __future__ import annotations
-
 import pickle
 import warnings
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The command line: ``python -m distwrap doctor`` and ``python -m distwrap strip``."""
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Sequence
 

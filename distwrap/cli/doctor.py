@@ -3,8 +3,6 @@
 Under srun, mpirun or torchrun every rank runs it, and rank 0 reports for the whole job.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -1,7 +1,5 @@
 """The view of one process: what is here, and what would be decided. Starts nothing, touches no accelerator."""
 
-from __future__ import annotations
-
 import os
 import platform
 import resource

@@ -1,7 +1,5 @@
 """The real test: whether the ranks meet and add up, how fast, and on devices of their own."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from dataclasses import dataclass

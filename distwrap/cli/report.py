@@ -1,7 +1,5 @@
 """The doctor's findings in words, as JSON and as a picture."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import asdict

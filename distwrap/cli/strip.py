@@ -1,7 +1,5 @@
 """``python -m distwrap strip``: repairs the keys in a checkpoint's file, and copies the rest as it is."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import sys

@@ -3,10 +3,6 @@
 A module is imported when one of its names is used.
 """
 
-# ruff: noqa: I001 - it would give each of the names below a line of its own
-
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING
 

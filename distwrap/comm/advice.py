@@ -3,8 +3,6 @@
 The time of an exchange is close to a + b·n for n weights, codec and link together; two sizes give a and b.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

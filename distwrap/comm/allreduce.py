@@ -1,7 +1,5 @@
 """Gradients averaged in full, as DDP does it, or rounded to 16 bits on the way."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

@@ -4,8 +4,6 @@ Every codec returns whether the numbers were finite. Others are NaN after decodi
 number that looks right.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Protocol
 

@@ -6,8 +6,6 @@ own part too, so all end with the same bits.
 Source: https://arxiv.org/abs/2107.01499, section 3 (the centralised primitive with low precision).
 """
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 

@@ -3,8 +3,6 @@
 Source: https://arxiv.org/abs/2107.01499, section 3; Bagua's ``DecentralizedAlgorithm``.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import partial
 

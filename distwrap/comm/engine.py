@@ -4,8 +4,6 @@ A DDP hook that starts a second collective when the first has ended may deadlock
 rank to rank. One queue has one order. DDP waits for the future that a hook returns; the thread sets it.
 """
 
-from __future__ import annotations
-
 import queue
 import threading
 from collections.abc import Callable

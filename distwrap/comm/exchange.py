@@ -1,7 +1,5 @@
 """The work of an algorithm for one model on one rank: its links, its thread, and its end."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from contextlib import AbstractContextManager, nullcontext, suppress
 from datetime import timedelta

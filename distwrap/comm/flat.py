@@ -1,7 +1,5 @@
 """A model's trained weights as one flat tensor, and back."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

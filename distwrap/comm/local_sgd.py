@@ -3,8 +3,6 @@
 Source: https://arxiv.org/abs/1805.09767, algorithm 1; with a warm-up, post-local SGD, https://arxiv.org/abs/1808.07217.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from distwrap.checks import whole

@@ -3,8 +3,6 @@
 Source: https://arxiv.org/abs/1803.06443 (difference compression); Bagua's ``LowPrecisionDecentralizedAlgorithm``.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

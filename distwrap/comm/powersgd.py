@@ -4,8 +4,6 @@ Source: https://arxiv.org/abs/1905.13727, algorithms 1 and 2, with warm start. t
 another one's callback, which hangs on gloo with several buckets; here the model's thread has them in one order.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import torch

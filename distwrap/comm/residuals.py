@@ -3,8 +3,6 @@
 Source: https://arxiv.org/abs/1901.09847, algorithm 2.
 """
 
-from __future__ import annotations
-
 import torch
 
 from distwrap.comm.base import Bucket

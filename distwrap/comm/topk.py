@@ -3,8 +3,6 @@
 Source: https://arxiv.org/abs/1809.07599 (sparsified SGD with memory).
 """
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 

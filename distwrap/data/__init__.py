@@ -1,7 +1,5 @@
 """The data: each rank's share of a loader, and steps that all ranks take together."""
 
-from __future__ import annotations
-
 from distwrap.data.loader import shard_loader
 from distwrap.data.lockstep import Lockstep, lockstep
 from distwrap.data.preemption import Preemption

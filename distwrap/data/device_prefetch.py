@@ -1,7 +1,5 @@
 """Batches on the rank's device."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from typing import Any
 

@@ -5,8 +5,6 @@ ahead of the others from then on: the shares are of different shuffles, and samp
 iterable dataset that nobody divides, all ranks have the same batches.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Iterable, Iterator

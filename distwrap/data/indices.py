@@ -1,7 +1,5 @@
 """Arithmetic of the indices that a rank takes, and of its batches, without torch or processes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from itertools import islice
 from typing import Literal, TypeVar

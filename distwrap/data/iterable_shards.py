@@ -5,8 +5,6 @@ those of one loader, and so divides them among all ranks. Of a dataset that does
 it does is seen when it is asked for its first item. The packages that know of ranks themselves split as they do.
 """
 
-from __future__ import annotations
-
 import ast
 import copy
 import functools

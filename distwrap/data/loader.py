@@ -4,8 +4,6 @@ The loader is copied, not built again: a subclass keeps its attributes, and no c
 sampler and batch sampler are exchanged for ones that take a share of the same order.
 """
 
-from __future__ import annotations
-
 from contextlib import suppress
 from typing import Any, Literal, TypeVar, get_args
 

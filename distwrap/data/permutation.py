@@ -9,8 +9,6 @@ Sources: M. Luby, C. Rackoff, "How to construct pseudorandom permutations from p
 the round function multiplies and shifts by SplitMix64's constants (G. Steele, D. Lea, C. Flood, OOPSLA 2014).
 """
 
-from __future__ import annotations
-
 import hashlib
 
 import torch

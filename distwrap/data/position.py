@@ -4,8 +4,6 @@ The order belongs to all ranks, and each takes its share of what is left of it. 
 every rank, and it means the same to another number of ranks and to another batch size.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple

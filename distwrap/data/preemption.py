@@ -1,7 +1,5 @@
 """Notice of a preemption, and loader workers that live long enough to finish the step."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Samplers that take a rank's share of another's order, and advance their epoch by themselves."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Sized
 from itertools import islice
 from typing import Any, Literal

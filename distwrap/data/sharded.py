@@ -1,7 +1,5 @@
 """The class of a sharded loader: the user's own class, which also knows the loop's position in its data."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext

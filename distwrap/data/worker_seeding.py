@@ -5,8 +5,6 @@ the augmentation is the same for any number of workers, and in an epoch that goe
 of a batch travels with its indices. An iterable dataset has a stream of random numbers for each worker and epoch.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from collections.abc import Callable, Iterator, Set

@@ -5,8 +5,6 @@ workers of a rank share one. The rank removes it when it ends; its launcher, whe
 when both are gone the workers do, which then end themselves.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import multiprocessing.util

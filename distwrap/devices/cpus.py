@@ -1,7 +1,5 @@
 """Number of CPUs that this process may use, and of threads that a rank takes of them."""
 
-from __future__ import annotations
-
 import math
 import os
 from pathlib import Path

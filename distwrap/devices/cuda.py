@@ -1,7 +1,5 @@
 """CUDA's devices, and those of ROCm, which torch has under the same name."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import traceback

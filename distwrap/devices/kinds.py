@@ -4,8 +4,6 @@ A package adds a kind by an entry point of the group ``distwrap.device_kinds``, 
 one, an accelerator is treated as `torch.accelerator` treats any.
 """
 
-from __future__ import annotations
-
 from types import ModuleType
 
 import torch

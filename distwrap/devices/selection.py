@@ -1,7 +1,5 @@
 """Which devices this process sees, and which one a rank takes. Nothing here initialises an accelerator."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Copies of tensors, in any nesting, on a device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

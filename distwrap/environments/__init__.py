@@ -5,8 +5,6 @@ Slurm step, since mpirun and torchrun inherit the variables of the job around th
 launchers that start one process on each node. All values come from one detector.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from functools import cache
 

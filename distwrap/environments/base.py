@@ -1,7 +1,5 @@
 """Placement of a process among the ranks, or the node on which it is to start some, as the environment says."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol

@@ -1,7 +1,5 @@
 """Variables that our own launchers set for their ranks: torchrun's names, which other code knows, and the store."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

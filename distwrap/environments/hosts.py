@@ -1,7 +1,5 @@
 """Host of rank 0: the first in the batch system's list."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Mapping
 from itertools import product

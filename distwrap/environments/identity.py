@@ -1,7 +1,5 @@
 """Identity of a process: its node, number and birth, by which others on the node see whether it lives."""
 
-from __future__ import annotations
-
 import os
 import socket
 import sys

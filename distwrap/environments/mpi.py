@@ -5,8 +5,6 @@ accelerate and libfabric read them; https://mvapich.cse.ohio-state.edu/userguide
 it; horovod/runner/gloo_run.py; DeepSpeed's comm.py for AzureML's MPI jobs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -67,10 +65,7 @@ LAUNCHERS = (
     FourNumbers("mvapich2", _with_prefix("MV2_COMM_WORLD")),
     FourNumbers("mpich", ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"), only_with="MPI_LOCALRANKID"),
     FourNumbers(
-        "pals",
-        ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"),
-        node="PALS_NODEID",
-        job="PALS_APID",
+        "pals", ("PALS_RANKID", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE"), node="PALS_NODEID", job="PALS_APID"
     ),
     FourNumbers("pals_pmi", _with_prefix("PMI"), only_with="PMI_LOCAL_RANK"),  # PALS where it is asked for PMI
     FourNumbers("jsrun", _with_prefix("JSM_NAMESPACE"), job="LSB_JOBID", first_host=hosts.first_of_lsf),

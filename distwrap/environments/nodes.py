@@ -6,8 +6,6 @@ pkg/constants (Kubeflow); PAI's "general environment variables" (Alibaba DLC); s
 ENVIRONMENT_VARIABLES.md; Lightning's environment "LightningEnvironment" (NODE_RANK by hand).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 

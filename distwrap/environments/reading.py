@@ -1,7 +1,5 @@
 """Strict reading of variables: whole numbers, all or none of a set, and the host at which the ranks meet."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from distwrap.errors import PlacementError

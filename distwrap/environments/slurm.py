@@ -4,8 +4,6 @@ The variables are also in the shell of sbatch and salloc, where no tasks were st
 more than one task. Source: https://slurm.schedmd.com/srun.html, "output environment variables"; read off Slurm 22.05.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 from distwrap.environments import hosts

@@ -5,8 +5,6 @@ local size has been LOCAL_SIZE and LOCAL_WORLD_SIZE); https://learn.microsoft.co
 how-to-train-distributed-gpu (NODE_RANK).
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from distwrap.environments.base import Placement

@@ -1,7 +1,5 @@
 """Guard of code that only some ranks run: a collective in it raises at once, where it would otherwise wait forever."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

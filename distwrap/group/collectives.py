@@ -3,8 +3,6 @@
 Values may be tensors, numbers, or lists, tuples and dicts of them in any nesting.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 

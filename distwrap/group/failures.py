@@ -1,7 +1,5 @@
 """Failures of this rank: find the cause, and report it to the other ranks."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

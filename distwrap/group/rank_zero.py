@@ -70,13 +70,7 @@ class RankZeroFunction(DecoratedFunction):
 
     @staticmethod
     def _self_call(
-        default: Any,
-        everywhere: bool,
-        local: bool,
-        wrapped: Callable[..., Any],
-        instance: Any,
-        args: Any,
-        kwargs: Any,
+        default: Any, everywhere: bool, local: bool, wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any
     ) -> Any:
         chosen = _is_chosen(local)
         name = f"the rank-zero function {getattr(wrapped, '__qualname__', type(wrapped).__qualname__)}()"

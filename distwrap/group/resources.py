@@ -1,7 +1,5 @@
 """Resources of a rank, once all ranks are registered: its device, its CPUs, its network interface."""
 
-from __future__ import annotations
-
 import os
 from contextlib import ExitStack
 from dataclasses import replace

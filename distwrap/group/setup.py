@@ -1,7 +1,5 @@
 """Set the process group up, and take it down on every path."""
 
-from __future__ import annotations
-
 import os
 import socket
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ can read that. gloo's sockets ask nobody who they are, so an object that came th
 signature (HMAC-SHA256, RFC 2104) was made with the secret.
 """
 
-from __future__ import annotations
-
 import hmac
 import pickle
 import secrets

@@ -1,7 +1,5 @@
 """Waits of the other ranks for the work of one: as long as it takes, while that rank lives, and no longer."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 from distwrap.group.collectives import gather_object

@@ -1,7 +1,5 @@
 """Start the ranks: decide how, and do it. The decision reads, it starts nothing, and refuses what is wrong first."""
 
-from __future__ import annotations
-
 import inspect
 import os
 from typing import Any

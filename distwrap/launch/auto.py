@@ -1,7 +1,5 @@
 """``launcher="auto"``: the fastest way that is safe here."""
 
-from __future__ import annotations
-
 from distwrap.launch import fork_safety
 from distwrap.launch.local import LocalLauncher
 

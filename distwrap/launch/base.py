@@ -1,7 +1,5 @@
 """The protocol of launchers: check in the caller, plan, run, and bring home what the ranks return."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A call of the user's function, and the task that the ranks make of it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """The command line of this process, to run it again: same interpreter, script, arguments and folder."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

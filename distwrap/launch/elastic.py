@@ -5,8 +5,6 @@ again. Our worker is what it starts, and outcomes come home in files, so that th
 launchers. Source: https://docs.pytorch.org/docs/stable/elastic/agent.html.
 """
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -35,8 +33,7 @@ from distwrap.launch.fork import ForkLauncher
 from distwrap.launch.link import tie_to_parent
 from distwrap.launch.node_plan import NodePlan
 from distwrap.launch.nodes import NodeSummary
-from distwrap.launch.outcome import Outcome, first_cause, raise_failure
-from distwrap.launch.outcome import death as death_of
+from distwrap.launch.outcome import Outcome, death as death_of, first_cause, raise_failure
 from distwrap.network import connectivity, interfaces
 from distwrap.seeding import preserved
 

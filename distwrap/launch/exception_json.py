@@ -4,8 +4,6 @@ Nothing is unpickled, and nothing is imported: only a class that this process ha
 exception, is called, with plain arguments.
 """
 
-from __future__ import annotations
-
 import json
 import socket
 import time

@@ -1,7 +1,5 @@
 """Run the user's function in a world that is ready: seed, retrofit, call. The same under every launcher."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

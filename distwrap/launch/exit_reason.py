@@ -1,7 +1,5 @@
 """Words for how a process ended, with the usual reason and what the system knows of it."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil

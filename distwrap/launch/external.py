@@ -1,7 +1,5 @@
 """``launcher="external"``: ranks that an outer launcher must have started already."""
 
-from __future__ import annotations
-
 from distwrap.errors import LaunchError
 from distwrap.launch.base import Launcher
 

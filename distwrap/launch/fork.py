@@ -1,7 +1,5 @@
 """``launcher="fork"``: ranks that are copies of this process."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import sys

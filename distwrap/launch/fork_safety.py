@@ -1,7 +1,5 @@
 """Whether this process may be forked into ranks, and why not."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

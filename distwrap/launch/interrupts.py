@@ -1,7 +1,5 @@
 """Signals for a process whose main thread may be in native code, where Python would hear them only afterwards."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import os

@@ -1,7 +1,5 @@
 """A rank's link to its launcher: how the assignment comes in, how the outcome goes home, what ties the rank's life."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import pickle

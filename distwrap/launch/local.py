@@ -1,7 +1,5 @@
 """Launch ranks as processes of this one's own, on this node and, where callers on others do so too, on several."""
 
-from __future__ import annotations
-
 import contextlib
 import pickle
 import sys
@@ -68,12 +66,7 @@ class LocalLauncher(Launcher):
         signals.listen(processes, lambda: print_where_all_are(met.store, met.world_size))
         try:
             return supervise(
-                processes,
-                store=met.store,
-                ranks=met.world_size,
-                seconds=job.seconds,
-                signals=signals,
-                nodes=met.nodes,
+                processes, store=met.store, ranks=met.world_size, seconds=job.seconds, signals=signals, nodes=met.nodes
             )
         finally:
             workers.remove_what_is_left(met.store)

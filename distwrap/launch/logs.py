@@ -4,8 +4,6 @@ Each rank writes into pipes, and one thread of the caller copies them: so the la
 kept, and those of what it started.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import selectors

@@ -1,7 +1,5 @@
 """The nodes of a launch, as the options and the environment give them together. Nothing here starts anything."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -5,8 +5,6 @@ meet, and the ranks too. Messages are JSON: nothing from another node is unpickl
 own type where this process knows that type already.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

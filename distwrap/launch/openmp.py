@@ -7,8 +7,6 @@ next kernel, in the caller and in the forked process alike.
 Source: OpenMP 5.2, section 18.6.2 (omp_pause_resource_all); libgomp since GCC 9.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 

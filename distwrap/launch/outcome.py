@@ -1,7 +1,5 @@
 """The end of a rank, as the rank itself reports it or as its caller sees it, and the failure that the caller raises."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

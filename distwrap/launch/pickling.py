@@ -5,8 +5,6 @@ comes out on the CPU. And on the way to the caller a class that the caller knows
 unchanged.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import importlib

@@ -4,8 +4,6 @@ Each process holds the far end of a connection. Its reports come through the con
 process has ended, however that happened. The kinds of processes are in the files of the launchers that start them.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import subprocess

@@ -33,13 +33,7 @@ from distwrap.launch.interrupts import hear_interrupts
 from distwrap.launch.logs import Logs, redirected
 from distwrap.launch.outcome import Outcome, failure
 from distwrap.launch.processes import CommandProcess
-from distwrap.launch.supervisor import (
-    INTERRUPT_SECONDS,
-    SETTLE_SECONDS,
-    print_where_all_are,
-    stop,
-    supervise,
-)
+from distwrap.launch.supervisor import INTERRUPT_SECONDS, SETTLE_SECONDS, print_where_all_are, stop, supervise
 from distwrap.launch.worker import take_part, use_threads
 
 _LEAVE_SECONDS = 5.0  # for the other ranks' exit handlers

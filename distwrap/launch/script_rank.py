@@ -1,7 +1,5 @@
 """Ranks that run the script again, for a call whose rank 0 is `distwrap.launch.script`'s caller."""
 
-from __future__ import annotations
-
 import os
 import sys
 from dataclasses import replace

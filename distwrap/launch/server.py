@@ -6,8 +6,6 @@ process id and, later, its exit status. When the caller dies the socket closes, 
 the ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import os

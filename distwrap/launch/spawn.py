@@ -1,7 +1,5 @@
 """``launcher="spawn"``: ranks that are fresh interpreters."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
 

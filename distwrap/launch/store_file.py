@@ -4,8 +4,6 @@ No port is needed that somebody would have to pick, or that a stranger could con
 slow name server delays nothing; and when the caller dies, nothing is left.
 """
 
-from __future__ import annotations
-
 import os
 import tempfile
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Wait for the processes of the ranks, and end all of them when one fails."""
 
-from __future__ import annotations
-
 import math
 import signal
 import socket

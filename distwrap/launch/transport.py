@@ -5,8 +5,6 @@ Pickles go only between the caller and processes that it started, over sockets t
 other side; *by reference* (module and name) otherwise.
 """
 
-from __future__ import annotations
-
 import pickle
 import sys
 import types

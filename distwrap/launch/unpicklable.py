@@ -1,7 +1,5 @@
 """Find the object that cannot be pickled, and the path to it."""
 
-from __future__ import annotations
-
 import types
 from collections.abc import Callable, Iterator, Sequence
 

@@ -1,7 +1,5 @@
 """The one way into a rank, whoever started it: take the assignment, meet the others, run the call, report."""
 
-from __future__ import annotations
-
 import faulthandler
 import os
 import runpy
@@ -19,13 +17,7 @@ from distwrap.environments import distwrap_environment
 from distwrap.errors import WorkerTimeoutError
 from distwrap.group import failures
 from distwrap.group.collectives import gather_object
-from distwrap.group.setup import (
-    abandon_process_group,
-    announce,
-    finish_process_group,
-    join,
-    teardown_process_group,
-)
+from distwrap.group.setup import abandon_process_group, announce, finish_process_group, join, teardown_process_group
 from distwrap.launch import pickling, transport
 from distwrap.launch.assignment import Assignment
 from distwrap.launch.call import Task

@@ -1,7 +1,5 @@
 """The wrapped model."""
 
-from __future__ import annotations
-
 from distwrap.model.buffers import sync_buffers
 from distwrap.model.in_sync import assert_in_sync
 from distwrap.model.transparent import TransparentModule, unwrap_model

@@ -4,8 +4,6 @@ DDP broadcasts rank 0's buffers before each forward, which makes of every evalua
 forwards before one backward. Running statistics are not read in training: it is enough to have rank 0's in ``eval()``.
 """
 
-from __future__ import annotations
-
 import io
 from typing import Any
 from weakref import ref

@@ -1,7 +1,5 @@
 """Explanations of DDP's errors in the user's words: names of parameters and methods instead of numbers."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import json

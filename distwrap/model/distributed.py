@@ -1,7 +1,5 @@
 """The model under DDP. Decisions are made once, when it is wrapped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A number that tells two tensors apart by their bits, cheap enough for all weights of a model, on any device."""
 
-from __future__ import annotations
-
 import torch
 
 _CHUNK = 2**17  # numbers of 64 bits: what fits into a cache

@@ -4,18 +4,12 @@ The ranks leave fingerprints on the side channel, and compare them a step or mor
 nothing of this is left in the loop.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any
 from weakref import WeakSet
 
 from torch import nn
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from distwrap.devices.kinds import kind_of
 from distwrap.errors import ModelError
@@ -54,10 +48,7 @@ class FirstSteps(RunPart):
         self._channel, self._steps = channel, 0
         self._open.clear()
         self.stop()
-        self._handles = [
-            register_optimizer_step_pre_hook(self._before),
-            register_optimizer_step_post_hook(self._after),
-        ]
+        self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
 
     def stop(self) -> None:
         """Stop listening."""

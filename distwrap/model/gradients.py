@@ -7,8 +7,6 @@ through one forward, a ``no_sync()`` that covers only one of the two.
 Source: https://docs.pytorch.org/docs/stable/notes/ddp.html#internal-design
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from contextlib import suppress

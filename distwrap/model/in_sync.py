@@ -1,7 +1,5 @@
 """Prove that all ranks hold the same weights, or name the first tensor that differs and the ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Models of one process: in its precision, on its device, or on several by torch's DataParallel."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 
@@ -40,11 +38,7 @@ class DataParallelModel(RoutedModule, DataParallel):  # type: ignore[type-arg]
     """A `DataParallel` over several devices of this process, in its precision in each of its threads."""
 
     def __init__(
-        self,
-        module: nn.Module,
-        in_precision: InPrecision,
-        device_ids: Sequence[int],
-        forward_methods: ForwardMethods,
+        self, module: nn.Module, in_precision: InPrecision, device_ids: Sequence[int], forward_methods: ForwardMethods
     ) -> None:
         super().__init__(module, device_ids=list(device_ids))
         self.route(forward_methods, in_precision)

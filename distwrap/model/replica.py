@@ -1,7 +1,5 @@
 """A model that trains on its own most of the time, under an algorithm that exchanges weights."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from distwrap.group.world import say_once

@@ -4,8 +4,6 @@ DistributedDataParallel and DataParallel keep the user's model as ``module``, to
 activation checkpointing as ``_fsdp_wrapped_module`` and ``_checkpoint_wrapped_module``; so do the keys they save.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Mapping
 from itertools import repeat

@@ -1,7 +1,5 @@
 """A wrapped model that answers like the user's own: attributes, methods, parameter names, state dict."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any

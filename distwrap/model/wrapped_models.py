@@ -1,7 +1,5 @@
 """The models of a run, in the order in which they were wrapped."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import ref

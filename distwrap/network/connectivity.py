@@ -1,7 +1,5 @@
 """Connectivity: wait until somebody listens on a host, and see that the nodes reach each other."""
 
-from __future__ import annotations
-
 import errno
 import os
 import socket

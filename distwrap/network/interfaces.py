@@ -1,7 +1,5 @@
 """Network interfaces of this node: their addresses, and which of them leads to the other nodes."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import socket

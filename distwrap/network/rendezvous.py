@@ -1,7 +1,5 @@
 """Rendezvous: the ranks meet in a store within a time limit, learn who is missing, and leave it in order."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """Stores in which ranks meet: a file, torchrun's, or one that rank 0 serves."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """The protocol of precisions; the base is full precision, in which there is nothing to do."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 

@@ -3,8 +3,6 @@
 Source: https://docs.pytorch.org/docs/stable/amp.html
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any
 

@@ -3,8 +3,6 @@
 Source: https://docs.pytorch.org/docs/stable/notes/amp_examples.html
 """
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager
 from typing import Any
 

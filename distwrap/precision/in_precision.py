@@ -1,7 +1,5 @@
 """A precision on a device, around forwards."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import wraps

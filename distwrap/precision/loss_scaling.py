@@ -1,7 +1,5 @@
 """Loss scaling of a run: the scale, and the state of the gradients between `backward` and `optimizer_step`."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from typing import Any

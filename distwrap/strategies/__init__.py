@@ -1,7 +1,5 @@
 """Ways to replicate or divide a model: one protocol, one file a strategy."""
 
-from __future__ import annotations
-
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.ddp import DDPStrategy
 from distwrap.strategies.prepare import wrap_model, wrap_optimizer

@@ -3,8 +3,6 @@
 Source: https://github.com/BaguaSys/bagua (``bagua.torch_api.algorithms``), and Lightning 1.9's ``BaguaStrategy``.
 """
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

@@ -4,8 +4,6 @@ Inside the process torch's DataParallel splits the batch over threads, in full p
 with any algorithm of exchange. On the CPU, and with one device a node, it is DDP with one process a node.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch import nn

@@ -3,8 +3,6 @@
 Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
 """
 
-from __future__ import annotations
-
 from torch import nn
 
 from distwrap.devices.selection import visible_devices

@@ -1,7 +1,5 @@
 """Look-up of the strategy to ask: the one that prepared a model or an optimizer, else the run's, else DDP."""
 
-from __future__ import annotations
-
 from functools import cache
 
 from torch import nn

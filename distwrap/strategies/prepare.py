@@ -1,7 +1,5 @@
 """`wrap_model` and `wrap_optimizer`: hand the user's objects to the strategy of this run."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

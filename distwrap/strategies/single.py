@@ -1,7 +1,5 @@
 """One process, one device."""
 
-from __future__ import annotations
-
 from torch import nn
 
 from distwrap.errors import ModelError

@@ -3,8 +3,6 @@
 Source: https://docs.pytorch.org/docs/stable/notes/amp_examples.html
 """
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler

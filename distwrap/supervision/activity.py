@@ -1,7 +1,5 @@
 """Last activity of a rank, for the reports of ranks that hang or are gone."""
 
-from __future__ import annotations
-
 import inspect
 import os
 import weakref

@@ -7,8 +7,6 @@ supervises the ranks (torchrun, srun), and notices when no rank moves any more. 
 Messages are JSON: nothing that comes over the store is unpickled here.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading

@@ -3,8 +3,6 @@
 Where a launcher of ours supervises the ranks, it does this better, and the ranks only tell.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import multiprocessing

@@ -1,7 +1,5 @@
 """Hang report: every rank is asked where it is, and the answers are listed, equal ones in one line."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections.abc import Mapping

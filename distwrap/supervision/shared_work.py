@@ -1,7 +1,5 @@
 """Work of one rank for which others wait: as long as it takes, while that rank lives, and never longer."""
 
-from __future__ import annotations
-
 import json
 import time
 from collections import Counter

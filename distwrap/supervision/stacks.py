@@ -1,7 +1,5 @@
 """Python stacks, and the one line of each that its owner would look for."""
 
-from __future__ import annotations
-
 import gc
 import inspect
 import os

@@ -1,7 +1,5 @@
 """Stall detection: when no rank has moved for the time limit, though none is in a collective, the run ends."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -28,8 +28,7 @@ def with_own_files(folder: str, files: dict[int, tuple[int, float]]) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("files", "epoch"),
-    [({}, None), ({0: (1, 100.0)}, 1), ({1: (2, 100.0)}, 2), ({0: (1, 100.0), 1: (4, 200.0)}, 4)],
+    ("files", "epoch"), [({}, None), ({0: (1, 100.0)}, 1), ({1: (2, 100.0)}, 2), ({0: (1, 100.0), 1: (4, 200.0)}, 4)]
 )
 def test_the_newest_goes_to_all(files: dict[int, tuple[int, float]], epoch: int | None, tmp_path: Path) -> None:
     """Nobody has one, one has, or both have different ones: all ranks get the same state."""

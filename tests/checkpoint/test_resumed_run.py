@@ -78,8 +78,7 @@ def train(folder: Path, stop_after: int | None, precision: str, window: int) -> 
 
 
 @pytest.mark.parametrize(
-    ("nprocs", "precision", "window"),
-    [(2, "32", 1), (2, "fp16", 2), slow(3, "bf16", 2, why=MORE_RANKS), (1, "32", 2)],
+    ("nprocs", "precision", "window"), [(2, "32", 1), (2, "fp16", 2), slow(3, "bf16", 2, why=MORE_RANKS), (1, "32", 2)]
 )
 def test_continued_is_uninterrupted(tmp_path: Path, nprocs: int, precision: str, window: int) -> None:
     """Weights, moments, statistics, learning rate, scale and random numbers, cut in the middle of epochs, twice."""

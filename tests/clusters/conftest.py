@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clusters import namespaces
-from tests.clusters import slurm as emulated
+from tests.clusters import namespaces, slurm as emulated
 from tests.clusters.namespaces import Hosts
 from tests.clusters.slurm import Slurm
 

@@ -64,9 +64,7 @@ def test_open_mpi_over_two_hosts(two_hosts: Hosts, tmp_path: Path) -> None:
     network = f"{two_hosts.subnet}.0/24"
     mca = ["plm_rsh_agent", str(shell), "oob_tcp_if_include", network, "btl_tcp_if_include", network]
     words = [word for i in range(0, len(mca), 2) for word in ("--mca", mca[i], mca[i + 1])]
-    done = run(
-        [*OPEN_MPI, "-np", "2", "--host", hosts, *words, "-x", "MASTER_ADDR=hosta", "-x", "PYTHONPATH", *JOB],
-    )
+    done = run([*OPEN_MPI, "-np", "2", "--host", hosts, *words, "-x", "MASTER_ADDR=hosta", "-x", "PYTHONPATH", *JOB])
     assert done.code == 0, done.output
     starts = done.starts()
     assert [(line["host"], line["interface"]) for line in starts] == [("hosta", "eth0"), ("hostb", "eth0")]

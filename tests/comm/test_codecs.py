@@ -8,8 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from distwrap.comm.codecs import Cast, Codec, MinMax8, Sign
 from tests.comm import references

@@ -14,8 +14,7 @@ from torch import nn
 from distwrap import assert_in_sync, consolidate, wrap_model, wrap_optimizer
 from distwrap.comm import AsyncAveraging, Decentralized, DiLoCo, LocalSGD, LowPrecisionDecentralized, traffic
 from distwrap.errors import OptionError
-from distwrap.group import rank
-from distwrap.group.world import current_world
+from distwrap.group.world import current_world, rank
 from distwrap.registry import algorithms
 from distwrap.testing import run_ranks
 from tests.comm import references

@@ -23,7 +23,7 @@ from distwrap.comm import (
     traffic,
 )
 from distwrap.errors import OptionError
-from distwrap.group import rank, world_size
+from distwrap.group.world import rank, world_size
 from distwrap.testing import run_ranks
 from tests.comm import references
 from tests.limits import MORE_RANKS, slow

@@ -37,8 +37,7 @@ from distwrap.comm import Averager, Bucket, GradientAlgorithm, Link, traffic
 from distwrap.comm.exchange import _BEFORE_2_8, Exchanges
 from distwrap.comm.residuals import Residuals
 from distwrap.errors import CollectiveTimeoutError, ModelError, OptionError, WorkerError
-from distwrap.group import rank, world_size
-from distwrap.group.world import current_world
+from distwrap.group.world import current_world, rank, world_size
 from distwrap.precision import LossScaling
 from distwrap.testing import run_ranks
 from tests.limits import MORE_RANKS, SOON, slow

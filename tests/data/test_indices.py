@@ -3,8 +3,7 @@ from __future__ import annotations
 from itertools import count, islice
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from distwrap.data import indices
 from distwrap.data.indices import Mode

@@ -7,8 +7,7 @@ from collections import Counter
 from typing import Any, Literal
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from distwrap import rank, shard_loader

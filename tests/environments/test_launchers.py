@@ -207,10 +207,7 @@ REFUSED: dict[str, tuple[Env, str]] = {
         r"RANK=0, but SLURM_PROCID=1",
     ),
     "half of torch's against srun's": ({**STEP, "WORLD_SIZE": "8"}, r"WORLD_SIZE=8, but SLURM_NTASKS=3"),
-    "half of torch's against mpirun's": (
-        {**OPEN_MPI, "WORLD_SIZE": "4"},
-        r"WORLD_SIZE=4, but OMPI_COMM_WORLD_SIZE=2",
-    ),
+    "half of torch's against mpirun's": ({**OPEN_MPI, "WORLD_SIZE": "4"}, r"WORLD_SIZE=4, but OMPI_COMM_WORLD_SIZE=2"),
     "half of Open MPI's": (
         {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"},
         r"half set for open_mpi: it has OMPI_COMM_WORLD_RANK=0, OMPI_COMM_WORLD_SIZE=2, but not "

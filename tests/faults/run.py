@@ -81,9 +81,7 @@ def run(cell: Cell, *, slack: float = 1.0) -> Seen:
         except Exception:  # noqa: BLE001 - a cell that cannot be judged has failed
             seen.wrong.append(traceback.format_exc())
         seen.wrong += [f"left: process {line}" for line in gone]
-        # torchrun leaves its log folder, and ends loader workers without letting anybody clean up.
-        theirs = ("torch", "distwrap-") if cell.launcher == "torchrun" else ("torchinductor",)
-        seen.wrong += [f"left: file {path.name}" for path in temporary.iterdir() if not path.name.startswith(theirs)]
+        seen.wrong += [f"left: file {path.name}" for path in temporary.iterdir() if not _is_torchs(path, cell)]
         seen.wrong += [
             f"left: shared memory {name}" for name in set(os.listdir("/dev/shm")) - shared if "torch" in name
         ]
@@ -115,6 +113,16 @@ def _judge(seen: Seen, code: int | None, folder: Path, ended: float, slack: floa
     seen.wrong += [f"{words!r} is nowhere" for words in wanted.words if not re.search(words, text)]
     if told.get("environ"):
         seen.wrong.append(f"left: variables {told['environ']}")
+
+
+def _is_torchs(path: Path, cell: Cell) -> bool:
+    """Say whether torch alone has left this file."""
+    if cell.launcher == "torchrun":  # its log folder; and it ends loader workers without letting anybody clean up
+        return path.name.startswith(("torch", "distwrap-"))
+    # When a worker's socket is gone, torch's loader makes ten files to see whether it still can, and the news of the
+    # worker's death, an exception in a signal's handler, may find it between one file's making and removal.
+    between = cell.when == "in a loader worker" and path.name.startswith("tmp") and path.stat().st_size == 0
+    return between or path.name.startswith("torchinductor")
 
 
 def _start(cell: Cell, folder: Path) -> int:

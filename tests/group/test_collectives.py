@@ -46,9 +46,7 @@ def test_gather_takes_numbers_and_nestings() -> None:
 
     def on_rank() -> None:
         r = dw.rank()
-        result = dw.gather(
-            {"n": r, "x": [r + 0.5, (r == 0, torch.tensor(r))], "t": torch.arange(r + 1), "none": []},
-        )
+        result = dw.gather({"n": r, "x": [r + 0.5, (r == 0, torch.tensor(r))], "t": torch.arange(r + 1), "none": []})
         assert result["n"].tolist() == [0, 1]
         assert result["n"].dtype == torch.int64
         assert result["x"][0].tolist() == [0.5, 1.5]

@@ -21,11 +21,14 @@ import torch
 from torch import nn
 
 import distwrap
-from distwrap._internals import cloudpickle as cloudpickle_names
-from distwrap._internals import datasets as datasets_names
-from distwrap._internals import python as python_names
-from distwrap._internals import torch as torch_names
-from distwrap._internals import torch_data, torch_tree
+from distwrap._internals import (
+    cloudpickle as cloudpickle_names,
+    datasets as datasets_names,
+    python as python_names,
+    torch as torch_names,
+    torch_data,
+    torch_tree,
+)
 from distwrap.errors import LoaderError, ModelError
 from tests.house.package import trees
 from tests.house.private_names import TABLE, ReliedOn, offences, relied_on

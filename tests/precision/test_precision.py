@@ -13,7 +13,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import distwrap as dw
 from distwrap.errors import PrecisionError
-from distwrap.group import current_world
+from distwrap.group.world import current_world
 from distwrap.precision import InPrecision, LossScaling
 
 STEPS, SCALE = 5, 64.0

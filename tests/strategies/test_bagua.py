@@ -11,7 +11,7 @@ from torch import nn
 from distwrap import assert_in_sync, consolidate, distributed, wrap_model, wrap_optimizer
 from distwrap.comm import AllReduce, AsyncAveraging, ByteGrad, Decentralized, LowPrecisionDecentralized, QAdam
 from distwrap.errors import OptionError
-from distwrap.group import rank
+from distwrap.group.world import rank
 from distwrap.strategies.bagua import BaguaStrategy, translated
 
 # From Bagua's tutorials and Lightning's: what was written there, and what it is here.
