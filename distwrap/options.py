@@ -13,7 +13,9 @@ from distwrap.registry import LAUNCHER_OF_STRATEGY, algorithms, launchers, preci
 from distwrap.wording import unknown_name
 
 if TYPE_CHECKING:
+    from distwrap.comm.base import Algorithm
     from distwrap.precision.base import Precision
+    from distwrap.strategies.base import Strategy
 
 Returns = Literal["rank0", "all"]
 
@@ -104,7 +106,7 @@ class Options:
     See `distwrap.distributed` for what each one means.
     """
 
-    strategy: Any = field(default="ddp", metadata=declare(_strategy, "how the model is replicated", WORD))
+    strategy: str | Strategy = field(default="ddp", metadata=declare(_strategy, "how the model is replicated", WORD))
     nprocs: int | Literal["auto"] = field(
         default="auto", metadata=declare(either("auto", AT_LEAST_ONE), "processes on this node", AUTO_OR_WHOLE)
     )
@@ -121,7 +123,9 @@ class Options:
     )
     backend: str = field(default="auto", metadata=declare(_BACKEND, "the backend of the process group", WORD))
     precision: str | Precision = field(default="32", metadata=declare(_precision, "the precision of computation", WORD))
-    comm: Any = field(default=None, metadata=declare(_comm, "how wrapped models exchange gradients or weights", WORD))
+    comm: Algorithm | None = field(
+        default=None, metadata=declare(_comm, "how wrapped models exchange gradients or weights", WORD)
+    )
     seed: int | None = field(default=None, metadata=declare(either(None, SEED), "the seed of all ranks"))
     timeout: float = field(default=600.0, metadata=declare(SECONDS, "seconds for a collective", NUMBER))
     max_restarts: int = field(default=0, metadata=declare(whole(0), "restarts after a failure", WHOLE))

@@ -4,11 +4,11 @@ from collections.abc import Callable
 from typing import Any, ParamSpec, TypeVar
 
 from distwrap.checks import AT_LEAST_ONE
-from distwrap.group.world import RunOptions
 from distwrap.launch import base
 from distwrap.launch.base import Job
 from distwrap.launch.call import Call, Task
 from distwrap.launch.forkserver import ForkServerLauncher, stop_server
+from distwrap.options import Options
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,7 +34,7 @@ def run_ranks(fn: Callable[..., R], nprocs: int, *args: Any, timeout: float = 30
         [3]
     """
     nprocs = AT_LEAST_ONE("nprocs", nprocs)
-    task = Task(Call(fn, args, {}), RunOptions(timeout=timeout))
-    job = Job(task, nprocs, everybody=True, seconds=timeout)
+    task = Task(Call(fn, args, {}), Options(timeout=timeout, returns="all"))
+    job = Job(task, nprocs, seconds=timeout)
     values: list[R] = base.launch(ForkServerLauncher(), job)
     return values

@@ -242,8 +242,7 @@ def _do_on_ranks(
 
 def _format_of(io: str | CheckpointIO) -> str | CheckpointIO:
     """Return the strategy's own format where the call leaves the format open."""
-    strategy = current_world().options.strategy
-    return strategy.checkpoint_io() if io == "auto" and strategy is not None else io
+    return current_world().strategy.checkpoint_io() if io == "auto" else io
 
 
 def _with_collective_states(state: Any, *, in_parts: bool) -> Any:

@@ -38,7 +38,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
 
     def __init__(self, algorithm: AsyncAveraging, model: DistributedModel, world: World) -> None:
         super().__init__(algorithm, model, world)
-        self._interval, self._patience = algorithm.sync_interval_ms / 1000, world.timeout
+        self._interval, self._patience = algorithm.sync_interval_ms / 1000, world.options.timeout
         self.rounds = 0
         self._changed = threading.Condition()
         self._runs = self._resumes = self._closed = False

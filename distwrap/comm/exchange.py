@@ -68,7 +68,7 @@ class Exchange(ABC, Generic[A]):
         """Make a link between some ranks; every rank of the world calls this. ``None`` where this one is not in it."""
         group = back = None
         if len(ranks) > 1:
-            timeout = timedelta(seconds=world.timeout)
+            timeout = timedelta(seconds=world.options.timeout)
             group = dist.new_group(ranks, timeout=timeout)
             if crosses_nodes and "gloo" in str(world.backend):
                 back = dist.new_group(ranks, timeout=timeout)

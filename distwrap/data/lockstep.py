@@ -108,7 +108,7 @@ class LockstepStatus(RunPart):
         if world.placement.world_size > 1:
             require_group("lockstep")
             # Of the CPUs, for the status alone, so that a vote never meets another collective.
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.options.timeout))
 
     def maximum(self, numbers: list[int]) -> list[int]:
         """Return the largest of all ranks' numbers, place by place."""

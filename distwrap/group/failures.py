@@ -66,7 +66,7 @@ def explained(error: BaseException) -> BaseException:
     if any(words in text for words in _TIMEOUTS):
         channel.reporter.failed_at(stacks.of_traceback(error.__traceback__))
         better: BaseException = CollectiveTimeoutError(
-            f"{here} waited {world.timeout:g} s in a collective, and not all ranks came to it:\n"
+            f"{here} waited {world.options.timeout:g} s in a collective, and not all ranks came to it:\n"
             f"{channel.reporter.ask_all()}\nEvery rank must call the same collectives in the same order. For work of "
             f"one rank that takes longer use rank_zero_first() or rank_zero_only(broadcast=True), or raise timeout=."
         )

@@ -20,9 +20,11 @@ from distwrap.errors import PlacementError
 from distwrap.group import failures
 from distwrap.group.resources import assign_resources
 from distwrap.group.signing import agree_on_secret
-from distwrap.group.world import RunOptions, World, activate, active_world, current_world, deactivate, say
+from distwrap.group.world import World, activate, active_world, current_world, deactivate, say
 from distwrap.network import interfaces
 from distwrap.network.rendezvous import await_all_joined, meet, say_goodbye
+from distwrap.options import Options
+from distwrap.registry import strategies
 from distwrap.supervision.activity import Activity
 from distwrap.supervision.channel import Channel
 
@@ -78,8 +80,8 @@ def setup_process_group(
     if placement.source == "single":
         return ProcessGroup(ours=False)
     chosen = None if device is None else _as_device(device)
-    run = RunOptions(backend=backend, timeout=600.0 if timeout is None else timeout)
-    world = join(placement, run, device=chosen)
+    options = Options(backend=backend, timeout=600.0 if timeout is None else timeout)
+    world = join(placement, options, device=chosen)
     world.cleanup.callback(failures.tell_uncaught())
     return ProcessGroup(ours=True)
 
@@ -110,30 +112,30 @@ def import_before_group() -> None:
     import torch.distributed.nn.functional  # noqa: F401
 
 
-def join(placement: Placement, run: RunOptions, *, device: torch.device | None = None) -> World:
+def join(placement: Placement, options: Options, *, device: torch.device | None = None) -> World:
     """Meet the other ranks and make their world the current one."""
     import_before_group()
-    SECONDS("timeout", run.timeout)
-    if run.seed is None:
-        run = replace(run, seed=current_world().options.seed)  # of a seed_everything() before
+    SECONDS("timeout", options.timeout)
+    strategy = strategies.make(options.strategy)
+    seed = options.seed if options.seed is not None else current_world().options.seed  # of a seed_everything() before
+    options = replace(options, strategy=strategy, seed=seed)
     chosen, device = device, device or selection.choose_device(placement, selection.visible_devices())
     kind_of(device).use(device)
-    backend = selection.choose_backend(run.backend, device)
+    backend = selection.choose_backend(options.backend, device)
     interfaces.check_users_choice(os.environ, backend)
     with ExitStack() as cleanup:
         gpu = kind_of(device).unique_name(device) if chosen is None else None
-        store = meet(placement, min(run.timeout, ARRIVAL_SECONDS), device, gpu)
+        store = meet(placement, min(options.timeout, ARRIVAL_SECONDS), device, gpu)
         placement = assign_resources(placement, store, device, cleanup)
         # Now, since the store is certainly there. Where torch cannot clone one (before 2.8) the channel's thread waits
         # now and then for the main thread's look-ups.
         side = store.clone() if hasattr(store, "clone") else store
-        init = dist.init_process_group if run.strategy is None else run.strategy.init_process_group
-        init(
+        strategy.init_process_group(
             backend,
             store=PrefixStore("group", store),
             rank=placement.rank,
             world_size=placement.world_size,
-            timeout=timedelta(seconds=run.timeout),
+            timeout=timedelta(seconds=options.timeout),
             device_id=device if device.type != "cpu" and backend != "gloo" else None,
         )
         store.set(f"joined/{placement.rank}", "")
@@ -141,8 +143,7 @@ def join(placement: Placement, run: RunOptions, *, device: torch.device | None =
             placement,
             device,
             backend=backend,
-            timeout=run.timeout,
-            options=run,
+            options=options,
             group=dist.group.WORLD,
             store=store,
             secret=agree_on_secret(store, placement.rank),
@@ -150,7 +151,7 @@ def join(placement: Placement, run: RunOptions, *, device: torch.device | None =
         )
     activate(world)
     supervised = distwrap_environment.STORE in os.environ
-    world.channel = Channel(side, placement, world.part(Activity), supervised, run.timeout)
+    world.channel = Channel(side, placement, world.part(Activity), supervised, options.timeout)
     world.channel.start()
     world.arrange()
     return world
@@ -217,11 +218,11 @@ def temporary_world(world: World) -> Iterator[World]:
             world.close()
 
 
-def single_world(run: RunOptions) -> World:
+def single_world(options: Options) -> World:
     """Return a world of this one process."""
     placement = Placement()
     device = selection.choose_device(placement, selection.visible_devices())
-    return World(placement, device, timeout=run.timeout, options=run)
+    return World(placement, device, options=options)
 
 
 def announce(world: World, launcher: str) -> None:

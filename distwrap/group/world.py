@@ -14,6 +14,7 @@ import sys
 import threading
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import torch
@@ -23,11 +24,11 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from distwrap.devices.selection import choose_device, visible_devices
 from distwrap.environments import Placement, detect
 from distwrap.group.layout import Layout
+from distwrap.options import Options
+from distwrap.registry import strategies
 from distwrap.supervision.channel import Channel
 
 if TYPE_CHECKING:
-    from distwrap.comm.base import Algorithm
-    from distwrap.precision.base import Precision
     from distwrap.strategies.base import Strategy
 
 
@@ -52,31 +53,6 @@ class RunPart(Protocol):
 Part = TypeVar("Part", bound=RunPart)
 
 
-@dataclass(frozen=True)
-class RunOptions:
-    """Options of a run that matter inside a rank.
-
-    Attributes:
-        strategy: how models are replicated; ``None`` for DDP.
-        precision: in which models compute, a registered name or a `Precision`.
-        comm: how wrapped models exchange gradients or weights; ``None`` as DDP does.
-        seed: the user's; ``None`` where none was given.
-        backend: of the process group, ``"auto"`` by the device.
-        timeout: seconds for a collective.
-        retrofit: whether arguments are wrapped before the function sees them.
-        log_dir: a folder for what each rank prints, or ``None``.
-    """
-
-    strategy: Strategy | None = None
-    precision: str | Precision = "32"
-    comm: Algorithm | None = None
-    seed: int | None = None
-    backend: str = "auto"
-    timeout: float = 600.0
-    retrofit: bool = False
-    log_dir: str | None = None
-
-
 @dataclass
 class World:
     """Decisions of a run, and the connections that it holds open.
@@ -85,7 +61,6 @@ class World:
         placement: this process's place among the others.
         device: of this rank.
         backend: of the process group, ``None`` where there is none.
-        timeout: seconds for a collective.
         layout: which share of the data this rank takes.
         options: of the run; replaced as a whole where `seed_everything` changes the seed.
         group: the process group. It is held here so that no model of the user's is the last to hold it: torch would
@@ -99,8 +74,7 @@ class World:
     placement: Placement
     device: torch.device
     backend: str | None = None
-    timeout: float = 600.0
-    options: RunOptions = field(default_factory=RunOptions)
+    options: Options = field(default_factory=Options)
     layout: Layout = field(init=False)
     group: object = None
     store: Store | None = None
@@ -113,10 +87,14 @@ class World:
     def __post_init__(self) -> None:
         self.layout = Layout(self.placement.rank, self.placement.world_size)
 
+    @cached_property
+    def strategy(self) -> Strategy:
+        """The strategy of the run, which is made here where nobody has made it before."""
+        return strategies.make(self.options.strategy)
+
     def arrange(self) -> None:
         """Let the strategy arrange the ranks for the data, once they have met."""
-        strategy = self.options.strategy
-        layout = strategy.setup(self) if strategy is not None and self.placement.world_size > 1 else None
+        layout = self.strategy.setup(self) if self.placement.world_size > 1 else None
         if layout is not None:
             self.layout = layout
 

@@ -2,6 +2,8 @@
 
 import inspect
 import os
+from contextlib import nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -20,7 +22,7 @@ from distwrap.group.setup import (
     teardown_process_group,
     temporary_world,
 )
-from distwrap.group.world import RunOptions, World, active_world, current_world, say
+from distwrap.group.world import World, active_world, current_world, say
 from distwrap.launch import base, worker
 from distwrap.launch.base import Job
 from distwrap.launch.call import Call, Task
@@ -37,7 +39,6 @@ def start(call: Call, options: Options) -> Any:
     Inside a world it runs on; under an outer launcher it joins; else it launches, if there is more than one process.
     """
     _refuse_unguarded(call)
-    everybody = options.returns == "all"
     if options.retrofit and not retrofit.find(call.args, call.kwargs):
         raise OptionError(
             f"retrofit=True finds no model, optimizer or loader among the arguments of {call.name}, so each rank would "
@@ -45,27 +46,18 @@ def start(call: Call, options: Options) -> Any:
             f"object, a closure or a global is not seen."
         )
     strategy = strategies.make(options.strategy)
-    run = RunOptions(
-        strategy=strategy,
-        precision=options.precision,
-        comm=options.comm,
-        seed=options.seed,
-        backend=strategy.backend or options.backend,
-        timeout=options.timeout,
-        retrofit=options.retrofit,
-        log_dir=options.log_dir,
-    )
-    strategy.check(run)
+    task = Task(call, replace(options, strategy=strategy, backend=strategy.backend or options.backend))
+    strategy.check(task.options)
     if active_world() is not None:
-        return _here(call, run, everybody)
+        return _here(task)
     if switched_on(os.environ, "DISTWRAP_DISABLE"):
-        return _in_process(call, run, everybody)
+        return _in_process(task)
     if dist.is_initialized():
-        return _in_users_group(call, run, everybody)
+        return _in_users_group(task)
     found = detect(os.environ)
     again = distwrap_environment.SCRIPT in os.environ  # this process runs the script again, for rank 0's call of it
     if isinstance(found, Placement) and found.source != "single" and not again:
-        return _joining(call, run, found, everybody, options)
+        return _joining(task, found)
     visible_devices()  # first: where counting starts a driver, no fork is safe any more, which launchers then know
     launcher = launchers.make("script" if again else options.launcher)
     nodes = resolve(options, found if isinstance(found, Node) else None)
@@ -74,7 +66,7 @@ def start(call: Call, options: Options) -> Any:
     if strategy.launches == "one":
         if nodes.several:
             raise OptionError(f"strategy={options.strategy!r} is one process, but there are {nodes.max_nodes} nodes.")
-        return _in_process(call, run, everybody)
+        return _in_process(task)
     nprocs = launcher.count(nodes.nprocs)
     if strategy.launches == "node":
         if nodes.nprocs not in ("auto", 1):
@@ -83,9 +75,9 @@ def start(call: Call, options: Options) -> Any:
             )
         nprocs = 1
     if nprocs == 1 and not nodes.several and not launcher.runs_one_rank:
-        return _in_process(call, run, everybody)
+        return _in_process(task)
     _check_arguments(call)
-    job = Job(Task(call, run), nprocs, everybody, options.launcher, nodes)
+    job = Job(task, nprocs, nodes)
     launcher.check(job)
     return base.launch(launcher, job)
 
@@ -114,34 +106,32 @@ def _check_arguments(call: Call) -> None:
         raise TypeError(f"{call.name}: {error}.{hint}") from None
 
 
-def _here(call: Call, run: RunOptions, everybody: bool) -> Any:
-    value, found = execute(call, run)
+def _here(task: Task) -> Any:
+    """Run a call in the current world."""
+    value, found = execute(task)
     value = retrofit.unwrapped(value, found)
-    return gather_object(value) if everybody else value
+    return gather_object(value) if task.options.returns == "all" else value
 
 
-def _in_process(call: Call, run: RunOptions, everybody: bool) -> Any:
-    with temporary_world(single_world(run)):
-        if run.seed is None:
-            return _here(call, run, everybody)
-        with preserved():
-            return _here(call, run, everybody)
+def _in_process(task: Task) -> Any:
+    with temporary_world(single_world(task.options)), preserved() if task.options.seed is not None else nullcontext():
+        return _here(task)
 
 
-def _in_users_group(call: Call, run: RunOptions, everybody: bool) -> Any:
+def _in_users_group(task: Task) -> Any:
     ambient = current_world()
-    world = World(ambient.placement, ambient.device, backend=ambient.backend, timeout=run.timeout, options=run)
+    world = World(ambient.placement, ambient.device, backend=ambient.backend, options=task.options)
     with temporary_world(world):
         world.arrange()
-        return _here(call, run, everybody)
+        return _here(task)
 
 
-def _joining(call: Call, run: RunOptions, placement: Placement, everybody: bool, options: Options) -> Any:
+def _joining(task: Task, placement: Placement) -> Any:
     try:
-        world = join(placement, run)
+        world = join(placement, task.options)
         announce(world, placement.source)
-        _say_what_is_left_to(placement, options)
-        value = _here(call, run, everybody)
+        _say_what_is_left_to(placement, task.options)
+        value = _here(task)
     except BaseException as error:
         told = failures.explained(error)
         failures.tell(told)

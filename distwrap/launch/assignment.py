@@ -10,6 +10,8 @@ from typing import Literal
 from distwrap.environments import Placement
 from distwrap.seeding import RandomState
 
+Returns = Literal["rank0", "all", "gathered"]
+
 
 @dataclass(frozen=True)
 class Surroundings:
@@ -58,7 +60,7 @@ class Assignment:
     """
 
     launcher: str
-    returns: Literal["rank0", "all", "gathered"] = "rank0"
+    returns: Returns = "rank0"
     threads: int | None = None
     payload: bytes | None = None
     surroundings: Surroundings | None = None

@@ -11,7 +11,7 @@ from distwrap.devices.cpus import choose_threads
 from distwrap.devices.selection import choose_nprocs, visible_devices
 from distwrap.errors import SerializationError
 from distwrap.launch import pickling, transport
-from distwrap.launch.assignment import Assignment, Surroundings
+from distwrap.launch.assignment import Assignment, Returns, Surroundings
 from distwrap.launch.call import Task
 from distwrap.launch.node_plan import NodePlan
 from distwrap.launch.nodes import NodeSummary
@@ -25,18 +25,20 @@ class Job:
     Attributes:
         task: the call and its options.
         nprocs: number of ranks that this node starts.
-        everybody: whether the value of every rank is wanted, and not rank 0's alone.
-        launcher: the launcher's name as the user gave it, perhaps ``"auto"``.
         nodes: the nodes that take part.
         seconds: time limit for the whole run; ``None`` where there is none.
     """
 
     task: Task
     nprocs: int
-    everybody: bool = False
-    launcher: str = "auto"
     nodes: NodePlan = field(default_factory=NodePlan)
     seconds: float | None = None
+
+    @property
+    def returns(self) -> Returns:
+        """Whose value goes home."""
+        wanted = self.task.options.returns
+        return "gathered" if wanted == "all" and self.nodes.several else wanted
 
 
 class Launcher:
@@ -85,7 +87,7 @@ class Launcher:
         payload = transport.pack(job.task)
         return Assignment(
             self.name,
-            _returns(job),
+            job.returns,
             choose_threads(job.nprocs),
             payload,
             Surroundings.capture(),
@@ -94,7 +96,7 @@ class Launcher:
 
     def unpacked(self, job: Job) -> Assignment:
         """Return the plan for ranks that have the call and the caller's surroundings already."""
-        return Assignment(self.name, _returns(job), choose_threads(job.nprocs))
+        return Assignment(self.name, job.returns, choose_threads(job.nprocs))
 
     def run(self, job: Job, plan: Assignment) -> Sequence[Outcome]:
         """Start the ranks, hand each the plan with its placement, wait for all, and leave none behind.
@@ -111,8 +113,8 @@ class Launcher:
 
     def bring_home(self, job: Job, outcomes: Sequence[Outcome]) -> Any:
         """Write what was trained into the caller's objects, and return what the decorated call returns."""
-        call, run = job.task
-        found = retrofit.find(call.args, call.kwargs) if run.retrofit else []
+        call, options = job.task
+        found = retrofit.find(call.args, call.kwargs) if options.retrofit else []
         own = [item.original for item in found]
         values = []
         for index, outcome in enumerate(outcomes):
@@ -124,7 +126,7 @@ class Launcher:
                 values.append(value)
         if self.summary is not None:
             return self.summary
-        return values if _returns(job) == "all" else values[0]
+        return values if job.returns == "all" else values[0]
 
     def _main_path(self, job: Job, payload: bytes) -> str | None:
         """Return the script that a rank must import first, where something of the script goes by reference."""
@@ -137,12 +139,6 @@ class Launcher:
                 f"things by name. Install cloudpickle (pip install 'distwrap[notebook]') to send it by value."
             )
         return os.path.abspath(path)
-
-
-def _returns(job: Job) -> Literal["rank0", "all", "gathered"]:
-    if not job.everybody:
-        return "rank0"
-    return "gathered" if job.nodes.several else "all"
 
 
 def launch(launcher: Launcher, job: Job) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from distwrap.group.world import RunOptions
+from distwrap.options import Options
 
 
 @dataclass(frozen=True)
@@ -25,4 +25,4 @@ class Task(NamedTuple):
     """A call, and the options under which the ranks run it."""
 
     call: Call
-    run: RunOptions
+    options: Options

@@ -7,19 +7,20 @@ from torch.utils.data import DataLoader
 
 from distwrap import retrofit
 from distwrap.comm.consolidation import consolidate
-from distwrap.group.world import RunOptions, current_world
-from distwrap.launch.call import Call
+from distwrap.group.world import current_world
+from distwrap.launch.call import Call, Task
 from distwrap.model.diagnosis import explained
 from distwrap.retrofit import Retrofitted
 from distwrap.seeding import seed_everything
 
 
-def execute(call: Call, run: RunOptions) -> tuple[Any, list[Retrofitted]]:
+def execute(task: Task) -> tuple[Any, list[Retrofitted]]:
     """Return the function's value, and what was retrofitted."""
-    if run.seed is not None:
-        seed_everything(run.seed)
+    call, options = task
+    if options.seed is not None:
+        seed_everything(options.seed)
     try:
-        result = _retrofitted(call) if run.retrofit else (call.function(*call.args, **call.kwargs), [])
+        result = _retrofitted(call) if options.retrofit else (call.function(*call.args, **call.kwargs), [])
     except RuntimeError as error:
         raise explained(error)  # noqa: B904 - which knows its cause
     current_world().wait()  # not settle: it may be a call inside another, which goes on

@@ -35,9 +35,9 @@ class LocalLauncher(Launcher):
         raise NotImplementedError
 
     def run(self, job: Job, plan: Assignment) -> list[Outcome]:
-        run = job.task.run
-        with PassedOn() as signals, meeting(job.nodes, job.nprocs, min(run.timeout, ARRIVAL_SECONDS)) as met:
-            logs = Logs(run.log_dir, met.ranks) if run.log_dir is not None else None
+        options = job.task.options
+        with PassedOn() as signals, meeting(job.nodes, job.nprocs, min(options.timeout, ARRIVAL_SECONDS)) as met:
+            logs = Logs(options.log_dir, met.ranks) if options.log_dir is not None else None
             with contextlib.closing(logs) if logs is not None else contextlib.nullcontext():
                 outcomes = self._supervised(job, plan, met, logs, signals)
             if met.nodes is not None:

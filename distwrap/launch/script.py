@@ -47,9 +47,10 @@ class ScriptLauncher(Launcher):
     def check(self, job: Job) -> None:
         name = job.task.call.name
         if script_rank.is_one():
-            if job.launcher != "script":
+            asked = job.task.options.launcher
+            if asked != "script":
                 raise LaunchError(
-                    f"{name} has launcher={job.launcher!r} in a script whose other calls have launcher='script', so "
+                    f"{name} has launcher={asked!r} in a script whose other calls have launcher='script', so "
                     f"each of its ranks would launch ranks of its own. Use the same launcher for all calls in a script."
                 )
             return
@@ -78,7 +79,7 @@ class ScriptLauncher(Launcher):
         return self._run_rank_zero(job, plan)
 
     def bring_home(self, job: Job, outcomes: Any) -> Any:
-        if not job.everybody or script_rank.is_one():
+        if job.returns == "rank0" or script_rank.is_one():
             return self._value
         return [self._value, *(transport.unpack_result(o.value) for o in outcomes if o.value is not None)]
 
@@ -158,7 +159,7 @@ def _wake_or_start(job: Job, store: str) -> None:
         for process in _ranks.parked:
             process.conn.send(data)
     else:
-        log_dir, nprocs = job.task.run.log_dir, job.nprocs
+        log_dir, nprocs = job.task.options.log_dir, job.nprocs
         _ranks.logs = Logs(log_dir, range(nprocs)) if log_dir is not None else None
         atexit.register(_let_the_parked_leave)
         try:

@@ -48,7 +48,7 @@ def run(job: Job, plan: Assignment) -> Any:
         value, found = take_part(plan, job.task, lambda report: stalled(report, link, rank))
         value = retrofit.unwrapped(value, found)
         what = f"what {name} returned on rank {rank}"
-        data = transport.pack_result(value, what) if job.everybody else None
+        data = transport.pack_result(value, what) if job.returns == "all" else None
     except BaseException as error:  # noqa: BLE001 - SystemExit is told to rank 0 too
         tell_failure(link, rank, error)
         _leave(1)

@@ -27,7 +27,7 @@ def pack(task: Task) -> bytes:
     if not by_value():
         _check_reference(call.name, call.function)
     return _dump(
-        (call.function, call.args, call.kwargs, task.run),
+        (call.function, call.args, call.kwargs, task.options),
         dumps,
         ("the function", "the arguments", "the keyword arguments", "the options"),
         f"{call.name} cannot be sent to the ranks",
@@ -37,9 +37,9 @@ def pack(task: Task) -> bytes:
 
 def unpack(data: bytes) -> Task:
     """Undo `pack`, on the rank."""
-    function, args, kwargs, run = pickle.loads(data)
+    function, args, kwargs, options = pickle.loads(data)
     _adopt_main(function)
-    return Task(Call(function, args, kwargs), run)
+    return Task(Call(function, args, kwargs), options)
 
 
 def pack_result(value: object, what: str, known: Sequence[tuple[object, ...]] = ()) -> bytes:

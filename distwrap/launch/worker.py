@@ -100,11 +100,11 @@ def take_part(assignment: Assignment, task: Task, on_stall: Callable[[str], None
     Returns:
         The function's value, or the list of all ranks' where they gather them; and what was retrofitted.
     """
-    world = join(assignment.placement, task.run)
+    world = join(assignment.placement, task.options)
     announce(world, assignment.launcher)
     assert world.channel is not None
     world.channel.on_stall = on_stall
-    value, trained = execute(task.call, task.run)
+    value, trained = execute(task)
     return (gather_object(value) if assignment.returns == "gathered" else value), trained
 
 

@@ -13,10 +13,11 @@ from torch.optim import Optimizer
 
 from distwrap.comm.base import Algorithm
 from distwrap.group.layout import Layout
-from distwrap.group.world import RunOptions, World
+from distwrap.group.world import World
 from distwrap.model.forward_routing import ForwardMethods
 from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model
+from distwrap.options import Options
 from distwrap.precision import InPrecision
 
 if TYPE_CHECKING:
@@ -68,7 +69,7 @@ class Strategy:
 
     # In the caller
 
-    def check(self, run: RunOptions) -> None:
+    def check(self, run: Options) -> None:
         """Refuse a run before any process starts: a package that is missing, options that clash.
 
         Raises:

@@ -1,7 +1,5 @@
 """Look-up of the strategy to ask: the one that prepared a model or an optimizer, else the run's, else DDP."""
 
-from functools import cache
-
 from torch import nn
 from torch.optim import Optimizer
 
@@ -9,23 +7,12 @@ from distwrap.group.world import World
 from distwrap.model.binding import bind, bound_strategy, parameters_of
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.strategies.base import Strategy
-from distwrap.strategies.ddp import DDPStrategy
-
-
-def strategy_of_run(world: World) -> Strategy:
-    """Return the strategy of a run."""
-    return world.options.strategy if world.options.strategy is not None else _default()
-
-
-@cache
-def _default() -> Strategy:
-    return DDPStrategy()
 
 
 def strategy_of_model(model: nn.Module, world: World) -> Strategy:
     """Return the strategy that prepared a model; the run's for one that none has prepared."""
     found = bound_strategy(model)
-    return found if found is not None else strategy_of_run(world)
+    return found if found is not None else world.strategy
 
 
 def strategy_of_optimizer(optimizer: Optimizer, world: World) -> Strategy:
@@ -42,10 +29,10 @@ def strategy_of_owner(optimizer: Optimizer, world: World) -> Strategy:
     held = parameters_of(optimizer)
     models = (model for model in world.part(WrappedModels) if not held.keys().isdisjoint(map(id, model.parameters())))
     owner = next(models, None)
-    return strategy_of_run(world) if owner is None else strategy_of_model(owner, world)
+    return world.strategy if owner is None else strategy_of_model(owner, world)
 
 
 def strategy_of_backward(world: World) -> Strategy:
     """Return the strategy whose `backward` a loss goes through: that of the model that was wrapped last."""
     last = world.part(WrappedModels).last
-    return strategy_of_run(world) if last is None else strategy_of_model(last, world)
+    return world.strategy if last is None else strategy_of_model(last, world)

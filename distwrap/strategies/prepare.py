@@ -19,7 +19,7 @@ from distwrap.model.wrapped_models import WrappedModels
 from distwrap.precision import InPrecision, LossScaling, Precision
 from distwrap.registry import algorithms, strategies
 from distwrap.strategies.base import Strategy, Wrapping
-from distwrap.strategies.lookup import strategy_of_model, strategy_of_owner, strategy_of_run
+from distwrap.strategies.lookup import strategy_of_model, strategy_of_owner
 from distwrap.supervision.activity import Activity
 
 
@@ -75,7 +75,7 @@ def wrap_model(
         )
     world = current_world()
     world.part(Activity).record("wrap_model")
-    chosen = strategies.make(strategy) if strategy is not None else strategy_of_run(world)
+    chosen = strategies.make(strategy) if strategy is not None else world.strategy
     algorithm = algorithms.make(comm) if comm is not None else world.options.comm
     where = torch.device(device) if device is not None else world.device
     if sync_batchnorm:

@@ -294,7 +294,8 @@ def test_a_failure_in_the_thread_is_raised_in_the_backward_and_nobody_hangs(how:
 
 
 def _one_leaves() -> None:
-    current_world().timeout = 2.0
+    world = current_world()
+    world.options = replace(world.options, timeout=2.0)
     model, optimizer = prepared("bytegrad")
     train(model, optimizer, range(4 - 2 * rank()))
     time.sleep(6)

@@ -10,7 +10,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from distwrap.environments import Placement
-from distwrap.group.world import RunOptions, World, activate, deactivate
+from distwrap.group.world import World, activate, deactivate
+from distwrap.options import Options
 
 T = TypeVar("T")
 
@@ -19,7 +20,7 @@ T = TypeVar("T")
 def standing_on(rank: int, world_size: int, *, seed: int | None = None) -> Iterator[World]:
     """Be a rank of a world of CPUs on one machine for the time of a ``with``."""
     place = Placement(rank, world_size, local_rank=rank, local_world_size=world_size, source="distwrap")
-    world = World(place, torch.device("cpu"), options=RunOptions(seed=seed))
+    world = World(place, torch.device("cpu"), options=Options(seed=seed))
     activate(world)
     try:
         yield world

@@ -15,10 +15,11 @@ draw = script("draw")
 
 # Rooms above that a room names in its annotations, and imports for the type checker alone.
 TYPES_FROM_ABOVE = {
-    ("group", "comm"): "the options of a run name an Algorithm",
-    ("group", "precision"): "the options of a run name a Precision",
-    ("group", "strategies"): "the options of a run name a Strategy",
+    ("group", "strategies"): "a run has a Strategy",
     ("model", "strategies"): "a wrapped model names its Strategy",
+    ("options", "comm"): "the options name an Algorithm",
+    ("options", "precision"): "the options name a Precision",
+    ("options", "strategies"): "the options name a Strategy",
     ("registry", "precision"): "the table of precisions makes a Precision",
     ("registry", "comm"): "the table of algorithms makes an Algorithm",
     ("registry", "launch"): "the table of launchers makes a Launcher",
