@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 from distwrap.checks import AT_LEAST_ONE, SECONDS, SEED, Check, either, one_of, whole
 from distwrap.errors import OptionError
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from distwrap.precision.base import Precision
     from distwrap.strategies.base import Strategy
 
+T = TypeVar("T")
 Returns = Literal["rank0", "all"]
 
 SWITCHES = {"DISTWRAP_DISABLE": "run the function in this process", "DISTWRAP_QUIET": "silence the line at the start"}
-_OURS = ("DISTWRAP_STORE", "DISTWRAP_LAUNCHED", "DISTWRAP_SCRIPT_FD")  # between a launch and its ranks
 
 
 class Text(NamedTuple):
@@ -44,15 +44,16 @@ class Declaration(NamedTuple):
     text: Text | None
 
 
-def declare(check: Callable[[str, Any], Any], line: str, text: Text | None = None) -> dict[str, Declaration]:
-    """Return the metadata of an option's field.
+def option(default: T, check: Callable[[str, Any], Any], line: str, text: Text | None = None) -> T:
+    """Declare an option: its default, its check and its documentation.
 
     Args:
+        default: its value where the user gives none.
         check: takes the name and the value, and returns the value or raises OptionError.
         line: one line of documentation.
         text: how the option is read from its variable ``DISTWRAP_<NAME>``; ``None`` where it has none.
     """
-    return {"declaration": Declaration(check, line, text)}
+    return field(default=default, metadata={"declaration": Declaration(check, line, text)})
 
 
 def _strategy(_: str, value: object) -> Any:
@@ -78,12 +79,16 @@ def _plain_nodes(value: object) -> int | str:
     return int(fewest) if int(fewest) == int(most or fewest) else str(value)
 
 
+def _comm(_: str, value: object) -> Algorithm | None:
+    return None if value is None else algorithms.make(value)
+
+
+def _launcher(_: str, value: object) -> str:
+    return launchers.name_of(value)
+
+
 def _precision(_: str, value: object) -> str | Precision:
     return precisions.chosen(value)
-
-
-def _comm(_: str, value: object) -> Any:
-    return None if value is None else algorithms.make(value)
 
 
 _NODES = Check("a number of nodes, or 'MIN:MAX', as '1:4'", _nodes, _plain_nodes)
@@ -106,38 +111,23 @@ class Options:
     See `distwrap.distributed` for what each one means.
     """
 
-    strategy: str | Strategy = field(default="ddp", metadata=declare(_strategy, "how the model is replicated", WORD))
-    nprocs: int | Literal["auto"] = field(
-        default="auto", metadata=declare(either("auto", AT_LEAST_ONE), "processes on this node", AUTO_OR_WHOLE)
+    strategy: str | Strategy = option("ddp", _strategy, "how the model is replicated", WORD)
+    nprocs: int | Literal["auto"] = option(
+        "auto", either("auto", AT_LEAST_ONE), "processes on this node", AUTO_OR_WHOLE
     )
-    nnodes: int | str = field(default=1, metadata=declare(_NODES, "nodes, which all run the same command", WORD))
-    node_rank: int | None = field(
-        default=None, metadata=declare(either(None, whole(0)), "which of the nodes this one is", WHOLE)
-    )
-    rdzv_endpoint: str | None = field(
-        default=None, metadata=declare(either(None, _ENDPOINT), "where the nodes meet", WORD)
-    )
-    launcher: str = field(
-        default="auto",
-        metadata=declare(lambda _, value: launchers.name_of(value), "how the processes are started", WORD),
-    )
-    backend: str = field(default="auto", metadata=declare(_BACKEND, "the backend of the process group", WORD))
-    precision: str | Precision = field(default="32", metadata=declare(_precision, "the precision of computation", WORD))
-    comm: Algorithm | None = field(
-        default=None, metadata=declare(_comm, "how wrapped models exchange gradients or weights", WORD)
-    )
-    seed: int | None = field(default=None, metadata=declare(either(None, SEED), "the seed of all ranks"))
-    timeout: float = field(default=600.0, metadata=declare(SECONDS, "seconds for a collective", NUMBER))
-    max_restarts: int = field(default=0, metadata=declare(whole(0), "restarts after a failure", WHOLE))
-    returns: Returns = field(
-        default="rank0", metadata=declare(one_of("value for returns", get_args(Returns)), "whose values a call returns")
-    )
-    retrofit: bool = field(
-        default=False, metadata=declare(_SWITCH, "whether models and loaders among the arguments are wrapped")
-    )
-    log_dir: str | None = field(
-        default=None, metadata=declare(either(None, _FOLDER), "the folder for what each rank prints", WORD)
-    )
+    nnodes: int | str = option(1, _NODES, "nodes, which all run the same command", WORD)
+    node_rank: int | None = option(None, either(None, whole(0)), "which of the nodes this one is", WHOLE)
+    rdzv_endpoint: str | None = option(None, either(None, _ENDPOINT), "where the nodes meet", WORD)
+    launcher: str = option("auto", _launcher, "how the processes are started", WORD)
+    backend: str = option("auto", _BACKEND, "the backend of the process group", WORD)
+    precision: str | Precision = option("32", _precision, "the precision of computation", WORD)
+    comm: Algorithm | None = option(None, _comm, "how wrapped models exchange gradients or weights", WORD)
+    seed: int | None = option(None, either(None, SEED), "the seed of all ranks")
+    timeout: float = option(600.0, SECONDS, "seconds for a collective", NUMBER)
+    max_restarts: int = option(0, whole(0), "restarts after a failure", WHOLE)
+    returns: Returns = option("rank0", one_of("value for returns", get_args(Returns)), "whose values a call returns")
+    retrofit: bool = option(False, _SWITCH, "whether models and loaders among the arguments are wrapped")
+    log_dir: str | None = option(None, either(None, _FOLDER), "the folder for what each rank prints", WORD)
 
     def updated(self, given: Mapping[str, Any], where: str = "@distributed") -> Options:
         """Return these options with `given` over them.
@@ -183,8 +173,10 @@ class Options:
         Raises:
             OptionError: a value is wrong, or a variable has no meaning here, as one that is misspelt.
         """
+        from distwrap.environments.distwrap_environment import LAUNCHER, SCRIPT, STORE  # not needed to decorate
+
         for variable in env:
-            if variable.startswith("DISTWRAP_") and variable not in (*VARIABLES, *SWITCHES, *_OURS):
+            if variable.startswith("DISTWRAP_") and variable not in (*VARIABLES, *SWITCHES, STORE, LAUNCHER, SCRIPT):
                 raise OptionError(unknown_name("variable", variable, (*VARIABLES, *SWITCHES)))
         found = {variable: name for variable, name in VARIABLES.items() if env.get(variable)}
         given = {name: _from_text(variable, name, env[variable]) for variable, name in found.items()}
