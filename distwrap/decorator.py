@@ -83,7 +83,7 @@ class DistributedFunction(DecoratedFunction):
         base: Options, given: dict[str, Any], wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any
     ) -> Any:
         from distwrap.launch import start  # at the first call: most of the package, which decorating does not need
-        from distwrap.launch.call import Call
+        from distwrap.launch.task import Call
 
         options = base.with_environment(os.environ).updated(given, where=".options()")
         return start(Call(wrapped, args, kwargs), options)

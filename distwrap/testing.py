@@ -6,8 +6,8 @@ from typing import Any, ParamSpec, TypeVar
 from distwrap.checks import AT_LEAST_ONE
 from distwrap.launch import base
 from distwrap.launch.base import Job
-from distwrap.launch.call import Call, Task
 from distwrap.launch.forkserver import ForkServerLauncher, stop_server
+from distwrap.launch.task import Call, Task
 from distwrap.options import Options
 
 P = ParamSpec("P")

@@ -18,7 +18,7 @@ from distwrap.devices.kinds import kind_of_torch, unused_devices
 from distwrap.environments import Node, Placement, detect, explain
 from distwrap.errors import DistwrapError
 from distwrap.launch import fork_safety
-from distwrap.launch.node_plan import NodePlan, resolve
+from distwrap.launch.task import NodePlan, resolve
 from distwrap.network import interfaces
 from distwrap.options import Options
 

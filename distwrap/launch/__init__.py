@@ -25,9 +25,8 @@ from distwrap.group.setup import (
 from distwrap.group.world import World, active_world, current_world, say
 from distwrap.launch import base, worker
 from distwrap.launch.base import Job
-from distwrap.launch.call import Call, Task
 from distwrap.launch.execute import execute
-from distwrap.launch.node_plan import resolve
+from distwrap.launch.task import Call, Task, resolve
 from distwrap.options import Options, switched_on
 from distwrap.registry import launchers, strategies
 from distwrap.seeding import preserved

@@ -11,11 +11,9 @@ from distwrap.devices.cpus import choose_threads
 from distwrap.devices.selection import choose_nprocs, visible_devices
 from distwrap.errors import SerializationError
 from distwrap.launch import pickling, transport
-from distwrap.launch.assignment import Assignment, Returns, Surroundings
-from distwrap.launch.call import Task
-from distwrap.launch.node_plan import NodePlan
 from distwrap.launch.nodes import NodeSummary
 from distwrap.launch.outcome import Outcome
+from distwrap.launch.task import Assignment, NodePlan, Returns, Surroundings, Task
 
 
 @dataclass(frozen=True)

@@ -25,15 +25,13 @@ from distwrap.environments import Placement, detect
 from distwrap.errors import ArrivalError
 from distwrap.group.world import say
 from distwrap.launch import fork_safety, worker
-from distwrap.launch.assignment import Assignment
 from distwrap.launch.base import Job, Launcher
-from distwrap.launch.call import Task
 from distwrap.launch.exit_reason import OomCount
 from distwrap.launch.fork import ForkLauncher
 from distwrap.launch.link import tie_to_parent
-from distwrap.launch.node_plan import NodePlan
 from distwrap.launch.nodes import NodeSummary
 from distwrap.launch.outcome import Outcome, death as death_of, first_cause, raise_failure
+from distwrap.launch.task import Assignment, NodePlan, Task
 from distwrap.network import connectivity, interfaces
 from distwrap.seeding import preserved
 

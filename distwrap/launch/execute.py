@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader
 from distwrap import retrofit
 from distwrap.comm.consolidation import consolidate
 from distwrap.group.world import current_world
-from distwrap.launch.call import Call, Task
+from distwrap.launch.task import Call, Task
 from distwrap.model.diagnosis import explained
 from distwrap.retrofit import Retrofitted
 from distwrap.seeding import seed_everything

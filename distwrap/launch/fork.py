@@ -12,13 +12,12 @@ from distwrap._internals.python import forget_exit_handlers
 from distwrap.errors import ForkError
 from distwrap.group.setup import import_before_group
 from distwrap.launch import fork_safety, openmp, worker
-from distwrap.launch.assignment import Assignment
 from distwrap.launch.base import Job
-from distwrap.launch.call import Task
 from distwrap.launch.link import PipeLink
 from distwrap.launch.local import LocalLauncher
 from distwrap.launch.logs import Streams
 from distwrap.launch.processes import Process, standard_streams
+from distwrap.launch.task import Assignment, Task
 
 
 class ForkLauncher(LocalLauncher):

@@ -8,8 +8,8 @@ import sys
 from multiprocessing.connection import Connection
 from typing import Protocol
 
-from distwrap.launch.assignment import Assignment
 from distwrap.launch.outcome import Outcome
+from distwrap.launch.task import Assignment
 
 
 class LauncherLink(Protocol):

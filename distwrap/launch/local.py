@@ -8,7 +8,6 @@ from dataclasses import replace
 
 from distwrap.data import workers
 from distwrap.group.setup import ARRIVAL_SECONDS
-from distwrap.launch.assignment import Assignment
 from distwrap.launch.base import Job, Launcher
 from distwrap.launch.logs import Logs, Streams
 from distwrap.launch.outcome import Outcome
@@ -16,6 +15,7 @@ from distwrap.launch.processes import Process
 from distwrap.launch.signals import PassedOn
 from distwrap.launch.store_file import Meeting, meeting
 from distwrap.launch.supervisor import print_where_all_are, stop, supervise
+from distwrap.launch.task import Assignment
 
 
 class LocalLauncher(Launcher):

@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from distwrap.environments import Placement, distwrap_environment
-from distwrap.launch.node_plan import NodePlan
 from distwrap.launch.nodes import Nodes
+from distwrap.launch.task import NodePlan
 
 
 @dataclass(frozen=True)

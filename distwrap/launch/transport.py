@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from distwrap.errors import SerializationError
-from distwrap.launch.call import Call, Task
 from distwrap.launch.pickling import by_value, dumps, find_decorated, loads
+from distwrap.launch.task import Call, Task
 from distwrap.launch.unpicklable import find_unpicklable
 
 

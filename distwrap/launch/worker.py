@@ -19,11 +19,10 @@ from distwrap.group import failures
 from distwrap.group.collectives import gather_object
 from distwrap.group.setup import abandon_process_group, announce, finish_process_group, join, teardown_process_group
 from distwrap.launch import pickling, transport
-from distwrap.launch.assignment import Assignment
-from distwrap.launch.call import Task
 from distwrap.launch.execute import execute
 from distwrap.launch.link import LauncherLink
 from distwrap.launch.outcome import failure, success
+from distwrap.launch.task import Assignment, Task
 from distwrap.network.rendezvous import count_meetings_anew
 from distwrap.retrofit import Retrofitted
 

@@ -8,7 +8,7 @@ import pytest
 
 from distwrap.environments import Node
 from distwrap.errors import OptionError
-from distwrap.launch.node_plan import NodePlan, resolve
+from distwrap.launch.task import NodePlan, resolve
 from distwrap.options import Options
 
 

@@ -19,9 +19,9 @@ import distwrap as dw
 from distwrap.environments import Placement
 from distwrap.errors import LaunchError, OptionError, WorkerDiedError
 from distwrap.launch import worker
-from distwrap.launch.assignment import Assignment
 from distwrap.launch.base import Job, Launcher
 from distwrap.launch.outcome import Outcome, death, raise_failure
+from distwrap.launch.task import Assignment
 from distwrap.registry import launchers
 from tests.limits import INTERPRETERS
 
