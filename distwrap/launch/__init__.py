@@ -25,7 +25,6 @@ from distwrap.group.setup import (
 from distwrap.group.world import World, active_world, current_world, say
 from distwrap.launch import base, worker
 from distwrap.launch.base import Job
-from distwrap.launch.execute import execute
 from distwrap.launch.task import Call, Task, resolve
 from distwrap.options import Options, switched_on
 from distwrap.registry import launchers, strategies
@@ -107,7 +106,7 @@ def _check_arguments(call: Call) -> None:
 
 def _here(task: Task) -> Any:
     """Run a call in the current world."""
-    value, found = execute(task)
+    value, found = worker.execute(task)
     value = retrofit.unwrapped(value, found)
     return gather_object(value) if task.options.returns == "all" else value
 

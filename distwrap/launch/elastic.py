@@ -28,7 +28,6 @@ from distwrap.launch import fork_safety, worker
 from distwrap.launch.base import Job, Launcher
 from distwrap.launch.exit_reason import OomCount
 from distwrap.launch.fork import ForkLauncher
-from distwrap.launch.link import tie_to_parent
 from distwrap.launch.nodes import NodeSummary
 from distwrap.launch.outcome import Outcome, death as death_of, first_cause, raise_failure
 from distwrap.launch.task import Assignment, NodePlan, Task
@@ -167,7 +166,7 @@ class _FolderLink:
         self._attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 
     def tie(self) -> None:
-        tie_to_parent()
+        worker.tie_to_parent()
 
     def assignment(self) -> Assignment:
         agents = {name: value for name, value in os.environ.items() if name.startswith(_AGENTS)}

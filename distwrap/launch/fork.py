@@ -13,7 +13,6 @@ from distwrap.errors import ForkError
 from distwrap.group.setup import import_before_group
 from distwrap.launch import fork_safety, openmp, worker
 from distwrap.launch.base import Job
-from distwrap.launch.link import PipeLink
 from distwrap.launch.local import LocalLauncher
 from distwrap.launch.logs import Streams
 from distwrap.launch.processes import Process, standard_streams
@@ -69,7 +68,7 @@ class ForkedProcess(Process):
             for conn in foreign:
                 conn.close()
             forget_exit_handlers()  # the caller's own are the caller's
-            worker.be_a_rank(PipeLink(theirs), task)
+            worker.be_a_rank(theirs, task)
 
         context = multiprocessing.get_context("fork")
         self._process = context.Process(target=run, name=f"distwrap-rank-{rank}")

@@ -13,10 +13,9 @@ from distwrap.errors import LaunchError
 from distwrap.group.setup import teardown_process_group
 from distwrap.launch import transport
 from distwrap.launch.base import Job
-from distwrap.launch.link import PipeLink
 from distwrap.launch.outcome import success
 from distwrap.launch.task import Assignment
-from distwrap.launch.worker import make_output_readable, stalled, take_part, tell_failure, use_threads
+from distwrap.launch.worker import PipeLink, make_output_readable, stalled, take_part, tell_failure, use_threads
 
 _conn: Connection | None = None
 

@@ -32,7 +32,6 @@ def main(fd: int) -> None:
     import distwrap
     from distwrap.group.setup import import_before_group
     from distwrap.launch import worker
-    from distwrap.launch.link import PipeLink
 
     import_before_group()
     for name in distwrap.__all__:
@@ -72,7 +71,7 @@ def main(fd: int) -> None:
                     os.dup2(given, number)
                     os.close(given)
                 sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the server's own was /dev/null
-                worker.be_a_rank(PipeLink(Connection(conn)))
+                worker.be_a_rank(Connection(conn))
             for unneeded in (stdin, stdout, stderr, conn):
                 os.close(unneeded)
             status_of[pid] = status

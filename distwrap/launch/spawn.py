@@ -5,7 +5,6 @@ from multiprocessing.connection import Connection
 
 from distwrap.launch import worker
 from distwrap.launch.base import Job
-from distwrap.launch.link import PipeLink
 from distwrap.launch.local import LocalLauncher
 from distwrap.launch.logs import Streams
 from distwrap.launch.processes import CommandProcess, Process, python_command
@@ -27,4 +26,4 @@ def _command(fd: int) -> list[str]:
 
 def main(fd: int) -> None:
     """Be a rank, in a fresh interpreter that holds the far end of the connection."""
-    worker.be_a_rank(PipeLink(Connection(fd)))
+    worker.be_a_rank(Connection(fd))

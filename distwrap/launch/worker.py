@@ -1,37 +1,93 @@
 """The one way into a rank, whoever started it: take the assignment, meet the others, run the call, report."""
 
+import ctypes
 import faulthandler
 import os
+import pickle
 import runpy
 import signal
 import socket
 import sys
 import types
 from collections.abc import Callable
-from typing import Any, NoReturn
+from multiprocessing.connection import Connection
+from typing import Any, NoReturn, Protocol
 
 import torch
+from torch import nn
+from torch.utils.data import DataLoader
 
+from distwrap import retrofit
 from distwrap._internals.python import run_interpreter_end
+from distwrap.comm.consolidation import consolidate
 from distwrap.environments import distwrap_environment
 from distwrap.errors import WorkerTimeoutError
 from distwrap.group import failures
 from distwrap.group.collectives import gather_object
 from distwrap.group.setup import abandon_process_group, announce, finish_process_group, join, teardown_process_group
+from distwrap.group.world import current_world
 from distwrap.launch import pickling, transport
-from distwrap.launch.execute import execute
-from distwrap.launch.link import LauncherLink
-from distwrap.launch.outcome import failure, success
-from distwrap.launch.task import Assignment, Task
+from distwrap.launch.outcome import Outcome, failure, success
+from distwrap.launch.task import Assignment, Call, Task
+from distwrap.model import diagnosis
 from distwrap.network.rendezvous import count_meetings_anew
 from distwrap.retrofit import Retrofitted
+from distwrap.seeding import seed_everything
+
+
+class LauncherLink(Protocol):
+    """A rank's end of the link to its launcher.
+
+    A launcher whose ranks are another program's children brings a link of its own; `PipeLink` is that of ours.
+    """
+
+    def tie(self) -> None:
+        """Prepare this process as a rank, first of all: tie its life to the launcher's, where nobody else does."""
+
+    def assignment(self) -> Assignment:
+        """Wait for this rank's instructions.
+
+        Raises:
+            EOFError: the launcher is gone.
+        """
+
+    def report(self, outcome: Outcome) -> None:
+        """Bring home how this rank has ended; called once, perhaps from another thread than the main one."""
+
+
+class PipeLink:
+    """The link of a rank that is a process of this node's, and whose launcher holds the other end of a pipe."""
+
+    def __init__(self, conn: Connection) -> None:
+        self._conn = conn
+
+    def tie(self) -> None:
+        tie_to_parent()
+        os.register_at_fork(after_in_child=self._conn.close)  # the launcher takes its end for the end of the rank
+
+    def assignment(self) -> Assignment:
+        assignment: Assignment = pickle.loads(self._conn.recv_bytes())
+        return assignment
+
+    def report(self, outcome: Outcome) -> None:
+        self._conn.send(outcome)
+
+
+def tie_to_parent() -> None:
+    """Tie this process's life to its parent's, and make it stoppable together with all that it starts."""
+    if sys.platform == "linux":  # the kernel then kills it also where it is stuck in native code
+        PR_SET_PDEATHSIG = 1
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getpgrp() != os.getpid():
+        os.setsid()  # a Ctrl-C reaches the caller alone
+
 
 importing_main = False  # while the script is imported in a rank, a decorated call there is a missing main guard
 
 
-def be_a_rank(link: LauncherLink, task: Task | None = None) -> NoReturn:
-    """Be a rank for the rest of this process's life; see `work`."""
-    leave(work(link, task, finish=finish_process_group))
+def be_a_rank(conn: Connection, task: Task | None = None) -> NoReturn:
+    """Be a rank for the rest of this process's life, given the far end of the launcher's connection; see `work`."""
+    leave(work(PipeLink(conn), task, finish=finish_process_group))
 
 
 def work(link: LauncherLink, task: Task | None = None, *, finish: Callable[[], None] = teardown_process_group) -> int:
@@ -184,3 +240,28 @@ def _import_main(path: str) -> None:
         sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     finally:
         importing_main = False
+
+
+def execute(task: Task) -> tuple[Any, list[Retrofitted]]:
+    """Return the function's value, and what was retrofitted."""
+    call, options = task
+    if options.seed is not None:
+        seed_everything(options.seed)
+    try:
+        result = _retrofitted(call) if options.retrofit else (call.function(*call.args, **call.kwargs), [])
+    except RuntimeError as error:
+        raise diagnosis.explained(error)  # noqa: B904 - which knows its cause
+    current_world().wait()  # not settle: it may be a call inside another, which goes on
+    return result
+
+
+def _retrofitted(call: Call) -> tuple[Any, list[Retrofitted]]:
+    args, kwargs, found = retrofit.wrap(call.args, call.kwargs)
+    value = call.function(*args, **kwargs)
+    for item in found:
+        if isinstance(item.original, nn.Module):
+            consolidate(item.wrapped)  # the caller gets one model, not rank 0's of several
+    for item in found:
+        if isinstance(item.original, DataLoader):
+            item.load(item.state())  # where this process is the caller's own, nobody else brings it home
+    return value, found
