@@ -20,8 +20,7 @@ from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from distwrap.environments import Placement
 from distwrap.errors import ArrivalError, WorkerDiedError
-from distwrap.launch.exception_json import from_json, to_json
-from distwrap.launch.outcome import Outcome, of_error, raise_failure
+from distwrap.launch.outcome import Outcome, from_json, of_error, raise_failure, to_json
 from distwrap.launch.task import NodePlan
 from distwrap.network import interfaces, stores
 from distwrap.network.rendezvous import check_versions, registration, registrations, wait_for_all

@@ -1,19 +1,23 @@
-"""The end of a rank, as the rank itself reports it or as its caller sees it, and the failure that the caller raises."""
+"""How a rank ended: as itself or its caller tells it, as JSON for other nodes; the failure that the caller raises."""
 
-import contextlib
+import json
 import os
 import socket
 import time
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
+from distwrap.decorated import find_by_name
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError, WorkerTraceback
 from distwrap.group import failures
 from distwrap.launch import transport
 from distwrap.launch.exit_reason import describe_exit
 from distwrap.wording import named_ranks, print_notice
+
+_ATTRIBUTES = ("rank", "host", "exitcode", "signal")  # of an exception, told with it
 
 
 @dataclass(frozen=True)
@@ -117,17 +121,59 @@ def raise_failure(failed: Sequence[Outcome], finished: Sequence[int] = ()) -> No
         ) from remote
     error: BaseException | None = None
     if cause.error is not None:
-        with contextlib.suppress(Exception):
+        with suppress(Exception):
             error = transport.unpack_result(cause.error)
     if error is None:
         words = f"{where} raised {cause.summary} (an exception that cannot be pickled, so not in its own type here)"
         raise WorkerError(words, **known) from remote
     for name, value in known.items():
         if not hasattr(error, name):
-            with contextlib.suppress(AttributeError, TypeError):
+            with suppress(AttributeError, TypeError):
                 setattr(error, name, value)
     if isinstance(error, SystemExit) and error.code not in (None, 0):
         print_notice(f"{where} called sys.exit({error.code!r})")
     if remote is None and also:
         error.args = (f"{error}{also}",)
     raise error from remote
+
+
+def to_json(error: BaseException) -> dict[str, Any]:
+    """Return what `from_json` needs of an exception, with what is known of the rank that raised it.
+
+    Callers on other nodes raise it in its own type where they know that type. Nothing is unpickled there, and nothing
+    is imported: only a class that is loaded already, and that is an exception, is called, with plain arguments.
+    """
+    cause = error.__cause__
+    plain: list[Any] | None = None
+    with suppress(TypeError, ValueError):
+        plain = json.loads(json.dumps(error.args))
+    return {
+        **{name: getattr(error, name, None) for name in _ATTRIBUTES},
+        "host": getattr(error, "host", None) or socket.gethostname(),
+        "type": [type(error).__module__, type(error).__qualname__],
+        "args": plain if plain == list(error.args) else None,
+        "summary": f"{type(error).__name__}: {error}",
+        "traceback": str(cause).partition("raised:\n\n")[2] if cause is not None else "",
+        "time": time.time(),
+    }
+
+
+def from_json(message: dict[str, Any]) -> BaseException:
+    """Return the exception of which another node tells; a `WorkerError` with its words where that cannot be.
+
+    Example:
+        >>> from_json(to_json(KeyError("weights")))
+        KeyError('weights')
+    """
+    module, name = message["type"]
+    found = find_by_name(module, name)
+    error: BaseException | None = None
+    if isinstance(found, type) and issubclass(found, Exception) and message["args"] is not None:
+        with suppress(Exception):
+            error = found(*message["args"])
+    if error is None:
+        error = WorkerError(f"on {message['host']}: {message['summary']}")
+    for name in _ATTRIBUTES:
+        with suppress(AttributeError, TypeError):
+            setattr(error, name, message[name])
+    return error

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError
-from distwrap.launch import exception_json
+from distwrap.launch import outcome
 
 
 class Custom(Exception):
@@ -25,7 +25,7 @@ class Picky(Exception):
 
 def told(error: BaseException) -> dict[str, Any]:
     """As it comes over the network, from rank 3 on another host."""
-    return {**json.loads(json.dumps(exception_json.to_json(error))), "host": "n2", "rank": 3}
+    return {**json.loads(json.dumps(outcome.to_json(error))), "host": "n2", "rank": 3}
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def told(error: BaseException) -> dict[str, Any]:
 )
 def test_an_exception_comes_in_its_own_type(error: Exception) -> None:
     """One whose type is known here, and whose arguments are plain, is made again, with rank and host."""
-    made = exception_json.from_json(told(error))
+    made = outcome.from_json(told(error))
     assert type(made) is type(error)
     assert made.args == error.args
     assert (made.rank, made.host) == (3, "n2")  # type: ignore[attr-defined]
@@ -43,7 +43,7 @@ def test_an_exception_comes_in_its_own_type(error: Exception) -> None:
 @pytest.mark.parametrize("error", [Picky("x", detail=1), ValueError(object()), KeyboardInterrupt(), SystemExit(3)])
 def test_what_cannot_be_made_again_is_told_in_words(error: BaseException) -> None:
     """Others, and what is no exception to raise elsewhere, come as a WorkerError that quotes them."""
-    made = exception_json.from_json(told(error))
+    made = outcome.from_json(told(error))
     assert type(made) is WorkerError
     assert str(made).startswith(f"on n2: {type(error).__name__}: ")
 
@@ -51,4 +51,4 @@ def test_what_cannot_be_made_again_is_told_in_words(error: BaseException) -> Non
 def test_nothing_is_imported_or_called_for_an_exception() -> None:
     """A type that is not loaded, or is no exception, is not looked for."""
     for kind in (["antigravity", "Error"], ["builtins", "print"], ["os", "system"], ["builtins", "object"]):
-        assert type(exception_json.from_json({**told(ValueError("echo")), "type": kind})) is WorkerError
+        assert type(outcome.from_json({**told(ValueError("echo")), "type": kind})) is WorkerError
