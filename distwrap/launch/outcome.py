@@ -14,7 +14,7 @@ from distwrap.decorated import find_by_name
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError, WorkerTraceback
 from distwrap.group import failures
 from distwrap.launch import transport
-from distwrap.launch.exit_reason import describe_exit
+from distwrap.launch.processes import describe_exit
 from distwrap.wording import named_ranks, print_notice
 
 _ATTRIBUTES = ("rank", "host", "exitcode", "signal")  # of an exception, told with it

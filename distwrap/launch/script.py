@@ -28,10 +28,10 @@ from distwrap.group import failures
 from distwrap.group.setup import teardown_process_group
 from distwrap.launch import command_line, script_rank, store_file, transport
 from distwrap.launch.base import Job, Launcher
-from distwrap.launch.interrupts import hear_interrupts
 from distwrap.launch.logs import Logs, redirected
 from distwrap.launch.outcome import Outcome, failure
 from distwrap.launch.processes import CommandProcess
+from distwrap.launch.signals import hear_interrupts
 from distwrap.launch.supervisor import INTERRUPT_SECONDS, SETTLE_SECONDS, print_where_all_are, stop, supervise
 from distwrap.launch.task import Assignment
 from distwrap.launch.worker import take_part, use_threads

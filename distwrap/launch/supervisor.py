@@ -11,10 +11,9 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from distwrap.errors import WorkerTimeoutError
-from distwrap.launch.exit_reason import OomCount, describe_exit
 from distwrap.launch.nodes import Nodes
 from distwrap.launch.outcome import Outcome, death, first_cause, raise_failure
-from distwrap.launch.processes import Process
+from distwrap.launch.processes import OomCount, Process, describe_exit
 from distwrap.launch.signals import PassedOn
 from distwrap.network.rendezvous import side_store
 from distwrap.supervision import hang_report

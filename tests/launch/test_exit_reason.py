@@ -15,7 +15,7 @@ import pytest
 
 import distwrap as dw
 from distwrap import distributed
-from distwrap.launch.exit_reason import OomCount, describe_exit
+from distwrap.launch.processes import OomCount, describe_exit
 
 
 def test_exit_codes_in_words() -> None:

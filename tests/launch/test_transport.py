@@ -16,7 +16,7 @@ import torch
 import distwrap as dw
 from distwrap import distributed
 from distwrap.errors import SerializationError, WorkerError
-from distwrap.launch.unpicklable import find_unpicklable
+from distwrap.launch.transport import find_unpicklable
 
 LOCK = threading.Lock()
 LAUNCHERS = ["fork", "forkserver"]
