@@ -83,10 +83,10 @@ class DistributedFunction(DecoratedFunction):
         base: Options, given: dict[str, Any], wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any
     ) -> Any:
         from distwrap.launch import start  # at the first call: most of the package, which decorating does not need
-        from distwrap.launch.task import Call
+        from distwrap.launch.task import Task
 
         options = base.with_environment(os.environ).updated(given, where=".options()")
-        return start(Call(wrapped, args, kwargs), options)
+        return start(Task(wrapped, args, kwargs, options))
 
     def options(self, **options: Any) -> DistributedFunction:
         return DistributedFunction(self.__wrapped__, *self._self_updated(options))

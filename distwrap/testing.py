@@ -7,7 +7,7 @@ from distwrap.checks import AT_LEAST_ONE
 from distwrap.launch import base
 from distwrap.launch.base import Job
 from distwrap.launch.forkserver import ForkServerLauncher, stop_server
-from distwrap.launch.task import Call, Task
+from distwrap.launch.task import Task
 from distwrap.options import Options
 
 P = ParamSpec("P")
@@ -34,7 +34,7 @@ def run_ranks(fn: Callable[..., R], nprocs: int, *args: Any, timeout: float = 30
         [3]
     """
     nprocs = AT_LEAST_ONE("nprocs", nprocs)
-    task = Task(Call(fn, args, {}), Options(timeout=timeout, returns="all"))
+    task = Task(fn, args, {}, Options(timeout=timeout, returns="all"))
     job = Job(task, nprocs, seconds=timeout)
     values: list[R] = base.launch(ForkServerLauncher(), job)
     return values

@@ -12,39 +12,32 @@ from distwrap import retrofit
 from distwrap.devices.selection import visible_devices
 from distwrap.environments import Node, Placement, detect, distwrap_environment
 from distwrap.errors import MainGuardError, OptionError
-from distwrap.group import failures
+from distwrap.group import failures, setup
 from distwrap.group.collectives import gather_object
-from distwrap.group.setup import (
-    abandon_process_group,
-    announce,
-    join,
-    single_world,
-    teardown_process_group,
-    temporary_world,
-)
 from distwrap.group.world import World, active_world, current_world, say
 from distwrap.launch import base, worker
 from distwrap.launch.base import Job
-from distwrap.launch.task import Call, Task, resolve
+from distwrap.launch.task import Task, resolve
 from distwrap.options import Options, switched_on
 from distwrap.registry import launchers, strategies
 from distwrap.seeding import preserved
 
 
-def start(call: Call, options: Options) -> Any:
-    """Run a call as its options and the surroundings ask, and return its value, or the list of all ranks' values.
+def start(task: Task) -> Any:
+    """Run a task as its options and the surroundings ask, and return its value, or the list of all ranks' values.
 
     Inside a world it runs on; under an outer launcher it joins; else it launches, if there is more than one process.
     """
-    _refuse_unguarded(call)
-    if options.retrofit and not retrofit.find(call.args, call.kwargs):
+    _refuse_unguarded(task)
+    options = task.options
+    if options.retrofit and not retrofit.find(task.args, task.kwargs):
         raise OptionError(
-            f"retrofit=True finds no model, optimizer or loader among the arguments of {call.name}, so each rank would "
+            f"retrofit=True finds no model, optimizer or loader among the arguments of {task.name}, so each rank would "
             f"train alone. Pass them as arguments (also in lists, tuples and dicts): what the function takes from its "
             f"object, a closure or a global is not seen."
         )
     strategy = strategies.make(options.strategy)
-    task = Task(call, replace(options, strategy=strategy, backend=strategy.backend or options.backend))
+    task = replace(task, options=replace(options, strategy=strategy, backend=strategy.backend or options.backend))
     strategy.check(task.options)
     if active_world() is not None:
         return _here(task)
@@ -74,34 +67,34 @@ def start(call: Call, options: Options) -> Any:
         nprocs = 1
     if nprocs == 1 and not nodes.several and not launcher.runs_one_rank:
         return _in_process(task)
-    _check_arguments(call)
+    _check_arguments(task)
     job = Job(task, nprocs, nodes)
     launcher.check(job)
     return base.launch(launcher, job)
 
 
-def _refuse_unguarded(call: Call) -> None:
+def _refuse_unguarded(task: Task) -> None:
     """Refuse a decorated call at the top level of a script that a rank is importing."""
     if worker.importing_main:
         raise MainGuardError(
-            f"the script calls {call.name} at its top level, so every rank that imports the script would launch again. "
+            f"the script calls {task.name} at its top level, so every rank that imports the script would launch again. "
             f"Put the call under `if __name__ == '__main__':`, or install cloudpickle "
             f"(pip install 'distwrap[notebook]'), which makes the import unnecessary."
         )
 
 
-def _check_arguments(call: Call) -> None:
+def _check_arguments(task: Task) -> None:
     """Refuse arguments that do not fit the function before any process starts."""
     try:
-        signature = inspect.signature(call.function)
+        signature = inspect.signature(task.function)
     except (TypeError, ValueError):
         return  # of some builtins nobody knows
     try:
-        signature.bind(*call.args, **call.kwargs)
+        signature.bind(*task.args, **task.kwargs)
     except TypeError as error:
-        options = [name for name in call.kwargs if name in Options.__dataclass_fields__]
+        options = [name for name in task.kwargs if name in Options.__dataclass_fields__]
         hint = f" Options are given with .options({options[0]}=…)(…)." if options else ""
-        raise TypeError(f"{call.name}: {error}.{hint}") from None
+        raise TypeError(f"{task.name}: {error}.{hint}") from None
 
 
 def _here(task: Task) -> Any:
@@ -112,32 +105,33 @@ def _here(task: Task) -> Any:
 
 
 def _in_process(task: Task) -> Any:
-    with temporary_world(single_world(task.options)), preserved() if task.options.seed is not None else nullcontext():
+    kept = preserved() if task.options.seed is not None else nullcontext()
+    with setup.temporary_world(setup.single_world(task.options)), kept:
         return _here(task)
 
 
 def _in_users_group(task: Task) -> Any:
     ambient = current_world()
     world = World(ambient.placement, ambient.device, backend=ambient.backend, options=task.options)
-    with temporary_world(world):
+    with setup.temporary_world(world):
         world.arrange()
         return _here(task)
 
 
 def _joining(task: Task, placement: Placement) -> Any:
     try:
-        world = join(placement, task.options)
-        announce(world, placement.source)
+        world = setup.join(placement, task.options)
+        setup.announce(world, placement.source)
         _say_what_is_left_to(placement, task.options)
         value = _here(task)
     except BaseException as error:
         told = failures.explained(error)
         failures.tell(told)
-        abandon_process_group()
+        setup.abandon_process_group()
         if told is error:
             raise
         raise told from None
-    teardown_process_group()
+    setup.teardown_process_group()
     return value
 
 

@@ -3,7 +3,7 @@
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from distwrap import retrofit
@@ -13,7 +13,7 @@ from distwrap.errors import SerializationError
 from distwrap.launch import pickling, transport
 from distwrap.launch.nodes import NodeSummary
 from distwrap.launch.outcome import Outcome
-from distwrap.launch.task import Assignment, NodePlan, Returns, Surroundings, Task
+from distwrap.launch.task import Assignment, NodePlan, Surroundings, Task
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Job:
     """A task that is to run on several ranks.
 
     Attributes:
-        task: the call and its options.
+        task: what is to run.
         nprocs: number of ranks that this node starts.
         nodes: the nodes that take part.
         seconds: time limit for the whole run; ``None`` where there is none.
@@ -33,7 +33,7 @@ class Job:
     seconds: float | None = None
 
     @property
-    def returns(self) -> Returns:
+    def returns(self) -> Literal["rank0", "all", "gathered"]:
         """Whose value goes home."""
         wanted = self.task.options.returns
         return "gathered" if wanted == "all" and self.nodes.several else wanted
@@ -83,16 +83,11 @@ class Launcher:
             SerializationError: names the object that cannot be packed.
         """
         payload = transport.pack(job.task)
-        return Assignment(
-            self.name,
-            job.returns,
-            choose_threads(job.nprocs),
-            payload,
-            Surroundings.capture(),
-            self._main_path(job, payload),
-        )
+        main_path = self._main_path(job, payload)
+        plan = self.plan_in_place(job)
+        return replace(plan, payload=payload, surroundings=Surroundings.capture(), main_path=main_path)
 
-    def unpacked(self, job: Job) -> Assignment:
+    def plan_in_place(self, job: Job) -> Assignment:
         """Return the plan for ranks that have the call and the caller's surroundings already."""
         return Assignment(self.name, job.returns, choose_threads(job.nprocs))
 
@@ -111,8 +106,8 @@ class Launcher:
 
     def bring_home(self, job: Job, outcomes: Sequence[Outcome]) -> Any:
         """Write what was trained into the caller's objects, and return what the decorated call returns."""
-        call, options = job.task
-        found = retrofit.find(call.args, call.kwargs) if options.retrofit else []
+        task = job.task
+        found = retrofit.find(task.args, task.kwargs) if task.options.retrofit else []
         own = [item.original for item in found]
         values = []
         for index, outcome in enumerate(outcomes):
@@ -133,7 +128,7 @@ class Launcher:
         path: str | None = getattr(sys.modules["__main__"], "__file__", None)
         if path is None or not os.path.exists(path):
             raise SerializationError(
-                f"{job.task.call.name} or an argument is defined interactively, and launcher={self.name!r} sends "
+                f"{job.task.name} or an argument is defined interactively, and launcher={self.name!r} sends "
                 f"things by name. Install cloudpickle (pip install 'distwrap[notebook]') to send it by value."
             )
         return os.path.abspath(path)

@@ -31,7 +31,7 @@ class ForkLauncher(LocalLauncher):
             raise ForkError(f"launcher='fork' is not safe here: {refusal}. Use launcher='forkserver' or 'spawn'.")
 
     def plan(self, job: Job) -> Assignment:
-        plan = self.unpacked(job)
+        plan = self.plan_in_place(job)
         import_before_group()  # once here, and not in every rank
         # Without the pause more than one thread would hang in the first large kernel.
         return plan if openmp.pause() else replace(plan, threads=1)

@@ -45,7 +45,7 @@ class ScriptLauncher(Launcher):
     name = "script"
 
     def check(self, job: Job) -> None:
-        name = job.task.call.name
+        name = job.task.name
         if script_rank.is_one():
             asked = job.task.options.launcher
             if asked != "script":
@@ -70,7 +70,7 @@ class ScriptLauncher(Launcher):
             command_line.command(0)  # or there is none that could run again
 
     def plan(self, job: Job) -> Assignment:
-        return self.unpacked(job)
+        return self.plan_in_place(job)
 
     def run(self, job: Job, plan: Assignment) -> list[Outcome]:
         if script_rank.is_one():
@@ -84,7 +84,6 @@ class ScriptLauncher(Launcher):
         return [self._value, *(transport.unpack_result(o.value) for o in outcomes if o.value is not None)]
 
     def _run_rank_zero(self, job: Job, plan: Assignment) -> list[Outcome]:
-        call = job.task.call
         # One store for all calls of this process: the parked ranks still hold it when the next call begins.
         store = _ranks.store or _store_until_exit()
         _wake_or_start(job, store)
@@ -92,10 +91,11 @@ class ScriptLauncher(Launcher):
         watch = _Watch(list(_ranks.parked), store)
         with (
             _environment(distwrap_environment.variables(plan.placement, self.name, store)),
-            _threads(),
+            ExitStack() as stack,
             redirected(_ranks.logs.streams(0) if _ranks.logs is not None else None),
             hear_interrupts(watch.interrupt, watch.print_where_all_are),
         ):
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
             watch.start()
             try:
                 use_threads(plan)
@@ -105,7 +105,7 @@ class ScriptLauncher(Launcher):
                 teardown_process_group()
                 return watch.wait()
             except BaseException as error:
-                _ranks.failed = call.name
+                _ranks.failed = job.task.name
                 cause: BaseException
                 try:
                     cause = watch.cause_of(failures.explained(error))
@@ -175,7 +175,7 @@ def _wake_or_start(job: Job, store: str) -> None:
         if _ranks.logs is not None:
             _ranks.logs.start(keep=1)
     for process in _ranks.parked:
-        process.conn.send((store, job.task.call.name))
+        process.conn.send((store, job.task.name))
 
 
 def _start(rank: int, command: list[str], env: dict[str, str]) -> CommandProcess:
@@ -288,12 +288,3 @@ def _environment(extra: dict[str, str]) -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)

@@ -37,9 +37,9 @@ def run(job: Job, plan: Assignment) -> Any:
     os.environ[distwrap_environment.STORE] = store
     plan = replace(plan, placement=distwrap_environment.on_one_node(rank, int(os.environ["WORLD_SIZE"])))
     try:
-        if name != job.task.call.name:
+        if name != job.task.name:
             raise LaunchError(
-                f"rank {rank} has come to {job.task.call.name}, but rank 0 is at {name}: with launcher='script' every "
+                f"rank {rank} has come to {job.task.name}, but rank 0 is at {name}: with launcher='script' every "
                 f"rank must make the same decorated calls in the same order. Let no branch before them depend on the "
                 f"rank."
             )

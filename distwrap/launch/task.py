@@ -1,4 +1,4 @@
-"""What is to run, on which nodes, and with which instructions for each rank. Nothing here starts anything."""
+"""What is to run, with which instructions for each rank, and on which nodes. Nothing here starts anything."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from distwrap.environments import Node, Placement
 from distwrap.errors import OptionError
@@ -16,28 +16,20 @@ from distwrap.seeding import RandomState
 
 DEFAULT_PORT = 29400  # torch's own for a rendezvous endpoint without a port
 
-Returns = Literal["rank0", "all", "gathered"]
-
 
 @dataclass(frozen=True)
-class Call:
-    """A function and its arguments."""
+class Task:
+    """A function, its arguments, and the options under which the ranks run it."""
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    options: Options
 
     @property
     def name(self) -> str:
         """The function's name, for messages."""
         return f"{getattr(self.function, '__qualname__', type(self.function).__qualname__)}()"
-
-
-class Task(NamedTuple):
-    """A call, and the options under which the ranks run it."""
-
-    call: Call
-    options: Options
 
 
 @dataclass(frozen=True)
@@ -87,7 +79,7 @@ class Assignment:
     """
 
     launcher: str
-    returns: Returns = "rank0"
+    returns: Literal["rank0", "all", "gathered"] = "rank0"
     threads: int | None = None
     payload: bytes | None = None
     surroundings: Surroundings | None = None

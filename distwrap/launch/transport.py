@@ -13,7 +13,7 @@ from typing import Any
 
 from distwrap.errors import SerializationError
 from distwrap.launch.pickling import by_value, dumps, find_decorated, loads
-from distwrap.launch.task import Call, Task
+from distwrap.launch.task import Task
 
 
 def pack(task: Task) -> bytes:
@@ -22,23 +22,22 @@ def pack(task: Task) -> bytes:
     Raises:
         SerializationError: names the path of the object that cannot be pickled, and the ways out.
     """
-    call = task.call
     if not by_value():
-        _check_reference(call.name, call.function)
+        _check_reference(task.name, task.function)
     return _dump(
-        (call.function, call.args, call.kwargs, task.options),
+        (task.function, task.args, task.kwargs, task.options),
         dumps,
         ("the function", "the arguments", "the keyword arguments", "the options"),
-        f"{call.name} cannot be sent to the ranks",
+        f"{task.name} cannot be sent to the ranks",
         "Create it inside the function, or use launcher='fork' or 'script', which pickle nothing.",
     )
 
 
 def unpack(data: bytes) -> Task:
     """Undo `pack`, on the rank."""
-    function, args, kwargs, options = pickle.loads(data)
-    _adopt_main(function)
-    return Task(Call(function, args, kwargs), options)
+    task = Task(*pickle.loads(data))
+    _adopt_main(task.function)
+    return task
 
 
 def pack_result(value: object, what: str, known: Sequence[tuple[object, ...]] = ()) -> bytes:

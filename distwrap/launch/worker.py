@@ -28,7 +28,7 @@ from distwrap.group.setup import abandon_process_group, announce, finish_process
 from distwrap.group.world import current_world
 from distwrap.launch import pickling, transport
 from distwrap.launch.outcome import Outcome, failure, success
-from distwrap.launch.task import Assignment, Call, Task
+from distwrap.launch.task import Assignment, Task
 from distwrap.model import diagnosis
 from distwrap.network.rendezvous import count_meetings_anew
 from distwrap.retrofit import Retrofitted
@@ -172,7 +172,7 @@ def packed(assignment: Assignment, task: Task, value: Any, trained: list[Retrofi
     states = [item.state() for item in trained] if place.local_rank == 0 else []
     return transport.pack_result(
         (value if wanted else None, states),
-        f"what {task.call.name} returned on rank {place.rank}",
+        f"what {task.name} returned on rank {place.rank}",
         [(item.original, item.wrapped) for item in trained],
     )
 
@@ -244,20 +244,19 @@ def _import_main(path: str) -> None:
 
 def execute(task: Task) -> tuple[Any, list[Retrofitted]]:
     """Return the function's value, and what was retrofitted."""
-    call, options = task
-    if options.seed is not None:
-        seed_everything(options.seed)
+    if task.options.seed is not None:
+        seed_everything(task.options.seed)
     try:
-        result = _retrofitted(call) if options.retrofit else (call.function(*call.args, **call.kwargs), [])
+        result = _retrofitted(task) if task.options.retrofit else (task.function(*task.args, **task.kwargs), [])
     except RuntimeError as error:
         raise diagnosis.explained(error)  # noqa: B904 - which knows its cause
     current_world().wait()  # not settle: it may be a call inside another, which goes on
     return result
 
 
-def _retrofitted(call: Call) -> tuple[Any, list[Retrofitted]]:
-    args, kwargs, found = retrofit.wrap(call.args, call.kwargs)
-    value = call.function(*args, **kwargs)
+def _retrofitted(task: Task) -> tuple[Any, list[Retrofitted]]:
+    args, kwargs, found = retrofit.wrap(task.args, task.kwargs)
+    value = task.function(*args, **kwargs)
     for item in found:
         if isinstance(item.original, nn.Module):
             consolidate(item.wrapped)  # the caller gets one model, not rank 0's of several
