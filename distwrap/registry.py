@@ -7,8 +7,8 @@ Source: https://packaging.python.org/en/latest/specifications/entry-points/.
 from __future__ import annotations
 
 import ast
-import importlib
 import numbers
+import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
@@ -118,7 +118,7 @@ class Registry(Generic[Thing]):
         spelling, options = _parsed(self._kind, text)
         name = self.name_of(spelling)
         row = self._row(name)
-        factory = _imported(row.factory) if isinstance(row.factory, str) else row.factory
+        factory = pkgutil.resolve_name(row.factory) if isinstance(row.factory, str) else row.factory
         try:
             made: Thing = factory(**{**row.defaults, **options})
         except TypeError as error:
@@ -159,12 +159,6 @@ class Registry(Generic[Thing]):
             points = entry_points(group=self._group)
             self._installed = {point.name: _Row(point.value, f"of {point.value.partition(':')[0]}") for point in points}
         return self._installed
-
-
-def _imported(place: str) -> Factory:
-    module, _, name = place.partition(":")
-    factory: Factory = getattr(importlib.import_module(module), name)
-    return factory
 
 
 def _parsed(kind: str, text: str) -> tuple[str, dict[str, Any]]:
@@ -269,7 +263,7 @@ launchers: Registry[Launcher] = Registry(
         ("spawn", "spawn:SpawnLauncher", "fresh interpreters"),
         ("script", "script:ScriptLauncher", "this command line again for the other ranks; this process is rank 0"),
         ("elastic", "elastic:ElasticLauncher", "torch elastic: ranks start again, and nodes come and go"),
-        ("external", "external:ExternalLauncher", "none: an outer launcher must have started the ranks"),
+        ("external", "external:refuse", "none: an outer launcher must have started the ranks"),
     ),
 )
 

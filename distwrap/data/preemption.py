@@ -12,7 +12,7 @@ from typing import Any
 
 from torch.utils.data import DataLoader
 
-SIGNALS = (signal.SIGTERM, signal.SIGUSR2)
+SIGNALS = (signal.SIGTERM, signal.SIGUSR2)  # by which clusters announce that they want the node back
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ until that ends.
 from __future__ import annotations
 
 import atexit
+import functools
 import multiprocessing.connection
 import os
 import signal
@@ -79,11 +80,6 @@ class ServedProcess(Process):
             os.close(self._status)
             self._status = -1
 
-    def exit_reason(self, oom_kills: int | None = None) -> str:
-        if self._ended:
-            return "the fork server, of which it was a fork, ended first"
-        return super().exit_reason(oom_kills)
-
     def _read(self, seconds: float) -> int | None:
         if not multiprocessing.connection.wait([self._status], seconds):
             return None
@@ -121,33 +117,25 @@ class ForkServer:
         assert len(fds) == DESCRIPTORS
         socket.send_fds(self._control, [b"f"], fds)
 
-    def forget(self) -> None:
-        """Drop our copy of the socket, in a process that was forked and does not own the server."""
-        self._control.close()
-
     def stop(self) -> None:
         """End the server, and with it any rank that is left; it holds nothing that could be lost."""
-        self._control.close()
-        self._process.kill()
-        self._process.wait(5)
+        if self._owner == os.getpid():
+            self._control.close()
+            self._process.kill()
+            self._process.wait(5)
 
 
 _server: ForkServer | None = None
-_hooks_registered = False
-_server_lock = threading.Lock()
+_server_lock = threading.RLock()
 
 
 def warm_server() -> ForkServer:
     """Return the fork server of this process; start it where there is none, or one with stale variables."""
-    global _server, _hooks_registered
+    global _server
     with _server_lock:
         if _server is None or not _server.usable():
-            if not _hooks_registered:
-                os.register_at_fork(after_in_child=_forget_server)
-                atexit.register(stop_server)
-                _hooks_registered = True
-            if _server is not None and _server._owner == os.getpid():
-                _server.stop()
+            _register_hooks()
+            stop_server()
             _server = ForkServer()
         return _server
 
@@ -156,22 +144,26 @@ def stop_server() -> None:
     """End the fork server now rather than with this process; the next launch starts another."""
     global _server
     with _server_lock:
-        if _server is not None and _server._owner == os.getpid():
+        if _server is not None:
             _server.stop()
         _server = None
 
 
-def _forget_server() -> None:
+@functools.cache
+def _register_hooks() -> None:
+    os.register_at_fork(after_in_child=_let_go_in_fork)
+    atexit.register(stop_server)
+
+
+def _let_go_in_fork() -> None:
+    """Drop a fork's copy of the socket: the server ends when its owner's is closed."""
     if _server is not None:
-        _server.forget()
+        _server._control.close()
 
 
 def _server_key() -> tuple[object, ...]:
     """Return what a process reads once, at its start, so that a running server cannot take it over later."""
     prefixes = ("LD_", "PYTHON", "OMP_", "KMP_", "MKL_", "GOMP_", "OPENBLAS_", "TORCH", "PYTORCH", "MALLOC_")
-    env = tuple(sorted((k, v) for k, v in os.environ.items() if k.startswith(prefixes) and not _ours(k)))
+    read = {name: value for name, value in os.environ.items() if name.startswith(prefixes)}
+    env = tuple(sorted(item for item in read.items() if not item[0].startswith("TORCHELASTIC")))
     return (sys.executable, *interpreter_flags(), env)
-
-
-def _ours(name: str) -> bool:
-    return name.startswith("TORCHELASTIC")

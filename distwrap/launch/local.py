@@ -59,7 +59,9 @@ class LocalLauncher(Launcher):
             if met.nodes is not None:
                 met.nodes.start()
             for process in processes:
-                _send(process, replace(plan, placement=met.placement(process.rank), store=met.store))
+                assignment = replace(plan, placement=met.placement(process.rank), store=met.store)
+                with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead at birth; who waits will say so
+                    process.conn.send_bytes(pickle.dumps(assignment, pickle.HIGHEST_PROTOCOL))
         except BaseException:
             stop(processes, all_they_started=True)
             raise
@@ -70,8 +72,3 @@ class LocalLauncher(Launcher):
             )
         finally:
             workers.remove_what_is_left(met.store)
-
-
-def _send(process: Process, assignment: Assignment) -> None:
-    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it died at birth; whoever waits will say so
-        process.conn.send_bytes(pickle.dumps(assignment, pickle.HIGHEST_PROTOCOL))

@@ -1,4 +1,4 @@
-"""The process of a rank, as its launcher sees it: something to signal, to wait for, and to ask why it ended.
+"""The process of a rank, as its launcher sees it: something to signal and to wait for; and words for how it ended.
 
 Each process holds the far end of a connection. Its reports come through the connection, and when that closes the
 process has ended, however that happened. The kinds of processes are in the files of the launchers that start them.
@@ -45,14 +45,6 @@ class Process:
             Its exit code, or minus the signal that ended it; ``None`` where it still runs.
         """
         raise NotImplementedError
-
-    def exit_reason(self, oom_kills: int | None = None) -> str:
-        """Return in words why the process ended.
-
-        Args:
-            oom_kills: how often the kernel has killed for want of memory during the run, where it counts.
-        """
-        return describe_exit(self.exitcode(0), oom_kills)
 
     def close(self) -> None:
         """Give back what this end holds."""

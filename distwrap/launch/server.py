@@ -50,7 +50,8 @@ def main(fd: int) -> None:
         ready, _, _ = select.select([control.fileno(), wake_r], [], [], None if status_of else idle)
         if not ready:
             idle = None
-            _import_more()
+            import_compiler()  # as DDP and the optimizers do at their first use, now that nobody waits
+            _settle()
         if wake_r in ready:
             _drain(wake_r)
             _reap(status_of)
@@ -76,12 +77,6 @@ def main(fd: int) -> None:
                 os.close(unneeded)
             status_of[pid] = status
             _tell(status, pid)
-
-
-def _import_more() -> None:
-    """Import what DDP and the optimizers import at their first use, now that nobody waits."""
-    import_compiler()
-    _settle()
 
 
 def _settle() -> None:

@@ -11,9 +11,8 @@ from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
+from distwrap.data.preemption import SIGNALS
 from distwrap.launch.processes import Process
-
-PASSED_ON = (signal.SIGTERM, signal.SIGUSR2)  # the ways in which clusters announce that they want the node back
 
 
 class PassedOn:
@@ -43,7 +42,7 @@ class PassedOn:
         """
         self._processes = processes
         if threading.current_thread() is threading.main_thread():
-            for number in PASSED_ON:
+            for number in SIGNALS:
                 if signal.getsignal(number) not in (signal.SIG_IGN, None):
                     self._before[number] = signal.signal(number, self._pass_on)
             if signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL:
