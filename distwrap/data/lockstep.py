@@ -16,14 +16,14 @@ from typing import Any, Generic, Literal, TypeVar, get_args
 import torch
 import torch.distributed as dist
 
-from distwrap.checks import SECONDS
+from distwrap.checks import SECONDS, one_of
 from distwrap.data.preemption import SIGNALS, Listener, Preemption, shielded
-from distwrap.errors import LoaderError, OptionError
+from distwrap.errors import LoaderError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.setup import require_group
 from distwrap.group.world import RunPart, World, current_world, is_first_time, say
 from distwrap.supervision.activity import Activity
-from distwrap.wording import named_ranks, unknown_name
+from distwrap.wording import named_ranks
 
 Batch = TypeVar("Batch")
 Uneven = Literal["shortest", "pad"]
@@ -85,8 +85,7 @@ def lockstep(
         >>> steps.step, steps.skipped, steps.preempted
         (2, 1, None)
     """
-    if uneven not in get_args(Uneven):
-        raise OptionError(unknown_name("way with uneven loaders", uneven, get_args(Uneven)))
+    one_of("way with uneven loaders", get_args(Uneven))("uneven", uneven)
     return Lockstep(loader, uneven, skip, on_preempt, SECONDS("grace", grace))
 
 

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from distwrap._internals.torch_tree import tree_flatten, tree_unflatten
+from distwrap.checks import one_of
 from distwrap.errors import CollectiveError, OptionError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.setup import require_group
 from distwrap.group.signing import sign, verify
 from distwrap.group.world import current_world
 from distwrap.supervision.activity import Activity
-from distwrap.wording import unknown_name
 
 Value = TypeVar("Value")
 Op = Literal["mean", "sum", "min", "max"]
@@ -59,10 +59,9 @@ def gather(value: Any, *, differentiable: bool = False) -> Any:
     """
     if _alone("gather"):
         return value
-    leaves, spec = tree_flatten(value)
-    tensors, problem = _tensors(leaves, "gather")
+    leaves, spec, tensors = _tensors(value, "gather")
     tensors = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
-    everyone = _everyones(spec, tensors, problem)
+    everyone = _everyones(spec, tensors)
     _compare([(structure, [(d, s[1:]) for d, s in rows]) for structure, rows in everyone], "gather")
     shares = [everyone[rank] for rank in _ranks_of_shares()]
     sizes = [[rows[index][1][0] for _, rows in shares] for index in range(len(tensors))]
@@ -141,13 +140,11 @@ def reduce(value: Any, op: Op = "mean") -> Any:
         >>> reduce(3.0)
         3.0
     """
-    if op not in get_args(Op):
-        raise OptionError(unknown_name("op", op, get_args(Op)))
+    one_of("op", get_args(Op))("op", op)
     if _alone("reduce"):
         return value
-    leaves, spec = tree_flatten(value)
-    tensors, problem = _tensors(leaves, "reduce")
-    _compare(_everyones(spec, tensors, problem), "reduce")
+    leaves, spec, tensors = _tensors(value, "reduce")
+    _compare(_everyones(spec, tensors), "reduce")
     reduced = [_reduce_leaf(tensor, op) for tensor in tensors]
     kept = [new if isinstance(old, torch.Tensor) else new.item() for old, new in zip(leaves, reduced, strict=True)]
     return tree_unflatten(kept, spec)
@@ -175,10 +172,7 @@ def mean(value: Any, count: float = 1) -> Any:
     """
     if _alone("mean"):
         return value
-    leaves, spec = tree_flatten(value)
-    tensors, problem = _tensors(leaves, "mean")
-    if problem:
-        _everyones(spec, tensors, problem)  # raises, on every rank
+    leaves, spec, tensors = _tensors(value, "mean")
     exact = [tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) for tensor in tensors]
     weighted = [tensor * count if count else torch.zeros_like(tensor) for tensor in exact]
     *sums, everything = reduce([*weighted, float(count)], op="sum")
@@ -213,16 +207,16 @@ def broadcast(value: Any, src: int = 0) -> Any:
     mine = world.placement.rank == src
     leaves, spec = tree_flatten(value if mine else None)
     described = [
-        _Described(leaf.dtype, leaf.shape, leaf.device.type) if isinstance(leaf, torch.Tensor) else _Plain(leaf)
+        _Described(leaf.dtype, leaf.shape, leaf.device.type) if isinstance(leaf, torch.Tensor) else leaf
         for leaf in leaves
     ]
-    # The nesting itself travels, with its leaves described: a pickled TreeSpec warns in torch when it is read.
+    # The nesting itself travels, with its tensors described: a pickled TreeSpec warns in torch when it is read.
     message = _broadcast_object(tree_unflatten(described, spec) if mine else None, src)
     described, spec = tree_flatten(message)
     received: list[Any] = []
     for index, what in enumerate(described):
-        if isinstance(what, _Plain):
-            received.append(what.value)
+        if not isinstance(what, _Described):
+            received.append(what)
             continue
         device = _device_for(leaves[index]) if mine else _exchange_device()
         tensor = (
@@ -242,8 +236,7 @@ def agree(flag: bool, how: Literal["any", "all"] = "any") -> bool:
         >>> agree(True, "all")
         True
     """
-    if how not in ("any", "all"):
-        raise OptionError(unknown_name("way to agree", how, ("any", "all")))
+    one_of("way to agree", ("any", "all"))("how", how)
     if _alone("agree"):
         return bool(flag)
     vote = torch.tensor(int(bool(flag)), device=_exchange_device())
@@ -267,13 +260,6 @@ class _Described:
     dtype: torch.dtype
     shape: torch.Size
     device: str
-
-
-class _Plain:
-    """A value that travels with the structure rather than as a tensor."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
 
 
 def _broadcast_object(value: Any, src: int) -> Any:
@@ -317,8 +303,9 @@ def _device_for(leaf: torch.Tensor) -> torch.device:
     return leaf.device if leaf.device.type != "cpu" else _exchange_device()
 
 
-def _tensors(leaves: list[Any], what: str) -> tuple[list[torch.Tensor], str]:
-    """Return the leaves as tensors, or a sentence that says why they cannot be, for all ranks to raise."""
+def _tensors(value: Any, what: str) -> tuple[list[Any], Any, list[torch.Tensor]]:
+    """Return a value's leaves, its structure, and the leaves as tensors; raise on all ranks where one cannot be."""
+    leaves, spec = tree_flatten(value)
     tensors = []
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
@@ -328,14 +315,15 @@ def _tensors(leaves: list[Any], what: str) -> tuple[list[torch.Tensor], str]:
         elif isinstance(leaf, float):
             tensors.append(torch.tensor(leaf, dtype=torch.float64))
         else:
-            return [], (
+            problem = (
                 f"{what}() takes tensors and numbers in lists, tuples and dicts, not a {type(leaf).__qualname__}. "
                 f"For other objects there is gather_object()."
             )
-    return tensors, ""
+            _everyones(spec, [], problem)  # raises it, on every rank
+    return leaves, spec, tensors
 
 
-def _everyones(spec: Any, tensors: list[torch.Tensor], problem: str) -> list[tuple[str, list[Any]]]:
+def _everyones(spec: Any, tensors: list[torch.Tensor], problem: str = "") -> list[tuple[str, list[Any]]]:
     """Return each rank's structure, and its tensors' dtypes and shapes; raise the problem of any rank."""
     mine = (str(spec), [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors], problem)
     everyone = gather_object(mine)

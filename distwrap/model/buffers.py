@@ -12,12 +12,11 @@ import torch
 from torch import nn
 
 from distwrap._internals.torch import norm_classes
-from distwrap.errors import OptionError
+from distwrap.checks import one_of
 from distwrap.group.collectives import broadcast, reduce
 from distwrap.model.fingerprints import fingerprint
 from distwrap.model.transparent import unwrap_model
 from distwrap.supervision.channel import Channel
-from distwrap.wording import unknown_name
 
 
 class Buffers:
@@ -87,8 +86,7 @@ def sync_buffers(model: nn.Module, how: str = "rank0") -> None:
     Example:
         >>> sync_buffers(nn.BatchNorm1d(3), "mean")
     """
-    if how not in ("rank0", "mean"):
-        raise OptionError(unknown_name("way to synchronise buffers", how, ("rank0", "mean")))
+    one_of("way to synchronise buffers", ("rank0", "mean"))("how", how)
     values = {key: value.detach() for key, value in unwrap_model(model).named_buffers()}
     with torch.no_grad():
         for value in values.values():
