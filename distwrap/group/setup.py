@@ -31,7 +31,7 @@ from distwrap.supervision.channel import Channel
 ARRIVAL_SECONDS = 120.0  # for all ranks to come; part of `timeout`, which is for a collective
 
 
-class ProcessGroup(AbstractContextManager["ProcessGroup"]):
+class JoinedGroup(AbstractContextManager["JoinedGroup"]):
     """Context manager that takes the process group down at its end, if the call that returned it made the group."""
 
     def __init__(self, ours: bool) -> None:
@@ -49,7 +49,7 @@ class ProcessGroup(AbstractContextManager["ProcessGroup"]):
 
 def setup_process_group(
     backend: str = "auto", *, timeout: float | None = None, device: torch.device | str | int | None = None
-) -> ProcessGroup:
+) -> JoinedGroup:
     """Join the other processes: detect the launcher, meet, choose the device.
 
     A plain call or a ``with``. A no-op in a single process, the second time, and where the user has made a group.
@@ -74,16 +74,16 @@ def setup_process_group(
     See https://docs.pytorch.org/docs/stable/distributed.html#initialization.
     """
     if active_world() is not None or dist.is_initialized():
-        return ProcessGroup(ours=False)
+        return JoinedGroup(ours=False)
     found = detect(os.environ)
     placement = found if isinstance(found, Placement) else _only_rank_of(found)
     if placement.source == "single":
-        return ProcessGroup(ours=False)
+        return JoinedGroup(ours=False)
     chosen = None if device is None else _as_device(device)
     options = Options(backend=backend, timeout=600.0 if timeout is None else timeout)
     world = join(placement, options, device=chosen)
     world.cleanup.callback(failures.tell_uncaught())
-    return ProcessGroup(ours=True)
+    return JoinedGroup(ours=True)
 
 
 def _only_rank_of(node: Node) -> Placement:
