@@ -1,5 +1,6 @@
 """Hang report: every rank is asked where it is, and the answers are listed, equal ones in one line."""
 
+import contextlib
 import json
 import time
 from collections.abc import Mapping
@@ -39,7 +40,7 @@ class Location(NamedTuple):
 
 
 class Reporter:
-    """End of the hang report on this rank: it answers whoever asks where the rank is, and can ask all ranks."""
+    """Endpoint of the hang report on this rank: it answers whoever asks where the rank is, and can ask all ranks."""
 
     def __init__(self, store: Store, placement: Placement, activity: Activity) -> None:
         self._store, self._place, self._activity = store, placement, activity
@@ -94,10 +95,15 @@ def ask_all(store: Store, world_size: int) -> str:
 
 def last_seen(store: Store, rank: int) -> str:
     """Return in words where a rank was when it last noted it; empty where it never did, or the store is gone."""
-    try:
-        return _last_seen(store, rank)
-    except RuntimeError:
+    seen = b""
+    with contextlib.suppress(RuntimeError):
+        seen = read(store, f"seen/{rank}")
+    if not seen:
         return ""
+    moment, parts = json.loads(seen)
+    location = Location(*parts)
+    after = f", after {location.last}" if location.last else ""
+    return f"; {max(0.0, time.time() - moment):.0f} s ago it was {location}{after}"
 
 
 def merge(locations: Mapping[int, Location | str]) -> str:
@@ -132,14 +138,4 @@ def _answer_of(store: Store, rank: int, key: str) -> Location | str:
         return Location(*json.loads(answer))
     if store.check([f"left/{rank}"]):
         return "has left the function"
-    return f"does not answer: native code holds the interpreter, or it is gone{_last_seen(store, rank)}"
-
-
-def _last_seen(store: Store, rank: int) -> str:
-    seen = read(store, f"seen/{rank}")
-    if not seen:
-        return ""
-    moment, parts = json.loads(seen)
-    location = Location(*parts)
-    after = f", after {location.last}" if location.last else ""
-    return f"; {max(0.0, time.time() - moment):.0f} s ago it was {location}{after}"
+    return f"does not answer: native code holds the interpreter, or it is gone{last_seen(store, rank)}"
