@@ -145,20 +145,13 @@ class _Nothing:
             raise AttributeError(name)
         return self
 
-    def __setattr__(self, name: str, value: Any) -> None: ...
-
-    def __call__(self, *args: Any, **kwargs: Any) -> _Nothing:
+    def _answer(self, *args: Any, **kwargs: Any) -> _Nothing:
         return self
 
-    def __enter__(self) -> _Nothing:
-        return self
+    def _ignore(self, *args: Any) -> None: ...
 
-    def __exit__(self, *args: Any) -> None: ...
-
-    def __getitem__(self, key: Any) -> _Nothing:
-        return self
-
-    def __setitem__(self, key: Any, value: Any) -> None: ...
+    __call__ = __enter__ = __getitem__ = _answer
+    __exit__ = __setattr__ = __setitem__ = _ignore
 
     def __iter__(self) -> Iterator[Any]:
         return iter(())
