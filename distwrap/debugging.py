@@ -67,7 +67,7 @@ def breakpoint_on(rank: int = 0) -> None:
 
 def _terminal() -> tuple[TextIO, TextIO]:
     """Open the terminal, which is standard input's even where this process is in a session of its own."""
-    for path in _names():
+    for path in ["/dev/tty", *(os.ttyname(fd) for fd in (0, 1, 2) if os.isatty(fd))]:
         try:
             fd = os.open(path, os.O_RDWR | os.O_NOCTTY)
         except OSError:
@@ -77,11 +77,3 @@ def _terminal() -> tuple[TextIO, TextIO]:
         f"breakpoint_on() finds no terminal on rank {current_world().placement.rank}: in a notebook or a batch job run "
         f"with nprocs=1, and use breakpoint()."
     )
-
-
-def _names() -> list[str]:
-    names = ["/dev/tty"]
-    for fd in (0, 1, 2):
-        if os.isatty(fd):
-            names.append(os.ttyname(fd))
-    return names
