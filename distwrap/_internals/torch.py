@@ -72,10 +72,7 @@ def begin_ddp_forward(model: DistributedDataParallel) -> None:
     Raises:
         ModelError: this torch has no such step.
     """
-    before = getattr(model, "_pre_forward", None)
-    if before is None:
-        _refuse("DistributedDataParallel._pre_forward", "train by calling the model itself, not another method of it.")
-    before(None)
+    _step_of_ddp(model, "_pre_forward")(None)
 
 
 def end_ddp_forward(model: DistributedDataParallel, output: Any) -> Any:
@@ -87,10 +84,14 @@ def end_ddp_forward(model: DistributedDataParallel, output: Any) -> Any:
     Raises:
         ModelError: this torch has no such step.
     """
-    after = getattr(model, "_post_forward", None)
-    if after is None:
-        _refuse("DistributedDataParallel._post_forward", "train by calling the model itself, not another method of it.")
-    return after(output)
+    return _step_of_ddp(model, "_post_forward")(output)
+
+
+def _step_of_ddp(model: DistributedDataParallel, name: str) -> Any:
+    step = getattr(model, name, None)
+    if step is None:
+        _refuse(f"DistributedDataParallel.{name}", "train by calling the model itself, not another method of it.")
+    return step
 
 
 class DDPForwardHook(DistributedDataParallel):

@@ -4,15 +4,12 @@ Every function says which names it relies on, and what happens without them; all
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
-
-def _pytree() -> Any:
-    try:
-        from torch.utils import _pytree
-    except ImportError:
-        return None
-    return _pytree
+_pytree: Any = None
+with suppress(ImportError):
+    from torch.utils import _pytree
 
 
 def tree_map(change: Callable[[Any], Any], value: Any) -> Any:
@@ -21,8 +18,7 @@ def tree_map(change: Callable[[Any], Any], value: Any) -> Any:
     Relies on ``torch.utils._pytree:tree_map``.
     Without it: tuples, lists and dicts alone count as nestings, and registered classes as leaves.
     """
-    pytree = _pytree()
-    return pytree.tree_map(change, value) if pytree is not None else _plain_tree_map(change, value)
+    return _pytree.tree_map(change, value) if _pytree is not None else _plain_tree_map(change, value)
 
 
 def _plain_tree_map(change: Callable[[Any], Any], value: Any) -> Any:
@@ -40,9 +36,8 @@ def tree_flatten(value: Any) -> tuple[list[Any], Any]:
     Relies on ``torch.utils._pytree:tree_flatten``.
     Without it: as for tree_map.
     """
-    pytree = _pytree()
-    if pytree is not None:
-        return pytree.tree_flatten(value)  # type: ignore[no-any-return]
+    if _pytree is not None:
+        return _pytree.tree_flatten(value)  # type: ignore[no-any-return]
     leaves: list[Any] = []
     numbered = _plain_tree_map(lambda leaf: (leaves.append(leaf), len(leaves) - 1)[1], value)  # type: ignore[func-returns-value]
     return leaves, numbered
@@ -54,9 +49,8 @@ def tree_unflatten(leaves: Sequence[Any], structure: Any) -> Any:
     Relies on ``torch.utils._pytree:tree_unflatten``.
     Without it: as for tree_map.
     """
-    pytree = _pytree()
-    if pytree is not None:
-        return pytree.tree_unflatten(leaves, structure)
+    if _pytree is not None:
+        return _pytree.tree_unflatten(leaves, structure)
     return _plain_tree_map(lambda number: leaves[number], structure)
 
 
@@ -66,5 +60,4 @@ def tree_leaves(value: Any) -> list[Any]:
     Relies on ``torch.utils._pytree:tree_leaves``.
     Without it: as for tree_map.
     """
-    pytree = _pytree()
-    return pytree.tree_leaves(value) if pytree is not None else tree_flatten(value)[0]
+    return _pytree.tree_leaves(value) if _pytree is not None else tree_flatten(value)[0]

@@ -184,7 +184,7 @@ def test_importing_distwrap_needs_none_of_them() -> None:
 
 def test_the_nestings_without_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without torch's pytree, tuples, lists, dicts and named tuples are nestings all the same."""
-    monkeypatch.setattr(torch_tree, "_pytree", lambda: None)
+    monkeypatch.setattr(torch_tree, "_pytree", None)
     size = torch.zeros(2, 3).max(0)
     value = {"a": [1, (2, size)], "b": 4}
     leaves, structure = torch_tree.tree_flatten(value)
