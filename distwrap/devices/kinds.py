@@ -98,20 +98,11 @@ class CPU(DeviceKind):
     def count(self) -> int:
         return 0
 
-    def use(self, device: torch.device) -> None:
-        pass
-
-    def finish(self, device: torch.device) -> None:
-        pass
-
     def processor(self, device: torch.device) -> str:
         return f"cpu {torch.backends.cpu.get_cpu_capability()}"
 
     def prevents_fork(self) -> bool:
         return False
-
-    def random_state(self, device: torch.device) -> torch.Tensor | None:
-        return None
 
 
 device_kinds: Registry[DeviceKind] = Registry(
