@@ -1,8 +1,8 @@
 """torch's variables, set by torchrun and its relatives (elastic, Composer, AzureML's PyTorch jobs, Bagua) or by hand.
 
 Sources: https://docs.pytorch.org/docs/stable/elastic/run.html#environment-variables; bagua/distributed/launch.py (its
-local size has been LOCAL_SIZE and LOCAL_WORLD_SIZE); https://learn.microsoft.com/azure/machine-learning
-how-to-train-distributed-gpu (NODE_RANK).
+local size has been LOCAL_SIZE and LOCAL_WORLD_SIZE);
+https://learn.microsoft.com/azure/machine-learning/how-to-train-distributed-gpu (NODE_RANK).
 """
 
 from collections.abc import Mapping, Sequence
