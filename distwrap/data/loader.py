@@ -19,7 +19,7 @@ from distwrap.data.position import Position
 from distwrap.data.samplers import ExactBatches, Order, RememberedShuffle, Share
 from distwrap.data.sharded import ShardedLoader, Sharding, copied, innermost, is_torchs, remember_position, sharded_copy
 from distwrap.errors import LoaderError
-from distwrap.group.world import RunPart, World, current_world, say_once
+from distwrap.group.world import World, current_world, say_once
 from distwrap.seeding import mix
 from distwrap.supervision.activity import Activity
 
@@ -35,13 +35,6 @@ _IN_WORDS = {
     "exact": "each sample once",
     "drop": "what the ranks do not divide is left out",
 }
-
-
-class LoaderCount(RunPart):
-    """Count of the loaders that a run has sharded, so that each has a random stream of its own."""
-
-    def __init__(self, world: World) -> None:
-        self.count = 0
 
 
 def next_epoch(loader: DataLoader[Any]) -> int:
@@ -179,9 +172,10 @@ def _shard_iterable(
         attributes["batch_size"] = size
         attributes["batch_sampler"] = BatchSampler(batches.sampler, size, batches.drop_last)
     dataset, sharding.by_itself, how = iterable_shards.split(loader.dataset, split, sharding.rank, sharding.world_size)
-    sharding.seed = _fetching_seed(loader, world)
+    number = world.count("loader")
+    sharding.seed = _fetching_seed(loader, world, number)
     sharding.uneven = "" if mode == "exact" else "pad" if mode == "pad" else "shortest"
-    sharding.epoch_check = _epoch_check(world, sharding.position)
+    sharding.epoch_check = _epoch_check(world, number, sharding.position)
     _announce(world, f"{type(loader.dataset).__name__}, divided: {how}")
     result: Loader = sharded_copy(loader, sharding, {**attributes, "dataset": dataset})
     return result
@@ -231,10 +225,11 @@ def _shard_indices(
         else:
             sampler = share = Share(items, *shard, order_seed)
             attributes[kind] = ExactBatches(share, None) if chosen == "exact" else share
-    sharding.seed = _fetching_seed(loader, world)
+    number = world.count("loader")
+    sharding.seed = _fetching_seed(loader, world, number)
     sharding.sampler, sharding.position = sampler, sampler.position
     if shuffles and chosen != "exact":
-        sharding.epoch_check = _epoch_check(world, sampler.position)
+        sharding.epoch_check = _epoch_check(world, number, sampler.position)
     if world_size > 1:
         attributes["generator"] = torch.Generator()  # of the workers' base seed, which is then not the loop's to give
     result: Loader = sharded_copy(loader, sharding, attributes)
@@ -275,20 +270,18 @@ def _size_per_rank(size: int, world_size: int, meaning: BatchSize) -> int:
     return size // world_size
 
 
-def _fetching_seed(loader: DataLoader[Any], world: World) -> int:
+def _fetching_seed(loader: DataLoader[Any], world: World, number: int) -> int:
     """Return the seed with which a loader's samples are fetched: another one for each loader of a run."""
-    loaders = world.part(LoaderCount)
-    loaders.count += 1
     base = loader.generator.initial_seed() if loader.generator is not None else torch.initial_seed()
-    return mix("loader", world.options.seed if world.options.seed is not None else base, loaders.count)
+    return mix("loader", world.options.seed if world.options.seed is not None else base, number)
 
 
-def _epoch_check(world: World, position: Position) -> EpochCheck | None:
-    """Return a check of the loader that was counted last, where there is a channel to the other ranks."""
+def _epoch_check(world: World, number: int, position: Position) -> EpochCheck | None:
+    """Return a check of the run's loader of that number, where there is a channel to the other ranks."""
     if world.channel is None:
         return None
-    name, place = str(world.part(LoaderCount).count), world.placement
-    return EpochCheck(world.channel, place.rank, place.world_size, name, world.part(Activity).site, position)
+    place = world.placement
+    return EpochCheck(world.channel, place.rank, place.world_size, str(number), world.part(Activity).site, position)
 
 
 def _distributed_sampler(loader: DataLoader[Any]) -> Any:

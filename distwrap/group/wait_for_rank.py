@@ -1,22 +1,8 @@
 """Waits of the other ranks for the work of one: as long as it takes, while that rank lives, and no longer."""
 
-from collections import Counter
-
 from distwrap.group.collectives import gather_object
-from distwrap.group.world import RunPart, World, current_world
+from distwrap.group.world import current_world
 from distwrap.supervision.activity import Activity
-
-
-class WaitCounts(RunPart):
-    """Count of the waits of each name, so that the n-th wait on one rank meets the n-th work on another."""
-
-    def __init__(self, world: World) -> None:
-        self._counts: Counter[str] = Counter()
-
-    def next(self, name: str) -> int:
-        """Return the number of the wait that begins now, from 1."""
-        self._counts[name] += 1
-        return self._counts[name]
 
 
 def share_result(name: str, worker: int, result: bytes | None) -> bytes:
@@ -45,7 +31,8 @@ def share_result(name: str, worker: int, result: bytes | None) -> bytes:
         shared = everyone[worker]
         assert shared is not None
         return shared
-    key = f"{name}/{worker}/{world.part(WaitCounts).next(name)}"
+    # The n-th wait on one rank meets the n-th work on another.
+    key = f"{name}/{worker}/{world.count(f'wait {name}')}"
     if result is None:
         return world.channel.work.wait_for(key, worker)
     world.channel.work.publish(key, result)

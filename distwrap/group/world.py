@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -82,6 +83,7 @@ class World:
     channel: Channel | None = None
     cleanup: ExitStack = field(default_factory=ExitStack)
     _parts: dict[type[RunPart], RunPart] = field(default_factory=dict)
+    _counts: Counter[str] = field(default_factory=Counter)
     _making: threading.RLock = field(default_factory=threading.RLock)
 
     def __post_init__(self) -> None:
@@ -102,8 +104,8 @@ class World:
         """Return a room's state of this run; it is made at the first call.
 
         Example:
-            >>> world = current_world()
-            >>> world.part(Announcements) is world.part(Announcements)
+            >>> from distwrap.supervision.activity import Activity
+            >>> current_world().part(Activity) is current_world().part(Activity)
             True
         """
         found = self._parts.get(kind)
@@ -113,6 +115,11 @@ class World:
                 if found is None:
                     found = self._parts[kind] = kind(self)
         return cast("Part", found)
+
+    def count(self, name: str) -> int:
+        """Return how many times this run has counted a name, from 1: alike on ranks that make the same calls."""
+        self._counts[name] += 1
+        return self._counts[name]
 
     def wait(self) -> None:
         """Let all parts wait for this rank's own work in the background."""
@@ -196,20 +203,9 @@ def say(text: str, *, every_rank: bool = False) -> None:
         print(f"distwrap: {text}", file=sys.stderr, flush=True)
 
 
-class Announcements(RunPart):
-    """Keys of the announcements that a run has made, so that none is made twice."""
-
-    def __init__(self, world: World) -> None:
-        self.made: set[str] = set()
-
-
 def is_first_time(key: str) -> bool:
     """Return whether this is the first time in this run that this is asked for a key."""
-    made = current_world().part(Announcements).made
-    if key in made:
-        return False
-    made.add(key)
-    return True
+    return current_world().count(f"said {key}") == 1
 
 
 def say_once(key: str, text: str) -> None:

@@ -40,7 +40,7 @@ class FirstSteps(RunPart):
         self._proven: WeakSet[nn.Module] = WeakSet()
         self._seen: WeakSet[Optimizer] = WeakSet()
         self._open: dict[str, list[Mark]] = {}
-        self._noted, self._steps = 0, 0
+        self._steps = 0
         self._handles: list[Any] = []
 
     def start(self, channel: Channel) -> None:
@@ -91,8 +91,7 @@ class FirstSteps(RunPart):
                 name = f"tensor {number} of {type(optimizer).__name__}, which no wrapped model has"
                 tensors.append(Held(name, "", tensor))
         if tensors:
-            self._noted += 1
-            key = f"first_step/{self._noted}"
+            key = f"first_step/{self._world.count('first step')}"
             self._open[key] = in_sync.fingerprints(tensors)
             mine = [kind_of(self._world.device).processor(self._world.device), self._open[key]]
             self._channel.note(f"{key}/{self._rank}", json.dumps(mine))

@@ -14,16 +14,12 @@ class WrappedModels(RunPart):
     """Wrapped models of one run; they hold on to the process group, and let go of it when the run ends.
 
     Iterating yields those that somebody still holds, the same on every rank where all ranks hold the same.
-
-    Attributes:
-        count: how many models were wrapped, so that each has a name that is alike on every rank.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._models: list[ref[nn.Module]] = []
         self._guard = world.part(CollectiveGuard)
-        self.count = 0
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter([model for held in self._models if (model := held()) is not None])
@@ -36,11 +32,6 @@ class WrappedModels(RunPart):
     def holding(self, name: str) -> list[tuple[nn.Module, Any]]:
         """Return the models whose wrapper holds something under a name, each with what it holds."""
         return [(model, vars(model)[name]) for model in self if name in vars(model)]
-
-    def next_name(self) -> str:
-        """Return the name of the model that is about to be wrapped."""
-        self.count += 1
-        return str(self.count)
 
     def add(self, model: nn.Module) -> None:
         """Note a model that was wrapped just now."""

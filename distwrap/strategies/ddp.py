@@ -73,7 +73,7 @@ class DDPStrategy(Strategy):
         if wrapping.device.type != "cpu":
             options = {**self.devices(wrapping), **options}
         buffers = None
-        name = models.next_name()
+        name = str(world.count("model"))
         if world.channel is not None and not _BROADCAST.intersection(options):
             buffers = Buffers(unwrap_model(model), world.placement.rank, world.channel, name)
         comm = wrapping.comm if wrapping.comm is not None else self.comm
