@@ -14,8 +14,8 @@ from distwrap.errors import CollectiveTimeoutError, DistwrapError, WorkerDiedErr
 from distwrap.group.world import active_world
 from distwrap.supervision import stacks
 
-CAUSE_SECONDS = 1.5  # for the word of a rank that failed first
-NOTICE_SECONDS = 0.5  # for whoever started the ranks to notice it before this rank's end
+FIRST_FAILURE_SECONDS = 1.5  # for the word of a rank that failed first
+LAUNCHER_SECONDS = 0.5  # for whoever started the ranks to notice it before this rank's end
 
 # What torch.distributed says on a rank whose peer is gone: an effect, not the cause.
 _LOST_PEER = (
@@ -71,10 +71,10 @@ def explained(error: BaseException) -> BaseException:
             f"one rank that takes longer use rank_zero_first() or rank_zero_only(broadcast=True), or raise timeout=."
         )
     elif is_secondary_failure(text) and not channel.supervised:
-        first = channel.failures.wait_for_cause(CAUSE_SECONDS)
+        first = channel.failures.wait_for_cause(FIRST_FAILURE_SECONDS)
         if first is None:
             return error
-        time.sleep(NOTICE_SECONDS)
+        time.sleep(LAUNCHER_SECONDS)
         better = WorkerError(f"{here} lost a rank that failed first: {first}", rank=first.rank, host=first.host)
     else:
         return error

@@ -11,8 +11,9 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from distwrap.environments import Placement
 from distwrap.errors import ArrivalError
 from distwrap.network.interfaces import ADVICE, addresses_of, interfaces
+from distwrap.network.waiting import wait_until
 
-SECONDS = 15.0  # for a name to resolve and its node to answer
+REPLY_SECONDS = 15.0  # for a name to resolve and its node to answer
 _CONNECT_SECONDS = 3.0  # for one try at one address
 _SLACK_SECONDS = 5.0  # for another node to have begun later
 
@@ -31,8 +32,8 @@ def reach(
         on_wait: called with the reason after each vain try.
 
     Raises:
-        ArrivalError: the name does not resolve or no node answers within `SECONDS`, or nobody listens within the time
-            limit. Names the addresses tried.
+        ArrivalError: the name does not resolve or no node answers within `REPLY_SECONDS`, or nobody listens within the
+            time limit. Names the addresses tried.
     """
     start = time.monotonic()
     while True:
@@ -44,7 +45,7 @@ def reach(
                     return address, port
                 tried[f"{address} port {port}: {problem}"] = problem
         waited, refused, what = time.monotonic() - start, "refused" in tried.values(), "; ".join(tried)
-        if waited > (seconds if refused else min(seconds, SECONDS)):
+        if waited > (seconds if refused else min(seconds, REPLY_SECONDS)):
             missing = "the node is there, but nobody listens" if refused else "no node answers"
             here = ", ".join(f"{name} {' '.join(found)}" for name, found in interfaces().items())
             raise ArrivalError(
@@ -70,7 +71,7 @@ def _resolve(host: str, start: float, seconds: float) -> list[str]:
             return addresses_of(host)
         except OSError as error:
             waited = time.monotonic() - start
-            if waited > min(seconds, SECONDS):
+            if waited > min(seconds, REPLY_SECONDS):
                 raise ArrivalError(
                     f"{socket.gethostname()} cannot resolve the name {host!r} of the meeting place (tried for "
                     f"{waited:.0f} s: {error.strerror}). Use the node's IP address, or a name that all nodes know (try "
@@ -105,9 +106,7 @@ def check_nodes_connect(store: Store, placement: Placement, interface: str) -> N
     if placement.local_rank == 0:
         store.set(f"probe/{placement.node_rank}", _exchange_byte(store, placement, name))
     keys = [f"probe/{node}" for node in range(placement.nnodes)]
-    deadline = time.monotonic() + SECONDS + _SLACK_SECONDS
-    while not store.check(keys) and time.monotonic() < deadline:
-        time.sleep(0.005)
+    wait_until(lambda: store.check(keys), REPLY_SECONDS + _SLACK_SECONDS, longest_pause=0.005)
     results = [store.get(key).decode() if store.check([key]) else "a node fell silent" for key in keys]
     problems = [problem for problem in results if problem]
     if problems:
@@ -123,13 +122,13 @@ def _exchange_byte(store: Store, placement: Placement, interface: str) -> str:
     own = addresses[0]
     family = socket.AF_INET6 if ":" in own else socket.AF_INET
     with socket.create_server((own, 0), family=family) as listener:
-        listener.settimeout(SECONDS)
+        listener.settimeout(REPLY_SECONDS)
         store.set(f"probe at/{node}", f"{own} {listener.getsockname()[1]} {host}")
         other = (node + 1) % placement.nnodes
         address, port, their_host = store.get(f"probe at/{other}").decode().split()
         way = f"node {node} ({host}) to node {other} ({their_host}) through {interface}: {own} to {address} port {port}"
         try:
-            with socket.create_connection((address, int(port)), SECONDS, source_address=(own, 0)) as outgoing:
+            with socket.create_connection((address, int(port)), REPLY_SECONDS, source_address=(own, 0)) as outgoing:
                 try:
                     incoming = listener.accept()[0]
                 except TimeoutError:
@@ -138,6 +137,6 @@ def _exchange_byte(store: Store, placement: Placement, interface: str) -> str:
                     incoming.sendall(b"!")
                     return "" if outgoing.recv(1) == b"!" else f"{way}: the connection was closed"
         except TimeoutError:
-            return f"{way}: no answer in {SECONDS:g} s"
+            return f"{way}: no answer in {REPLY_SECONDS:g} s"
         except OSError as error:
             return f"{way}: {error.strerror or error}"

@@ -21,6 +21,7 @@ from distwrap.environments.identity import identity
 from distwrap.errors import ArrivalError
 from distwrap.network import interfaces, stores
 from distwrap.network.stores import NOTICE_SECONDS
+from distwrap.network.waiting import wait_until
 from distwrap.wording import first_line, named_ranks, print_notice
 
 _LEAVE_SECONDS = 10.0  # for the others to leave before the rank that holds the store does
@@ -197,14 +198,7 @@ def _who_is_here(placement: Placement, hosts: dict[int, str]) -> str:
 
 def _all_set(store: Store, names: list[str]) -> bool:
     """Wait a second for keys, and return whether all are set: while torch itself waits, Ctrl-C is not heard."""
-    pause, longest = 0.0005, min(0.25, 0.01 * max(1.0, len(names) / 8))
-    deadline = time.monotonic() + 1.0
-    while not store.check(names):
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(pause)
-        pause = min(2 * pause, longest)
-    return True
+    return wait_until(lambda: store.check(names), 1.0, longest_pause=min(0.25, 0.01 * max(1.0, len(names) / 8)))
 
 
 def await_all_joined(store: Store, placement: Placement) -> None:

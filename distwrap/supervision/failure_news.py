@@ -20,6 +20,7 @@ from distwrap._internals.python import multiprocessing_settings
 from distwrap.environments import Placement
 from distwrap.environments.identity import lives, node
 from distwrap.network.stores import read
+from distwrap.network.waiting import wait_until
 from distwrap.supervision import hang_report
 from distwrap.wording import first_line, print_notice
 
@@ -63,24 +64,16 @@ class FailureNews:
 
     def wait_for_cause(self, seconds: float) -> Failure | None:
         """Wait a moment for the failure of another rank that came first; ``None`` where this rank's is the first."""
-        deadline = time.monotonic() + seconds
-        while True:
-            try:
-                self._look_after_neighbour()
-            except dist.DistError as error:
-                return self.store_is_gone(error)
-            failure = self._first()
-            if failure is not None:
-                return failure if failure.rank != self._place.rank else None
-            if time.monotonic() > deadline:
-                return None
-            time.sleep(0.02)
+        try:
+            failure = wait_until(self._first, seconds)
+        except dist.DistError as error:
+            return self.store_is_gone(error)
+        return failure if failure is not None and failure.rank != self._place.rank else None
 
     def look(self) -> None:
         """End this process if another rank has failed and this one, which may wait for it, does not end by itself."""
         if self._supervised:
             return
-        self._look_after_neighbour()
         failure = self._first()
         if failure is None or failure.rank == self._place.rank or self._stopped.wait(NEWS_SECONDS):
             return
@@ -94,6 +87,8 @@ class FailureNews:
         return Failure(0, str(self._place.master_addr), 0, summary, "", time.time())
 
     def _first(self) -> Failure | None:
+        """Return the failure that came first, once it was seen whether the neighbour lives."""
+        self._look_after_neighbour()
         with contextlib.suppress(RuntimeError):
             news = read(self._store, "failure")
             return Failure(*json.loads(news)) if news else None

@@ -10,6 +10,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap.environments import Placement
 from distwrap.network.stores import count, read
+from distwrap.network.waiting import wait_until
 from distwrap.supervision import stacks
 from distwrap.supervision.activity import Activity
 from distwrap.wording import named_ranks
@@ -125,10 +126,8 @@ def merge(locations: Mapping[int, Location | str]) -> str:
 
 
 def _collect(store: Store, asked: int, world_size: int) -> str:
-    deadline = time.monotonic() + ANSWER_SECONDS
     keys = [f"report/{asked}/{rank}" for rank in range(world_size)]
-    while not store.check(keys) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    wait_until(lambda: store.check(keys), ANSWER_SECONDS)
     return merge({rank: _answer_of(store, rank, key) for rank, key in enumerate(keys)})
 
 

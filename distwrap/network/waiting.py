@@ -1,0 +1,26 @@
+"""Wait for something to come true, with a time limit."""
+
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+Found = TypeVar("Found")
+
+
+def wait_until(find: Callable[[], Found], seconds: float, longest_pause: float = 0.02) -> Found:
+    """Call a function until what it returns is true, and return that; after the time limit, what it returned last.
+
+    Args:
+        find: called at least once.
+        seconds: time limit.
+        longest_pause: seconds between two calls, which begin at half a millisecond and double up to this.
+
+    Example:
+        >>> wait_until(iter([0, 0, 3, 4]).__next__, seconds=10)
+        3
+    """
+    deadline, pause = time.monotonic() + seconds, 0.0005
+    while not (found := find()) and time.monotonic() < deadline:
+        time.sleep(pause)
+        pause = min(2 * pause, longest_pause)
+    return found
