@@ -29,10 +29,6 @@ class CollectiveGuard(RunPart):
         self.function = ""
         self.models: WeakSet[torch.nn.Module] = WeakSet()
 
-    def watch(self, model: torch.nn.Module) -> None:
-        """Guard a wrapped model's forward too."""
-        self.models.add(model)
-
 
 @contextmanager
 def guard_collectives(name: str) -> Iterator[None]:

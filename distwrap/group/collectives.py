@@ -21,18 +21,14 @@ from distwrap.supervision.activity import Activity
 Value = TypeVar("Value")
 Op = Literal["mean", "sum", "min", "max"]
 
-_OPS = {"sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
 def barrier() -> None:
     """Wait until every rank is here."""
     if _alone("barrier"):
         return
-    device = current_world().device
-    if dist.get_backend() == "nccl":
-        dist.barrier(device_ids=[device.index])
-    else:
-        dist.barrier()
+    dist.barrier(device_ids=[current_world().device.index] if dist.get_backend() == "nccl" else None)
 
 
 def gather(value: Any, *, differentiable: bool = False) -> Any:
@@ -373,13 +369,11 @@ def _reduce_leaf(leaf: torch.Tensor, op: Op) -> torch.Tensor:
     layout = current_world().layout
     whole = not leaf.dtype.is_floating_point and not leaf.dtype.is_complex
     total = leaf.to(_device_for(leaf), copy=True).contiguous()
+    if whole:  # in 64 bits: a sum must not wrap around, and gloo does not know all the others
+        total = total.to(torch.float64 if op == "mean" else torch.int64)
+    dist.all_reduce(total, op=_OPS[op], group=layout.group)
     if op == "mean":
-        total = total.to(torch.float64) if whole else total
-        dist.all_reduce(total, op=_OPS["sum"], group=layout.group)
         total = total / layout.size
-    else:
-        # Whole numbers in 64 bits: a sum must not wrap around, and gloo does not know all the others.
-        total = total.to(torch.int64) if whole else total
-        dist.all_reduce(total, op=_OPS[op], group=layout.group)
-        total = total.to(leaf.dtype) if whole and op != "sum" else total
+    elif whole and op != "sum":
+        total = total.to(leaf.dtype)
     return total.to(leaf.device)

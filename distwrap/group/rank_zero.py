@@ -159,13 +159,9 @@ class _Nothing:
     def __len__(self) -> int:
         return 0
 
-    def __bool__(self) -> bool:
-        return False
-
 
 def _is_chosen(local: bool) -> bool:
-    place = current_world().placement
-    return (place.local_rank if local else place.rank) == 0
+    return current_world().placement.rank == _worker(local)
 
 
 def _worker(local: bool) -> int:
@@ -193,14 +189,11 @@ def _everywhere(name: str, run: Callable[[], Any], chosen: bool, local: bool) ->
     problem = share_result(name, worker, b"" if chosen else None)
     if problem:
         raise WorkerError(f"rank {worker} ended inside {name}: {problem.decode()}", rank=worker)
-    shared = _shared(result, local)
-    own_error = result[1]
-    if own_error is not None:
-        raise own_error
-    value, their_error = shared
+    own_value, own_error = result
+    value, their_error = _shared(result, local)
     if their_error is not None:
-        raise their_error
-    return result[0] if chosen else value
+        raise their_error if own_error is None else own_error
+    return own_value if chosen else value
 
 
 def _shared(result: tuple[Any, BaseException | None], local: bool) -> tuple[Any, BaseException | None]:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from datetime import timedelta
-from types import TracebackType
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,9 +37,7 @@ class JoinedGroup(AbstractContextManager["JoinedGroup"]):
     def __init__(self, ours: bool) -> None:
         self._ours = ours
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
         if self._ours and error is not None and failures.is_failure(error):
             failures.tell(error)
             abandon_process_group()
@@ -79,9 +77,10 @@ def setup_process_group(
     placement = found if isinstance(found, Placement) else _only_rank_of(found)
     if placement.source == "single":
         return JoinedGroup(ours=False)
-    chosen = None if device is None else _as_device(device)
+    if isinstance(device, int):
+        device = torch.device(selection.visible_devices().kind, device)
     options = Options(backend=backend, timeout=600.0 if timeout is None else timeout)
-    world = join(placement, options, device=chosen)
+    world = join(placement, options, device=None if device is None else torch.device(device))
     world.cleanup.callback(failures.tell_uncaught())
     return JoinedGroup(ours=True)
 
@@ -236,12 +235,6 @@ def announce(world: World, launcher: str) -> None:
         f"{ranks} on {nodes} ({socket.gethostname()}), {world.device.type}, {world.backend}{through}, "
         f"precision {world.options.precision}, started by {launcher}, {torch.get_num_threads()} thread(s) a rank"
     )
-
-
-def _as_device(device: torch.device | str | int) -> torch.device:
-    if isinstance(device, int):
-        return torch.device(selection.visible_devices().kind, device)
-    return torch.device(device)
 
 
 def require_group(what: str) -> None:

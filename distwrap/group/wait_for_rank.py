@@ -27,8 +27,7 @@ def share_result(name: str, worker: int, result: bytes | None) -> bytes:
         return result
     world.part(Activity).record(name)
     if world.channel is None:
-        everyone = gather_object(result)
-        shared = everyone[worker]
+        shared = gather_object(result)[worker]
         assert shared is not None
         return shared
     # The n-th wait on one rank meets the n-th work on another.

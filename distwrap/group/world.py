@@ -10,7 +10,6 @@ context variables: DDP's hooks run in autograd's threads, which have contexts of
 from __future__ import annotations
 
 import os
-import sys
 import threading
 from collections import Counter
 from contextlib import ExitStack
@@ -28,6 +27,7 @@ from distwrap.group.layout import Layout
 from distwrap.options import Options
 from distwrap.registry import strategies
 from distwrap.supervision.channel import Channel
+from distwrap.wording import print_notice
 
 if TYPE_CHECKING:
     from distwrap.strategies.base import Strategy
@@ -200,7 +200,7 @@ def _placement_of_group() -> Placement:
 def say(text: str, *, every_rank: bool = False) -> None:
     """Print a line on rank 0's standard error, or on every rank's; ``DISTWRAP_QUIET=1`` keeps it quiet."""
     if (every_rank or current_world().placement.rank == 0) and os.environ.get("DISTWRAP_QUIET", "0") in ("", "0"):
-        print(f"distwrap: {text}", file=sys.stderr, flush=True)
+        print_notice(text)
 
 
 def is_first_time(key: str) -> bool:

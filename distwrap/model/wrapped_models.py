@@ -36,7 +36,7 @@ class WrappedModels(RunPart):
     def add(self, model: nn.Module) -> None:
         """Note a model that was wrapped just now."""
         self._models = [held for held in self._models if held() is not None] + [ref(model)]
-        self._guard.watch(model)
+        self._guard.models.add(model)
 
     def close(self) -> None:
         """Let the models go on as bare ones, without the process group, unless that is the user's, which stays."""
