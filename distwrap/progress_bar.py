@@ -46,9 +46,8 @@ def _in_text(iterable: Iterable[Item], desc: str) -> Iterator[Item]:
         total = ""
     start = last = time.monotonic()
     count = 0
-    for item in iterable:
+    for count, item in enumerate(iterable, 1):
         yield item
-        count += 1
         now = time.monotonic()
         if now - last >= _SECONDS:
             print(f"{desc}: {count}{total}, {now - start:.0f} s", file=sys.stderr, flush=True)

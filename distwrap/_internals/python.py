@@ -23,8 +23,7 @@ def frames_of_threads() -> dict[int, FrameType]:
     Relies on ``sys:_current_frames``.
     Without it: hang reports do not know where the ranks are.
     """
-    frames = getattr(sys, "_current_frames", None)
-    return frames() if frames is not None else {}
+    return getattr(sys, "_current_frames", dict)()
 
 
 def run_interpreter_end(*, threads: bool = True) -> bool:
@@ -86,8 +85,7 @@ def interpreter_flags() -> list[str]:
     Relies on ``subprocess:_args_from_interpreter_flags``.
     Without it: fresh interpreters do not get the caller's -W, -X and -O.
     """
-    flags = getattr(subprocess, "_args_from_interpreter_flags", None)
-    return flags() if flags is not None else []
+    return getattr(subprocess, "_args_from_interpreter_flags", list)()
 
 
 def stop_finalizers_at_exit() -> None:

@@ -39,6 +39,7 @@ _IfAddrs._fields_ = [
 ]
 
 _UP = 1
+_ADDRESS_BYTES = {socket.AF_INET: slice(2, 6), socket.AF_INET6: slice(6, 22)}
 
 
 def interfaces() -> dict[str, list[str]]:
@@ -54,11 +55,9 @@ def interfaces() -> dict[str, list[str]]:
             item = entry.contents
             if item.flags & _UP and item.address:
                 at = item.address.contents
-                data = bytes(at.data)
-                if at.family == socket.AF_INET:
-                    found.setdefault(item.name.decode(), []).append(socket.inet_ntop(socket.AF_INET, data[2:6]))
-                elif at.family == socket.AF_INET6:
-                    found.setdefault(item.name.decode(), []).append(socket.inet_ntop(socket.AF_INET6, data[6:22]))
+                if at.family in _ADDRESS_BYTES:
+                    address = socket.inet_ntop(at.family, bytes(at.data)[_ADDRESS_BYTES[at.family]])
+                    found.setdefault(item.name.decode(), []).append(address)
             entry = item.next
     finally:
         libc.freeifaddrs(head)

@@ -34,10 +34,8 @@ class Location(NamedTuple):
     last: str = ""
 
     def __str__(self) -> str:
-        parts = [f"in {self.what} at {self.where}" if self.what else f"at {self.where}"]
-        if self.step is not None:
-            parts.append(f"step {self.step}")
-        return ", ".join(parts)
+        place = f"in {self.what} at {self.where}" if self.what else f"at {self.where}"
+        return place if self.step is None else f"{place}, step {self.step}"
 
 
 class Reporter:
