@@ -15,7 +15,7 @@ from distwrap.group.world import current_world
 from distwrap.model.buffers import sync_buffers
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels
-from distwrap.supervision.activity import Activity
+from distwrap.supervision.hang_report import Activity
 
 if TYPE_CHECKING:
     from distwrap.comm.exchange import Exchange

@@ -21,7 +21,7 @@ from distwrap.data.sharded import ShardedLoader, Sharding, copied, innermost, is
 from distwrap.errors import LoaderError
 from distwrap.group.world import World, current_world, say_once
 from distwrap.seeding import mix
-from distwrap.supervision.activity import Activity
+from distwrap.supervision.hang_report import Activity
 
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
 Modes = Literal["auto", "pad", "exact", "drop"]

@@ -21,7 +21,7 @@ from distwrap.data.worker_seeding import SeededFetch, SeededIndices, WorkerInit
 from distwrap.errors import LoaderError
 from distwrap.group.world import current_world
 from distwrap.seeding import preserved
-from distwrap.supervision.activity import Activity
+from distwrap.supervision.hang_report import Activity
 
 
 @dataclass

@@ -16,7 +16,7 @@ from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.setup import require_group
 from distwrap.group.signing import sign, verify
 from distwrap.group.world import current_world
-from distwrap.supervision.activity import Activity
+from distwrap.supervision.hang_report import Activity
 
 Value = TypeVar("Value")
 Op = Literal["mean", "sum", "min", "max"]

@@ -25,8 +25,8 @@ from distwrap.network import interfaces
 from distwrap.network.rendezvous import await_all_joined, meet, say_goodbye
 from distwrap.options import Options
 from distwrap.registry import strategies
-from distwrap.supervision.activity import Activity
 from distwrap.supervision.channel import Channel
+from distwrap.supervision.hang_report import Activity
 
 ARRIVAL_SECONDS = 120.0  # for all ranks to come; part of `timeout`, which is for a collective
 

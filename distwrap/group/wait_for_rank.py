@@ -2,7 +2,7 @@
 
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
-from distwrap.supervision.activity import Activity
+from distwrap.supervision.hang_report import Activity
 
 
 def share_result(name: str, worker: int, result: bytes | None) -> bytes:

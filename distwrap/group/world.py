@@ -104,7 +104,7 @@ class World:
         """Return a room's state of this run; it is made at the first call.
 
         Example:
-            >>> from distwrap.supervision.activity import Activity
+            >>> from distwrap.supervision.hang_report import Activity
             >>> current_world().part(Activity) is current_world().part(Activity)
             True
         """

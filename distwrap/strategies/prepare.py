@@ -20,7 +20,7 @@ from distwrap.precision import InPrecision, LossScaling, Precision
 from distwrap.registry import algorithms, strategies
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.lookup import strategy_of_model, strategy_of_owner
-from distwrap.supervision.activity import Activity
+from distwrap.supervision.hang_report import Activity
 
 
 def wrap_model(

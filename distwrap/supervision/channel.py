@@ -17,9 +17,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from distwrap.environments import Placement
 from distwrap.network.stores import read
 from distwrap.supervision import hang_report
-from distwrap.supervision.activity import Activity
 from distwrap.supervision.failure_news import NEWS_SECONDS, FailureNews, end_process
-from distwrap.supervision.hang_report import Reporter
+from distwrap.supervision.hang_report import Activity, Reporter
 from distwrap.supervision.shared_work import SharedWork
 from distwrap.supervision.stall_detection import StallDetector
 

@@ -14,7 +14,7 @@ import torch
 
 from distwrap._internals.python import frames_of_threads
 
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
+OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
 _DATA_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
@@ -67,7 +67,7 @@ def users_frame() -> FrameType | None:
     With an accelerator a backward runs in a thread of its own.
     """
     for frame in (inspect.currentframe(), frame_of()):
-        while frame is not None and frame.f_code.co_filename.startswith((_OURS, _TORCH)):
+        while frame is not None and frame.f_code.co_filename.startswith((OURS, _TORCH)):
             frame = frame.f_back
         if frame is not None and not frame.f_code.co_filename.startswith(_LIBRARIES):
             return frame
@@ -87,7 +87,7 @@ def locate(lines: Iterable[Line]) -> tuple[str, str]:
     stack = list(lines)
     theirs = [index for index, (file, _, _) in enumerate(stack) if _is_users(file)]
     if not theirs:  # user code that is installed as a library, or none
-        theirs = [index for index, (file, _, _) in enumerate(stack) if not file.startswith((_OURS, _TORCH, "<"))]
+        theirs = [index for index, (file, _, _) in enumerate(stack) if not file.startswith((OURS, _TORCH, "<"))]
     if not theirs:
         return "", "an unknown place"
     file, number, name = stack[theirs[-1]]
@@ -96,7 +96,7 @@ def locate(lines: Iterable[Line]) -> tuple[str, str]:
 
 
 def _is_users(file: str) -> bool:
-    return not file.startswith((_OURS, _TORCH, *_LIBRARIES, "<frozen", "<string>"))
+    return not file.startswith((OURS, _TORCH, *_LIBRARIES, "<frozen", "<string>"))
 
 
 def _what(called: list[Line]) -> str:
