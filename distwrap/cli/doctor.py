@@ -16,6 +16,7 @@ from distwrap.cli.measure import Measured, measure
 from distwrap.decorator import distributed
 from distwrap.devices.selection import visible_devices
 from distwrap.environments import Placement, detect
+from distwrap.environments.variables import variables_set
 from distwrap.errors import DistwrapError
 from distwrap.launch.nodes import NodeSummary
 
@@ -90,9 +91,5 @@ def _test(nprocs: int | None, given: argparse.Namespace) -> Measured | NodeSumma
     """Measure on real ranks, without the line at the start."""
     options: dict[str, Any] = {"timeout": TIMEOUT_SECONDS} | ({} if nprocs is None else {"nprocs": nprocs})
     step = None if given.step_ms is None else given.step_ms / 1000
-    quiet = os.environ.get("DISTWRAP_QUIET")
-    os.environ["DISTWRAP_QUIET"] = "1"
-    try:
+    with variables_set({"DISTWRAP_QUIET": "1"}):
         return distributed(measure).options(**options)((int(given.weights), step) if given.comm else None)
-    finally:
-        os.environ.pop("DISTWRAP_QUIET") if quiet is None else os.environ.update(DISTWRAP_QUIET=quiet)

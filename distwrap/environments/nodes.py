@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 
 from distwrap.environments.base import Node
-from distwrap.environments.reading import DEFAULT_PORT, quote, read_int, require
+from distwrap.environments.variables import DEFAULT_PORT, quote, read_int, require
 from distwrap.errors import PlacementError
 
 

@@ -8,7 +8,7 @@ https://learn.microsoft.com/azure/machine-learning/how-to-train-distributed-gpu 
 from collections.abc import Mapping, Sequence
 
 from distwrap.environments.base import Placement
-from distwrap.environments.reading import quote, read_int
+from distwrap.environments.variables import quote, read_int
 from distwrap.errors import PlacementError
 
 REQUIRED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")

@@ -13,8 +13,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +22,7 @@ import torch
 from distwrap import retrofit
 from distwrap.data import workers
 from distwrap.environments import distwrap_environment
+from distwrap.environments.variables import variables_set
 from distwrap.errors import LaunchError, WorkerTimeoutError
 from distwrap.group import failures
 from distwrap.group.setup import teardown_process_group
@@ -90,7 +90,7 @@ class ScriptLauncher(Launcher):
         plan = replace(plan, placement=distwrap_environment.on_one_node(0, job.nprocs), store=store)
         watch = _Watch(list(_ranks.parked), store)
         with (
-            _environment(distwrap_environment.variables(plan.placement, self.name, store)),
+            variables_set(distwrap_environment.variables(plan.placement, self.name, store)),
             ExitStack() as stack,
             redirected(_ranks.logs.streams(0) if _ranks.logs is not None else None),
             hear_interrupts(watch.interrupt, watch.print_where_all_are),
@@ -274,17 +274,3 @@ class _Watch(threading.Thread):
         self.join(SETTLE_SECONDS)
         an_effect = isinstance(error, KeyboardInterrupt) or failure(0, error).is_secondary
         return self.error if self.error is not None and an_effect else error
-
-
-@contextmanager
-def _environment(extra: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in extra}
-    os.environ.update(extra)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

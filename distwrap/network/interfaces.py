@@ -4,9 +4,10 @@ import ctypes
 import os
 import socket
 import sys
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 
+from distwrap.environments.variables import variables_set
 from distwrap.errors import PlacementError
 
 ADVICE = (
@@ -133,14 +134,7 @@ def check_users_choice(env: Mapping[str, str], backend: str) -> None:
                 )
 
 
-@contextmanager
-def through(interface: str, *variables: str) -> Iterator[None]:
+def through(interface: str, *variables: str) -> AbstractContextManager[None]:
     """Let gloo and NCCL, or those of the variables given, use an interface unless the user chose one."""
-    ours = [name for name in variables or _VARIABLES if name not in os.environ]
-    for name in ours:
-        os.environ[name] = f"={interface}" if name.startswith("NCCL") else interface
-    try:
-        yield
-    finally:
-        for name in ours:
-            os.environ.pop(name, None)
+    unset = [name for name in variables or _VARIABLES if name not in os.environ]
+    return variables_set({name: f"={interface}" if name.startswith("NCCL") else interface for name in unset})

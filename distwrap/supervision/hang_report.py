@@ -1,4 +1,4 @@
-"""Hang report: every rank is asked where it is, and the answers are listed, equal ones in one line."""
+"""Hang report: every rank is asked where it is and what it did last; the answers are listed, equal ones in one line."""
 
 import contextlib
 import inspect

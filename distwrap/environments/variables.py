@@ -1,6 +1,8 @@
-"""Strict reading of variables: whole numbers, all or none of a set, and the host at which the ranks meet."""
+"""Variables: reading of whole numbers, of all or none of a set, of where the ranks meet; and setting for a while."""
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 from distwrap.errors import PlacementError
 
@@ -58,3 +60,18 @@ def meeting_point(
     if port is None and nnodes > 1 and not job:
         port = DEFAULT_PORT
     return address, port
+
+
+@contextmanager
+def variables_set(values: Mapping[str, str]) -> Iterator[None]:
+    """Set variables of this process for the time of a ``with``."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
