@@ -9,6 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
+from distwrap.environments.identity import pid_exists
+
 SKELETON = "skeleton.pt"  # of a sharded checkpoint, all but the tensors' numbers
 _SWEEP_SECONDS = 60.0
 
@@ -77,18 +79,8 @@ def _sweep(folder: Path) -> None:
     for left in folder.glob(f".*{_owner('*')}*.tmp"):
         pid = left.name.split(".")[-3]
         with suppress(OSError):
-            if pid.isdigit() and not _lives(int(pid)) and time.time() - left.stat().st_mtime > _SWEEP_SECONDS:
+            if pid.isdigit() and not pid_exists(int(pid)) and time.time() - left.stat().st_mtime > _SWEEP_SECONDS:
                 left.unlink()
-
-
-def _lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        return True
-    return True
 
 
 def _sync(path: Path) -> None:

@@ -34,15 +34,20 @@ def _network() -> str:
         return node()
 
 
+def pid_exists(pid: int) -> bool:
+    """Return whether a process on this node has that number."""
+    try:
+        os.kill(pid, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:  # it is another user's
+        pass
+    return True
+
+
 def lives(process: dict[str, Any]) -> bool:
     """Return whether a process on this node lives, given its `identity`."""
-    try:
-        os.kill(process["pid"], 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return bool(_born(process["pid"]) == process["born"])
+    return pid_exists(process["pid"]) and bool(_born(process["pid"]) == process["born"])
 
 
 def process_status(pid: int) -> tuple[str, list[str]]:

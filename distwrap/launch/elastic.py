@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from distwrap.environments import Placement, detect
+from distwrap.environments.identity import pid_exists
 from distwrap.errors import ArrivalError
 from distwrap.group.world import say
 from distwrap.launch import fork_safety, worker
@@ -221,7 +222,7 @@ def _remove_what_the_killed_left() -> None:
     """Remove the folders of earlier callers that were killed before they could."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
         pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        if pid.isdigit() and not os.path.exists(f"/proc/{pid}") and os.path.isdir("/proc/self"):
+        if pid.isdigit() and not pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
 
 
