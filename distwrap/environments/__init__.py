@@ -8,7 +8,7 @@ launchers that start one process on each node. All values come from one detector
 from collections.abc import Iterator, Mapping
 from functools import cache
 
-from distwrap.environments import distwrap_environment, mpi, nodes, slurm, torchrun
+from distwrap.environments import distwrap_environment, nodes, ranks, torchrun
 from distwrap.environments.base import Detector, Node, Placement
 from distwrap.errors import PlacementError
 
@@ -17,8 +17,8 @@ __all__ = ["DETECTORS", "NODE_DETECTORS", "Detector", "Node", "Placement", "dete
 DETECTORS: dict[str, Detector] = {
     "distwrap": distwrap_environment.detect,
     "torchrun": torchrun.detect,
-    **{variables.source: variables.detect for variables in mpi.LAUNCHERS},
-    "slurm": slurm.detect,
+    **{variables.source: variables.detect for variables in ranks.LAUNCHERS},
+    "slurm": ranks.detect_slurm,
 }
 NODE_DETECTORS: dict[str, Detector] = {
     "kubeflow": nodes.detect_kubeflow,
@@ -29,8 +29,8 @@ NODE_DETECTORS: dict[str, Detector] = {
 
 # Names that mean the same as RANK, WORLD_SIZE and LOCAL_RANK, and must not have other values.
 _NAMES: dict[str, tuple[str, ...]] = {
-    **{variables.source: variables.names[:3] for variables in mpi.LAUNCHERS},
-    "slurm": slurm.NAMES,
+    **{variables.source: variables.names[:3] for variables in ranks.LAUNCHERS},
+    "slurm": ranks.SLURM_NAMES,
 }
 
 
@@ -51,7 +51,7 @@ def detect(env: Mapping[str, str]) -> Placement | Node:
         if not isinstance(found, str):
             return found
     torchrun.check_complete(env)
-    mpi.check_pmix(env)
+    ranks.check_pmix(env)
     return Placement()
 
 
