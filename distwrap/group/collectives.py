@@ -213,15 +213,14 @@ def broadcast(value: Any, src: int = 0) -> Any:
     for index, what in enumerate(described):
         if not isinstance(what, _Described):
             received.append(what)
-            continue
-        device = _device_for(leaves[index]) if mine else _exchange_device()
-        tensor = (
-            leaves[index].detach().to(device).contiguous()
-            if mine
-            else torch.empty(what.shape, dtype=what.dtype, device=device)
-        )
-        dist.broadcast(_as_bytes(tensor), src=src)
-        received.append(leaves[index] if mine else tensor.to("cpu" if what.device == "cpu" else device))
+        elif mine:
+            leaf = leaves[index]
+            dist.broadcast(_as_bytes(leaf.detach().to(_device_for(leaf)).contiguous()), src=src)
+            received.append(leaf)
+        else:
+            tensor = torch.empty(what.shape, dtype=what.dtype, device=_exchange_device())
+            dist.broadcast(_as_bytes(tensor), src=src)
+            received.append(tensor.cpu() if what.device == "cpu" else tensor)
     return tree_unflatten(received, spec)
 
 
