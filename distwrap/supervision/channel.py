@@ -17,7 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from distwrap.environments import Placement
 from distwrap.network.stores import read
 from distwrap.supervision import hang_report
-from distwrap.supervision.failure_news import NEWS_SECONDS, FailureNews, end_process
+from distwrap.supervision.failure_news import NEWS_SECONDS, FailureNews, end_process, store_is_gone
 from distwrap.supervision.hang_report import Activity, Reporter
 from distwrap.supervision.shared_work import SharedWork
 from distwrap.supervision.stall_detection import StallDetector
@@ -45,13 +45,13 @@ class Channel:
 
     def __init__(self, store: Store, placement: Placement, activity: Activity, supervised: bool, timeout: float):
         self.supervised = supervised
-        self._store, self._rank, self._timeout = store, placement.rank, timeout
+        self._store, self._place, self._timeout = store, placement, timeout
         self._stopped = threading.Event()
         self._parent = os.getppid() if supervised or "TORCHELASTIC_RUN_ID" in os.environ else None
         self.reporter = Reporter(store, placement, activity)
         self.failures = FailureNews(store, placement, supervised, self._stopped)
         self.stalls = StallDetector(store, placement, timeout, self._report_stall)
-        self.work = SharedWork(store, placement, self.failures, self.stalls, supervised)
+        self.work = SharedWork(store, placement, self.stalls, supervised)
         self.on_stall: Callable[[str], None] = self._end_stalled
         self._thread = threading.Thread(target=self._run, name="distwrap-channel", daemon=True)
 
@@ -64,7 +64,7 @@ class Channel:
         self._stopped.set()
         with contextlib.suppress(RuntimeError):
             self.work.leave()
-            self._store.set(f"left/{self._rank}", "")
+            self._store.set(f"left/{self._place.rank}", "")
         if self._thread.is_alive():
             self._thread.join(2 * hang_report.ANSWER_SECONDS)
 
@@ -84,17 +84,17 @@ class Channel:
             try:
                 if self._parent not in (None, os.getppid()):
                     # On Linux the kernel has killed a rank of ours by then.
-                    end_process(self._rank, "whoever started it is gone")
+                    end_process(self._place.rank, "whoever started it is gone")
                 for each in (self.reporter, self.work, self.failures, self.stalls):
                     each.look()
             except RuntimeError as error:
                 if self.supervised or self._stopped.wait(NEWS_SECONDS):
                     return
-                end_process(self._rank, str(self.failures.store_is_gone(error)))
+                end_process(self._place.rank, str(store_is_gone(self._place, error)))
 
     def _report_stall(self) -> None:
         self.on_stall(f"no rank has moved for {self._timeout:g} s:\n{self.reporter.ask_others()}")
 
     def _end_stalled(self, report: str) -> None:
         self.failures.tell(report, "")
-        end_process(self._rank, report)
+        end_process(self._place.rank, report)

@@ -67,7 +67,7 @@ class FailureNews:
         try:
             failure = wait_until(self._first, seconds)
         except dist.DistError as error:
-            return self.store_is_gone(error)
+            return store_is_gone(self._place, error)
         return failure if failure is not None and failure.rank != self._place.rank else None
 
     def look(self) -> None:
@@ -80,11 +80,6 @@ class FailureNews:
         first_on_another_node = self._place.local_rank == 0 and failure.host != socket.gethostname()
         trace = failure.traceback.rstrip() if first_on_another_node else ""
         end_process(self._place.rank, f"{failure}\n{trace}" if trace else str(failure))
-
-    def store_is_gone(self, error: Exception) -> Failure:
-        """Describe the end of who holds the store: rank 0, or its launcher."""
-        summary = f"it, or its launcher, is gone: the store that it holds does not answer ({first_line(error)})"
-        return Failure(0, str(self._place.master_addr), 0, summary, "", time.time())
 
     def _first(self) -> Failure | None:
         """Return the failure that came first, once it was seen whether the neighbour lives."""
@@ -112,6 +107,12 @@ class FailureNews:
         summary = f"its process ended without a word{hang_report.last_seen(self._store, rank)}"
         news = Failure(rank, process["host"], process["pid"], summary, "", time.time())
         self._store.compare_set("failure", "", json.dumps(news))
+
+
+def store_is_gone(placement: Placement, error: Exception) -> Failure:
+    """Describe the end of who holds the store: rank 0, or its launcher."""
+    summary = f"it, or its launcher, is gone: the store that it holds does not answer ({first_line(error)})"
+    return Failure(0, str(placement.master_addr), 0, summary, "", time.time())
 
 
 def end_process(rank: int, why: str) -> NoReturn:

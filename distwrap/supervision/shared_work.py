@@ -12,7 +12,7 @@ from distwrap.environments import Placement
 from distwrap.environments.identity import lives, node
 from distwrap.errors import CollectiveError, WorkerDiedError
 from distwrap.network.stores import count, read
-from distwrap.supervision.failure_news import FailureNews
+from distwrap.supervision.failure_news import store_is_gone
 from distwrap.supervision.stall_detection import StallDetector
 
 SILENT_SECONDS = 120.0  # without a note, after which a working rank on another node counts as gone
@@ -24,16 +24,12 @@ class SharedWork:
     Args:
         store: a client of its own.
         placement: this rank's place.
-        failures: describes a store that is gone.
         stalls: told of waits, which may take as long as they like.
         supervised: whether a launcher of ours ends all ranks when one dies.
     """
 
-    def __init__(
-        self, store: Store, placement: Placement, failures: FailureNews, stalls: StallDetector, supervised: bool
-    ) -> None:
-        self._store, self._place, self._failures, self._stalls = store, placement, failures, stalls
-        self._supervised = supervised
+    def __init__(self, store: Store, placement: Placement, stalls: StallDetector, supervised: bool) -> None:
+        self._store, self._place, self._stalls, self._supervised = store, placement, stalls, supervised
         self._served: list[tuple[str, Callable[[], bytes]]] = []
         self._given: Counter[str] = Counter()
 
@@ -92,7 +88,7 @@ class SharedWork:
             self._wait_while_it_lives(find_key, worker, waits)
             return bytes.fromhex(self._store.get(find_key()).decode())
         except dist.DistNetworkError as error:
-            raise WorkerDiedError(f"{waits}, but {self._failures.store_is_gone(error)}") from None
+            raise WorkerDiedError(f"{waits}, but {store_is_gone(self._place, error)}") from None
         finally:
             self._stalls.excuse(False)
 
