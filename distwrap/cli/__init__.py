@@ -19,5 +19,4 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_arguments(commands)
     strip.add_arguments(commands)
     given = parser.parse_args(arguments)
-    run: int = given.run(given)
-    return run
+    return int(given.run(given))

@@ -66,11 +66,8 @@ def run(given: argparse.Namespace) -> int:
         problems += [text for each in measured.facts for text in each.problems if text not in problems]
         remarks += report.disagreements(measured.facts)
     if rank == 0 or not is_rank:
-        seconds = time.monotonic() - began
-        if given.json:
-            print(report.as_json(facts, measured, problems, remarks, seconds))
-        else:
-            print(report.describe(facts, measured, problems, remarks, seconds))
+        found = report.Report(facts, measured, problems, remarks, time.monotonic() - began)
+        print(found.json() if given.json else found.text())
         if given.plot and measured is not None and measured.all_reduces:
             try:
                 report.plot(measured, given.plot)

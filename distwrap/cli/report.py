@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +12,51 @@ from distwrap.comm.advice import Advice
 
 # Variables that differ from rank to rank by design.
 _OF_A_RANK = ("DISTWRAP_", "CUDA_VISIBLE", "HIP_VISIBLE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+
+
+@dataclass
+class Report:
+    """All findings.
+
+    Attributes:
+        facts: the view of this process, or of rank 0.
+        measured: the results of the real test, where it was made.
+        problems: what is wrong.
+        remarks: what is worth knowing.
+        seconds: how long it took.
+    """
+
+    facts: Facts
+    measured: Measured | None
+    problems: list[str]
+    remarks: list[str]
+    seconds: float
+
+    def text(self) -> str:
+        """Describe all findings."""
+        parts = [describe_facts(self.facts)]
+        if self.measured is not None:
+            parts.append(describe_measured(self.measured, self.seconds))
+            if self.measured.advice is not None:
+                parts.append(describe_advice(self.measured.advice))
+        lines = [f"Problem: {text}" for text in self.problems] + [f"Remark: {text}" for text in self.remarks]
+        lines.append(f"{len(self.problems)} problem(s) found." if self.problems else "No problems found.")
+        return "\n\n".join([*parts, "\n".join(lines)])
+
+    def json(self) -> str:
+        """Write all findings as one JSON object."""
+        found: dict[str, Any] = {"problems": self.problems, "remarks": self.remarks}
+        found |= {"seconds": round(self.seconds, 3), "here": asdict(self.facts)}
+        if self.measured is not None:
+            ranks = len(self.measured.facts)
+            if self.measured.advice is not None:
+                found["comm"] = asdict(self.measured.advice)
+            found["ranks"] = [asdict(each) for each in self.measured.facts]
+            found["all_reduce"] = [
+                {**asdict(each), "bus_bytes_per_second": each.bus_bandwidth(ranks)}
+                for each in self.measured.all_reduces
+            ]
+        return json.dumps(found, indent=1)
 
 
 def describe_facts(facts: Facts) -> str:
@@ -57,12 +102,6 @@ def describe_advice(advice: Advice) -> str:
     return "\n".join([*lines, f"Recommended: comm={advice.choice!r}: {advice.reason}."])
 
 
-def describe_problems(problems: Sequence[str], remarks: Sequence[str]) -> str:
-    """List what is wrong, and what is worth knowing."""
-    lines = [f"Problem: {text}" for text in problems] + [f"Remark: {text}" for text in remarks]
-    return "\n".join([*lines, f"{len(problems)} problem(s) found." if problems else "No problems found."])
-
-
 def disagreements(facts: Sequence[Facts]) -> list[str]:
     """Return a sentence for each value that should be the same on all nodes, and differs from that of rank 0's node.
 
@@ -98,39 +137,6 @@ def _row(each: AllReduceTime, ranks: int) -> str:
     power = 2 if each.size >= 1 << 20 else 1
     size = f"{each.size >> 10 * power} {'KM'[power - 1]}iB"
     return f"{size:>8}  {each.seconds * 1e6:>9.0f} µs  {each.bus_bandwidth(ranks) / 1e9:>8.2f} GB/s"
-
-
-def describe(
-    facts: Facts, measured: Measured | None, problems: Sequence[str], remarks: Sequence[str], seconds: float
-) -> str:
-    """Describe all findings."""
-    parts = [describe_facts(facts)]
-    if measured is not None:
-        parts.append(describe_measured(measured, seconds))
-        if measured.advice is not None:
-            parts.append(describe_advice(measured.advice))
-    return "\n\n".join([*parts, describe_problems(problems, remarks)])
-
-
-def as_json(
-    facts: Facts, measured: Measured | None, problems: Sequence[str], remarks: Sequence[str], seconds: float
-) -> str:
-    """Write all findings as one JSON object."""
-    found: dict[str, Any] = {
-        "problems": problems,
-        "remarks": remarks,
-        "seconds": round(seconds, 3),
-        "here": asdict(facts),
-    }
-    if measured is not None:
-        ranks = len(measured.facts)
-        if measured.advice is not None:
-            found["comm"] = asdict(measured.advice)
-        found["ranks"] = [asdict(each) for each in measured.facts]
-        found["all_reduce"] = [
-            {**asdict(each), "bus_bytes_per_second": each.bus_bandwidth(ranks)} for each in measured.all_reduces
-        ]
-    return json.dumps(found, indent=1)
 
 
 def plot(measured: Measured, path: str) -> None:
