@@ -6,7 +6,6 @@ told that the node is wanted back. All of them then take the same branch.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from enum import IntEnum
@@ -174,7 +173,6 @@ class Lockstep(Generic[Batch]):
         self.step, self.skipped, self._stop = 0, 0, False
         listener = Listener(SIGNALS if self._listens else ())
         batches: Iterator[Batch]
-        in_step = True
         try:
             with shielded(self._loader, self._grace):
                 batches = self._begin()
@@ -196,17 +194,18 @@ class Lockstep(Generic[Batch]):
                 }
                 seen = status.maximum([int(mine[flag]) for flag in _Flag])
                 if self._ends(seen, world, status, listener):
-                    in_step = False
                     return
                 if seen[_Flag.SKIP]:
                     self.skipped += 1
                     continue
                 self.step += 1
                 yield batch
+        except GeneratorExit:  # the user's loop was left by itself, not by all ranks
+            if current_world() is world:
+                self._vote = status.vote_to_stop()
+            raise
         finally:
             listener.close()
-            if in_step and isinstance(sys.exc_info()[1], GeneratorExit) and current_world() is world:
-                self._vote = status.vote_to_stop()
 
     def _begin(self) -> Iterator[Batch]:
         """Return an iterator over the loader, and not one that is in step itself."""
