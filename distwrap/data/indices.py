@@ -15,11 +15,7 @@ def share_size(n: int, rank: int, world_size: int, mode: Mode) -> int:
         >>> [share_size(5, rank, 2, "exact") for rank in (0, 1)]
         [3, 2]
     """
-    if mode == "pad":
-        return -(-n // world_size)
-    if mode == "drop":
-        return n // world_size
-    return (n - rank + world_size - 1) // world_size
+    return len(range(rank, end_of_shares(0, n, world_size, mode), world_size))
 
 
 def end_of_shares(start: int, n: int, world_size: int, mode: Mode) -> int:
@@ -50,20 +46,13 @@ def share(items: Iterable[Item], rank: int, world_size: int, mode: Mode, start: 
     stream = iter(items)
     first = list(islice(stream, min(start, world_size)))
     next(islice(stream, start - len(first), start - len(first)), None)
-    while True:
-        around = list(islice(stream, world_size))
+    while around := list(islice(stream, world_size)):
         if len(first) < world_size:
-            first.extend(around[: world_size - len(first)])
-        if len(around) == world_size:
+            first += around[: world_size - len(first)]
+        if mode == "pad" and len(around) < world_size:
+            around += (first * world_size)[: world_size - len(around)]
+        if len(around) == world_size or (mode == "exact" and rank < len(around)):
             yield around[rank]
-            continue
-        if mode == "pad" and around:
-            missing = world_size - len(around)
-            around += (first * (missing // len(first) + 1))[:missing]
-            yield around[rank]
-        elif mode == "exact" and rank < len(around):
-            yield around[rank]
-        return
 
 
 def batch_count(n: int, world_size: int, batch_size: int, drop_last: bool) -> int:

@@ -13,6 +13,7 @@ import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Set
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -102,7 +103,9 @@ class SplitShard(IterableShard):
         if workers is not None:
             items = iter(self.dataset)
         else:
-            workers = _AllWorkers(_NoWorker(self.dataset), self._rank, self._world_size)
+            # Of the rank itself, where torch has no such information.
+            info = SimpleNamespace(id=0, num_workers=1, dataset=self.dataset, seed=torch.initial_seed())
+            workers = _AllWorkers(info, self._rank, self._world_size)
             items = _items_shown(self.dataset, workers)
         first = next(items, _NOTHING)
         if first is _NOTHING:
@@ -156,20 +159,6 @@ class _AllWorkers:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._info, name)
-
-
-class _NoWorker:
-    """Worker information in the rank itself, where torch has none."""
-
-    id, num_workers = 0, 1
-
-    def __init__(self, dataset: Any) -> None:
-        self.dataset = dataset
-
-    @property
-    def seed(self) -> int:
-        seed: int = torch.initial_seed()
-        return seed
 
 
 def _items_shown(dataset: Any, workers: _AllWorkers) -> Iterator[Any]:
@@ -273,10 +262,7 @@ def _words(cls: type) -> set[str]:
         except (OSError, TypeError, SyntaxError):
             continue
         for node in ast.walk(tree):
-            if isinstance(node, ast.Name):
-                words.add(node.id)
-            elif isinstance(node, ast.Attribute):
-                words.add(node.attr)
-            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-                words.add(node.value)
+            match node:
+                case ast.Name(id=word) | ast.Attribute(attr=word) | ast.Constant(value=str(word)):
+                    words.add(word)
     return words

@@ -103,13 +103,10 @@ def shard_loader(
             f"shard_loader() takes a DataLoader, not a {type(loader).__qualname__}."
             + (" Its DataLoader is .pipeline[0]." if type(loader).__name__ == "WebLoader" else "")
         )
-    for what, word, known in (
-        ("mode", mode, Modes),
-        ("batch_size", batch_size, BatchSize),
-        ("order", order, Orders),
-        ("split", split, Split),
-    ):
-        one_of(what, get_args(known))(what, word)
+    one_of("mode", get_args(Modes))("mode", mode)
+    one_of("batch_size", get_args(BatchSize))("batch_size", batch_size)
+    one_of("order", get_args(Orders))("order", order)
+    one_of("split", get_args(Split))("split", split)
     world = current_world()
     world.part(Activity).record("shard_loader")
     where = torch.device(device) if device is not None else world.device
