@@ -11,13 +11,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 
 from distwrap._internals.torch_data import ITERATOR, IteratorHook, check_iterator_hook
 from distwrap.data import workers
-from distwrap.data.device_prefetch import on_device
 from distwrap.data.epoch_check import EpochCheck
 from distwrap.data.iterable_shards import DataPipeShard, IterableShard, shard_of
 from distwrap.data.lockstep import in_step
 from distwrap.data.position import EpochStart, Position, Shuffle, check_state
 from distwrap.data.samplers import ExactBatches, Order, RememberedShuffle, Share
 from distwrap.data.worker_seeding import SeededFetch, SeededIndices, WorkerInit
+from distwrap.devices.transfer import on_device
 from distwrap.errors import LoaderError
 from distwrap.group.world import current_world
 from distwrap.seeding import preserved
