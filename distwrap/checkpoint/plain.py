@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch.nn import Parameter
 
 from distwrap._internals.torch import metadata_of, set_metadata
 from distwrap.errors import CheckpointError
@@ -83,7 +84,7 @@ class Staging:
         def copy(leaf: Any, name: str) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            if leaf.layout is not torch.strided or leaf.is_quantized or type(leaf) not in (torch.Tensor, _PARAMETER):
+            if leaf.layout is not torch.strided or leaf.is_quantized or type(leaf) not in (torch.Tensor, Parameter):
                 return leaf.detach().cpu().clone()
             storage = leaf.untyped_storage()
             key = (storage.data_ptr(), storage.nbytes(), leaf.device)
@@ -91,7 +92,7 @@ class Staging:
                 copies[key] = self._copy_of(free, storage)
             twin = torch.empty(0, dtype=leaf.dtype)
             twin.set_(copies[key], leaf.storage_offset(), leaf.size(), leaf.stride())
-            return twin if type(leaf) is torch.Tensor else _PARAMETER(twin, leaf.requires_grad)
+            return twin if type(leaf) is torch.Tensor else Parameter(twin, leaf.requires_grad)
 
         return mapped(state, copy)
 
@@ -104,6 +105,3 @@ class Staging:
         torch.empty(0, dtype=torch.uint8).set_(copy).copy_(source)
         self._storages.append(copy)
         return copy
-
-
-_PARAMETER = torch.nn.Parameter

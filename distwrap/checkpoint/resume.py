@@ -5,7 +5,7 @@ import socket
 from typing import Any
 
 from distwrap.checkpoint import load
-from distwrap.checkpoint.saving import restore
+from distwrap.checkpoint.saving import load_into
 from distwrap.errors import CheckpointError
 from distwrap.group.collectives import broadcast, gather_object
 from distwrap.group.world import current_world
@@ -54,7 +54,7 @@ def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any:
         raise CheckpointError(problems[0])
     state = state if everybody else broadcast(state, source)
     if into is not None:
-        restore(into, state)
+        load_into(into, state)
     return state
 
 

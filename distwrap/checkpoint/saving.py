@@ -20,6 +20,7 @@ from distwrap.group.world import current_world
 from distwrap.model import unwrap_model
 from distwrap.model.binding import bound_strategy
 from distwrap.model.state_dict import strip_module_prefix
+from distwrap.wording import first_line
 
 
 def save(
@@ -127,44 +128,40 @@ def load(
     except Exception as error:
         place = current_world().placement
         raise CheckpointError(
-            f"rank {place.rank} cannot load {os.fspath(path)}: {str(error).splitlines()[0] if str(error) else error!r} "
+            f"rank {place.rank} cannot load {os.fspath(path)}: {first_line(error)} "
             f"Save it again with distwrap.save(), or, if you trust where it comes from, read it with "
             f"torch.load(path, weights_only=False)."
         ) from error
     if into is not None:
-        restore(into, state)
+        load_into(into, state)
     return state
 
 
-def restore(into: Any, state: Any, where: str = "") -> None:
+def load_into(into: Any, state: Any, where: str = "") -> None:
     """Hand each object in a nesting what was saved in its place.
 
     Raises:
         CheckpointError: nothing was; names the place.
     """
-    strategy = bound_strategy(into)
+    strategy, target = bound_strategy(into), into
     if isinstance(into, torch.nn.Module):
-        model = unwrap_model(into)
-        state = strip_module_prefix(state, target=model)
-        if strategy is None:
-            model.load_state_dict(state)
-        else:
-            strategy.load_state(into, state)
-    elif strategy is not None:
+        target = unwrap_model(into)
+        state = strip_module_prefix(state, target=target)
+    if strategy is not None:
         strategy.load_state(into, state)
-    elif callable(getattr(into, "load_state_dict", None)):
-        into.load_state_dict(state)
+    elif callable(getattr(target, "load_state_dict", None)):
+        target.load_state_dict(state)
     elif isinstance(into, Mapping):
         for key, item in into.items():
             if not isinstance(state, Mapping) or key not in state:
                 there = ", ".join(map(repr, state)) if isinstance(state, Mapping) else type(state).__name__
                 raise CheckpointError(f"the checkpoint has no state{where}[{key!r}]. It has: {there}.")
-            restore(item, state[key], f"{where}[{key!r}]")
+            load_into(item, state[key], f"{where}[{key!r}]")
     elif isinstance(into, (list, tuple)):
         if not isinstance(state, (list, tuple)) or len(state) != len(into):
             raise CheckpointError(f"the checkpoint's state{where} is no list of {len(into)}.")
         for index, item in enumerate(into):
-            restore(item, state[index], f"{where}[{index}]")
+            load_into(item, state[index], f"{where}[{index}]")
 
 
 def _save_file(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, background: bool) -> None:

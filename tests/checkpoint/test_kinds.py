@@ -434,7 +434,7 @@ def test_run_state_on_rank_zero_alone_is_refused(tmp_path: Path) -> None:
 def test_restore_ignores_what_is_no_object() -> None:
     """Counters in the nesting are the loop's to take from what is returned."""
     state = {"epoch": 3, "model": nn.Linear(1, 1).state_dict()}
-    saving.restore({"epoch": 0, "model": nn.Linear(1, 1)}, copy.deepcopy(state))
+    saving.load_into({"epoch": 0, "model": nn.Linear(1, 1)}, copy.deepcopy(state))
 
 
 def test_a_sharded_checkpoint_has_the_names_of_its_tensors(tmp_path: Path) -> None:
