@@ -213,7 +213,7 @@ algorithms: Registry[Algorithm] = Registry(
         ("allreduce", "allreduce:AllReduce", "gradients in full"),
         ("fp16", "allreduce:FP16", "gradients in float16: half the bytes"),
         ("bf16", "allreduce:BF16", "gradients in bfloat16: half the bytes"),
-        ("bytegrad", "bytegrad:ByteGrad", "gradients in 8 bits: a quarter of the bytes"),
+        ("bytegrad", "allreduce:ByteGrad", "gradients in 8 bits: a quarter of the bytes"),
         ("powersgd", "powersgd:PowerSGD", "gradients as thin matrices, with error feedback"),
         ("topk", "topk:TopK", "the largest gradients, with error feedback"),
         ("qadam", "qadam:QAdam", "Adam's momentum in 8 bits or 1, after a warm-up"),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from distwrap.comm.exchanges import Exchanges
+from distwrap.comm.exchange import RunExchanges
 from distwrap.devices.kinds import kind_of
 from distwrap.errors import CheckpointError
 from distwrap.group.collectives import gather_object
@@ -30,7 +30,7 @@ class RunState:
         scaling.update()
         scaler = scaling.scaler
         scale = None if scaler is None else scaler.state_dict()
-        comm = world.part(Exchanges).state()
+        comm = world.part(RunExchanges).states()
         return {"random": gather_object(_random()), "seed": world.options.seed, "scaler": scale, "comm": comm}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -54,7 +54,7 @@ class RunState:
         if scaling.scaler is not None:
             scaling.stepped = None
             scaling.scaler.load_state_dict(state["scaler"])
-        world.part(Exchanges).restore(state.get("comm", []))
+        world.part(RunExchanges).load_states(state.get("comm", []))
 
 
 def run_state() -> RunState:

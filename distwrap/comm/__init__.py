@@ -7,10 +7,9 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from distwrap.comm.allreduce import BF16 as BF16, FP16 as FP16, AllReduce as AllReduce
+    from distwrap.comm.allreduce import BF16 as BF16, FP16 as FP16, AllReduce as AllReduce, ByteGrad as ByteGrad
     from distwrap.comm.asynchronous import AsyncAveraging as AsyncAveraging
     from distwrap.comm.base import Algorithm as Algorithm, Averager as Averager, Bucket as Bucket
-    from distwrap.comm.bytegrad import ByteGrad as ByteGrad
     from distwrap.comm.consolidation import (
         Consolidated as Consolidated,
         consolidate as consolidate,
@@ -30,10 +29,9 @@ if TYPE_CHECKING:
 
 # The same as above for the interpreter, which imports a module when one of its names is first asked for.
 _NAMES = {
-    "allreduce": "AllReduce BF16 FP16",
+    "allreduce": "AllReduce BF16 ByteGrad FP16",
     "asynchronous": "AsyncAveraging",
     "base": "Algorithm Averager Bucket",
-    "bytegrad": "ByteGrad",
     "consolidation": "Consolidated consolidate pause traffic",
     "decentralized": "Decentralized",
     "diloco": "DiLoCo",

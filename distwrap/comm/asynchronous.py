@@ -16,10 +16,9 @@ from functools import partial
 import torch
 
 from distwrap.checks import whole
+from distwrap.comm import Link, WeightAlgorithm, WeightExchange
 from distwrap.comm.base import option
 from distwrap.comm.engine import PATIENCE
-from distwrap.comm.link import Link
-from distwrap.comm.weights import WeightAlgorithm, WeightExchange
 from distwrap.errors import CollectiveTimeoutError
 from distwrap.group.world import World
 from distwrap.model.distributed import DistributedModel

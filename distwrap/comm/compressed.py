@@ -56,8 +56,7 @@ class CompressedMean(Averager):
                 pieces[turn - 1].gather()
             if turn >= 2:
                 pieces[turn - 2].decode()
-        if x is not bucket.values:
-            bucket.values.copy_(x)
+        bucket.values.copy_(x)  # torch leaves a tensor alone that would be copied to itself
 
 
 class _Piece:
@@ -74,7 +73,7 @@ class _Piece:
         self._parts = self._cut(x)
         self._codes = torch.empty(self._link.size, self._codec.size(part), dtype=torch.uint8, device=x.device)
         self._received = torch.empty_like(self._codes)
-        self._work: Any = None
+        self._work: Any
 
     def _cut(self, flat: torch.Tensor) -> list[torch.Tensor]:
         return [flat[low:high] for low, high in pairwise(self._bounds)]
@@ -95,7 +94,7 @@ class _Piece:
 
     def gather(self) -> None:
         """Add up the parts received, and send all ranks the codes of the mean."""
-        self._wait()
+        self._work.wait()
         mean = torch.zeros_like(self._parts[self._link.rank])
         term = torch.empty_like(mean)
         for codes in self._received:
@@ -121,10 +120,6 @@ class _Piece:
 
     def decode(self) -> None:
         """Set the numbers to the mean."""
-        self._wait()
+        self._work.wait()
         for part, codes in zip(self._parts, self._codes, strict=True):
             self._codec.decode(codes, part)
-
-    def _wait(self) -> None:
-        if self._work is not None:
-            self._work.wait()

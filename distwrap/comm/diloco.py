@@ -12,15 +12,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from distwrap._internals.torch import foreach
 from distwrap.checks import fraction, one_of, whole
-from distwrap.comm.base import Bucket, option
+from distwrap.comm import Bucket, Link, WeightAlgorithm, WeightExchange
+from distwrap.comm.base import option
 from distwrap.comm.codecs import Cast, Codec, MinMax8, Sign
 from distwrap.comm.compressed import CompressedMean
-from distwrap.comm.flat import FlatWeights, fragments
-from distwrap.comm.link import Link
-from distwrap.comm.weights import WeightAlgorithm, WeightExchange
+from distwrap.comm.weights import FlatWeights
 from distwrap.errors import OptionError
 
 _CODECS: dict[str, Callable[[], Codec]] = {"16bit": lambda: Cast(torch.bfloat16), "8bit": MinMax8, "1bit": Sign}
@@ -52,7 +52,7 @@ class _Fragment:
         return self.anchor - self._weights.read()
 
     def average(self, link: Link, progress: torch.Tensor) -> None:
-        """Average this fragment's progress over the replicas, in place; runs in the model's thread."""
+        """Average this fragment's progress over the replicas, in place. Runs in the model's exchange thread."""
         if self._mean is None:
             link.mean(progress)
         else:
@@ -124,6 +124,24 @@ class _DiLoCo(WeightExchange["DiLoCo"]):
         for fragment in self._fragments:
             if fragment.future is not None:
                 self._receive(fragment)
+
+
+def fragments(parameters: Sequence[nn.Parameter], count: int) -> list[FlatWeights]:
+    """Cut a model into at most `count` runs of parameters of about the same size.
+
+    Example:
+        >>> parts = fragments([nn.Parameter(torch.zeros(n)) for n in (4, 1, 2, 1)], 2)
+        >>> [[len(parameter) for parameter in part.parameters] for part in parts]
+        [[4], [1, 2, 1]]
+    """
+    total = sum(parameter.numel() for parameter in parameters)
+    runs: list[list[nn.Parameter]] = [[] for _ in range(count)]
+    before = 0
+    for parameter in parameters:
+        middle = before + parameter.numel() / 2
+        runs[min(count - 1, int(middle * count / max(1, total)))].append(parameter)
+        before += parameter.numel()
+    return [FlatWeights(run) for run in runs if run]
 
 
 def _codec(name: str, value: str | None) -> str | None:

@@ -1,24 +1,29 @@
-"""The work of an algorithm for one model on one rank: its links, its thread, and its end."""
+"""The work of an algorithm for one model on one rank, and the models' exchanges of one run together."""
 
+import gc
 from abc import ABC, abstractmethod
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from datetime import timedelta
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import ref
 
 import torch
 import torch.distributed as dist
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
-from torch.optim import Optimizer
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from distwrap._internals.torch import after_backward, current_backward
 from distwrap.comm.base import Algorithm
 from distwrap.comm.engine import Engine
-from distwrap.comm.exchanges import Exchanges
 from distwrap.comm.link import Link, Traffic
 from distwrap.group.collectives import gather_object
-from distwrap.group.world import World, say
+from distwrap.group.world import RunPart, World, say
 from distwrap.model.distributed import DistributedModel
+from distwrap.precision import LossScaling
+
+if TYPE_CHECKING:
+    from distwrap.comm.weights import WeightExchange
 
 # Ends a group with the interpreter's lock taken, for which one of gloo's threads may wait.
 _BEFORE_2_8 = tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 8)
@@ -42,7 +47,7 @@ class Exchange(ABC, Generic[A]):
     """
 
     def __init__(self, algorithm: A, model: DistributedModel, world: World) -> None:
-        self._exchanges = world.part(Exchanges)
+        self._exchanges = world.part(RunExchanges)
         self._exchanges.close_unused()
         placement = world.placement
         self.algorithm, self.device = algorithm, world.device
@@ -61,7 +66,7 @@ class Exchange(ABC, Generic[A]):
             self.node = next(link for link in links if link is not None)
         self.link = self.between(world, [ranks[0] for ranks in nodes])
         self.engine = Engine(world.device)
-        model.register_comm_hook(self, _on_bucket)
+        model.register_comm_hook(self, Exchange.submit)
         self._exchanges.add(self)
 
     def between(self, world: World, ranks: list[int], *, crosses_nodes: bool = True) -> Link | None:
@@ -138,9 +143,103 @@ class Exchange(ABC, Generic[A]):
                         dist.destroy_process_group(group)
 
 
-def _on_bucket(exchange, bucket):  # type: ignore[no-untyped-def]
-    """Hand a bucket on; DDP looks at the signature, and takes no annotation that is a string."""
-    return exchange.submit(bucket)
+class RunExchanges(RunPart):
+    """Exchanges of the models of one run, in the order in which the models were wrapped.
+
+    Attributes:
+        of_weights: those of models whose ranks hold different weights; they act around optimizer steps.
+    """
+
+    def __init__(self, world: World) -> None:
+        self._exchanges: list[Exchange[Any]] = []
+        self.of_weights: list[WeightExchange[Any]] = []
+        self._handles: list[RemovableHandle] = []
+        self._scaling = world.part(LossScaling)
+
+    def add(self, exchange: Exchange[Any]) -> None:
+        """Note a new exchange."""
+        self._exchanges.append(exchange)
+
+    def watch_steps(self, exchange: "WeightExchange[Any]") -> None:
+        """Tell an exchange of all optimizers' steps.
+
+        torch's hooks stay until the end of the run: one that goes while torch runs them, as a model may, breaks them.
+        """
+        self.of_weights.append(exchange)
+        if not self._handles:
+            self._handles = [
+                register_optimizer_step_pre_hook(self._before_step),
+                register_optimizer_step_post_hook(self._after_step),
+            ]
+            self._scaling.on_skipped.append(self._skipped_step)
+
+    def remove(self, exchange: Exchange[Any]) -> None:
+        """Forget an exchange that is closed."""
+        for exchanges in (self._exchanges, self.of_weights):
+            if exchange in exchanges:
+                exchanges.remove(exchange)  # type: ignore[arg-type]
+
+    def close_unused(self) -> None:
+        """Close the exchanges of models that nobody holds any more.
+
+        This waits for the next model: a garbage collection, which finds such a model, comes in any thread and anywhere,
+        also in the middle of making a group.
+        """
+        for exchange in list(self._exchanges):
+            if exchange.model is None and not exchange.runs:
+                exchange.close()
+
+    def settle(self) -> None:
+        for exchange in list(self.of_weights):
+            exchange.settle()
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for handle in self._handles:
+                stack.callback(handle.remove)
+            for exchange in self._exchanges:
+                stack.callback(exchange.close)
+
+    def states(self) -> list[dict[str, Any]]:
+        """Return what exchanges of weights hold beside weights and optimizers, one dict for each model."""
+        return [{"algorithm": _name(exchange), **exchange.state_dict()} for exchange in self._held()]
+
+    def load_states(self, states: list[dict[str, Any]]) -> None:
+        """Go on from the states of a checkpoint. Under another algorithm they are left out, and a line says so."""
+        exchanges = self._held()
+        saved, present = [state["algorithm"] for state in states], [_name(exchange) for exchange in exchanges]
+        if saved == present:
+            for exchange, state in zip(exchanges, states, strict=True):
+                exchange.load_state_dict(state)
+        elif saved:
+            goes_on = ", ".join(present) or "another comm="
+            say(
+                f"this run was saved under {', '.join(saved)} and goes on under {goes_on}: the "
+                f"count of steps and the outer momentum begin anew. To keep them, wrap the same models with the same "
+                f"comm= before load()."
+            )
+
+    def _held(self) -> "list[WeightExchange[Any]]":
+        if len(self.of_weights) > 1:
+            gc.collect()  # a model that nobody holds may still be there, on one rank and not on another
+        return [exchange for exchange in self.of_weights if exchange.model is not None]
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for exchange in list(self.of_weights):
+            exchange.before(optimizer)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for exchange in list(self.of_weights):
+            exchange.after(optimizer)
+
+    def _skipped_step(self, optimizer: Optimizer) -> None:
+        """Count a step that fp16 has skipped on this rank: the others may have taken it."""
+        self._before_step(optimizer, (), {})
+        self._after_step(optimizer, (), {})
+
+
+def _name(exchange: "WeightExchange[Any]") -> str:
+    return type(exchange.algorithm).__name__
 
 
 def _ranks_of_nodes(node_rank: int) -> list[list[int]]:

@@ -6,7 +6,6 @@ Source: https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
 from __future__ import annotations
 
 from abc import abstractmethod
-from dataclasses import dataclass
 from functools import partial
 from typing import cast
 
@@ -23,7 +22,6 @@ from distwrap.model.distributed import DistributedModel
 from distwrap.precision import LossScaling
 
 
-@dataclass(frozen=True, kw_only=True)
 class GradientAlgorithm(Algorithm):
     """Algorithm in which the ranks average gradients, in full or in part, and hold the same weights."""
 

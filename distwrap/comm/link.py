@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -100,24 +100,24 @@ class Link:
     def to_first(self, x: torch.Tensor) -> None:
         """Replace `x` on the first rank by the sum; what it is then on the others is undefined."""
         if self.size > 1:
-            self._count(_bytes(x) if self.rank else 0)
+            self._count(x.nbytes if self.rank else 0)
             dist.reduce(x, self._ranks[0], group=self._group)
 
     def from_first(self, x: torch.Tensor) -> None:
         """Replace `x` by the first rank's."""
         if self.size > 1:
-            self._count(0 if self.rank else (self.size - 1) * _bytes(x))
+            self._count(0 if self.rank else (self.size - 1) * x.nbytes)
             dist.broadcast(x, self._ranks[0], group=self._group)
 
     def _all_reduce(self, x: torch.Tensor, operation: Any) -> None:
         if self.size > 1:
-            self._count(2 * (self.size - 1) * _bytes(x) // self.size)
+            self._count(2 * (self.size - 1) * x.nbytes // self.size)
             dist.all_reduce(x, op=operation, group=self._group)
 
     def _begin(self, received: list[torch.Tensor], sent: list[torch.Tensor], collective: Callable[[], Any]) -> Any:
         """Send a row to each rank and receive one from each: by a collective, or by messages over two groups."""
         if self.size > 1 and self._back is None:
-            self._count((self.size - 1) * _bytes(sent[0]))
+            self._count((self.size - 1) * sent[0].nbytes)
             return collective()
         received[self.rank].copy_(sent[self.rank])
         # The next rank comes first, so that not all send to the same one at once.
@@ -126,18 +126,18 @@ class Link:
 
     def _send_and_receive(self, outgoing: Mapping[int, torch.Tensor], incoming: Mapping[int, torch.Tensor]) -> _Works:
         for x in outgoing.values():
-            self._count(_bytes(x))
+            self._count(x.nbytes)
         if self._back is None:
             sends = [dist.P2POp(dist.isend, x, self._ranks[to], self._group) for to, x in outgoing.items()]
             receives = [dist.P2POp(dist.irecv, x, self._ranks[by], self._group) for by, x in incoming.items()]
             return _Works(dist.batch_isend_irecv(sends + receives) if sends or receives else [])
         self._messages = tag = (self._messages + 1) % (1 << 30)  # names the exchange, the same on all ranks
-        works = []
+        works = _Works()
         for to, x in outgoing.items():
             works.append(dist.isend(x, self._ranks[to], self._group if to > self.rank else self._back, tag))
         for by, x in incoming.items():
             works.append(dist.irecv(x, self._ranks[by], self._group if by < self.rank else self._back, tag))
-        return _Works(works)
+        return works
 
     def _count(self, sent: int) -> None:
         self._traffic.sent += sent
@@ -145,17 +145,10 @@ class Link:
         self._traffic.exchanges += 1
 
 
-class _Works:
+class _Works(list[Any]):
     """Several messages under way."""
-
-    def __init__(self, works: Sequence[Any]) -> None:
-        self._works = works
 
     def wait(self) -> None:
         """Wait for all of them."""
-        for work in self._works:
+        for work in self:
             work.wait()
-
-
-def _bytes(x: torch.Tensor) -> int:
-    return x.numel() * x.element_size()

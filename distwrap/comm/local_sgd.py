@@ -6,9 +6,8 @@ Source: https://arxiv.org/abs/1805.09767, algorithm 1; with a warm-up, post-loca
 from dataclasses import dataclass
 
 from distwrap.checks import whole
+from distwrap.comm import Link, WeightAlgorithm, WeightExchange
 from distwrap.comm.base import option
-from distwrap.comm.link import Link
-from distwrap.comm.weights import WeightAlgorithm, WeightExchange
 
 
 class _LocalSGD(WeightExchange["LocalSGD"]):

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from distwrap.checks import whole
-from distwrap.comm.base import Averager, Bucket, option
-from distwrap.comm.gradients import GradientAlgorithm
-from distwrap.comm.link import Link
+from distwrap.comm import Averager, Bucket, GradientAlgorithm, Link
+from distwrap.comm.base import option
 from distwrap.comm.residuals import Residuals
 
 
@@ -76,8 +75,7 @@ class LowRankMean(Averager):
             torch.matmul(left, right.T, out=m)
             if finite:
                 previous.copy_(right)
-        if x is not bucket.values:
-            bucket.values.copy_(x)
+        bucket.values.copy_(x)
 
     def _rank_for(self, shape: torch.Size) -> int:
         if len(shape) < 2 or not shape.numel():

@@ -23,11 +23,10 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from distwrap._internals.torch import foreach
 from distwrap.checks import Check, whole
-from distwrap.comm.base import Averager, Bucket, option
+from distwrap.comm import Averager, Bucket, GradientAlgorithm, Link
+from distwrap.comm.base import option
 from distwrap.comm.codecs import MinMax8, Sign
 from distwrap.comm.compressed import CompressedMean
-from distwrap.comm.gradients import GradientAlgorithm
-from distwrap.comm.link import Link
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import current_world, say
 from distwrap.precision import LossScaling
@@ -146,8 +145,7 @@ class QAdamOptimizer(Optimizer):
         if _STEPS not in group:
             states = (self.state.get(parameter, {}) for parameter in group["params"])
             group[_STEPS] = max((int(state["step"]) for state in states if "step" in state), default=0)
-        steps: int = group[_STEPS]
-        return steps
+        return int(group[_STEPS])
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from distwrap.checks import fraction
-from distwrap.comm.base import Averager, Bucket, option
-from distwrap.comm.gradients import GradientAlgorithm
-from distwrap.comm.link import Link
+from distwrap.comm import Averager, Bucket, GradientAlgorithm, Link
+from distwrap.comm.base import option
 from distwrap.comm.residuals import Residuals
 
 
@@ -59,5 +58,4 @@ class LargestMean(Averager):
         x.zero_()
         for theirs, values in everyones.view(link.size, 2, count):  # in rank order, so the same bits on all
             x.index_add_(0, theirs, values.view(torch.float32), alpha=1.0 / link.size)
-        if x is not bucket.values:
-            bucket.values.copy_(x)
+        bucket.values.copy_(x)

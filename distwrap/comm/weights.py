@@ -6,19 +6,20 @@ A node, where the algorithm is hierarchical, is one replica: its ranks average g
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeVar
 
 import torch
+from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim.optimizer import Optimizer
 
+from distwrap._internals.torch import foreach
 from distwrap.checks import whole
 from distwrap.comm.base import Algorithm, option
 from distwrap.comm.exchange import Exchange
-from distwrap.comm.flat import FlatWeights, trained
 from distwrap.comm.link import Link
 from distwrap.group.world import World
 from distwrap.model.binding import parameters_of
@@ -44,6 +45,37 @@ class WeightAlgorithm(Algorithm):
         return self.exchange_class(self, model, world)
 
 
+class FlatWeights:
+    """Some parameters, read and written as one tensor.
+
+    Args:
+        parameters: of floating-point types, in the same order on every rank.
+
+    Attributes:
+        dtype: the type of that tensor: float32, or float64 where a parameter has it.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
+        self.parameters = list(parameters)
+        double = any(parameter.dtype == torch.float64 for parameter in self.parameters)
+        self.dtype = torch.float64 if double else torch.float32
+
+    def read(self) -> torch.Tensor:
+        """Return a copy of the weights."""
+        count = sum(parameter.numel() for parameter in self.parameters)
+        flat = torch.empty(count, dtype=self.dtype, device=self.parameters[0].device)
+        foreach("copy_", self._views(flat), [parameter.detach() for parameter in self.parameters])
+        return flat
+
+    def write(self, flat: torch.Tensor) -> None:
+        """Set the weights."""
+        foreach("copy_", [parameter.detach() for parameter in self.parameters], self._views(flat))
+
+    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
+        parts = torch.split(flat, [parameter.numel() for parameter in self.parameters])
+        return [part.view(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
+
+
 W = TypeVar("W", bound=WeightAlgorithm)
 
 
@@ -66,7 +98,7 @@ class WeightExchange(Exchange[W]):
         self.everyone = everyone
         self.steps, self.alike = 0, True
         self._begun = False
-        self.weights = FlatWeights(trained(model))
+        self.weights = FlatWeights([parameter for parameter in model.parameters() if parameter.requires_grad])
         self._optimizer: Optimizer | None = None
         self._exchanges.watch_steps(self)
         self._tell_model()

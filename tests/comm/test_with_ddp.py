@@ -34,7 +34,7 @@ from distwrap import (
     wrap_optimizer,
 )
 from distwrap.comm import Averager, Bucket, GradientAlgorithm, Link, traffic
-from distwrap.comm.exchange import _BEFORE_2_8, Exchanges
+from distwrap.comm.exchange import _BEFORE_2_8, RunExchanges
 from distwrap.comm.residuals import Residuals
 from distwrap.errors import CollectiveTimeoutError, ModelError, OptionError, WorkerError
 from distwrap.group.world import current_world, rank, world_size
@@ -346,7 +346,7 @@ def _several() -> tuple[int, int, int]:
     last, _ = prepared("bytegrad")  # ends what is left of the others
     before += len(last.__dict__["_exchange"]._groups)
     dist.barrier()  # nobody leaves while another one is still making the group
-    return threading.active_count() - threads, groups() - before, len(current_world().part(Exchanges).of_weights)
+    return threading.active_count() - threads, groups() - before, len(current_world().part(RunExchanges).of_weights)
 
 
 def test_a_model_that_nobody_holds_leaves_no_thread_and_no_group() -> None:
