@@ -167,31 +167,27 @@ class QAdamOptimizer(Optimizer):
         momenta = [state["exp_avg"] for state in states]
         variances = [state["exp_avg_sq"] for state in states]
         step = self.steps_of(group) + 1
-        frozen = step > self._warmup
         group[_STEPS] = step
         if not parameters:
             return
         if decay and self.decoupled:
             foreach("mul_", parameters, 1 - lr * decay)
-        if frozen:
+        if step > self._warmup:
             foreach("copy_", momenta, gradients)
+            for momentum, variance in zip(momenta, variances, strict=True):
+                momentum.masked_fill_(variance == 0, 0.0)
+            denominators = [self.frozen_state(parameter, group)["denominator"] for parameter in parameters]
+            if step == self._warmup + 1:
+                self._print_left_out(group)
         else:
             if decay and not self.decoupled:
                 gradients = foreach("add", gradients, parameters, alpha=decay)
             foreach("lerp_", momenta, gradients, 1 - beta1)
             foreach("mul_", variances, beta2)
             foreach("addcmul_", variances, gradients, gradients, value=1 - beta2)
+            denominators = self._denominators(variances, group, step)
         for state in states:
             state["step"] += 1
-        if step == self._warmup + 1:
-            self._print_left_out(group)
-        if frozen:
-            states = [self.frozen_state(parameter, group) for parameter in parameters]
-            denominators = [state["denominator"] for state in states]
-            for state in states:
-                state["exp_avg"].masked_fill_(state["exp_avg_sq"] == 0, 0.0)
-        else:
-            denominators = self._denominators(variances, group, step)
         foreach("addcdiv_", parameters, momenta, denominators, value=-lr / (1 - beta1**step))
 
     def frozen_state(self, parameter: torch.Tensor, group: dict[str, Any]) -> dict[str, Any]:

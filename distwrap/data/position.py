@@ -125,9 +125,7 @@ def check_state(state: Any, unit: str, items: int | None, custom: bool) -> None:
             f"what was taken of those says nothing about these. Load it into the same data."
         )
     if state["consumed"] and (state["order"] == "sampler") is not custom:
-        of_one, of_other = (
-            ("a custom sampler's", "this loader's") if not custom else ("a plain loader's", "a sampler's")
-        )
+        of_one, of_other = ("a plain loader's", "a sampler's") if custom else ("a custom sampler's", "this loader's")
         raise LoaderError(
             f"the position is in {of_one} order, but the order here is {of_other}: it cannot be gone on with. "
             f"Give the loader the sampler that it had."
