@@ -13,7 +13,7 @@ from torch.nn import Parameter
 from distwrap._internals.torch import metadata_of, set_metadata
 from distwrap.errors import CheckpointError
 from distwrap.model import unwrap_model
-from distwrap.model.binding import bound_strategy
+from distwrap.model.wrapped_models import bound_strategy
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.Size, torch.dtype, torch.device)
 

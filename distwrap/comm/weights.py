@@ -22,8 +22,8 @@ from distwrap.comm.base import Algorithm, option
 from distwrap.comm.exchange import Exchange
 from distwrap.comm.link import Link
 from distwrap.group.world import World
-from distwrap.model.binding import parameters_of
 from distwrap.model.distributed import DistributedModel
+from distwrap.model.wrapped_models import parameters_of
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,25 +1,60 @@
-"""The model under DDP. Decisions are made once, when it is wrapped."""
+"""Wrapped models: in one process, under DDP, and replicas that train alone. What can be decided is decided when wrapping."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+from torch.nn.parallel.parallel_apply import parallel_apply
 
 from distwrap._internals.torch import begin_ddp_forward, end_ddp_forward
 from distwrap.errors import ModelError
+from distwrap.group.world import say_once
 from distwrap.model import diagnosis
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import ForwardMethods, MethodCall, RoutedModule, has_gradient
 from distwrap.model.gradients import Average, Gradients
-from distwrap.model.local import LocalModel
+from distwrap.model.transparent import unwrap_model
 from distwrap.precision import InPrecision
 
-Forward = Callable[..., Any]
+_ddp_forward: Callable[..., Any] = DistributedDataParallel.forward
 
 
-_ddp_forward: Forward = DistributedDataParallel.forward
+class LocalModel(RoutedModule):
+    """A model of this one process, under autocast, or on an accelerator."""
+
+    def __init__(
+        self, module: nn.Module, in_precision: InPrecision, device: torch.device, forward_methods: ForwardMethods
+    ) -> None:
+        super().__init__()
+        self.module = module
+        own = self.__dict__
+        own["_run"], own["_users_class"] = in_precision(self._locally), type(unwrap_model(module))
+        self.route(forward_methods, in_precision, device)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model in its precision."""
+        return self._run(*args, **kwargs)
+
+    def _locally(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._moved((args, kwargs))
+        return self.module(*args, **kwargs)
+
+
+class DataParallelModel(RoutedModule, DataParallel):  # type: ignore[type-arg]
+    """A `DataParallel` over several devices of this process, in its precision in each of its threads."""
+
+    def __init__(
+        self, module: nn.Module, in_precision: InPrecision, device_ids: Sequence[int], forward_methods: ForwardMethods
+    ) -> None:
+        super().__init__(module, device_ids=list(device_ids))
+        self.route(forward_methods, in_precision)
+
+    def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
+        """Run the replicas; autocast is a thread's own, so each gets it anew."""
+        run = [self._in_precision(replica) for replica in replicas]
+        return parallel_apply(run, inputs, kwargs, self.device_ids[: len(replicas)])
 
 
 class DistributedModel(RoutedModule, DistributedDataParallel):
@@ -159,6 +194,45 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
         exchange = self.__dict__.pop("_exchange", None)
         if exchange is not None:
             exchange.close()
+
+
+class ReplicaModel(DistributedModel):
+    """A `DistributedModel` whose gradients DDP leaves alone while ``_trains_alone``, as in its ``no_sync()``.
+
+    Prints a notice, once a run, when eval() or state_dict() sees weights that differ between ranks.
+    """
+
+    _same_weights = False
+
+    @property
+    def require_backward_grad_sync(self) -> bool:
+        """Whether a backward averages gradients, as DDP reads it."""
+        own = self.__dict__
+        return own.get("_syncs", True) and not own.get("_trains_alone", False)
+
+    @require_backward_grad_sync.setter
+    def require_backward_grad_sync(self, value: bool) -> None:
+        self.__dict__["_syncs"] = value
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the training flag."""
+        if self.training and not mode:
+            self._note_own_weights("eval()")
+        return super().train(mode)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the model's own state dict, of this rank's weights."""
+        self._note_own_weights("state_dict()")
+        return super().state_dict(*args, **kwargs)
+
+    def _note_own_weights(self, where: str) -> None:
+        exchange = self.__dict__.get("_exchange")
+        if exchange is not None and not exchange.alike:
+            say_once(
+                "own weights",
+                f"{where} sees this rank's own weights, and under this comm= each rank has others. For the mean of "
+                f"all: with distwrap.consolidate(model): ...",
+            )
 
 
 def _refuse_change(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -15,10 +15,9 @@ from distwrap.devices.kinds import kind_of
 from distwrap.errors import ModelError
 from distwrap.group.world import RunPart, World
 from distwrap.model import in_sync
-from distwrap.model.binding import bound_strategy, parameters_of
 from distwrap.model.in_sync import Held, Mark
 from distwrap.model.transparent import unwrap_model
-from distwrap.model.wrapped_models import WrappedModels
+from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
 from distwrap.supervision.channel import Channel
 
 _PATIENCE = 50  # steps, after which what is still open stays so

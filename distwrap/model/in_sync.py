@@ -10,10 +10,10 @@ from distwrap._internals.torch import names_ddp_ignores
 from distwrap.errors import ModelError
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
-from distwrap.model.binding import bound_strategy
 from distwrap.model.buffers import statistics_of
 from distwrap.model.fingerprints import fingerprint
 from distwrap.model.transparent import unwrap_model
+from distwrap.model.wrapped_models import bound_strategy
 from distwrap.wording import named_ranks
 
 # The name of a tensor; of what is here its bits, its size and the sum of its absolute values; and which part that is.

@@ -20,7 +20,7 @@ from distwrap.data.sharded import batches_left
 from distwrap.errors import LoaderError, ModelError, OptionError
 from distwrap.group.collectives import total
 from distwrap.group.world import RunPart, World, current_world
-from distwrap.model.binding import bound_strategy, parameters_of, under_ddp
+from distwrap.model.wrapped_models import bound_strategy, parameters_of, under_ddp
 from distwrap.strategies.base import Strategy
 
 Batch = TypeVar("Batch")

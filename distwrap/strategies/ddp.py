@@ -16,13 +16,11 @@ from distwrap.errors import ModelError, OptionError
 from distwrap.group.collectives import broadcast
 from distwrap.group.setup import require_group
 from distwrap.group.world import World, current_world
-from distwrap.model.binding import bind, parameters_of, under_ddp
 from distwrap.model.buffers import Buffers
-from distwrap.model.distributed import DistributedModel
+from distwrap.model.distributed import DistributedModel, ReplicaModel
 from distwrap.model.in_sync import Held, tensors_of
-from distwrap.model.replica import ReplicaModel
 from distwrap.model.transparent import unwrap_model
-from distwrap.model.wrapped_models import WrappedModels
+from distwrap.model.wrapped_models import WrappedModels, bind, parameters_of, under_ddp
 from distwrap.registry import algorithms
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.single import local

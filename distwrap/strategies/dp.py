@@ -8,7 +8,7 @@ from torch import nn
 from distwrap.devices.selection import visible_devices
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import World
-from distwrap.model.local import DataParallelModel
+from distwrap.model.distributed import DataParallelModel
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.single import local
 

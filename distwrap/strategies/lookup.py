@@ -4,8 +4,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distwrap.group.world import World
-from distwrap.model.binding import bind, bound_strategy, parameters_of
-from distwrap.model.wrapped_models import WrappedModels
+from distwrap.model.wrapped_models import WrappedModels, bind, bound_strategy, parameters_of
 from distwrap.strategies.base import Strategy
 
 

@@ -10,12 +10,11 @@ from torch.utils.hooks import RemovableHandle
 from distwrap.comm.base import Algorithm
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import RunPart, World, current_world
-from distwrap.model.binding import bind
+from distwrap.model.distributed import LocalModel
 from distwrap.model.first_step import watch_first_step
 from distwrap.model.forward_routing import ForwardMethods, check_forward_methods
-from distwrap.model.local import LocalModel
 from distwrap.model.transparent import TransparentModule
-from distwrap.model.wrapped_models import WrappedModels
+from distwrap.model.wrapped_models import WrappedModels, bind
 from distwrap.precision import InPrecision, LossScaling, Precision
 from distwrap.registry import algorithms, strategies
 from distwrap.strategies.base import Strategy, Wrapping

@@ -4,7 +4,7 @@ from torch import nn
 
 from distwrap.errors import ModelError
 from distwrap.group.world import World
-from distwrap.model.local import LocalModel
+from distwrap.model.distributed import LocalModel
 from distwrap.strategies.base import Strategy, Wrapping
 
 

@@ -11,8 +11,8 @@ from torch.optim.optimizer import Optimizer
 from distwrap._internals.torch import has_overflowed
 from distwrap.errors import PrecisionError
 from distwrap.group.world import current_world
-from distwrap.model.binding import parameters_of
 from distwrap.model.diagnosis import explained
+from distwrap.model.wrapped_models import parameters_of
 from distwrap.precision import LossScaling
 from distwrap.strategies.accumulation import Windows
 from distwrap.strategies.base import Strategy
