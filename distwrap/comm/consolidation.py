@@ -13,6 +13,7 @@ from distwrap.errors import ModelError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.world import current_world
 from distwrap.model.buffers import sync_buffers
+from distwrap.model.distributed import DistributedModel
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.supervision.hang_report import Activity
@@ -101,5 +102,7 @@ def _exchange_of(model: nn.Module) -> Exchange[Any] | None:
     if not isinstance(model, nn.Module):
         raise ModelError(f"this takes the model that wrap_model() returned, not a {type(model).__name__}.")
     net = unwrap_model(model)
-    found = current_world().part(WrappedModels).holding("_exchange")
-    return next((exchange for wrapped, exchange in found if unwrap_model(wrapped) is net), None)
+    for wrapped in current_world().part(WrappedModels):
+        if isinstance(wrapped, DistributedModel) and wrapped._exchange is not None and unwrap_model(wrapped) is net:
+            return wrapped._exchange  # type: ignore[no-any-return]
+    return None

@@ -116,7 +116,7 @@ def _explained_twice(text: str) -> ModelError:
     found = re.search(r"Parameter at index (\d+)", text)
     candidates = {
         gradients.trained[int(found.group(1))]
-        for _, gradients in current_world().part(WrappedModels).holding("_gradients")
+        for gradients in current_world().part(WrappedModels).gradients.values()
         if found and int(found.group(1)) < len(gradients.trained)
     }
     which = " or ".join(sorted(map(repr, candidates))) or "a parameter"

@@ -1,4 +1,4 @@
-"""Wrapped models: in one process, under DDP, and replicas that train alone. What can be decided is decided when wrapping."""
+"""Wrapped models: in one process, under DDP, and or trained alone. What can be decided is decided when wrapping."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -72,7 +72,9 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
         **ddp_kwargs: for ``DistributedDataParallel``.
     """
 
-    _same_weights = True  # on all ranks, after each step
+    # Other rooms set these. What no class of a wrapper declares could land on the user's model.
+    _exchange: Any = None  # with the other ranks: an `Exchange` of distwrap.comm, under comm=
+    _trains_alone = False  # whether DDP leaves the gradients of a `ReplicaModel` alone
 
     def __init__(
         self,
@@ -179,21 +181,17 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
     def retire(self) -> None:
         """Stop watching: the same model is wrapped anew."""
         self._gradients.forget()
-        self._close_exchange()
+        exchange, self._exchange = self._exchange, None
+        if exchange is not None:
+            exchange.close()
 
     def release(self) -> None:
         """Let go of the process group: from now on this is the bare model."""
-        self._gradients.forget()
-        self._close_exchange()
+        self.retire()
         for name in ("reducer", "logger", "process_group", "forward"):
             self.__dict__.pop(name, None)
         object.__dict__["__class__"].__set__(self, LocalModel)  # behind the property of that name
         self.__dict__["_run"] = self._in_precision(self._locally)
-
-    def _close_exchange(self) -> None:
-        exchange = self.__dict__.pop("_exchange", None)
-        if exchange is not None:
-            exchange.close()
 
 
 class ReplicaModel(DistributedModel):
@@ -202,17 +200,16 @@ class ReplicaModel(DistributedModel):
     Prints a notice, once a run, when eval() or state_dict() sees weights that differ between ranks.
     """
 
-    _same_weights = False
+    _syncs = True  # as DDP sets it in no_sync()
 
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether a backward averages gradients, as DDP reads it."""
-        own = self.__dict__
-        return own.get("_syncs", True) and not own.get("_trains_alone", False)
+        return self._syncs and not self._trains_alone
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
-        self.__dict__["_syncs"] = value
+        self._syncs = value
 
     def train(self, mode: bool = True) -> Any:
         """Set the training flag."""
@@ -226,8 +223,7 @@ class ReplicaModel(DistributedModel):
         return super().state_dict(*args, **kwargs)
 
     def _note_own_weights(self, where: str) -> None:
-        exchange = self.__dict__.get("_exchange")
-        if exchange is not None and not exchange.alike:
+        if self._exchange is not None and not self._exchange.alike:
             say_once(
                 "own weights",
                 f"{where} sees this rank's own weights, and under this comm= each rank has others. For the mean of "

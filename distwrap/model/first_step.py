@@ -15,6 +15,7 @@ from distwrap.devices.kinds import kind_of
 from distwrap.errors import ModelError
 from distwrap.group.world import RunPart, World
 from distwrap.model import in_sync
+from distwrap.model.distributed import ReplicaModel
 from distwrap.model.in_sync import Held, Mark
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
@@ -61,7 +62,7 @@ class FirstSteps(RunPart):
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._compare()
-        if optimizer not in self._seen:
+        if optimizer not in self._seen and not self._may_hold_shards(optimizer):
             self._refuse_strangers(optimizer)
         self._steps += 1
         if (self._steps > _PATIENCE or (not self._open and self._is_done())) and self._are_last():
@@ -72,20 +73,19 @@ class FirstSteps(RunPart):
         if optimizer in self._seen or all(tensor.grad is None for tensor in held.values()):
             return
         self._seen.add(optimizer)
-        models = [
-            model
-            for model in self._world.part(WrappedModels)
-            if not held.keys().isdisjoint(map(id, model.parameters()))
-        ]
+        models = self._world.part(WrappedModels).of_optimizer(optimizer)
+        shards = not models and self._may_hold_shards(optimizer)
+        if shards:
+            models = list(self._world.part(WrappedModels))
         tensors: list[Held] = []
         for model in models:
             self._proven.add(model)
             strategy = bound_strategy(model)
-            if strategy is not None and getattr(model, "_same_weights", True):
+            if strategy is not None and not isinstance(model, ReplicaModel):
                 kind = type(unwrap_model(model)).__name__
                 tensors += [held._replace(name=f"{kind}.{held.name}") for held in strategy.held(model)]
         known = {id(parameter) for model in models for parameter in model.parameters()}
-        for number, tensor in enumerate(held.values()):
+        for number, tensor in enumerate(() if shards else held.values()):
             if id(tensor) not in known and tensor.grad is not None:
                 name = f"tensor {number} of {type(optimizer).__name__}, which no wrapped model has"
                 tensors.append(Held(name, "", tensor))
@@ -110,6 +110,12 @@ class FirstSteps(RunPart):
                         f"gradients of all that it trains (parameters outside of a wrapped model are not), and take "
                         f"the same steps with the same learning rate."
                     )
+
+    def _may_hold_shards(self, optimizer: Optimizer) -> bool:
+        """Return whether the optimizer's tensors may be shards that a strategy has made of a model's parameters."""
+        own = bound_strategy(optimizer)
+        strategies = [own] if own is not None else map(bound_strategy, self._world.part(WrappedModels))
+        return any(strategy is not None and strategy.shards for strategy in strategies)
 
     def _refuse_strangers(self, optimizer: Optimizer) -> None:
         """Refuse an optimizer that would train nothing, as one that was made of a copy of the model."""

@@ -87,6 +87,7 @@ class Gradients:
             if not parameter.requires_grad and parameter.is_floating_point():
                 self._watch_frozen(parameter)
         weakref.finalize(model, _remove, self._handles).atexit = False
+        current_world().part(WrappedModels).gradients[model] = self
 
     def check_place(self) -> None:
         """Refuse parameters that were moved or converted since: autograd then forgets DDP's hooks.
@@ -201,7 +202,7 @@ def _averaged_elsewhere(model: nn.Module, task: int) -> bool:
     own = set(map(id, model.parameters()))
     return any(
         other is not model and gradients._task == task and not own.isdisjoint(map(id, other.parameters()))
-        for other, gradients in current_world().part(WrappedModels).holding("_gradients")
+        for other, gradients in current_world().part(WrappedModels).gradients.items()
     )
 
 

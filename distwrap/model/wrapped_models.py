@@ -15,6 +15,7 @@ from distwrap.group.collective_guard import CollectiveGuard
 from distwrap.group.world import RunPart, World, current_world
 
 if TYPE_CHECKING:
+    from distwrap.model.gradients import Gradients
     from distwrap.strategies.base import Strategy
 
 _MARK = "_distwrap_strategy"
@@ -24,12 +25,16 @@ class WrappedModels(RunPart):
     """Wrapped models of one run; they hold on to the process group, and let go of it when the run ends.
 
     Iterating yields those that somebody still holds, the same on every rank where all ranks hold the same.
+
+    Attributes:
+        gradients: the watch over the gradients of each model under DDP.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._models: list[ref[nn.Module]] = []
         self._guard = world.part(CollectiveGuard)
+        self.gradients: WeakKeyDictionary[nn.Module, Gradients] = WeakKeyDictionary()
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter([model for held in self._models if (model := held()) is not None])
@@ -39,9 +44,10 @@ class WrappedModels(RunPart):
         """The model that was wrapped last, of those that somebody still holds."""
         return next((model for held in reversed(self._models) if (model := held()) is not None), None)
 
-    def holding(self, name: str) -> list[tuple[nn.Module, Any]]:
-        """Return the models whose wrapper holds something under a name, each with what it holds."""
-        return [(model, vars(model)[name]) for model in self if name in vars(model)]
+    def of_optimizer(self, optimizer: Optimizer) -> list[nn.Module]:
+        """Return the models that have parameters of an optimizer."""
+        held = parameters_of(optimizer).keys()
+        return [model for model in self if not held.isdisjoint(map(id, model.parameters()))]
 
     def add(self, model: nn.Module) -> None:
         """Note a model that was wrapped just now."""

@@ -20,7 +20,7 @@ from distwrap.model.buffers import Buffers
 from distwrap.model.distributed import DistributedModel, ReplicaModel
 from distwrap.model.in_sync import Held, tensors_of
 from distwrap.model.transparent import unwrap_model
-from distwrap.model.wrapped_models import WrappedModels, bind, parameters_of, under_ddp
+from distwrap.model.wrapped_models import WrappedModels, bind, under_ddp
 from distwrap.registry import algorithms
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.single import local
@@ -80,7 +80,7 @@ class DDPStrategy(Strategy):
         kind = self.wrapper(comm)
         wrapped = kind(model, wrapping.in_precision, wrapping.device, wrapping.forward_methods, buffers, **options)
         if comm is not None:
-            wrapped.__dict__["_exchange"] = comm.attach(wrapped, world)
+            wrapped._exchange = comm.attach(wrapped, world)
         bind(wrapped, self)
         models.add(wrapped)  # here, since a subclass may return something around it, as torch.compile does
         return wrapped
@@ -102,10 +102,9 @@ class DDPStrategy(Strategy):
         return tensors_of(model)
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
-        held = parameters_of(optimizer)
-        for wrapped, exchange in current_world().part(WrappedModels).holding("_exchange"):
-            if not held.keys().isdisjoint(map(id, wrapped.parameters())):
-                optimizer = exchange.prepare_optimizer(optimizer)
+        for wrapped in current_world().part(WrappedModels).of_optimizer(optimizer):
+            if isinstance(wrapped, DistributedModel) and wrapped._exchange is not None:
+                optimizer = wrapped._exchange.prepare_optimizer(optimizer)
         return optimizer
 
 

@@ -4,7 +4,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distwrap.group.world import World
-from distwrap.model.wrapped_models import WrappedModels, bind, bound_strategy, parameters_of
+from distwrap.model.wrapped_models import WrappedModels, bind, bound_strategy
 from distwrap.strategies.base import Strategy
 
 
@@ -25,10 +25,8 @@ def strategy_of_optimizer(optimizer: Optimizer, world: World) -> Strategy:
 
 def strategy_of_owner(optimizer: Optimizer, world: World) -> Strategy:
     """Return the strategy of the wrapped model that has an optimizer's parameters; the run's where there is none."""
-    held = parameters_of(optimizer)
-    models = (model for model in world.part(WrappedModels) if not held.keys().isdisjoint(map(id, model.parameters())))
-    owner = next(models, None)
-    return world.strategy if owner is None else strategy_of_model(owner, world)
+    owners = world.part(WrappedModels).of_optimizer(optimizer)
+    return strategy_of_model(owners[0], world) if owners else world.strategy
 
 
 def strategy_of_backward(world: World) -> Strategy:

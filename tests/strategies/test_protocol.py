@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import distwrap as dw
-from distwrap import rank
+from distwrap import DDPStrategy, rank
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import current_world
 from tests.strategies.by_hand import ByHand
@@ -141,6 +141,37 @@ def test_a_strategy_refuses_before_any_process_starts() -> None:
 
     with pytest.raises(OptionError, match="ByHand has no precision='fp16'"):
         never()
+
+
+class FlatShards(DDPStrategy):
+    """A strategy whose optimizer steps a flat shard of its own on each rank, in the place of the parameters."""
+
+    shards = True
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> torch.optim.Optimizer:
+        shard = nn.Parameter(torch.full((2,), float(rank())))
+        shard.grad = torch.ones(2)
+        return torch.optim.SGD([shard], lr=0.1)
+
+
+def test_shards_of_a_strategy_are_no_strangers_to_the_first_step() -> None:
+    """The proof after the first step compares the model, and leaves the optimizer's tensors to the strategy."""
+
+    @dw.distributed(nprocs=2, strategy=FlatShards())
+    def train(differ: bool) -> None:
+        model = dw.wrap_model(nn.Linear(4, 1))
+        optimizer = dw.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.1))
+        if differ:
+            with torch.no_grad():
+                next(model.parameters()).add_(rank())
+        for _ in range(4):
+            dw.backward(model(torch.ones(2, 4)).sum())
+            optimizer.step()
+            dw.gather_object(None)
+
+    train(False)
+    with pytest.raises(ModelError, match=r"'Linear.weight' is the first that differs"):
+        train(True)
 
 
 def test_a_strategy_of_the_script_itself_goes_to_fresh_processes(tmp_path: Path) -> None:
