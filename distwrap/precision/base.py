@@ -14,8 +14,8 @@ class Precision:
     """Full precision, ``"32"``. Subclass it and override what is different in another.
 
     A precision is chosen in the caller and travels to the ranks, so it must be picklable. Its functions are called in
-    this order: `weights` once, when a model is wrapped; `inputs`, `context` and `outputs` around each forward;
-    `after_step` after each step of an optimizer.
+    this order: `weights` once, when a model is wrapped; `inputs`, `context`, `outputs` and `require_scaled` around each
+    forward; `after_step` after each step of an optimizer.
 
     Example:
         >>> class Doubled(Precision):
@@ -45,6 +45,9 @@ class Precision:
     def outputs(self, value: Any) -> Any:
         """Return a forward's outputs, in any nesting, in the type in which a loss is computed."""
         return tree_map(_to_float32, value)
+
+    def require_scaled(self, outputs: Any) -> None:
+        """Refuse a backward from a forward's outputs whose loss nobody has scaled; not where the strategy scales."""
 
     def make_scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
         """Return a scaler of losses, where gradients would be too small without one."""

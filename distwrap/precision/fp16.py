@@ -21,13 +21,11 @@ class MixedFP16(Precision):
     def context(self, device: torch.device) -> AbstractContextManager[Any]:
         return torch.autocast(device.type, torch.float16)
 
-    def outputs(self, value: Any) -> Any:
-        value = super().outputs(value)
+    def require_scaled(self, outputs: Any) -> None:
         if torch.is_grad_enabled():
-            for output in tree_leaves(value):
+            for output in tree_leaves(outputs):
                 if isinstance(output, torch.Tensor) and output.requires_grad:
                     output.register_hook(_refuse_unscaled)  # type: ignore[no-untyped-call]
-        return value
 
     def make_scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
         return torch.amp.GradScaler(device.type)

@@ -20,13 +20,13 @@ class InPrecision:
     Args:
         precision: a `Precision`, or the name of one.
         device: on which the forward computes.
+        owns_scale: whether the strategy scales losses by itself.
     """
 
-    def __init__(self, precision: str | Precision, device: torch.device) -> None:
+    def __init__(self, precision: str | Precision, device: torch.device, *, owns_scale: bool = False) -> None:
         self.precision: Precision = precisions.make(precision)
-        self._device = device
-        self.is_plain = self.precision.is_plain
-        self.inputs, self.outputs = self.precision.inputs, self.precision.outputs
+        self._device, self._owns_scale = device, owns_scale
+        self.is_plain, self.inputs = self.precision.is_plain, self.precision.inputs
 
     def __call__(self, forward: Forward) -> Forward:
         if self.is_plain:
@@ -40,6 +40,17 @@ class InPrecision:
             return self.outputs(outputs)
 
         return run
+
+    def outputs(self, value: Any) -> Any:
+        """Return a forward's outputs in the type in which a loss is computed."""
+        value = self.precision.outputs(value)
+        if not self._owns_scale:
+            self.precision.require_scaled(value)
+        return value
+
+    def make_scaler(self) -> torch.amp.GradScaler | None:
+        """Return a scaler of losses, where distwrap is to scale them."""
+        return None if self._owns_scale else self.precision.make_scaler(self._device)
 
     def context(self) -> AbstractContextManager[Any]:
         """Return the context in which a forward runs."""

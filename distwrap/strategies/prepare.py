@@ -82,8 +82,9 @@ def wrap_model(
             raise ModelError("sync_batchnorm=True: torch has SyncBatchNorm on accelerators only, and this is the CPU.")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     check_forward_methods(model, forward_methods)
-    in_precision = InPrecision(precision if precision is not None else world.options.precision, where)
-    _watch_steps(in_precision.precision, model, world, where)
+    precision = precision if precision is not None else world.options.precision
+    in_precision = InPrecision(precision, where, owns_scale=chosen.owns_scale)
+    _watch_steps(in_precision, model, world)
     wrapping = Wrapping(where, in_precision, forward_methods, algorithm, dict(ddp_kwargs))
     if not chosen.places_model:
         model = in_precision.precision.weights(model.to(where))
@@ -140,8 +141,8 @@ class StepHooks(RunPart):
             handle.remove()
 
 
-def _watch_steps(precision: Precision, model: nn.Module, world: World, device: torch.device) -> None:
-    scaler = precision.make_scaler(device)
+def _watch_steps(in_precision: InPrecision, model: nn.Module, world: World) -> None:
+    precision, scaler = in_precision.precision, in_precision.make_scaler()
     if scaler is not None:
         world.part(LossScaling).begin(model, scaler)
     if type(precision).after_step is not Precision.after_step:

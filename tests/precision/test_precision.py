@@ -120,6 +120,31 @@ def test_float32_clips_and_steps() -> None:
     under("32", body)
 
 
+class OwnScale(dw.DDPStrategy):
+    """A strategy that scales losses by itself, as an engine does."""
+
+    owns_scale = True
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_a_strategy_that_owns_the_scale_may_leave_losses_unscaled(nprocs: int) -> None:
+    """Under fp16 neither a backward, nor a step, nor unscale() asks for a scale of distwrap's."""
+
+    @dw.distributed(nprocs=nprocs, strategy=OwnScale(), precision="fp16", launcher="forkserver", timeout=30)
+    def body() -> None:
+        model, optimizer = setting()
+        before = weights(model)
+        for step in (optimizer.step, lambda: dw.optimizer_step(optimizer, max_norm=1.0)):
+            for backward in (torch.Tensor.backward, dw.backward):
+                optimizer.zero_grad()
+                backward(model(torch.ones(2, 4)).sum())  # type: ignore[operator]
+                dw.unscale(optimizer)
+                step()
+        assert weights(model) != before
+
+    body()
+
+
 def test_fp16_clips_the_unscaled_gradients() -> None:
     """Under fp16 the norm is that of the true gradients: long ones are cut to it, short ones are left as they are."""
 
