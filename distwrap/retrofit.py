@@ -4,7 +4,6 @@ Models, optimizers, schedulers, scalers and loaders are found among the argument
 dicts, in the same order in the caller and on every rank; so the n-th state that comes back belongs to the n-th object.
 """
 
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +18,7 @@ from distwrap.data.loader import next_epoch, shard_loader
 from distwrap.errors import ModelError
 from distwrap.group.world import current_world
 from distwrap.model import TransparentModule
+from distwrap.nesting import rebuilt
 from distwrap.strategies import wrap_model, wrap_optimizer
 
 _KINDS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader)
@@ -68,8 +68,13 @@ def _shapes(state: dict[str, Any]) -> set[tuple[str, tuple[int, ...]]]:
 def find(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Retrofitted]:
     """List the arguments' models, optimizers, schedulers, scalers and loaders, each once, in a fixed order."""
     found: dict[int, Retrofitted] = {}
-    for value in _walk((args, kwargs)):
-        found.setdefault(id(value), Retrofitted(value, value))
+
+    def note(part: Any, path: tuple[Any, ...]) -> Any:
+        if isinstance(part, _KINDS):
+            found.setdefault(id(part), Retrofitted(part, part))
+        return part
+
+    rebuilt((args, kwargs), note)
     return list(found.values())
 
 
@@ -93,43 +98,14 @@ def wrap(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...]
             if item.original.__dict__.get(_EPOCH):  # a call before this one has seen the first epochs' orders
                 item.wrapped.set_epoch(item.original.__dict__[_EPOCH])
     replacement = {id(item.original): item.wrapped for item in found}
-    args, kwargs = _replaced((args, kwargs), lambda value: replacement.get(id(value), value))
+    args, kwargs = rebuilt((args, kwargs), lambda part, path: replacement.get(id(part), part))
     return args, kwargs, found
 
 
 def unwrapped(value: Any, found: list[Retrofitted]) -> Any:
     """Replace what the function saw by the caller's own objects, in what it returns."""
     replacement = {id(item.wrapped): item.original for item in found}
-    return _replaced(value, lambda item: replacement.get(id(item), item))
-
-
-def _walk(value: Any) -> Iterator[Any]:
-    if isinstance(value, _KINDS):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _walk(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _walk(item)
-
-
-def _replaced(value: Any, replace: Callable[[Any], Any]) -> Any:
-    replacement = replace(value)
-    if replacement is not value:
-        return replacement
-    if isinstance(value, tuple):
-        items = [_replaced(item, replace) for item in value]
-        if all(new is old for new, old in zip(items, value, strict=True)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if type(value) is list:
-        items = [_replaced(item, replace) for item in value]
-        return value if all(new is old for new, old in zip(items, value, strict=True)) else items
-    if type(value) is dict:
-        pairs = {key: _replaced(item, replace) for key, item in value.items()}
-        return value if all(pairs[key] is value[key] for key in value) else pairs
-    return value
+    return rebuilt(value, lambda part, path: replacement.get(id(part), part))
 
 
 def _refuse_shared(models: list[Retrofitted]) -> None:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any
 
+from distwrap.nesting import rebuilt
+
 _pytree: Any = None
 with suppress(ImportError):
     from torch.utils import _pytree
@@ -22,12 +24,7 @@ def tree_map(change: Callable[[Any], Any], value: Any) -> Any:
 
 
 def _plain_tree_map(change: Callable[[Any], Any], value: Any) -> Any:
-    if isinstance(value, dict):
-        return type(value)((key, _plain_tree_map(change, item)) for key, item in value.items())
-    if isinstance(value, (list, tuple)):
-        items = [_plain_tree_map(change, item) for item in value]
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    return change(value)
+    return rebuilt(value, lambda part, path: part if isinstance(part, (list, tuple, dict)) else change(part))
 
 
 def tree_flatten(value: Any) -> tuple[list[Any], Any]:

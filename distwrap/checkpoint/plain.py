@@ -4,7 +4,6 @@ Source of the safe loader: https://docs.pytorch.org/docs/stable/notes/serializat
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -14,6 +13,7 @@ from distwrap._internals.torch import metadata_of, set_metadata
 from distwrap.errors import CheckpointError
 from distwrap.model import unwrap_model
 from distwrap.model.wrapped_models import bound_strategy
+from distwrap.nesting import rebuilt
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.Size, torch.dtype, torch.device)
 
@@ -49,24 +49,6 @@ def plain(value: Any, where: str = "") -> Any:
     )
 
 
-def mapped(value: Any, change: Callable[[Any, str], Any], name: str = "") -> Any:
-    """Rebuild a nesting with every leaf changed.
-
-    Args:
-        value: dicts, lists and tuples in any nesting.
-        change: gets a leaf and its name, as ``"model.0.weight"``, and returns the new one.
-        name: of the nesting itself.
-    """
-    front = f"{name}." if name else ""
-    if type(value) in (dict, OrderedDict, Counter):
-        result = type(value)({key: mapped(item, change, f"{front}{key}") for key, item in value.items()})
-        set_metadata(result, metadata_of(value))
-        return result
-    if type(value) in (list, tuple):
-        return type(value)(mapped(item, change, f"{front}{index}") for index, item in enumerate(value))
-    return change(value, name)
-
-
 class Staging:
     """Memory to which states are copied before they are written in the background; used again for the next one.
 
@@ -81,7 +63,7 @@ class Staging:
         free, copies = self._storages, {}
         self._storages = []
 
-        def copy(leaf: Any, name: str) -> Any:
+        def copy(leaf: Any, path: tuple[Any, ...]) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if leaf.layout is not torch.strided or leaf.is_quantized or type(leaf) not in (torch.Tensor, Parameter):
@@ -94,7 +76,7 @@ class Staging:
             twin.set_(copies[key], leaf.storage_offset(), leaf.size(), leaf.stride())
             return twin if type(leaf) is torch.Tensor else Parameter(twin, leaf.requires_grad)
 
-        return mapped(state, copy)
+        return rebuilt(state, copy)
 
     def _copy_of(self, free: list[torch.UntypedStorage], storage: torch.UntypedStorage) -> torch.UntypedStorage:
         size = storage.nbytes()

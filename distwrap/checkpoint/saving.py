@@ -12,7 +12,7 @@ import torch
 from distwrap.checkpoint import files, retention
 from distwrap.checkpoint.background import Writer
 from distwrap.checkpoint.formats import CheckpointIO, choose
-from distwrap.checkpoint.plain import mapped, plain
+from distwrap.checkpoint.plain import plain
 from distwrap.errors import CheckpointError, OptionError
 from distwrap.group.collective_guard import CollectiveGuard, check_collectives_allowed
 from distwrap.group.wait_for_rank import share_result
@@ -21,6 +21,7 @@ from distwrap.model import unwrap_model
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.wording import first_line
 from distwrap.model.wrapped_models import bound_strategy
+from distwrap.nesting import rebuilt
 
 
 def save(
@@ -245,7 +246,7 @@ def _format_of(io: str | CheckpointIO) -> str | CheckpointIO:
 def _with_collective_states(state: Any, *, in_parts: bool) -> Any:
     """Replace objects whose state all ranks put together by what they have put together; every rank takes part."""
 
-    def replaced(leaf: Any, name: str) -> Any:
+    def replaced(leaf: Any, path: tuple[Any, ...]) -> Any:
         if getattr(type(leaf), "on_all_ranks", False) is True:
             return leaf.state_dict()
         strategy = bound_strategy(leaf)
@@ -254,4 +255,4 @@ def _with_collective_states(state: Any, *, in_parts: bool) -> Any:
         parts = strategy.parts(leaf) if in_parts else None
         return strategy.state(leaf) if parts is None else parts
 
-    return mapped(state, replaced)
+    return rebuilt(state, replaced)

@@ -24,8 +24,8 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 from distwrap._internals.python import PATH_MODULES
 from distwrap._internals.torch import LAYOUT_FUNCTION
 from distwrap.checkpoint.files import SKELETON
-from distwrap.checkpoint.plain import mapped
 from distwrap.errors import CheckpointError
+from distwrap.nesting import rebuilt
 
 
 class ShardedIO:
@@ -62,15 +62,16 @@ def _separated(
     """
     tensors: dict[str, torch.Tensor] = {}
 
-    def change(leaf: Any, name: str) -> Any:
+    def change(leaf: Any, path: tuple[Any, ...]) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
+        name = ".".join(map(str, path))
         while name in tensors:  # {"a.b": x, "a": {"b": y}}
             name += "'"
         tensors[name], instead = divide(leaf)
         return instead
 
-    return mapped(state, change), tensors
+    return rebuilt(state, change), tensors
 
 
 @contextmanager

@@ -1,7 +1,6 @@
 """``python -m distwrap strip``: repairs the keys in a checkpoint's file, and copies the rest as it is."""
 
 import argparse
-import copy
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from distwrap.checkpoint import files
 from distwrap.checkpoint.formats import FileIO, SafetensorsIO, safetensors
 from distwrap.errors import CheckpointError, DistwrapError
 from distwrap.model.state_dict import strip_module_prefix
+from distwrap.nesting import rebuilt
 from distwrap.wording import first_line
 
 SAFETENSORS = ".safetensors"
@@ -126,17 +126,13 @@ def strip(
     return _replace_state_dicts(state, stripped), renames, dicts
 
 
-def _replace_state_dicts(value: Any, replace: Callable[[dict[str, Any], str], Any], place: str = "") -> Any:
+def _replace_state_dicts(value: Any, replace: Callable[[dict[str, Any], str], Any]) -> Any:
     """Return a nesting in which each state dict is replaced by what a function makes of it and its place."""
-    if _is_state_dict(value):
-        return replace(value, place)
-    if isinstance(value, dict):
-        copied = copy.copy(value)
-        copied.update({key: _replace_state_dicts(item, replace, f"{place}{key}/") for key, item in value.items()})
-        return copied
-    if type(value) in (list, tuple):
-        return type(value)(_replace_state_dicts(item, replace, f"{place}{n}/") for n, item in enumerate(value))
-    return value
+
+    def replaced(part: Any, path: tuple[Any, ...]) -> Any:
+        return replace(part, "".join(f"{key}/" for key in path)) if _is_state_dict(part) else part
+
+    return rebuilt(value, replaced)
 
 
 def table(renames: list[tuple[str, str, Any]]) -> str:

@@ -65,6 +65,14 @@ def test_every_state_dict_in_a_file_is_stripped_and_the_rest_kept(broken: Path, 
     model().load_state_dict(out["model"])
 
 
+def test_a_schedulers_milestones_are_copied_as_they_are(tmp_path: Path) -> None:
+    """MultiStepLR counts its milestones, and a count is not doubled."""
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(torch.optim.SGD(model().parameters()), [30, 80])
+    torch.save({"model": wrapped_state(), "scheduler": scheduler.state_dict()}, tmp_path / "in.pt")
+    assert main(["strip", str(tmp_path / "in.pt"), str(tmp_path / "out.pt")]) == 0
+    assert torch.load(tmp_path / "out.pt", weights_only=True)["scheduler"]["milestones"] == {30: 1, 80: 1}
+
+
 def test_a_dry_run_shows_the_renames_and_writes_nothing(
     broken: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
