@@ -19,9 +19,9 @@ from distwrap.group.wait_for_rank import share_result
 from distwrap.group.world import current_world
 from distwrap.model import unwrap_model
 from distwrap.model.state_dict import strip_module_prefix
-from distwrap.wording import first_line
 from distwrap.model.wrapped_models import bound_strategy
 from distwrap.nesting import rebuilt
+from distwrap.wording import first_line
 
 
 def save(
