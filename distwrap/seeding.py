@@ -61,6 +61,7 @@ def seed_everything(seed: int) -> int:
     seed = SEED("seed", seed)
     world = current_world()
     world.options = replace(world.options, seed=seed)
+    torch.manual_seed(seed)
     _seed_generators(seed)
     return seed
 
@@ -92,7 +93,7 @@ class BorrowedRandomness:
         """Swap the streams for the time of a ``with``."""
         outside = self._capture()
         if self._state is None:
-            _seed_generators(self._seed, devices=False)
+            _seed_generators(self._seed)
             for generator in self._generators:
                 generator.manual_seed(self._seed)
         else:
@@ -122,11 +123,8 @@ def preserved() -> Iterator[None]:
         outside.restore()
 
 
-def _seed_generators(seed: int, devices: bool = True) -> None:
-    if devices:
-        torch.manual_seed(seed)
-    else:
-        torch.default_generator.manual_seed(seed)
+def _seed_generators(seed: int) -> None:
+    torch.default_generator.manual_seed(seed)
     random.seed(seed)
     numpy = sys.modules.get("numpy")
     if numpy is not None:

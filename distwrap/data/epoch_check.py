@@ -5,7 +5,6 @@ ahead of the others from then on: the shares are of different shuffles, and samp
 iterable dataset that nobody divides, all ranks have the same batches.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -16,6 +15,8 @@ from distwrap._internals.torch_tree import tree_leaves
 from distwrap.data.position import Position
 from distwrap.errors import LoaderError
 from distwrap.group.world import say
+from distwrap.model.fingerprints import fingerprint
+from distwrap.seeding import mix
 from distwrap.supervision.channel import Channel
 from distwrap.wording import named_ranks
 
@@ -96,11 +97,5 @@ class EpochCheck:
 
 
 def _digest(batch: Any) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor):
-            digest.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
-        else:
-            digest.update(repr(leaf).encode())
-    return digest.hexdigest()
+    leaves = tree_leaves(batch)
+    return str(mix(*(fingerprint(leaf) if isinstance(leaf, torch.Tensor) else repr(leaf) for leaf in leaves)))

@@ -138,7 +138,7 @@ class WorkerInit:
     def __call__(self, worker: int) -> None:
         info = get_worker_info()
         assert info is not None
-        seed_of = partial(_seed_in_epoch, self._seed, self._rank, worker, info.num_workers)
+        seed_of = partial(worker_seed, self._seed, rank=self._rank, worker=worker, workers=info.num_workers)
         seed_generators(seed_of(self._epoch), GENERATORS)
         object.__setattr__(info, "seed", seed_of(self._epoch))
         object.__setattr__(info, "dataset", self._source.dataset)
@@ -160,10 +160,6 @@ def seed_generators(seed: int, names: Set[str]) -> None:
     numpy = sys.modules.get("numpy")
     if numpy is not None and "numpy" in names:
         numpy.random.seed([seed & 0xFFFFFFFF, seed >> 32])
-
-
-def _seed_in_epoch(seed: int, rank: int, worker: int, workers: int, epoch: int) -> int:
-    return worker_seed(seed, epoch, rank, worker, workers)
 
 
 def _fingerprints() -> dict[str, Any]:

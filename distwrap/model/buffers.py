@@ -68,7 +68,7 @@ class Buffers:
     def _trained(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return the buffers that training changes: running statistics, and others once they differ."""
         others = {key: value for key, value in _others(model).items() if fingerprint(value) != self._at_first.get(key)}
-        return {**_statistics(model), **others}
+        return {**statistics_of(model), **others}
 
 
 def sync_buffers(model: nn.Module, how: str = "rank0") -> None:
@@ -94,12 +94,8 @@ def sync_buffers(model: nn.Module, how: str = "rank0") -> None:
             value.copy_(reduce(value, "mean") if averaged else broadcast(value))
 
 
-def statistics_of(model: nn.Module) -> set[str]:
-    """Name the buffers that are a norm's running statistics, and differ between ranks while training."""
-    return set(_statistics(model))
-
-
-def _statistics(model: nn.Module) -> dict[str, torch.Tensor]:
+def statistics_of(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the buffers that are a norm's running statistics, and differ between ranks while training."""
     return {
         f"{prefix}.{key}" if prefix else key: value
         for prefix, part in model.named_modules()
@@ -109,7 +105,7 @@ def _statistics(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _others(model: nn.Module) -> dict[str, torch.Tensor]:
-    statistics = _statistics(model)
+    statistics = statistics_of(model)
     return {key: value for key, value in model.named_buffers() if key not in statistics}
 
 

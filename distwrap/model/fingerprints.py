@@ -2,6 +2,8 @@
 
 import torch
 
+from distwrap.seeding import mix
+
 _CHUNK = 2**17  # numbers of 64 bits: what fits into a cache
 _MASK = 2**63 - 1
 
@@ -29,19 +31,12 @@ def fingerprint(tensor: torch.Tensor) -> int:
         if raw[:whole].data_ptr() % 8:
             raw = raw.clone()
         factors = _factors(raw.device)
-        total = _of_text(tensor)
+        total = mix(str(tensor.dtype), *tensor.shape)
         for number, chunk in enumerate((*torch.split(raw[:whole].view(torch.int64), _CHUNK), rest.view(torch.int64))):
             # Folded first: of round numbers only the high bits differ, and a product keeps the low ones.
             part = int(((chunk ^ (chunk >> 32)) * factors[: chunk.numel()]).sum())
             total = (total * 6364136223846793005 + part + number) & (2**64 - 1)
     return total & _MASK
-
-
-def _of_text(tensor: torch.Tensor) -> int:
-    total = 0
-    for byte in f"{tensor.dtype}{tuple(tensor.shape)}".encode():
-        total = (total * 1099511628211 + byte) & (2**64 - 1)
-    return total
 
 
 def _factors(device: torch.device) -> torch.Tensor:

@@ -24,13 +24,6 @@ from distwrap.supervision.channel import Channel
 _PATIENCE = 50  # steps, after which what is still open stays so
 
 
-def watch_first_step(world: World) -> None:
-    """Look at the next step of each optimizer that holds parameters of a wrapped model."""
-    if world.channel is None:
-        return
-    world.part(FirstSteps).start(world.channel)
-
-
 class FirstSteps(RunPart):
     """Watch over the first step of each optimizer of a run, on one rank."""
 
@@ -44,21 +37,17 @@ class FirstSteps(RunPart):
         self._handles: list[Any] = []
 
     def start(self, channel: Channel) -> None:
-        """Listen to optimizers, after all other hooks."""
+        """Look at the next step of each optimizer that holds parameters of a wrapped model, after all other hooks."""
         self._channel, self._steps = channel, 0
         self._open.clear()
-        self.stop()
+        self.close()
         self._handles = [register_optimizer_step_pre_hook(self._before), register_optimizer_step_post_hook(self._after)]
 
-    def stop(self) -> None:
+    def close(self) -> None:
         """Stop listening."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
-
-    def close(self) -> None:
-        """Stop listening."""
-        self.stop()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._compare()
@@ -66,7 +55,7 @@ class FirstSteps(RunPart):
             self._refuse_strangers(optimizer)
         self._steps += 1
         if (self._steps > _PATIENCE or (not self._open and self._is_done())) and self._are_last():
-            self.stop()
+            self.close()
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         held = parameters_of(optimizer)

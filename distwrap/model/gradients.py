@@ -54,19 +54,6 @@ class Gradients:
         trained: the names of the parameters that DDP averages, in its order.
     """
 
-    __slots__ = (
-        "__weakref__",
-        "_accumulators",
-        "_buffers",
-        "_handles",
-        "_model",
-        "_names",
-        "_task",
-        "average",
-        "on_average",
-        "trained",
-    )
-
     def __init__(self, model: nn.parallel.DistributedDataParallel, buffers: Buffers | None) -> None:
         self._model = weakref.ref(model)
         self.average = Average.NONE

@@ -66,7 +66,7 @@ def tensors_of(model: nn.Module) -> list[Held]:
     """Return a replicated model's parameters and buffers, but for running statistics."""
     net = unwrap_model(model)
     # Some are left to each rank, by DistributedDataParallel._set_params_and_buffers_to_ignore_for_model.
-    own = statistics_of(net).union(names_ddp_ignores(net))
+    own = {*statistics_of(net), *names_ddp_ignores(net)}
     named = (*net.named_parameters(), *net.named_buffers())
     return [Held(name, "", value) for name, value in named if name not in own]
 

@@ -45,8 +45,9 @@ def strip_module_prefix(
         {'weight': 1, 'bias': 2}
     """
     keys = list(state_dict)
-    if not all(isinstance(key, str) for key in keys):
-        raise StateDictError(f"a state dict has names as keys, but this one has {_first_other(keys)!r}.")
+    others = [key for key in keys if not isinstance(key, str)]
+    if others:
+        raise StateDictError(f"a state dict has names as keys, but this one has {others[0]!r}.")
     root = _root(keys)
     bare = [key[len(root) :] for key in keys] if root else keys
     marked = any("_orig_mod" in name or "_wrapped_module" in name for name in bare)
@@ -127,12 +128,7 @@ def _in_chain_with_mark(parts: list[str], index: int) -> bool:
 
     What follows a mark directly may be the user's own child called ``module``.
     """
-    for part in parts[index + 1 :]:
-        if part in _MARKS:
-            return True
-        if part != MODULE:
-            return False
-    return False
+    return next((part in _MARKS for part in parts[index + 1 :] if part != MODULE), False)
 
 
 def _aligned(keys: list[str], stripped: list[str], target: nn.Module | Mapping[str, Any] | Iterable[str]) -> list[str]:
@@ -167,8 +163,12 @@ def _bare(key: str) -> str:
 
 def _rebuilt(state_dict: StateDict, names: list[str], rename_path: Callable[[str], str]) -> StateDict:
     """Copy the container with new keys; ``_metadata``, which torch hangs on it, gets its paths renamed."""
-    if len(set(names)) != len(names):
-        raise StateDictError(_collision(list(state_dict), names))
+    first: dict[str, str] = {}
+    for key, name in zip(state_dict, names, strict=True):
+        if first.setdefault(name, key) != key:
+            raise StateDictError(
+                f"the keys {first[name]!r} and {key!r} would both become {name!r}. Pass target=model to align them."
+            )
     result: Any = copy.copy(state_dict)
     result.clear()
     result.update(zip(names, state_dict.values(), strict=True))
@@ -190,16 +190,3 @@ def _stripped_path(path: str, root: str, real: set[str]) -> str:
     if root.startswith(f"{path}."):
         return ""
     return _unmarked(f"{path}."[len(root) :].rstrip(".") if f"{path}.".startswith(root) else path, real)
-
-
-def _collision(old: list[str], new: list[str]) -> str:
-    first: dict[str, str] = {}
-    for key, name in zip(old, new, strict=True):
-        if name in first:
-            return f"the keys {first[name]!r} and {key!r} would both become {name!r}. Pass target=model to align them."
-        first[name] = key
-    return "two keys would become one."
-
-
-def _first_other(keys: Iterable[object]) -> object:
-    return next(key for key in keys if not isinstance(key, str))

@@ -74,12 +74,8 @@ class TransparentModule(nn.Module):
             delattr(self.module, name)
 
     def __dir__(self) -> list[str]:
-        return sorted(
-            {
-                *super().__dir__(),  # type: ignore[no-untyped-call]
-                *dir(self.module),
-            }
-        )
+        own = super().__dir__()  # type: ignore[no-untyped-call]
+        return sorted({*own, *dir(self.module)})
 
     def __getitem__(self, index: Any) -> Any:
         return self.module[index]  # type: ignore[index]

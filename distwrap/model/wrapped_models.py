@@ -28,6 +28,7 @@ class WrappedModels(RunPart):
 
     Attributes:
         gradients: the watch over the gradients of each model under DDP.
+        optimizers: the strategies of optimizers, which may be the caller's own, and outlive the run.
     """
 
     def __init__(self, world: World) -> None:
@@ -35,6 +36,7 @@ class WrappedModels(RunPart):
         self._models: list[ref[nn.Module]] = []
         self._guard = world.part(CollectiveGuard)
         self.gradients: WeakKeyDictionary[nn.Module, Gradients] = WeakKeyDictionary()
+        self.optimizers: WeakKeyDictionary[Optimizer, Strategy] = WeakKeyDictionary()
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter([model for held in self._models if (model := held()) is not None])
@@ -61,17 +63,10 @@ class WrappedModels(RunPart):
             release(model)
 
 
-class PreparedOptimizers(RunPart):
-    """Strategies of the optimizers of one run: an optimizer may be the caller's own, and outlive the run."""
-
-    def __init__(self, world: World) -> None:
-        self.strategies: WeakKeyDictionary[Optimizer, Strategy] = WeakKeyDictionary()
-
-
 def bind(thing: nn.Module | Optimizer, strategy: Strategy) -> None:
     """Mark a wrapped model, or an optimizer in this run, with its strategy; a copy or a pickle carries no mark."""
     if isinstance(thing, Optimizer):
-        current_world().part(PreparedOptimizers).strategies[thing] = strategy
+        current_world().part(WrappedModels).optimizers[thing] = strategy
     else:
         thing.__dict__[_MARK] = strategy
 
@@ -82,7 +77,7 @@ def bound_strategy(thing: Any) -> Strategy | None:
     It is also found where a wrapped model was compiled around its wrapper.
     """
     if isinstance(thing, Optimizer):
-        return current_world().part(PreparedOptimizers).strategies.get(thing)
+        return current_world().part(WrappedModels).optimizers.get(thing)
     while True:
         own = getattr(thing, "__dict__", {})
         if _MARK in own:
@@ -92,6 +87,33 @@ def bound_strategy(thing: Any) -> Strategy | None:
         if inner is None:
             return None
         thing = inner
+
+
+def strategy_of_model(model: nn.Module, world: World) -> Strategy:
+    """Return the strategy that prepared a model; the run's for one that none has prepared."""
+    found = bound_strategy(model)
+    return found if found is not None else world.strategy
+
+
+def strategy_of_optimizer(optimizer: Optimizer, world: World) -> Strategy:
+    """Return the strategy that prepared an optimizer, or the wrapped model that has its parameters; else the run's."""
+    found = bound_strategy(optimizer)
+    if found is None:
+        found = strategy_of_owner(optimizer, world)
+        bind(optimizer, found)  # so that the next step need not look
+    return found
+
+
+def strategy_of_owner(optimizer: Optimizer, world: World) -> Strategy:
+    """Return the strategy of the wrapped model that has an optimizer's parameters; the run's where there is none."""
+    owners = world.part(WrappedModels).of_optimizer(optimizer)
+    return strategy_of_model(owners[0], world) if owners else world.strategy
+
+
+def strategy_of_backward(world: World) -> Strategy:
+    """Return the strategy whose `backward` a loss goes through: that of the model that was wrapped last."""
+    last = world.part(WrappedModels).last
+    return world.strategy if last is None else strategy_of_model(last, world)
 
 
 def parameters_of(optimizer: Optimizer) -> dict[int, nn.Parameter]:

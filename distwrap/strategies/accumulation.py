@@ -81,7 +81,7 @@ class Window:
         return loss_sum * (world_size / everything)
 
     def _rescale(self, factor: float) -> None:
-        gradients = [grad for model in self._models for grad in _gradients(model)]
+        gradients = [grad for model in self._models for grad in (bound_strategy(model) or Strategy()).gradients(model)]
         with torch.no_grad():
             foreach("mul_", gradients, factor)
 
@@ -253,8 +253,3 @@ def _sync_gradients(model: nn.Module, on: bool) -> None:
         strategy.sync_gradients(model, on)
     elif (ddp := under_ddp(model)) is not None:
         ddp.require_backward_grad_sync = on
-
-
-def _gradients(model: nn.Module) -> list[torch.Tensor]:
-    strategy = bound_strategy(model) or Strategy()
-    return strategy.gradients(model)

@@ -11,14 +11,13 @@ from distwrap.comm.base import Algorithm
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.model.distributed import LocalModel
-from distwrap.model.first_step import watch_first_step
+from distwrap.model.first_step import FirstSteps
 from distwrap.model.forward_routing import ForwardMethods, check_forward_methods
 from distwrap.model.transparent import TransparentModule
-from distwrap.model.wrapped_models import WrappedModels, bind
+from distwrap.model.wrapped_models import WrappedModels, bind, strategy_of_model, strategy_of_owner
 from distwrap.precision import InPrecision, LossScaling, Precision
 from distwrap.registry import algorithms, strategies
 from distwrap.strategies.base import Strategy, Wrapping
-from distwrap.strategies.lookup import strategy_of_model, strategy_of_owner
 from distwrap.supervision.hang_report import Activity
 
 
@@ -96,7 +95,8 @@ def wrap_model(
         if not isinstance(wrapped, LocalModel) and world.placement.world_size > 1:
             if models.last is last:  # else the strategy has added it
                 models.add(wrapped)
-            watch_first_step(world)
+            if world.channel is not None:
+                world.part(FirstSteps).start(world.channel)
     return wrapped
 
 

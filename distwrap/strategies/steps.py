@@ -12,11 +12,10 @@ from distwrap._internals.torch import has_overflowed
 from distwrap.errors import PrecisionError
 from distwrap.group.world import current_world
 from distwrap.model.diagnosis import explained
-from distwrap.model.wrapped_models import parameters_of
+from distwrap.model.wrapped_models import parameters_of, strategy_of_backward, strategy_of_optimizer
 from distwrap.precision import LossScaling
 from distwrap.strategies.accumulation import Windows
 from distwrap.strategies.base import Strategy
-from distwrap.strategies.lookup import strategy_of_backward, strategy_of_optimizer
 
 
 def backward(loss: torch.Tensor) -> None:
