@@ -54,7 +54,8 @@ class FirstSteps(RunPart):
         if optimizer not in self._seen and not self._may_hold_shards(optimizer):
             self._refuse_strangers(optimizer)
         self._steps += 1
-        if (self._steps > _PATIENCE or (not self._open and self._is_done())) and self._are_last():
+        done = not self._open and all(model in self._proven for model in self._world.part(WrappedModels))
+        if (done or self._steps > _PATIENCE) and self._are_last():
             self.close()
 
     def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -128,6 +129,3 @@ class FirstSteps(RunPart):
         """Return whether torch has no hook to run after this one, so that hooks may be removed now."""
         hooks = self._handles[0].hooks_dict_ref()
         return hooks is None or next(reversed(hooks)) == self._handles[0].id
-
-    def _is_done(self) -> bool:
-        return all(model in self._proven for model in self._world.part(WrappedModels))

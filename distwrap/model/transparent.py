@@ -149,6 +149,9 @@ class TransparentModule(nn.Module):
         return unwrap_model(self).named_children()
 
 
+WRAPPERS = (TransparentModule, nn.parallel.DistributedDataParallel, nn.DataParallel)
+
+
 def _refuse_unknown_parameters(model: nn.Module, name: str, value: Any) -> None:
     """Refuse what DDP, which took stock when it was built, would not average."""
     new = [value] if isinstance(value, nn.Parameter) else value.parameters() if isinstance(value, nn.Module) else []
@@ -173,10 +176,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
         True
     """
     while True:
-        if isinstance(model, (TransparentModule, nn.parallel.DistributedDataParallel, nn.DataParallel)):
-            model = model.module
-        else:
-            inner = compiled_module(model)
-            if inner is None:
-                return model
-            model = inner
+        inner = model.module if isinstance(model, WRAPPERS) else compiled_module(model)
+        if inner is None:
+            return model
+        model = inner

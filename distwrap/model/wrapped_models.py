@@ -78,15 +78,9 @@ def bound_strategy(thing: Any) -> Strategy | None:
     """
     if isinstance(thing, Optimizer):
         return current_world().part(WrappedModels).optimizers.get(thing)
-    while True:
-        own = getattr(thing, "__dict__", {})
-        if _MARK in own:
-            found: Strategy = own[_MARK]
-            return found
-        inner = compiled_module(thing)
-        if inner is None:
-            return None
-        thing = inner
+    while thing is not None and _MARK not in getattr(thing, "__dict__", {}):
+        thing = compiled_module(thing)
+    return None if thing is None else thing.__dict__[_MARK]
 
 
 def strategy_of_model(model: nn.Module, world: World) -> Strategy:
@@ -123,8 +117,6 @@ def parameters_of(optimizer: Optimizer) -> dict[int, nn.Parameter]:
 
 def under_ddp(model: Any) -> DistributedDataParallel | None:
     """Return the DDP in a model that may be compiled around it; ``None`` where there is none."""
-    while not issubclass(type(model), DistributedDataParallel):
+    while model is not None and not issubclass(type(model), DistributedDataParallel):
         model = compiled_module(model)
-        if model is None:
-            return None
     return model  # type: ignore[no-any-return]

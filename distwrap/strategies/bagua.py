@@ -74,8 +74,7 @@ def translated(name: str, options: dict[str, Any]) -> Algorithm:
         raise OptionError(f"algorithm={name!r} averages over all ranks: peer_selection_mode='all' is the only one.")
     given.setdefault("hierarchical", hierarchical)
     text = ", ".join(f"{key}={value!r}" for key, value in given.items())
-    made: Algorithm = algorithms.make(f"{ours}({text})")
-    return made
+    return algorithms.make(f"{ours}({text})")
 
 
 def _split(options: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

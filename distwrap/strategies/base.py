@@ -150,8 +150,7 @@ class Strategy:
             everywhere: whether every rank needs it, or rank 0 alone, where it is put together from several.
         """
         plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
-        state: dict[str, Any] = plain.state_dict()
-        return state
+        return plain.state_dict()
 
     def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
         """Load what `state` has returned, under this strategy or any other; every rank calls it with all of it."""

@@ -13,7 +13,7 @@ from distwrap.group.world import RunPart, World, current_world
 from distwrap.model.distributed import LocalModel
 from distwrap.model.first_step import FirstSteps
 from distwrap.model.forward_routing import ForwardMethods, check_forward_methods
-from distwrap.model.transparent import TransparentModule
+from distwrap.model.transparent import WRAPPERS
 from distwrap.model.wrapped_models import WrappedModels, bind, strategy_of_model, strategy_of_owner
 from distwrap.precision import InPrecision, LossScaling, Precision
 from distwrap.registry import algorithms, strategies
@@ -66,7 +66,7 @@ def wrap_model(
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"wrap_model() takes an nn.Module, not a {type(model).__qualname__}.")
-    if isinstance(model, (TransparentModule, nn.parallel.DistributedDataParallel, nn.DataParallel)):
+    if isinstance(model, WRAPPERS):
         raise ModelError(
             f"wrap_model() got a {type(model).__name__}, which is wrapped already: "
             f"wrap a model once, or hand over unwrap_model(model)."
