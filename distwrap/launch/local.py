@@ -37,25 +37,21 @@ class LocalLauncher(Launcher):
     def run(self, job: Job, plan: Assignment) -> list[Outcome]:
         options = job.task.options
         with PassedOn() as signals, meeting(job.nodes, job.nprocs, min(options.timeout, ARRIVAL_SECONDS)) as met:
-            logs = Logs(options.log_dir, met.ranks) if options.log_dir is not None else None
-            with contextlib.closing(logs) if logs is not None else contextlib.nullcontext():
+            with contextlib.closing(Logs(options.log_dir, met.ranks)) as logs:
                 outcomes = self._supervised(job, plan, met, logs, signals)
             if met.nodes is not None:
                 met.nodes.finish()
                 self.summary = met.nodes.summary() if met.nodes.node_rank > 0 else None
         return outcomes
 
-    def _supervised(
-        self, job: Job, plan: Assignment, met: Meeting, logs: Logs | None, signals: PassedOn
-    ) -> list[Outcome]:
+    def _supervised(self, job: Job, plan: Assignment, met: Meeting, logs: Logs, signals: PassedOn) -> list[Outcome]:
         sys.stdout.flush()
         sys.stderr.flush()
         processes: list[Process] = []
         try:
             for rank in met.ranks:
-                processes.append(self.start(job, rank, processes, None if logs is None else logs.streams(rank)))
-            if logs is not None:
-                logs.start()
+                processes.append(self.start(job, rank, processes, logs.streams(rank)))
+            logs.start()
             if met.nodes is not None:
                 met.nodes.start()
             for process in processes:

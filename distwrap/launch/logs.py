@@ -26,18 +26,21 @@ class Logs:
     """The files of a launch, and the thread that fills them.
 
     Args:
-        folder: made where it is not there; files in it are appended to.
+        folder: made where it is not there; files in it are appended to. ``None`` where the ranks write to this
+            process's own streams, and nothing is copied.
         ranks: the ranks that write.
 
     Raises:
         OptionError: the folder or a file cannot be written.
     """
 
-    def __init__(self, folder: str, ranks: Sequence[int]) -> None:
+    def __init__(self, folder: str | None, ranks: Sequence[int]) -> None:
         self._ranks = list(ranks)
         self._copies: list[_Copy] = []
         self._thread = threading.Thread(target=self._pump, name="distwrap-logs", daemon=True)
         self._ended = threading.Event()
+        if folder is None:
+            return
         try:
             os.makedirs(folder, exist_ok=True)
             for rank in ranks:
@@ -47,8 +50,10 @@ class Logs:
             self.close()
             raise OptionError(f"log_dir={folder!r} cannot be written: {error}.") from error
 
-    def streams(self, rank: int) -> Streams:
-        """Return the descriptors that are to be a rank's standard output and error."""
+    def streams(self, rank: int) -> Streams | None:
+        """Return the descriptors that are to be a rank's standard output and error; ``None`` for this process's."""
+        if not self._copies:
+            return None
         index = 2 * self._ranks.index(rank)
         return self._copies[index].writable, self._copies[index + 1].writable
 
@@ -60,7 +65,8 @@ class Logs:
         """
         for copy in self._copies[2 * keep :]:
             copy.release()
-        self._thread.start()
+        if self._copies:
+            self._thread.start()
 
     def close(self) -> None:
         """Copy what is left, and end; after the ranks have ended."""

@@ -92,8 +92,8 @@ class ScriptLauncher(Launcher):
         with (
             variables_set(distwrap_environment.variables(plan.placement, self.name, store)),
             ExitStack() as stack,
-            redirected(_ranks.logs.streams(0) if _ranks.logs is not None else None),
-            hear_interrupts(watch.interrupt, watch.print_where_all_are),
+            redirected(_ranks.logs.streams(0)),
+            hear_interrupts(watch.interrupt, lambda: print_where_all_are(store, job.nprocs)),
         ):
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             watch.start()
@@ -134,12 +134,7 @@ class _Ranks:
     store: str = ""
     last_value: Any = None
     failed: str = ""
-    logs: Logs | None = None
-
-    def close_logs(self) -> None:
-        if self.logs is not None:
-            self.logs.close()
-        self.logs = None
+    logs: Logs = field(default_factory=lambda: Logs(None, ()))
 
 
 _ranks = _Ranks()
@@ -159,8 +154,8 @@ def _wake_or_start(job: Job, store: str) -> None:
         for process in _ranks.parked:
             process.conn.send(data)
     else:
-        log_dir, nprocs = job.task.options.log_dir, job.nprocs
-        _ranks.logs = Logs(log_dir, range(nprocs)) if log_dir is not None else None
+        nprocs = job.nprocs
+        _ranks.logs = Logs(job.task.options.log_dir, range(nprocs))
         atexit.register(_let_the_parked_leave)
         try:
             for rank in range(1, nprocs):
@@ -170,10 +165,9 @@ def _wake_or_start(job: Job, store: str) -> None:
         except BaseException:
             stop(_ranks.parked, all_they_started=True)
             _ranks.parked.clear()
-            _ranks.close_logs()
+            _ranks.logs.close()
             raise
-        if _ranks.logs is not None:
-            _ranks.logs.start(keep=1)
+        _ranks.logs.start(keep=1)
     for process in _ranks.parked:
         process.conn.send((store, job.task.name))
 
@@ -183,8 +177,7 @@ def _start(rank: int, command: list[str], env: dict[str, str]) -> CommandProcess
         env[distwrap_environment.SCRIPT] = str(fd)
         return command
 
-    streams = _ranks.logs.streams(rank) if _ranks.logs is not None else None
-    return CommandProcess(rank, with_descriptor, env, command_line.directory(), streams)
+    return CommandProcess(rank, with_descriptor, env, command_line.directory(), _ranks.logs.streams(rank))
 
 
 def _end(watch: _Watch) -> None:
@@ -206,7 +199,7 @@ def _let_the_parked_leave() -> None:
         stop(_ranks.parked)
     _ranks.parked.clear()
     workers.remove_what_is_left(_ranks.store)
-    _ranks.close_logs()
+    _ranks.logs.close()
 
 
 class _Watch(threading.Thread):
@@ -256,10 +249,6 @@ class _Watch(threading.Thread):
         if not self.rank_zero_is_done.wait(seconds):
             for process in self._processes:
                 process.signal(signal.SIGKILL)
-
-    def print_where_all_are(self) -> None:
-        """Answer SIGQUIT."""
-        print_where_all_are(self._store, len(self._processes) + 1)
 
     def wait(self) -> list[Outcome]:
         """Wait for the others' reports, after rank 0's own work."""

@@ -1,5 +1,6 @@
 """Ranks that run the script again, for a call whose rank 0 is `distwrap.launch.script`'s caller."""
 
+import functools
 import os
 import sys
 from dataclasses import replace
@@ -17,8 +18,6 @@ from distwrap.launch.outcome import success
 from distwrap.launch.task import Assignment
 from distwrap.launch.worker import PipeLink, make_output_readable, stalled, take_part, tell_failure, use_threads
 
-_conn: Connection | None = None
-
 
 def is_one() -> bool:
     """Return whether this process is such a rank."""
@@ -27,12 +26,8 @@ def is_one() -> bool:
 
 def run(job: Job, plan: Assignment) -> Any:
     """Take part in rank 0's call, park at its end, and return rank 0's value when rank 0 makes another."""
-    global _conn
-    if _conn is None:
-        _conn = Connection(int(os.environ[distwrap_environment.SCRIPT]))
-        PipeLink(_conn).tie()
-        make_output_readable()
-    conn, link, rank = _conn, PipeLink(_conn), int(os.environ["RANK"])
+    conn = _connection()
+    link, rank = PipeLink(conn), int(os.environ["RANK"])
     store, name = _message(conn)
     os.environ[distwrap_environment.STORE] = store
     plan = replace(plan, placement=distwrap_environment.on_one_node(rank, int(os.environ["WORLD_SIZE"])))
@@ -55,6 +50,15 @@ def run(job: Job, plan: Assignment) -> Any:
     teardown_process_group()
     sys.stdout.flush()
     return transport.unpack_result(_message(conn))
+
+
+@functools.cache
+def _connection() -> Connection:
+    """Make this process a rank, and return its connection to rank 0's."""
+    conn = Connection(int(os.environ[distwrap_environment.SCRIPT]))
+    PipeLink(conn).tie()
+    make_output_readable()
+    return conn
 
 
 def _message(conn: Connection) -> Any:
