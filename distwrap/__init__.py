@@ -51,7 +51,7 @@ if typing.TYPE_CHECKING:
         rank as rank,
         world_size as world_size,
     )
-    from distwrap.launch.nodes import NodeSummary as NodeSummary
+    from distwrap.launch.other_callers import NodeSummary as NodeSummary
     from distwrap.model import (
         assert_in_sync as assert_in_sync,
         sync_buffers as sync_buffers,
@@ -100,7 +100,7 @@ _MODULES = {
     "group.world": "device is_rank_zero local_rank local_world_size node_rank placement rank world_size",
     "group.collectives": "agree barrier broadcast gather gather_object mean reduce",
     "group.rank_zero": "on_rank_zero rank_zero_first rank_zero_only",
-    "launch.nodes": "NodeSummary",
+    "launch.other_callers": "NodeSummary",
     "model": "assert_in_sync sync_buffers unwrap_model",
     "precision": "Precision autocast",
     "progress_bar": "progress",

@@ -11,7 +11,7 @@ from distwrap.devices.cpus import choose_threads
 from distwrap.devices.selection import choose_nprocs, visible_devices
 from distwrap.errors import SerializationError
 from distwrap.launch import pickling, transport
-from distwrap.launch.nodes import NodeSummary
+from distwrap.launch.other_callers import NodeSummary
 from distwrap.launch.outcome import Outcome
 from distwrap.launch.task import Assignment, NodePlan, Surroundings, Task
 

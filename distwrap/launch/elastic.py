@@ -28,7 +28,7 @@ from distwrap.group.world import say
 from distwrap.launch import fork_safety, worker
 from distwrap.launch.base import Job, Launcher
 from distwrap.launch.fork import ForkLauncher
-from distwrap.launch.nodes import NodeSummary
+from distwrap.launch.other_callers import NodeSummary
 from distwrap.launch.outcome import Outcome, death as death_of, first_cause, raise_failure
 from distwrap.launch.processes import OomCount
 from distwrap.launch.task import Assignment, NodePlan, Task

@@ -39,9 +39,9 @@ class LocalLauncher(Launcher):
         with PassedOn() as signals, meeting(job.nodes, job.nprocs, min(options.timeout, ARRIVAL_SECONDS)) as met:
             with contextlib.closing(Logs(options.log_dir, met.ranks)) as logs:
                 outcomes = self._supervised(job, plan, met, logs, signals)
-            if met.nodes is not None:
-                met.nodes.finish()
-                self.summary = met.nodes.summary() if met.nodes.node_rank > 0 else None
+            if met.others is not None:
+                met.others.finish()
+                self.summary = met.others.summary() if met.others.node_rank > 0 else None
         return outcomes
 
     def _supervised(self, job: Job, plan: Assignment, met: Meeting, logs: Logs, signals: PassedOn) -> list[Outcome]:
@@ -52,8 +52,8 @@ class LocalLauncher(Launcher):
             for rank in met.ranks:
                 processes.append(self.start(job, rank, processes, logs.streams(rank)))
             logs.start()
-            if met.nodes is not None:
-                met.nodes.start()
+            if met.others is not None:
+                met.others.start()
             for process in processes:
                 assignment = replace(plan, placement=met.placement(process.rank), store=met.store)
                 with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead at birth; who waits will say so
@@ -61,10 +61,8 @@ class LocalLauncher(Launcher):
         except BaseException:
             stop(processes, all_they_started=True)
             raise
-        signals.listen(processes, lambda: print_where_all_are(met.store, met.world_size))
+        signals.listen(processes, lambda: print_where_all_are(met))
         try:
-            return supervise(
-                processes, store=met.store, ranks=met.world_size, seconds=job.seconds, signals=signals, nodes=met.nodes
-            )
+            return supervise(processes, met, seconds=job.seconds, signals=signals)
         finally:
             workers.remove_what_is_left(met.store)

@@ -32,6 +32,7 @@ from distwrap.launch.logs import Logs, redirected
 from distwrap.launch.outcome import Outcome, failure
 from distwrap.launch.processes import CommandProcess
 from distwrap.launch.signals import hear_interrupts
+from distwrap.launch.store_file import Meeting
 from distwrap.launch.supervisor import INTERRUPT_SECONDS, SETTLE_SECONDS, print_where_all_are, stop, supervise
 from distwrap.launch.task import Assignment
 from distwrap.launch.worker import take_part, use_threads
@@ -85,15 +86,15 @@ class ScriptLauncher(Launcher):
 
     def _run_rank_zero(self, job: Job, plan: Assignment) -> list[Outcome]:
         # One store for all calls of this process: the parked ranks still hold it when the next call begins.
-        store = _ranks.store or _store_until_exit()
-        _wake_or_start(job, store)
-        plan = replace(plan, placement=distwrap_environment.on_one_node(0, job.nprocs), store=store)
-        watch = _Watch(list(_ranks.parked), store)
+        met = store_file.on_one_node(_ranks.store or _store_until_exit(), job.nprocs)
+        _wake_or_start(job, met)
+        plan = replace(plan, placement=met.placement(0), store=met.store)
+        watch = _Watch(list(_ranks.parked), met)
         with (
-            variables_set(distwrap_environment.variables(plan.placement, self.name, store)),
+            variables_set(distwrap_environment.variables(plan.placement, self.name, met.store)),
             ExitStack() as stack,
             redirected(_ranks.logs.streams(0)),
-            hear_interrupts(watch.interrupt, lambda: print_where_all_are(store, job.nprocs)),
+            hear_interrupts(watch.interrupt, lambda: print_where_all_are(met)),
         ):
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             watch.start()
@@ -147,20 +148,18 @@ def _store_until_exit() -> str:
     return _ranks.store
 
 
-def _wake_or_start(job: Job, store: str) -> None:
+def _wake_or_start(job: Job, met: Meeting) -> None:
     """Let the parked ranks run on to this call, or start them."""
     if _ranks.parked:
         data = transport.pack_result(_ranks.last_value, "what the last decorated call returned")
         for process in _ranks.parked:
             process.conn.send(data)
     else:
-        nprocs = job.nprocs
-        _ranks.logs = Logs(job.task.options.log_dir, range(nprocs))
+        _ranks.logs = Logs(job.task.options.log_dir, met.ranks)
         atexit.register(_let_the_parked_leave)
         try:
-            for rank in range(1, nprocs):
-                place = distwrap_environment.on_one_node(rank, nprocs)
-                env = {**os.environ, **distwrap_environment.variables(place, "script", store)}
+            for rank in met.ranks[1:]:
+                env = {**os.environ, **distwrap_environment.variables(met.placement(rank), "script", met.store)}
                 _ranks.parked.append(_start(rank, command_line.command(rank), env))
         except BaseException:
             stop(_ranks.parked, all_they_started=True)
@@ -169,7 +168,7 @@ def _wake_or_start(job: Job, store: str) -> None:
             raise
         _ranks.logs.start(keep=1)
     for process in _ranks.parked:
-        process.conn.send((store, job.task.name))
+        process.conn.send((met.store, job.task.name))
 
 
 def _start(rank: int, command: list[str], env: dict[str, str]) -> CommandProcess:
@@ -205,9 +204,9 @@ def _let_the_parked_leave() -> None:
 class _Watch(threading.Thread):
     """Thread that watches the other ranks while rank 0 works in the main thread, and interrupts it when one fails."""
 
-    def __init__(self, processes: list[CommandProcess], store: str) -> None:
+    def __init__(self, processes: list[CommandProcess], met: Meeting) -> None:
         super().__init__(name="distwrap-script-watch", daemon=True)
-        self._processes, self._store = processes, store
+        self._processes, self._met = processes, met
         self.rank_zero_is_done = threading.Event()
         self.error: BaseException | None = None
         self.interrupted = False
@@ -215,12 +214,7 @@ class _Watch(threading.Thread):
 
     def run(self) -> None:
         try:
-            self._outcomes = supervise(
-                self._processes,
-                store=self._store,
-                ranks=len(self._processes) + 1,
-                rank_zero_is_done=self.rank_zero_is_done,
-            )
+            self._outcomes = supervise(self._processes, self._met, rank_zero_is_done=self.rank_zero_is_done)
         except BaseException as error:  # noqa: BLE001 - it is raised in the main thread
             self._fail(error)
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 from distwrap.environments import Placement, distwrap_environment
-from distwrap.launch.nodes import Nodes
+from distwrap.launch.other_callers import OtherCallers
 from distwrap.launch.task import NodePlan
 
 
@@ -24,14 +24,19 @@ class Meeting:
         ranks: the ranks that this caller starts.
         world_size: number of ranks on all nodes.
         placement: returns the placement of one of the ranks that this caller starts.
-        nodes: connection to the callers on the other nodes; ``None`` where there are none.
+        others: connection to the callers on the other nodes; ``None`` where there are none.
     """
 
     store: str
     ranks: tuple[int, ...]
     world_size: int
     placement: Callable[[int], Placement]
-    nodes: Nodes | None = None
+    others: OtherCallers | None = None
+
+
+def on_one_node(store: str, nprocs: int) -> Meeting:
+    """Return the meeting of all ranks on this node."""
+    return Meeting(store, tuple(range(nprocs)), nprocs, lambda rank: distwrap_environment.on_one_node(rank, nprocs))
 
 
 @contextmanager
@@ -45,18 +50,16 @@ def meeting(plan: NodePlan, nprocs: int, seconds: float) -> Iterator[Meeting]:
     """
     if not plan.several:
         with place() as path:
-            yield Meeting(
-                path, tuple(range(nprocs)), nprocs, lambda rank: distwrap_environment.on_one_node(rank, nprocs)
-            )
+            yield on_one_node(path, nprocs)
         return
-    nodes = Nodes(plan, nprocs, seconds)
+    others = OtherCallers(plan, nprocs, seconds)
     try:
-        yield Meeting(nodes.place, nodes.ranks, nodes.world_size, nodes.placement, nodes)
+        yield Meeting(others.place, others.ranks, others.world_size, others.placement, others)
     except BaseException as error:
-        nodes.tell(error)
+        others.tell(error)
         raise
     finally:
-        nodes.close()
+        others.close()
 
 
 @contextmanager

@@ -11,10 +11,10 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from distwrap.errors import WorkerTimeoutError
-from distwrap.launch.nodes import Nodes
 from distwrap.launch.outcome import Outcome, death, first_cause, raise_failure
 from distwrap.launch.processes import OomCount, Process, describe_exit
 from distwrap.launch.signals import PassedOn
+from distwrap.launch.store_file import Meeting
 from distwrap.network.rendezvous import side_store
 from distwrap.supervision import hang_report
 from distwrap.wording import named_ranks, print_notice
@@ -28,25 +28,21 @@ INTERRUPT_SECONDS = 2.0  # between SIGINT and SIGTERM
 
 def supervise(
     processes: Sequence[Process],
+    met: Meeting,
     *,
-    store: str,
-    ranks: int,
     seconds: float | None = None,
     signals: PassedOn | None = None,
     rank_zero_is_done: threading.Event | None = None,
-    nodes: Nodes | None = None,
 ) -> list[Outcome]:
     """Wait until every rank has reported and ended, and return the outcomes in rank order.
 
     Args:
         processes: the ranks' processes.
-        store: address of the store in which the ranks meet.
-        ranks: number of ranks on all nodes.
+        met: where the ranks meet. Callers on other nodes may have news of a failure there.
         seconds: time limit for the ranks; ``None`` is none.
         signals: is told the exit codes of the ranks.
         rank_zero_is_done: given where rank 0 is no process of these, but a thread of this one that sets the event.
             The processes then go on running after their reports, for the next call.
-        nodes: connection to the callers on other nodes, who may have news of a failure there.
 
     Raises:
         BaseException: the exception of the rank that failed first, in its own type, caused by a `WorkerTraceback`.
@@ -54,19 +50,19 @@ def supervise(
         WorkerTimeoutError: the ranks were not done in time, or none of them moved any more.
     """
     try:
-        outcomes, late = _collect(processes, store, seconds, nodes)
+        outcomes, late = _collect(processes, met, seconds)
         failed = [outcome for outcome in outcomes if outcome.failed]
         if failed:
             finished = [outcome.rank for outcome in outcomes if not outcome.failed]
             zero_is_done = rank_zero_is_done is not None and rank_zero_is_done.is_set()
             raise_failure(failed, [0, *finished] if zero_is_done else finished)
         if late:
-            raise _timed_out(late, seconds, store, ranks)
+            raise _timed_out(late, seconds, met)
     except BaseException as error:
         by_hand = isinstance(error, KeyboardInterrupt) and not hasattr(error, "rank")  # else a rank has raised it
         try:
-            if nodes is not None and not by_hand:  # a Ctrl-C first ends the ranks here
-                nodes.tell(error)  # at once, since the other nodes' ranks have lost their peers
+            if met.others is not None and not by_hand:  # a Ctrl-C first ends the ranks here
+                met.others.tell(error)  # at once, since the other nodes' ranks have lost their peers
         finally:
             stop(processes, all_they_started=True, interrupt=by_hand)
         raise
@@ -77,14 +73,13 @@ def supervise(
     return sorted(outcomes, key=lambda outcome: outcome.rank)
 
 
-def _collect(
-    processes: Sequence[Process], store: str, seconds: float | None, nodes: Nodes | None
-) -> tuple[list[Outcome], list[Process]]:
+def _collect(processes: Sequence[Process], met: Meeting, seconds: float | None) -> tuple[list[Outcome], list[Process]]:
     """Wait for the outcomes of all ranks; after a failure only for those that may tell more of it.
 
     Returns:
         The outcomes, and the processes of which there is none.
     """
+    others = met.others
     outcomes: list[Outcome] = []
     failed: list[Outcome] = []
     waiting: dict[Any, Process] = {process.conn: process for process in processes}
@@ -92,19 +87,19 @@ def _collect(
     oom_kills = OomCount()
     while True:
         # The cause may be on another node, as long as all failures here are secondary.
-        elsewhere = [nodes.news] if nodes is not None and (not failed or first_cause(failed).is_secondary) else []
+        elsewhere = [others.news] if others is not None and (not failed or first_cause(failed).is_secondary) else []
         ready = wait([*waiting, *elsewhere], _remaining(deadline)) if waiting or (failed and elsewhere) else []
         if not ready:
             return outcomes, list(waiting.values())
         for conn in ready:
             process = waiting.pop(conn, None)
-            outcome = elsewhere[0].recv() if process is None else _receive(process, oom_kills, store)
+            outcome = elsewhere[0].recv() if process is None else _receive(process, oom_kills, met.store)
             outcomes.append(outcome)
             if outcome.failed:
                 failed.append(outcome)
                 secondary = first_cause(failed).is_secondary
-                if secondary and nodes is not None:
-                    nodes.hurry()
+                if secondary and others is not None:
+                    others.hurry()
                 patience = 0.0 if process is None else CAUSE_SECONDS if secondary else SETTLE_SECONDS
                 deadline = min(deadline, time.monotonic() + patience)
 
@@ -183,26 +178,26 @@ def _remaining(deadline: float) -> float | None:
     return None if deadline == math.inf else max(0.0, deadline - time.monotonic())
 
 
-def _timed_out(late: list[Process], seconds: float | None, store: str, ranks: int) -> WorkerTimeoutError:
-    places = _positions(store, ranks)
+def _timed_out(late: list[Process], seconds: float | None, met: Meeting) -> WorkerTimeoutError:
+    places = _positions(met)
     for process in late:
         process.signal(signal.SIGABRT)  # faulthandler prints the Python stacks of all its threads
     _all_leave(late, time.monotonic() + 1)
     return WorkerTimeoutError(
-        f"{named_ranks(process.rank for process in late)} of {ranks} on {socket.gethostname()} did not finish within "
-        f"{seconds:g} s:\n{places}\nThe whole stack of each is above, on standard error.",
+        f"{named_ranks(process.rank for process in late)} of {met.world_size} on {socket.gethostname()} did not finish "
+        f"within {seconds:g} s:\n{places}\nThe whole stack of each is above, on standard error.",
         rank=late[0].rank,
         host=socket.gethostname(),
     )
 
 
-def _positions(store: str, ranks: int) -> str:
+def _positions(met: Meeting) -> str:
     try:
-        return hang_report.ask_all(side_store(store), ranks)
+        return hang_report.ask_all(side_store(met.store), met.world_size)
     except RuntimeError as error:
         return f"  nobody can be asked: {error}"
 
 
-def print_where_all_are(store: str, ranks: int) -> None:
+def print_where_all_are(met: Meeting) -> None:
     """Print where each rank is, in answer to SIGQUIT."""
-    print_notice(f"where the ranks are:\n{_positions(store, ranks)}")
+    print_notice(f"where the ranks are:\n{_positions(met)}")

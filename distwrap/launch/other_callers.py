@@ -61,7 +61,7 @@ class NodeSummary:
         return str(self)  # so that print(f"{accuracy:.3f}") of the one script that all nodes run does not fail
 
 
-class Nodes:
+class OtherCallers:
     """Connection of the caller on this node to the callers on the others.
 
     Args:
