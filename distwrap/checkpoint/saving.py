@@ -240,7 +240,8 @@ def _do_on_ranks(
 
 def _format_of(io: str | CheckpointIO) -> str | CheckpointIO:
     """Return the strategy's own format where the call leaves the format open."""
-    return current_world().strategy.checkpoint_io() if io == "auto" else io
+    strategy = current_world().options.strategy
+    return io if io != "auto" or isinstance(strategy, str) else strategy.checkpoint_io()
 
 
 def _with_collective_states(state: Any, *, in_parts: bool) -> Any:

@@ -24,7 +24,6 @@ from distwrap.group.world import World, activate, active_world, current_world, d
 from distwrap.network import interfaces
 from distwrap.network.rendezvous import await_all_joined, meet, say_goodbye
 from distwrap.options import Options
-from distwrap.registry import strategies
 from distwrap.supervision.channel import Channel
 from distwrap.supervision.hang_report import Activity
 
@@ -115,9 +114,8 @@ def join(placement: Placement, options: Options, *, device: torch.device | None 
     """Meet the other ranks and make their world the current one."""
     import_before_group()
     SECONDS("timeout", options.timeout)
-    strategy = strategies.make(options.strategy)
-    seed = options.seed if options.seed is not None else current_world().options.seed  # of a seed_everything() before
-    options = replace(options, strategy=strategy, seed=seed)
+    if options.seed is None:
+        options = replace(options, seed=current_world().options.seed)  # of a seed_everything() before
     chosen, device = device, device or selection.choose_device(placement, selection.visible_devices())
     kind_of(device).use(device)
     backend = selection.choose_backend(options.backend, device)
@@ -129,7 +127,10 @@ def join(placement: Placement, options: Options, *, device: torch.device | None 
         # Now, since the store is certainly there. Where torch cannot clone one (before 2.8) the channel's thread waits
         # now and then for the main thread's look-ups.
         side = store.clone() if hasattr(store, "clone") else store
-        strategy.init_process_group(
+        # A name is that of DDP, which leaves this to torch: it need not be imported yet.
+        strategy = options.strategy
+        init = dist.init_process_group if isinstance(strategy, str) else strategy.init_process_group
+        init(
             backend,
             store=PrefixStore("group", store),
             rank=placement.rank,

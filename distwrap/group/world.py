@@ -95,8 +95,9 @@ class World:
         return strategies.make(self.options.strategy)
 
     def arrange(self) -> None:
-        """Let the strategy arrange the ranks for the data, once they have met."""
-        layout = self.strategy.setup(self) if self.placement.world_size > 1 else None
+        """Let the strategy that was chosen, if any, arrange the ranks for the data, once they have met."""
+        strategy = self.options.strategy
+        layout = None if isinstance(strategy, str) or self.placement.world_size == 1 else strategy.setup(self)
         if layout is not None:
             self.layout = layout
 
