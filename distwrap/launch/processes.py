@@ -16,6 +16,14 @@ from multiprocessing.connection import Connection, Pipe
 from distwrap._internals.python import interpreter_flags
 from distwrap.launch.logs import Streams
 
+_HINTS = {
+    signal.SIGKILL: "most likely for want of memory, if nobody killed it by hand",
+    signal.SIGSEGV: "a crash in native code",
+    signal.SIGBUS: "most often a full /dev/shm",
+    signal.SIGTERM: "somebody asked it to stop",
+    signal.SIGABRT: "native code gave up: gloo does when ranks call different collectives",
+}
+
 
 class Process:
     """A rank's process on this node.
@@ -103,15 +111,6 @@ def standard_streams() -> list[int]:
         except OSError:
             fds.append(os.open(os.devnull, os.O_RDWR))
     return fds
-
-
-_HINTS = {
-    signal.SIGKILL: "most likely for want of memory, if nobody killed it by hand",
-    signal.SIGSEGV: "a crash in native code",
-    signal.SIGBUS: "most often a full /dev/shm",
-    signal.SIGTERM: "somebody asked it to stop",
-    signal.SIGABRT: "native code gave up: gloo does when ranks call different collectives",
-}
 
 
 def describe_exit(exitcode: int | None, oom_kills: int | None = None) -> str:

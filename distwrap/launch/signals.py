@@ -14,6 +14,8 @@ from typing import Any
 from distwrap.data.preemption import SIGNALS
 from distwrap.launch.processes import Process
 
+_END = b"\0"  # no signal has this number
+
 
 class PassedOn:
     """Signals of the caller that go to the ranks until the end of a ``with``: SIGTERM and SIGUSR2.
@@ -64,9 +66,6 @@ class PassedOn:
     def ended(self, codes: list[int | None]) -> None:
         """Take the exit codes of ranks that had done their work, and so heard no signal any more."""
         self._unheeded = any(-number in codes for number in self._heard)
-
-
-_END = b"\0"  # no signal has this number
 
 
 @contextlib.contextmanager

@@ -15,6 +15,8 @@ from distwrap.errors import SerializationError
 from distwrap.launch.pickling import by_value, dumps, find_decorated, loads
 from distwrap.launch.task import Task
 
+_DEPTH = 8  # how far down an object that cannot be pickled is looked for
+
 
 def pack(task: Task) -> bytes:
     """Pickle a call and its options.
@@ -113,9 +115,6 @@ def _adopt_main(function: Callable[..., Any]) -> None:
         for name, value in function.__globals__.items():
             if not (name.startswith("__") and name.endswith("__")):
                 main[name] = value
-
-
-_DEPTH = 8  # how far down the search goes
 
 
 def find_unpicklable(
