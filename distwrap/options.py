@@ -83,12 +83,9 @@ def _comm(_: str, value: object) -> Algorithm | None:
     return None if value is None else algorithms.make(value)
 
 
-def _launcher(_: str, value: object) -> str:
-    return launchers.name_of(value)
-
-
-def _precision(_: str, value: object) -> str | Precision:
-    return precisions.chosen(value)
+def _known(look_up: Callable[[object], T]) -> Callable[[str, object], T]:
+    """Return the check for what a table of names knows."""
+    return lambda _, value: look_up(value)
 
 
 _NODES = Check("a number of nodes, or 'MIN:MAX', as '1:4'", _nodes, _plain_nodes)
@@ -118,9 +115,9 @@ class Options:
     nnodes: int | str = option(1, _NODES, "nodes, which all run the same command", WORD)
     node_rank: int | None = option(None, either(None, whole(0)), "which of the nodes this one is", WHOLE)
     rdzv_endpoint: str | None = option(None, either(None, _ENDPOINT), "where the nodes meet", WORD)
-    launcher: str = option("auto", _launcher, "how the processes are started", WORD)
+    launcher: str = option("auto", _known(launchers.name_of), "how the processes are started", WORD)
     backend: str = option("auto", _BACKEND, "the backend of the process group", WORD)
-    precision: str | Precision = option("32", _precision, "the precision of computation", WORD)
+    precision: str | Precision = option("32", _known(precisions.chosen), "the precision of computation", WORD)
     comm: Algorithm | None = option(None, _comm, "how wrapped models exchange gradients or weights", WORD)
     seed: int | None = option(None, either(None, SEED), "the seed of all ranks")
     timeout: float = option(600.0, SECONDS, "seconds for a collective", NUMBER)

@@ -5,7 +5,6 @@ from typing import Any, ParamSpec, TypeVar
 
 from distwrap.checks import AT_LEAST_ONE
 from distwrap.launch import base
-from distwrap.launch.base import Job
 from distwrap.launch.forkserver import ForkServerLauncher, stop_server
 from distwrap.launch.task import Task
 from distwrap.options import Options
@@ -35,6 +34,6 @@ def run_ranks(fn: Callable[..., R], nprocs: int, *args: Any, timeout: float = 30
     """
     nprocs = AT_LEAST_ONE("nprocs", nprocs)
     task = Task(fn, args, {}, Options(timeout=timeout, returns="all"))
-    job = Job(task, nprocs, seconds=timeout)
+    job = base.Job(task, nprocs, seconds=timeout)
     values: list[R] = base.launch(ForkServerLauncher(), job)
     return values

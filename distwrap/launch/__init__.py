@@ -16,7 +16,6 @@ from distwrap.group import failures, setup
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import World, active_world, current_world, say
 from distwrap.launch import base, worker
-from distwrap.launch.base import Job
 from distwrap.launch.task import Task, resolve
 from distwrap.options import Options, switched_on
 from distwrap.registry import launchers, strategies
@@ -68,7 +67,7 @@ def start(task: Task) -> Any:
     if nprocs == 1 and not nodes.several and not launcher.runs_one_rank:
         return _in_process(task)
     _check_arguments(task)
-    job = Job(task, nprocs, nodes)
+    job = base.Job(task, nprocs, nodes)
     launcher.check(job)
     return base.launch(launcher, job)
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import functools
-import multiprocessing.connection
 import os
 import signal
 import socket
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Pipe, wait
 
 from distwrap._internals.python import interpreter_flags
 from distwrap.errors import LaunchError
@@ -81,7 +80,7 @@ class ServedProcess(Process):
             self._status = -1
 
     def _read(self, seconds: float) -> int | None:
-        if not multiprocessing.connection.wait([self._status], seconds):
+        if not wait([self._status], seconds):
             return None
         data = os.read(self._status, STATUS.size)
         self._ended = not data

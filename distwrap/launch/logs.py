@@ -4,14 +4,13 @@ Each rank writes into pipes, and one thread of the caller copies them: so the la
 kept, and those of what it started.
 """
 
-import contextlib
 import os
 import selectors
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from distwrap.errors import OptionError
 from distwrap.wording import print_notice
@@ -130,7 +129,7 @@ class _Copy:
     def _show(self, text: bytes, end: int) -> None:
         """Write a text to the console up to `end`, and keep the rest."""
         self._waiting, self._since = text[end:], time.monotonic()
-        with contextlib.suppress(OSError):  # a console that is closed
+        with suppress(OSError):  # a console that is closed
             _write(self._console, text[:end])
 
     def release(self) -> None:
@@ -167,7 +166,7 @@ def redirected(streams: Streams | None) -> Iterator[None]:
 
 def _flush() -> None:
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
+        with suppress(OSError, ValueError):
             stream.flush()
 
 

@@ -8,12 +8,11 @@ else they leave when rank 0 does. What they do is in `distwrap.launch.script_ran
 from __future__ import annotations
 
 import atexit
-import contextlib
 import os
 import signal
 import socket
 import threading
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,7 +31,6 @@ from distwrap.launch.logs import Logs, redirected
 from distwrap.launch.outcome import Outcome, failure
 from distwrap.launch.processes import CommandProcess
 from distwrap.launch.signals import hear_interrupts
-from distwrap.launch.store_file import Meeting
 from distwrap.launch.supervisor import INTERRUPT_SECONDS, SETTLE_SECONDS, print_where_all_are, stop, supervise
 from distwrap.launch.task import Assignment
 from distwrap.launch.worker import take_part, use_threads
@@ -148,7 +146,7 @@ def _store_until_exit() -> str:
     return _ranks.store
 
 
-def _wake_or_start(job: Job, met: Meeting) -> None:
+def _wake_or_start(job: Job, met: store_file.Meeting) -> None:
     """Let the parked ranks run on to this call, or start them."""
     if _ranks.parked:
         data = transport.pack_result(_ranks.last_value, "what the last decorated call returned")
@@ -182,7 +180,7 @@ def _start(rank: int, command: list[str], env: dict[str, str]) -> CommandProcess
 def _end(watch: _Watch) -> None:
     """After a failure: stop the others, so that nobody is left who could keep the teardown waiting."""
     try:
-        with contextlib.suppress(KeyboardInterrupt):  # the failure itself is on its way, and nobody is left
+        with suppress(KeyboardInterrupt):  # the failure itself is on its way, and nobody is left
             stop(_ranks.parked, all_they_started=True, interrupt=watch.interrupted)
     finally:
         _ranks.parked.clear()
@@ -204,7 +202,7 @@ def _let_the_parked_leave() -> None:
 class _Watch(threading.Thread):
     """Thread that watches the other ranks while rank 0 works in the main thread, and interrupts it when one fails."""
 
-    def __init__(self, processes: list[CommandProcess], met: Meeting) -> None:
+    def __init__(self, processes: list[CommandProcess], met: store_file.Meeting) -> None:
         super().__init__(name="distwrap-script-watch", daemon=True)
         self._processes, self._met = processes, met
         self.rank_zero_is_done = threading.Event()
