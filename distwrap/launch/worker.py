@@ -34,6 +34,8 @@ from distwrap.network.rendezvous import count_meetings_anew
 from distwrap.retrofit import Retrofitted
 from distwrap.seeding import seed_everything
 
+importing_main = False  # while the script is imported in a rank, a decorated call there is a missing main guard
+
 
 class LauncherLink(Protocol):
     """A rank's end of the link to its launcher.
@@ -80,9 +82,6 @@ def tie_to_parent() -> None:
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getpgrp() != os.getpid():
         os.setsid()  # a Ctrl-C reaches the caller alone
-
-
-importing_main = False  # while the script is imported in a rank, a decorated call there is a missing main guard
 
 
 def be_a_rank(conn: Connection, task: Task | None = None) -> NoReturn:
