@@ -14,8 +14,7 @@ if typing.TYPE_CHECKING:
         save as save,
         wait_for_saves as wait_for_saves,
     )
-    from distwrap.checkpoint.resume import resume_from as resume_from
-    from distwrap.checkpoint.run_state import run_state as run_state
+    from distwrap.checkpoint.resume import resume_from as resume_from, run_state as run_state
     from distwrap.comm import consolidate as consolidate
     from distwrap.data import Preemption as Preemption, shard_loader as shard_loader
     from distwrap.data.lockstep import lockstep as lockstep
@@ -86,8 +85,7 @@ if typing.TYPE_CHECKING:
 # The same for the interpreter, which imports a module when one of its names is first asked for.
 _MODULES = {
     "checkpoint": "CheckpointIO load save wait_for_saves",
-    "checkpoint.resume": "resume_from",
-    "checkpoint.run_state": "run_state",
+    "checkpoint.resume": "resume_from run_state",
     "model.state_dict": "add_module_prefix strip_module_prefix",
     "comm": "consolidate",
     "data": "Preemption shard_loader",

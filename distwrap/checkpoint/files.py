@@ -63,8 +63,7 @@ def previous_of(path: Path) -> Path:
 def point(link: Path, target: Path) -> None:
     """Point a symbolic link to a file beside it, in one step."""
     temporary = link.parent / f".{link.name}.{os.getpid()}.tmp"
-    with suppress(FileNotFoundError):
-        temporary.unlink()
+    temporary.unlink(missing_ok=True)
     os.symlink(target.name, temporary)
     os.replace(temporary, link)
     _sync(link.parent)

@@ -1,14 +1,24 @@
-"""Resuming where the last run stopped: the newest checkpoint that any node has, on every rank."""
+"""Resuming where the last run stopped: the newest checkpoint that any node has, and the state of the run in it.
+
+That state is what a run has beside the loop's objects: random numbers, the scale of fp16, the state of exchanges.
+"""
 
 import os
 import socket
+import sys
+from dataclasses import replace
 from typing import Any
 
-from distwrap.checkpoint import load
-from distwrap.checkpoint.saving import load_into
+import torch
+
+from distwrap.checkpoint.saving import load, load_into
+from distwrap.comm.exchange import RunExchanges
+from distwrap.devices.kinds import kind_of
 from distwrap.errors import CheckpointError
 from distwrap.group.collectives import broadcast, gather_object
 from distwrap.group.world import current_world
+from distwrap.precision import LossScaling
+from distwrap.seeding import RandomState
 
 
 def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any:
@@ -58,6 +68,63 @@ def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any:
     return state
 
 
+class RunState:
+    """State of the current run, for `save` and `load` as any object with a ``state_dict``.
+
+    Its ``state_dict`` is a collective, so `save` must be called by every rank.
+    """
+
+    on_all_ranks = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the random numbers of every rank, the seed, the gradient scaler's state, and the exchanges'."""
+        world = current_world()
+        scaling = world.part(LossScaling)
+        scaling.update()
+        scaler = scaling.scaler
+        scale = None if scaler is None else scaler.state_dict()
+        comm = world.part(RunExchanges).states()
+        return {"random": gather_object(_random()), "seed": world.options.seed, "scaler": scale, "comm": comm}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore the state, with this rank's random numbers; a rank that was not there then takes those of rank 0.
+
+        Raises:
+            CheckpointError: it is no run's state, or was saved in another precision.
+        """
+        world = current_world()
+        if "random" not in state:
+            raise CheckpointError("this is not what run_state() has saved: it has no 'random'.")
+        mine = state["random"][world.placement.rank if world.placement.rank < len(state["random"]) else 0]
+        _restore(mine)
+        world.options = replace(world.options, seed=state["seed"])
+        scaling = world.part(LossScaling)
+        if (state["scaler"] is None) != (scaling.scaler is None):
+            raise CheckpointError(
+                f"the run was saved {'without' if state['scaler'] is None else 'with'} a gradient scaler, and this one "
+                f"has precision={world.options.precision!r}: wrap the model in the same precision before you load."
+            )
+        if scaling.scaler is not None:
+            scaling.stepped = None
+            scaling.scaler.load_state_dict(state["scaler"])
+        world.part(RunExchanges).load_states(state.get("comm", []))
+
+
+def run_state() -> RunState:
+    """Return the state of the run: random numbers of all ranks (torch, `random`, numpy), the seed, the scaler of fp16.
+
+    Saved with models, optimizers, schedulers and loaders, a run that goes on is the run that was never cut, bit by bit.
+    With ``comm=`` it also has the count of steps and DiLoCo's outer state. What one rank alone holds is not in it, as
+    error feedback, or weights and optimizers where they differ: there a run goes on from the ranks' mean.
+
+    Example:
+        >>> state = run_state().state_dict()
+        >>> sorted(state)
+        ['comm', 'random', 'scaler', 'seed']
+    """
+    return RunState()
+
+
 def _file(path: str | os.PathLike[str]) -> tuple[int, int] | None:
     """Return when a file was written, in seconds, and its length in bytes; ``None`` where there is none."""
     try:
@@ -65,3 +132,30 @@ def _file(path: str | os.PathLike[str]) -> tuple[int, int] | None:
     except FileNotFoundError:
         return None
     return int(stat.st_mtime), stat.st_size
+
+
+def _random() -> dict[str, Any]:
+    """Return this process's random states as tensors and plain values."""
+    state = RandomState.capture()
+    version, words, gauss = state.python
+    found: dict[str, Any] = {"torch": state.torch, "python": [version, torch.tensor(words), gauss]}
+    if state.numpy is not None:
+        name, keys, *rest = state.numpy
+        found["numpy"] = [str(name), torch.tensor(keys.tolist()), int(rest[0]), int(rest[1]), float(rest[2])]
+    device = current_world().device
+    state_of_device = kind_of(device).random_state(device)
+    if state_of_device is not None:
+        found[device.type] = state_of_device
+    return found
+
+
+def _restore(found: dict[str, Any]) -> None:
+    version, words, gauss = found["python"]
+    numpy = None
+    if "numpy" in found and "numpy" in sys.modules:
+        name, keys, *rest = found["numpy"]
+        numpy = (name, sys.modules["numpy"].array(keys.tolist(), dtype="uint32"), *rest)
+    RandomState(found["torch"].cpu(), (version, tuple(words.tolist()), gauss), numpy).restore()
+    device = current_world().device
+    if device.type in found:
+        kind_of(device).set_random_state(device, found[device.type])

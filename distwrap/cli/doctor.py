@@ -65,7 +65,7 @@ def run(given: argparse.Namespace) -> int:
         facts = measured.facts[0] if is_rank else facts
         problems += [text for each in measured.facts for text in each.problems if text not in problems]
         remarks += report.disagreements(measured.facts)
-    if rank == 0 or not is_rank:
+    if rank == 0:
         found = report.Report(facts, measured, problems, remarks, time.monotonic() - began)
         print(found.json() if given.json else found.text())
         if given.plot and measured is not None and measured.all_reduces:

@@ -85,12 +85,10 @@ class LowRankMean(Averager):
         return rank if 2 * rank * (rows + columns) < rows * columns else 0
 
     def _right_of(self, parameter: torch.Tensor, rank: int, device: torch.device) -> torch.Tensor:
-        right = self._right.get(id(parameter))
-        if right is None:
+        if id(parameter) not in self._right:
             columns = parameter.numel() // len(parameter)
-            right = torch.randn(columns, rank, generator=self._random).to(device)
-            self._right[id(parameter)] = right
-        return right
+            self._right[id(parameter)] = torch.randn(columns, rank, generator=self._random).to(device)
+        return self._right[id(parameter)]
 
     def _averaged(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
         """Average tensors over the ranks in one all-reduce."""

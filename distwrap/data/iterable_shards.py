@@ -229,13 +229,13 @@ def _webdataset(webdataset: Any, dataset: Any, rank: int, world_size: int) -> An
     endless = [
         getattr(webdataset, name) for name in ("ResampledShards", "ResampledShardList") if name in dir(webdataset)
     ]
-    if any(stage is webdataset.split_by_node for stage in stages) or isinstance(stages[0], tuple(endless)):
+    if webdataset.split_by_node in stages or isinstance(stages[0], tuple(endless)):
         return dataset
     mine = functools.partial(_every, rank=rank, world_size=world_size)
     result = copy.copy(dataset)
-    alone = [i for i, stage in enumerate(stages) if stage is webdataset.shardlists.single_node_only]
-    if alone:
-        stages[alone[0]] = mine
+    alone = webdataset.shardlists.single_node_only
+    if alone in stages:
+        stages[stages.index(alone)] = mine
     elif isinstance(stages[0], webdataset.SimpleShardList):
         stages.insert(1, mine)
     else:
