@@ -144,8 +144,8 @@ def choose(predictions: Sequence[Prediction], compute: float) -> tuple[str, str]
         >>> choose(rows, 0.1)
         ('allreduce', 'the exchange hides behind the compute: leave comm= out')
     """
-    best = min(range(len(predictions)), key=lambda index: predictions[index].step)
-    chosen = next(row for row in predictions if row.step <= _WORTH * predictions[best].step)
+    best = min(row.step for row in predictions)
+    chosen = next(row for row in predictions if row.step <= _WORTH * best)
     first = predictions[0]
     if chosen is first and first.exchange <= _OVERLAP * compute:
         return chosen.comm, "the exchange hides behind the compute: leave comm= out"
