@@ -5,7 +5,7 @@ sampler and batch sampler are exchanged for ones that take a share of the same o
 """
 
 from contextlib import suppress
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
@@ -17,13 +17,12 @@ from distwrap.data.indices import Mode
 from distwrap.data.iterable_shards import Split
 from distwrap.data.position import Position
 from distwrap.data.samplers import ExactBatches, Order, RememberedShuffle, Share
-from distwrap.data.sharded import ShardedLoader, Sharding, copied, innermost, is_torchs, remember_position, sharded_copy
+from distwrap.data.sharded import Loader, ShardedLoader, Sharding, innermost, is_torchs, only_moved, sharded_copy
 from distwrap.errors import LoaderError
 from distwrap.group.world import World, current_world, say_once
 from distwrap.seeding import mix
 from distwrap.supervision.hang_report import Activity
 
-Loader = TypeVar("Loader", bound="DataLoader[Any]")
 Modes = Literal["auto", "pad", "exact", "drop"]
 BatchSize = Literal["per_rank", "global"]
 Orders = Literal["auto", "torch", "stream"]
@@ -128,7 +127,7 @@ def shard_loader(
         )
     iterable = isinstance(loader.dataset, IterableDataset)
     if given is not None or (alone and (iterable or (seed is None and order == "auto"))):
-        return _only_moved(loader, where, copy_ahead)
+        return only_moved(loader, where, copy_ahead)
     sharding = Sharding(where, *here, copy_ahead=copy_ahead)
     if iterable:
         return _shard_iterable(loader, world, sharding, mode, batch_size, order, split)
@@ -142,17 +141,6 @@ def shard_loader(
         loader.__class__ = type(result)
         return loader
     return result
-
-
-def _only_moved(loader: Loader, device: torch.device, copy_ahead: bool) -> Loader:
-    if isinstance(loader, ShardedLoader) and loader._sharding.device == device:
-        return loader
-    if device.type == "cpu":
-        copy_ahead = False
-    else:
-        loader = copied(loader, {}, type(loader))
-    remember_position(loader, device, copy_ahead)
-    return loader
 
 
 def _shard_iterable(
@@ -174,8 +162,7 @@ def _shard_iterable(
     sharding.uneven = "" if mode == "exact" else "pad" if mode == "pad" else "shortest"
     sharding.epoch_check = _epoch_check(world, number, sharding.position)
     _announce(world, f"{type(loader.dataset).__name__}, divided: {how}")
-    result: Loader = sharded_copy(loader, sharding, {**attributes, "dataset": dataset})
-    return result
+    return sharded_copy(loader, sharding, {**attributes, "dataset": dataset})
 
 
 def _shard_indices(
@@ -229,7 +216,7 @@ def _shard_indices(
         sharding.epoch_check = _epoch_check(world, number, sampler.position)
     if world_size > 1:
         attributes["generator"] = torch.Generator()  # of the workers' base seed, which is then not the loop's to give
-    result: Loader = sharded_copy(loader, sharding, attributes)
+    result = sharded_copy(loader, sharding, attributes)
     if world_size > 1:
         _announce(world, _summary(loader, result, sharding, chosen))
     return result

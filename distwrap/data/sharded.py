@@ -4,7 +4,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
@@ -22,6 +22,8 @@ from distwrap.errors import LoaderError
 from distwrap.group.world import current_world
 from distwrap.seeding import preserved
 from distwrap.supervision.hang_report import Activity
+
+Loader = TypeVar("Loader", bound="DataLoader[Any]")
 
 
 @dataclass
@@ -281,19 +283,26 @@ def is_torchs(thing: object, cls: type) -> bool:
     return kind is cls or (kind.__name__ == cls.__name__ and kind.__module__.startswith("torchdata."))
 
 
-def sharded_copy(loader: Any, sharding: Sharding, attributes: dict[str, Any]) -> Any:
+def sharded_copy(loader: Loader, sharding: Sharding, attributes: dict[str, Any]) -> Loader:
     """Return a copy of a loader, of the same class and sharded, with other attributes."""
     return copied(loader, {**attributes, "_sharding": sharding}, sharded_class(type(loader)))
 
 
-def remember_position(loader: Any, device: torch.device, copy_ahead: bool) -> None:
-    """Let the loader of a single process know where its loop is: it stays the same object, with the same batches."""
+def only_moved(loader: Loader, device: torch.device, copy_ahead: bool) -> Loader:
+    """Return a loader that keeps all its data, and knows where its loop is; on the CPU the same object."""
+    if isinstance(loader, ShardedLoader) and loader._sharding.device == device:
+        return loader
+    if device.type == "cpu":
+        copy_ahead = False
+    else:
+        loader = copied(loader, {}, type(loader))
     sampler: Any = innermost(loader)
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         sampler.__class__ = RememberedShuffle
     step = getattr(loader.batch_sampler, "batch_size", None) or 1
     loader.__dict__["_sharding"] = Sharding(device, copy_ahead=copy_ahead, items_per_step=step)
     loader.__class__ = sharded_class(type(loader))
+    return loader
 
 
 def batches_left(loader: Any) -> int | None:
@@ -310,7 +319,7 @@ def batches_left(loader: Any) -> int | None:
     return whole - start // loader._sharding.items_per_step
 
 
-def copied(loader: Any, attributes: dict[str, Any], cls: type) -> Any:
+def copied(loader: Loader, attributes: dict[str, Any], cls: type) -> Loader:
     """Return a copy of a loader, of a class, with other attributes."""
     result = copy.copy(loader)
     result.__dict__.update(attributes, **{ITERATOR: None})  # which may hold workers of the loader's own
