@@ -104,16 +104,13 @@ class _DiLoCo(WeightExchange["DiLoCo"]):
     def after_step(self, step: int) -> None:
         for fragment in self._fragments:
             if step >= self.algorithm.sync_every and (step - fragment.offset) % self.algorithm.sync_every == 0:
-                self._send(fragment, step)
+                work = partial(self.among_replicas, fragment.average, fragment.progress())
+                fragment.future, fragment.due = self.engine.submit(work), step + self.algorithm.delay
             if fragment.future is not None and fragment.due == step:
                 self._receive(fragment)
         self.alike = self.algorithm.delay == 0 == self.algorithm.mixing and all(
             fragment.offset == 0 and step % self.algorithm.sync_every == 0 for fragment in self._fragments
         )
-
-    def _send(self, fragment: _Fragment, step: int) -> None:
-        work = partial(self.among_replicas, fragment.average, fragment.progress())
-        fragment.future, fragment.due = self.engine.submit(work), step + self.algorithm.delay
 
     def _receive(self, fragment: _Fragment) -> None:
         assert fragment.future is not None
