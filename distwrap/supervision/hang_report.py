@@ -6,7 +6,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -119,22 +119,29 @@ class Reporter:
 
     def ask_others(self) -> str:
         """Ask all ranks from the thread that answers, which answers for this rank first."""
-        asked = self._store.add("reports", 1)
-        self._answer(asked)
-        return _collect(self._store, asked, self._place.world_size)
+        return ask_all(self._store, self._place.world_size, self._answer)
 
     def _answer(self, asked: int) -> None:
         self._answered = asked
         self._store.set(f"report/{asked}/{self._place.rank}", json.dumps(self.location()))
 
 
-def ask_all(store: Store, world_size: int) -> str:
+def ask_all(store: Store, world_size: int, on_asking: Callable[[int], None] = lambda number: None) -> str:
     """Ask all ranks where they are, and return it in lines, equal ones together.
+
+    Args:
+        store: the ranks'.
+        world_size: number of ranks.
+        on_asking: called with the number of the question once it is asked.
 
     Raises:
         DistError: the store is gone.
     """
-    return _collect(store, store.add("reports", 1), world_size)
+    asked = store.add("reports", 1)
+    on_asking(asked)
+    keys = [f"report/{asked}/{rank}" for rank in range(world_size)]
+    wait_until(lambda: store.check(keys), ANSWER_SECONDS)
+    return merge({rank: _answer_of(store, rank, key) for rank, key in enumerate(keys)})
 
 
 def last_seen(store: Store, rank: int) -> str:
@@ -166,12 +173,6 @@ def merge(locations: Mapping[int, Location | str]) -> str:
     for rank, location in sorted(locations.items()):
         together.setdefault(str(location), []).append(rank)
     return "\n".join(f"  {named_ranks(members)} {where}" for where, members in together.items())
-
-
-def _collect(store: Store, asked: int, world_size: int) -> str:
-    keys = [f"report/{asked}/{rank}" for rank in range(world_size)]
-    wait_until(lambda: store.check(keys), ANSWER_SECONDS)
-    return merge({rank: _answer_of(store, rank, key) for rank, key in enumerate(keys)})
 
 
 def _answer_of(store: Store, rank: int, key: str) -> Location | str:
