@@ -19,17 +19,18 @@ from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
 from distwrap.devices.selection import choose_device, visible_devices
 from distwrap.environments import Placement, detect
-from distwrap.group.layout import Layout
 from distwrap.options import Options
 from distwrap.registry import strategies
 from distwrap.supervision.channel import Channel
 from distwrap.wording import print_notice
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from distwrap.strategies.base import Strategy
 
 
@@ -52,6 +53,28 @@ class RunPart(Protocol):
 
 
 Part = TypeVar("Part", bound=RunPart)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Arrangement of the ranks for the data.
+
+    Ranks that hold parts of one copy, as under tensor or pipeline parallelism, take the same share: they have the same
+    `rank` here. Shares of loaders, their seeds, `gather`, `reduce`, `mean` and `scale_loss` go by the layout;
+    `barrier`, `broadcast` and `gather_object` are of all ranks.
+
+    Attributes:
+        rank: of the share that this process takes.
+        size: the number of shares.
+        group: the ranks of this process's place in its copy, one of each share, in the order of the shares; ``None``
+            for all ranks of the world.
+        mesh: of the devices, where the strategy has made one.
+    """
+
+    rank: int
+    size: int
+    group: ProcessGroup | None = None
+    mesh: DeviceMesh | None = None
 
 
 @dataclass

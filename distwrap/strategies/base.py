@@ -12,8 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distwrap.comm.base import Algorithm
-from distwrap.group.layout import Layout
-from distwrap.group.world import World
+from distwrap.group.world import Layout, World
 from distwrap.model.forward_routing import ForwardMethods
 from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model

@@ -11,7 +11,7 @@ from torch import nn
 
 from distwrap import Strategy, gather_object, unwrap_model
 from distwrap.errors import OptionError
-from distwrap.group.layout import Layout
+from distwrap.group.world import Layout
 from distwrap.model import TransparentModule
 from distwrap.model.in_sync import Held, tensors_of
 
