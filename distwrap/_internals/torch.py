@@ -34,8 +34,7 @@ def current_backward() -> int | None:
     Relies on ``torch._C:_current_graph_task_id``.
     Without it: a backward without an average is not noticed.
     """
-    number = getattr(torch._C, "_current_graph_task_id", None)
-    return number() if number is not None else None
+    return getattr(torch._C, "_current_graph_task_id", lambda: None)()
 
 
 def after_backward(call: Callable[[], object]) -> None:
@@ -147,9 +146,7 @@ def remove_ddp_hooks(model: DistributedDataParallel) -> None:
     Relies on ``torch.distributed:Reducer._remove_autograd_hooks``.
     Without it: the hooks stay until the reducer is freed.
     """
-    remove = getattr(model.reducer, "_remove_autograd_hooks", None)
-    if remove is not None:
-        remove()
+    getattr(model.reducer, "_remove_autograd_hooks", lambda: None)()
 
 
 def names_ddp_ignores(net: nn.Module) -> Collection[str]:
@@ -241,9 +238,7 @@ def on_cuda_start(call: Callable[[], object]) -> None:
     Relies on ``torch.cuda:_lazy_call``.
     Without it: the refusal of a fork does not say where CUDA was first used.
     """
-    queue = getattr(torch.cuda, "_lazy_call", None)
-    if queue is not None:
-        queue(call)
+    getattr(torch.cuda, "_lazy_call", lambda call: None)(call)
 
 
 def import_compiler() -> None:
