@@ -64,7 +64,7 @@ def explained(error: BaseException) -> BaseException:
     channel, place, text = world.channel, world.placement, str(error)
     here = f"rank {place.rank} on {socket.gethostname()}"
     if any(words in text for words in _TIMEOUTS):
-        channel.reporter.failed_at(stacks.of_traceback(error.__traceback__))
+        channel.reporter.failed_at = stacks.of_traceback(error.__traceback__)
         better: BaseException = CollectiveTimeoutError(
             f"{here} waited {world.options.timeout:g} s in a collective, and not all ranks came to it:\n"
             f"{channel.reporter.ask_all()}\nEvery rank must call the same collectives in the same order. For work of "

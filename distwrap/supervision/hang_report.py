@@ -84,21 +84,21 @@ class Location(NamedTuple):
 
 
 class Reporter:
-    """Endpoint of the hang report on this rank: it answers whoever asks where the rank is, and can ask all ranks."""
+    """Endpoint of the hang report on this rank: it answers whoever asks where the rank is, and can ask all ranks.
+
+    Attributes:
+        failed_at: where this rank failed, which is then its location, whatever it does afterwards to report it.
+    """
 
     def __init__(self, store: Store, placement: Placement, activity: Activity) -> None:
         self._store, self._place, self._activity = store, placement, activity
-        self._failed_at: list[stacks.Line] | None = None
+        self.failed_at: list[stacks.Line] | None = None
         self._answered = count(store, "reports")
         self._noted = 0.0
 
-    def failed_at(self, lines: list[stacks.Line]) -> None:
-        """Fix this rank's location to where it failed, whatever it does afterwards to report it."""
-        self._failed_at = lines
-
     def location(self) -> Location:
         """Return where this rank is."""
-        lines = self._failed_at if self._failed_at is not None else stacks.of_thread()
+        lines = self.failed_at if self.failed_at is not None else stacks.of_thread()
         what, where = stacks.locate(lines)
         return Location(what, where, self._activity.step, str(self._activity))
 
