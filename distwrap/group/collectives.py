@@ -305,10 +305,8 @@ def _tensors(value: Any, what: str) -> tuple[list[Any], Any, list[torch.Tensor]]
     for leaf in leaves:
         if isinstance(leaf, torch.Tensor):
             tensors.append(leaf.detach())
-        elif isinstance(leaf, (bool, int)):
-            tensors.append(torch.tensor(leaf))
-        elif isinstance(leaf, float):
-            tensors.append(torch.tensor(leaf, dtype=torch.float64))
+        elif isinstance(leaf, (int, float)):
+            tensors.append(torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None))
         else:
             problem = (
                 f"{what}() takes tensors and numbers in lists, tuples and dicts, not a {type(leaf).__qualname__}. "
