@@ -5,7 +5,6 @@ forwards before one backward. Running statistics are not read in training: it is
 """
 
 import io
-from typing import Any
 from weakref import ref
 
 import torch
@@ -60,10 +59,12 @@ class Buffers:
 
     def _packed(self) -> bytes:
         """Return rank 0's buffers as bytes; runs in its channel's thread, when another rank asks."""
-        model, kept = self._model(), self._kept
-        if kept is not None and self.averages - self._kept_at <= 1:
-            return _bytes(kept)
-        return _bytes(self._last if model is None else self._trained(model))
+        model, values = self._model(), self._kept
+        if values is None or self.averages - self._kept_at > 1:
+            values = self._last if model is None else self._trained(model)
+        file = io.BytesIO()
+        torch.save({key: value.detach().cpu() for key, value in values.items()}, file)
+        return file.getvalue()
 
     def _trained(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return the buffers that training changes: running statistics, and others once they differ."""
@@ -107,9 +108,3 @@ def statistics_of(model: nn.Module) -> dict[str, torch.Tensor]:
 def _others(model: nn.Module) -> dict[str, torch.Tensor]:
     statistics = statistics_of(model)
     return {key: value for key, value in model.named_buffers() if key not in statistics}
-
-
-def _bytes(values: dict[str, Any]) -> bytes:
-    file = io.BytesIO()
-    torch.save({key: value.detach().cpu() for key, value in values.items()}, file)
-    return file.getvalue()

@@ -24,14 +24,12 @@ _ddp_forward: Callable[..., Any] = DistributedDataParallel.forward
 class LocalModel(RoutedModule):
     """A model of this one process, under autocast, or on an accelerator."""
 
-    def __init__(
-        self, module: nn.Module, in_precision: InPrecision, device: torch.device, forward_methods: ForwardMethods
-    ) -> None:
+    def __init__(self, module: nn.Module, in_precision: InPrecision, forward_methods: ForwardMethods) -> None:
         super().__init__()
         self.module = module
         own = self.__dict__
         own["_run"], own["_users_class"] = in_precision(self._locally), type(unwrap_model(module))
-        self.route(forward_methods, in_precision, device)
+        self.route(forward_methods, in_precision)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model in its precision."""
@@ -51,6 +49,9 @@ class DataParallelModel(RoutedModule, DataParallel):  # type: ignore[type-arg]
         super().__init__(module, device_ids=list(device_ids))
         self.route(forward_methods, in_precision)
 
+    def _moved(self, arguments: Any) -> Any:
+        return arguments  # which DataParallel divides among the devices
+
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Run the replicas; autocast is a thread's own, so each gets it anew."""
         run = [self._in_precision(replica) for replica in replicas]
@@ -64,8 +65,7 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
 
     Args:
         module: the user's model, on its device.
-        in_precision: how to compute.
-        device: where its inputs must be.
+        in_precision: how to compute, and on which device its inputs must be.
         forward_methods: which methods may be routed.
         buffers: by which the ranks take over rank 0's when training pauses; ``None`` where DDP is to broadcast them at
             each forward, or nobody.
@@ -80,7 +80,6 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
         self,
         module: nn.Module,
         in_precision: InPrecision,
-        device: torch.device,
         forward_methods: ForwardMethods,
         buffers: Buffers | None,
         **ddp_kwargs: Any,
@@ -91,13 +90,13 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
             self.broadcast_buffers = broadcast
         own = self.__dict__
         own["_synced_buffers"] = buffers
-        own["_plain"] = in_precision.is_plain and device.type == "cpu"
+        own["_plain"] = in_precision.is_plain and in_precision.device.type == "cpu"
         if not self._plain:
             own["forward"] = in_precision(self._forward_there)
         own["_gradients"] = Gradients(self, buffers)
         own["module"] = module  # beside its place among the children, where each look-up costs a microsecond
         own["_needs_outputs"] = bool(self.find_unused_parameters or self.static_graph)
-        self.route(forward_methods, in_precision, device)
+        self.route(forward_methods, in_precision)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; with gradients on, through DDP."""

@@ -35,14 +35,12 @@ class RoutedModule(TransparentModule):
     _forward_methods: frozenset[str] | None = None  # None: all of them
     _method: str = ""  # which one is running
 
-    def route(
-        self, forward_methods: ForwardMethods, in_precision: InPrecision, device: torch.device | None = None
-    ) -> None:
-        """Say which methods may be routed, whose names are known to be right, and how and where they compute."""
+    def route(self, forward_methods: ForwardMethods, in_precision: InPrecision) -> None:
+        """Set which methods may be routed, whose names are known to be right, and how and where they compute."""
         own = self.__dict__
         own["_forward_methods"] = None if forward_methods == "auto" else frozenset(forward_methods)
         own["_parts"] = {id(part) for part in unwrap_model(self).modules()}
-        own["_in_precision"], own["_own_device"] = in_precision, device
+        own["_in_precision"] = in_precision
 
     def _looked_up(self, name: str, value: Any) -> Any:
         if type(value) is not MethodType or value.__self__ is not unwrap_model(self):
@@ -72,8 +70,8 @@ class RoutedModule(TransparentModule):
         return True
 
     def _moved(self, arguments: Any) -> Any:
-        """Return the arguments on the model's device, where it has one."""
-        return arguments if self._own_device is None else to_device(arguments, self._own_device)
+        """Return the arguments on the model's device."""
+        return to_device(arguments, self._in_precision.device)
 
     def _begin(self, call: MethodCall) -> bool:
         """Do what comes before a forward, and undo on ``call.inside`` what must end with the method.

@@ -129,7 +129,11 @@ class Gradients:
             if self._buffers is not None:
                 self._buffers.averages += 1
             if not syncs:
-                _note_late_no_sync()
+                say_once(
+                    "no_sync",
+                    "a backward in no_sync() exchanges gradients all the same, because its forward was outside. "
+                    "Put both inside, or loop over distwrap.accumulate().",
+                )
             if self.on_average is not None:
                 self.on_average()
         elif self.average is Average.LEFT_OUT:
@@ -190,12 +194,4 @@ def _averaged_elsewhere(model: nn.Module, task: int) -> bool:
     return any(
         other is not model and gradients._task == task and not own.isdisjoint(map(id, other.parameters()))
         for other, gradients in current_world().part(WrappedModels).gradients.items()
-    )
-
-
-def _note_late_no_sync() -> None:
-    say_once(
-        "no_sync",
-        "a backward in no_sync() exchanges gradients all the same, because its forward was outside. "
-        "Put both inside, or loop over distwrap.accumulate().",
     )

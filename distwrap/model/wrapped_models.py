@@ -83,8 +83,8 @@ def bound_strategy(thing: Any) -> Strategy | None:
     return None if thing is None else thing.__dict__[_MARK]
 
 
-def strategy_of_model(model: nn.Module, world: World) -> Strategy:
-    """Return the strategy that prepared a model; the run's for one that none has prepared."""
+def strategy_of_model(model: nn.Module | None, world: World) -> Strategy:
+    """Return the strategy that prepared a model; the run's for one that none has prepared, and where there is none."""
     found = bound_strategy(model)
     return found if found is not None else world.strategy
 
@@ -101,13 +101,12 @@ def strategy_of_optimizer(optimizer: Optimizer, world: World) -> Strategy:
 def strategy_of_owner(optimizer: Optimizer, world: World) -> Strategy:
     """Return the strategy of the wrapped model that has an optimizer's parameters; the run's where there is none."""
     owners = world.part(WrappedModels).of_optimizer(optimizer)
-    return strategy_of_model(owners[0], world) if owners else world.strategy
+    return strategy_of_model(owners[0] if owners else None, world)
 
 
 def strategy_of_backward(world: World) -> Strategy:
     """Return the strategy whose `backward` a loss goes through: that of the model that was wrapped last."""
-    last = world.part(WrappedModels).last
-    return world.strategy if last is None else strategy_of_model(last, world)
+    return strategy_of_model(world.part(WrappedModels).last, world)
 
 
 def parameters_of(optimizer: Optimizer) -> dict[int, nn.Parameter]:

@@ -25,7 +25,7 @@ class InPrecision:
 
     def __init__(self, precision: str | Precision, device: torch.device, *, owns_scale: bool = False) -> None:
         self.precision: Precision = precisions.make(precision)
-        self._device, self._owns_scale = device, owns_scale
+        self.device, self._owns_scale = device, owns_scale
         self.is_plain, self.inputs = self.precision.is_plain, self.precision.inputs
 
     def __call__(self, forward: Forward) -> Forward:
@@ -50,11 +50,11 @@ class InPrecision:
 
     def make_scaler(self) -> torch.amp.GradScaler | None:
         """Return a scaler of losses, where distwrap is to scale them."""
-        return None if self._owns_scale else self.precision.make_scaler(self._device)
+        return None if self._owns_scale else self.precision.make_scaler(self.device)
 
     def context(self) -> AbstractContextManager[Any]:
         """Return the context in which a forward runs."""
-        return self.precision.context(self._device)
+        return self.precision.context(self.device)
 
 
 class RunPrecision(RunPart):

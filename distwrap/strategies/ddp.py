@@ -78,7 +78,7 @@ class DDPStrategy(Strategy):
         if comm is not None:
             _refuse_with_comm(model, options)
         kind = self.wrapper(comm)
-        wrapped = kind(model, wrapping.in_precision, wrapping.device, wrapping.forward_methods, buffers, **options)
+        wrapped = kind(model, wrapping.in_precision, wrapping.forward_methods, buffers, **options)
         if comm is not None:
             wrapped._exchange = comm.attach(wrapped, world)
         bind(wrapped, self)

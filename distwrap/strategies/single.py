@@ -26,4 +26,4 @@ def local(model: nn.Module, wrapping: Wrapping) -> nn.Module:
     """Wrap a model only where there is something to do at a forward."""
     if wrapping.in_precision.is_plain and wrapping.device.type == "cpu":
         return model
-    return LocalModel(model, wrapping.in_precision, wrapping.device, wrapping.forward_methods)
+    return LocalModel(model, wrapping.in_precision, wrapping.forward_methods)
