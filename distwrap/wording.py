@@ -31,6 +31,17 @@ def named_ranks(numbers: Iterable[int]) -> str:
     return ("rank " if sum(map(len, runs)) == 1 else "ranks ") + ", ".join(words)
 
 
+def first_names(names: list[str]) -> str:
+    """Put the first three names into words, and how many more there are.
+
+    Example:
+        >>> first_names(["a", "b", "c", "d"])
+        'a, b, c and 1 more'
+    """
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of an error's message, or its type's name where it has none."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

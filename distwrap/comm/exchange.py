@@ -21,6 +21,7 @@ from distwrap.group.collectives import gather_object
 from distwrap.group.world import RunPart, World, say
 from distwrap.model.distributed import DistributedModel
 from distwrap.precision import LossScaling
+from distwrap.wording import first_names
 
 if TYPE_CHECKING:
     from distwrap.comm.weights import WeightExchange
@@ -119,9 +120,8 @@ class Exchange(ABC, Generic[A]):
         """Print that this rank's gradients are not finite."""
         self.reports += 1
         if self.reports <= _REPORTS:
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
             say(
-                f"rank {self.rank}: not finite: the gradient of {', '.join(names[:3])}{more}. All ranks get NaN for "
+                f"rank {self.rank}: not finite: the gradient of {first_names(names)}. All ranks get NaN for "
                 f"what it is averaged with.",
                 every_rank=True,
             )

@@ -16,7 +16,7 @@ from distwrap.group.world import World, current_world
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.supervision.stacks import users_frame
-from distwrap.wording import named_ranks
+from distwrap.wording import first_names, named_ranks
 
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
 _TWICE = "Expected to mark a variable ready only once"
@@ -65,7 +65,7 @@ def unfinished(error: RuntimeError, model: nn.Module, trained: list[str]) -> Run
         lines += [f"  {line}" for line in _by_module(unused)]
     if now_frozen:
         lines.append(
-            f"Of these, {_some(now_frozen)} were frozen after wrap_model(). Freeze before it, or wrap again: "
+            f"Of these, {first_names(now_frozen)} were frozen after wrap_model(). Freeze before it, or wrap again: "
             f"model = wrap_model(unwrap_model(model))."
         )
     else:
@@ -105,11 +105,6 @@ def _by_module(names: list[str]) -> list[str]:
         groups.setdefault(module or "the model itself", []).append(parameter)
     lines = [f"{module}: {', '.join(parameters)}" for module, parameters in groups.items()]
     return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} modules more"]
-
-
-def _some(names: list[str]) -> str:
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"
 
 
 def _explained_twice(text: str) -> ModelError:
