@@ -173,7 +173,7 @@ def _save_file(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, ba
         retention.prune(path, keep)
 
     def work() -> None:
-        writer, plain_state = current_world().part(Writer), plain(state)
+        writer, plain_state = current_world().part(Writer), rebuilt(plain(state), _refuse_piece)
         if background:
             writer.write(plain_state, write)
         else:
@@ -238,6 +238,16 @@ def _do_on_ranks(
             ) from (cause if rank == worker else None)
 
 
+def _refuse_piece(leaf: Any, path: tuple[Any, ...]) -> Any:
+    if hasattr(leaf, "full_tensor"):  # as a DTensor has, whose class takes long to import
+        where, rank = "".join(f"[{key!r}]" for key in path), current_world().placement.rank
+        raise CheckpointError(
+            f"state{where} is a DTensor, of which rank {rank} has a piece. Save with io='sharded', or save what its "
+            f"full_tensor() returns on every rank."
+        )
+    return leaf
+
+
 def _format_of(io: str | CheckpointIO) -> str | CheckpointIO:
     """Return the strategy's own format where the call leaves the format open."""
     strategy = current_world().options.strategy
@@ -251,9 +261,11 @@ def _with_collective_states(state: Any, *, in_parts: bool) -> Any:
         if getattr(type(leaf), "on_all_ranks", False) is True:
             return leaf.state_dict()
         strategy = bound_strategy(leaf)
-        if strategy is None or not strategy.shards:
-            return leaf
-        parts = strategy.parts(leaf) if in_parts else None
-        return strategy.state(leaf) if parts is None else parts
+        parts = strategy.parts(leaf) if strategy is not None and in_parts else None
+        if parts is not None:
+            from distwrap.checkpoint.sharded import check_parts  # imports torch's distributed checkpoint
+
+            return check_parts(parts, type(strategy).__name__)
+        return strategy.state(leaf) if strategy is not None and strategy.shards else leaf
 
     return rebuilt(state, replaced)

@@ -1,7 +1,7 @@
 """A folder to which every rank writes its part, by torch's distributed checkpoint.
 
-Tensors that all ranks hold alike are divided among them; any number of ranks reads them back. The folder must be on a
-disk that all nodes see.
+Tensors that all ranks hold alike are divided among them, and of a DTensor each rank writes its piece; any number of
+ranks reads them back, whole. The folder must be on a disk that all nodes see.
 
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
@@ -20,11 +20,14 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystem
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
+from torch.distributed.tensor import DTensor
 
 from distwrap._internals.python import PATH_MODULES
 from distwrap._internals.torch import LAYOUT_FUNCTION
 from distwrap.checkpoint.files import SKELETON
 from distwrap.errors import CheckpointError
+from distwrap.group.collectives import gather_object
+from distwrap.model.in_sync import Held, fingerprints, first_difference
 from distwrap.nesting import rebuilt
 
 
@@ -35,7 +38,7 @@ class ShardedIO:
 
     def save(self, state: Any, path: Path) -> None:
         """Write this rank's part of the tensors; rank 0 also writes what is no tensor."""
-        skeleton, tensors = _separated(state, lambda leaf: (leaf.detach(), torch.empty_like(leaf, device="meta")))
+        skeleton, tensors = _separated(state, lambda leaf: (leaf.detach(), _whole(leaf)))
         if not dist.is_initialized() or dist.get_rank() == 0:
             torch.save(skeleton, path / SKELETON)
         with _as_checkpoint_error():
@@ -49,6 +52,34 @@ class ShardedIO:
         with _as_checkpoint_error():
             load_parts(tensors, storage_reader=_SafeReader(path))
         return state
+
+
+def check_parts(parts: dict[str, Any], strategy: str) -> dict[str, Any]:
+    """Return what a strategy's `parts` have returned, if it can be put together; every rank calls it.
+
+    Raises:
+        CheckpointError: ranks have other tensors, or one that is whole differs; names it, on every rank.
+    """
+    tensors = _separated(parts, lambda leaf: (leaf, leaf))[1].items()
+    nothing = torch.empty(0)  # to be compared of pieces, beside their names and whole sizes
+    held = [
+        Held(f"{name} {tuple(value.shape)}", "", nothing if isinstance(value, DTensor) else value)
+        for name, value in tensors
+    ]
+    difference = first_difference(gather_object(fingerprints(held)))
+    if difference is not None:
+        raise CheckpointError(
+            f"{strategy}.parts() has returned what cannot be put together: {difference}. Every rank returns all names, "
+            f"and a tensor of which each rank has another piece as a DTensor of the whole tensor's size."
+        )
+    return parts
+
+
+def _whole(leaf: torch.Tensor) -> torch.Tensor:
+    """Return a tensor like the whole of this one, without numbers."""
+    if isinstance(leaf, DTensor):
+        return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
+    return torch.empty_like(leaf, device="meta")
 
 
 def _separated(

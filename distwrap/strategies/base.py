@@ -157,7 +157,15 @@ class Strategy:
         plain.load_state_dict(state)
 
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
-        """Return this rank's parts for torch's distributed checkpoint; ``None`` where everything is whole here."""
+        """Return what `state` would, with this rank's piece of each divided tensor, for a checkpoint in parts.
+
+        Every rank calls it, and returns the same names. A tensor of which each rank has another piece is a ``DTensor``,
+        which torch's distributed checkpoint puts together; any other tensor must be alike on all ranks, and of what is
+        no tensor rank 0's is saved. `load_state` gets whole tensors, at any number of ranks.
+
+        Returns:
+            ``None`` where everything is whole here, so that `state` has it.
+        """
         return None
 
     def checkpoint_io(self) -> str | CheckpointIO:
