@@ -145,12 +145,13 @@ def load_into(into: Any, state: Any, where: str = "") -> None:
         CheckpointError: nothing was; names the place.
     """
     strategy, target = bound_strategy(into), into
+    if strategy is not None:
+        strategy.load_state(into, state)
+        return
     if isinstance(into, torch.nn.Module):
         target = unwrap_model(into)
         state = strip_module_prefix(state, target=target)
-    if strategy is not None:
-        strategy.load_state(into, state)
-    elif callable(getattr(target, "load_state_dict", None)):
+    if callable(getattr(target, "load_state_dict", None)):
         target.load_state_dict(state)
     elif isinstance(into, Mapping):
         for key, item in into.items():

@@ -11,6 +11,9 @@ from distwrap._internals.torch import compiled_module, submodules
 from distwrap.errors import ModelError
 from distwrap.model.state_dict import strip_module_prefix
 
+# In a wrapper that knows nothing of this module, the user's model.
+_USERS_MODEL = "_distwrap_users_model"
+
 # What DistributedDataParallel keeps but reads no more once it is built, and user's models often have themselves.
 _IDLE = ("dim", "device")
 
@@ -177,6 +180,18 @@ def unwrap_model(model: nn.Module) -> nn.Module:
     """
     while True:
         inner = model.module if isinstance(model, WRAPPERS) else compiled_module(model)
+        inner = model.__dict__.get(_USERS_MODEL) if inner is None else inner
         if inner is None:
             return model
         model = inner
+
+
+def see_through(wrapped: nn.Module, model: nn.Module) -> None:
+    """Let `unwrap_model` find the user's model in a module that a strategy has put around it, without more tensors."""
+    outer = unwrap_model(wrapped)
+    if outer is not model and any(part is model for part in outer.modules()) and _count(outer) == _count(model):
+        outer.__dict__[_USERS_MODEL] = model
+
+
+def _count(model: nn.Module) -> int:
+    return len([*model.parameters(), *model.buffers()])

@@ -15,6 +15,7 @@ from distwrap.comm.base import Algorithm
 from distwrap.group.world import Layout, World
 from distwrap.model.forward_routing import ForwardMethods
 from distwrap.model.in_sync import Held
+from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.transparent import unwrap_model
 from distwrap.options import Options
 from distwrap.precision import InPrecision
@@ -153,8 +154,10 @@ class Strategy:
 
     def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
         """Load what `state` has returned, under this strategy or any other; every rank calls it with all of it."""
-        plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
-        plain.load_state_dict(state)
+        if isinstance(thing, nn.Module):
+            thing = unwrap_model(thing)
+            state = strip_module_prefix(state, target=thing)
+        thing.load_state_dict(state)
 
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
         """Return what `state` would, with this rank's piece of each divided tensor, for a checkpoint in parts.

@@ -20,7 +20,7 @@ from distwrap.model.buffers import Buffers
 from distwrap.model.distributed import DistributedModel, ReplicaModel
 from distwrap.model.in_sync import Held, tensors_of
 from distwrap.model.transparent import unwrap_model
-from distwrap.model.wrapped_models import WrappedModels, bind, under_ddp
+from distwrap.model.wrapped_models import WrappedModels, bind
 from distwrap.registry import algorithms
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.single import local
@@ -94,9 +94,9 @@ class DDPStrategy(Strategy):
         return {"device_ids": [wrapping.device.index]}
 
     def sync_gradients(self, model: nn.Module, on: bool) -> None:
-        wrapped = under_ddp(model)
-        if wrapped is not None:
-            wrapped.require_backward_grad_sync = on
+        for wrapped in current_world().part(WrappedModels):
+            if isinstance(wrapped, DistributedModel) and unwrap_model(wrapped) is unwrap_model(model):
+                wrapped.require_backward_grad_sync = on
 
     def held(self, model: nn.Module) -> Iterable[Held]:
         return tensors_of(model)

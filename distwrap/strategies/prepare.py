@@ -13,7 +13,7 @@ from distwrap.group.world import RunPart, World, current_world
 from distwrap.model.distributed import LocalModel
 from distwrap.model.first_step import FirstSteps
 from distwrap.model.forward_routing import ForwardMethods, check_forward_methods
-from distwrap.model.transparent import WRAPPERS
+from distwrap.model.transparent import WRAPPERS, see_through
 from distwrap.model.wrapped_models import WrappedModels, bind, strategy_of_model, strategy_of_owner
 from distwrap.precision import InPrecision, LossScaling, Precision
 from distwrap.registry import algorithms, strategies
@@ -92,6 +92,7 @@ def wrap_model(
     wrapped = chosen.prepare_model(model, world, wrapping)
     if wrapped is not model:
         bind(wrapped, chosen)
+        see_through(wrapped, model)
         if not isinstance(wrapped, LocalModel) and world.placement.world_size > 1:
             if models.last is last:  # else the strategy has added it
                 models.add(wrapped)
