@@ -67,7 +67,7 @@ class Exchange(ABC, Generic[A]):
             self.node = next(link for link in links if link is not None)
         self.link = self.between(world, [ranks[0] for ranks in nodes])
         self.engine = Engine(world.device)
-        model.register_comm_hook(self, Exchange.submit)
+        model.register_comm_hook(self, lambda exchange, bucket: exchange.submit(bucket))
         self._exchanges.add(self)
 
     def between(self, world: World, ranks: list[int], *, crosses_nodes: bool = True) -> Link | None:

@@ -33,11 +33,13 @@ from distwrap import (
     wrap_model,
     wrap_optimizer,
 )
-from distwrap.comm import Averager, Bucket, GradientAlgorithm, Link, traffic
+from distwrap.comm import AllReduce, Averager, Bucket, GradientAlgorithm, Link, traffic
 from distwrap.comm.exchange import _BEFORE_2_8, RunExchanges
+from distwrap.comm.gradients import GradientExchange
 from distwrap.comm.residuals import Residuals
 from distwrap.errors import CollectiveTimeoutError, ModelError, OptionError, WorkerError
-from distwrap.group.world import current_world, rank, world_size
+from distwrap.group.world import World, current_world, rank, world_size
+from distwrap.model.distributed import DistributedModel
 from distwrap.precision import LossScaling
 from distwrap.testing import run_ranks
 from tests.limits import MORE_RANKS, SOON, slow
@@ -291,6 +293,33 @@ def test_a_failure_in_the_thread_is_raised_in_the_backward_and_nobody_hangs(how:
     with pytest.raises(error):
         run_ranks(_plainly, 2, [Failing(how=how)])
     assert time.monotonic() - began < SOON
+
+
+class _Counted(GradientExchange):
+    buckets = 0
+
+    def submit(self, bucket: Any) -> Any:
+        self.buckets += 1
+        return super().submit(bucket)
+
+
+class Counting(AllReduce):
+    """Has an exchange of its own, that acts at each of DDP's buckets."""
+
+    def attach(self, model: DistributedModel, world: World) -> GradientExchange:
+        return _Counted(self, model, world)
+
+
+def _count() -> int:
+    model, optimizer = prepared(Counting())
+    train(model, optimizer, range(1))
+    exchange: Any = model.__dict__["_exchange"]
+    return int(exchange.buckets)
+
+
+def test_an_exchange_of_ones_own_gets_the_buckets() -> None:
+    first, second = run_ranks(_count, 2)
+    assert first == second > 0
 
 
 def _one_leaves() -> None:
