@@ -44,7 +44,7 @@ class InPrecision:
     def outputs(self, value: Any) -> Any:
         """Return a forward's outputs in the type in which a loss is computed."""
         value = self.precision.outputs(value)
-        if not self._owns_scale:
+        if not self._owns_scale and hasattr(self.precision, "require_scaled"):  # a subclass of Precision has it
             self.precision.require_scaled(value)
         return value
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from threading import Thread
 from typing import Any
 
@@ -143,6 +144,35 @@ def test_a_strategy_that_owns_the_scale_may_leave_losses_unscaled(nprocs: int) -
         assert weights(model) != before
 
     body()
+
+
+class Doubled:
+    """A precision that is no subclass of distwrap's, and has what a run needs of one."""
+
+    is_plain = False
+
+    def weights(self, model: nn.Module) -> nn.Module:
+        return model
+
+    def inputs(self, value: Any) -> Any:
+        return value
+
+    def context(self, device: torch.device) -> Any:
+        return nullcontext()
+
+    def outputs(self, value: torch.Tensor) -> torch.Tensor:
+        return value.double()
+
+    def make_scaler(self, device: torch.device) -> None:
+        return None
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        return None
+
+
+def test_a_precision_needs_no_base_class() -> None:
+    precision: Any = Doubled()
+    assert dw.wrap_model(nn.Linear(1, 1), precision=precision)(torch.ones(1)).dtype == torch.float64
 
 
 def test_fp16_clips_the_unscaled_gradients() -> None:
