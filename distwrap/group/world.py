@@ -23,6 +23,7 @@ from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 
 from distwrap.devices.selection import choose_device, visible_devices
 from distwrap.environments import Placement, detect
+from distwrap.errors import OptionError
 from distwrap.options import Options
 from distwrap.registry import strategies
 from distwrap.supervision.channel import Channel
@@ -67,7 +68,7 @@ class Layout:
         rank: of the share that this process takes.
         size: the number of shares.
         group: the ranks of this process's place in its copy, one of each share, in the order of the shares; ``None``
-            for all ranks of the world.
+            for all ranks of the world. `rank` and `size` are those of this process in it.
         mesh: of the devices, where the strategy has made one.
     """
 
@@ -118,11 +119,23 @@ class World:
         return strategies.make(self.options.strategy)
 
     def arrange(self) -> None:
-        """Let the strategy that was chosen, if any, arrange the ranks for the data, once they have met."""
+        """Let the strategy that was chosen, if any, arrange the ranks for the data, once they have met.
+
+        Raises:
+            OptionError: the layout is not that of its group's ranks.
+        """
         strategy = self.options.strategy
         layout = None if isinstance(strategy, str) or self.placement.world_size == 1 else strategy.setup(self)
-        if layout is not None:
-            self.layout = layout
+        if layout is None:
+            return
+        group = layout.group if isinstance(layout, Layout) else None
+        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        if not isinstance(layout, Layout) or (layout.rank, layout.size) != (rank, size):
+            raise OptionError(
+                f"{type(strategy).__name__}.setup() returned {layout!r} on rank {self.placement.rank}, which has share "
+                f"{rank} of {size} in its group. Return Layout(rank in the group, size of the group, group), or None."
+            )
+        self.layout = layout
 
     def part(self, kind: type[Part]) -> Part:
         """Return a room's state of this run; it is made at the first call.

@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import distwrap as dw
-from distwrap import DDPStrategy, rank
+from distwrap import DDPStrategy, Placement, rank
 from distwrap.errors import ModelError, OptionError
-from distwrap.group.world import current_world
+from distwrap.group.world import Layout, World, current_world
+from distwrap.options import Options
 from tests.strategies.by_hand import ByHand
 
 EXAMPLES = 24
@@ -123,6 +125,35 @@ def test_shares_go_by_the_strategys_layout(ranks: list[dict[str, Any]]) -> None:
     assert [found["sum"] for found in ranks] == [2, 4, 2, 4]
     assert [found["mean"] for found in ranks] == [pytest.approx(mean) for mean in (4 / 3, 7 / 3, 4 / 3, 7 / 3)]
     assert all(found["everybody"] == [0, 1, 2, 3] for found in ranks)
+
+
+class Misplaced(DDPStrategy):
+    """A strategy whose shares are not those of the ranks."""
+
+    def setup(self, world: Any) -> Layout:
+        layout: Any = self.ddp_options["layout"]
+        return Layout(*layout) if isinstance(layout, tuple) else layout
+
+
+@pytest.mark.parametrize(
+    ("layout", "seen"),
+    [
+        ((1, 4), r"Layout\(rank=1, size=4, .*\) on rank 1, .* share 1 of 2"),
+        ((2, 2), r"Layout\(rank=2, size=2, .*\) on rank 1, .* share 1 of 2"),
+        ((0, 1), r"Layout\(rank=0, size=1, .*\) on rank 1, .* share 1 of 2"),
+        ([1, 2], r"\[1, 2\] on rank 1"),
+    ],
+)
+def test_shares_that_cannot_be_those_of_the_ranks_are_refused(layout: Any, seen: str) -> None:
+    """A layout is held to the group that it names, or to all ranks: its shares would be lost or taken twice."""
+    strategy = Misplaced()
+    strategy.ddp_options = {"layout": layout}
+    world = World(Placement(1, 2, 1, 2), torch.device("cpu"), options=Options(strategy=strategy))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "get_rank", lambda group: 1)
+        patch.setattr(dist, "get_world_size", lambda group: 2)
+        with pytest.raises(OptionError, match=rf"Misplaced\.setup\(\) returned {seen}"):
+            world.arrange()
 
 
 def test_the_numbers_are_those_of_one_process(ranks: list[dict[str, Any]]) -> None:
