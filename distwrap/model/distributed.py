@@ -15,7 +15,6 @@ from distwrap.model import diagnosis
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import ForwardMethods, MethodCall, RoutedModule, has_gradient
 from distwrap.model.gradients import Average, Gradients
-from distwrap.model.transparent import unwrap_model
 from distwrap.precision import InPrecision
 
 _ddp_forward: Callable[..., Any] = DistributedDataParallel.forward
@@ -27,8 +26,7 @@ class LocalModel(RoutedModule):
     def __init__(self, module: nn.Module, in_precision: InPrecision, forward_methods: ForwardMethods) -> None:
         super().__init__()
         self.module = module
-        own = self.__dict__
-        own["_run"], own["_users_class"] = in_precision(self._locally), type(unwrap_model(module))
+        self.__dict__["_run"] = in_precision(self._locally)
         self.route(forward_methods, in_precision)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

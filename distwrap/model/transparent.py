@@ -31,8 +31,6 @@ class TransparentModule(nn.Module):
         super().__init__(*args, **kwargs)
         # Until here a wrapper's constructor sets what is its own; none of it may land on the user's model.
         self.__dict__["_built"] = True
-        if "module" in submodules(self):
-            self.__dict__["_users_class"] = type(unwrap_model(self))
         for name in _IDLE:
             if name in self.__dict__ and hasattr(self.module, name):
                 del self.__dict__[name]
@@ -52,7 +50,10 @@ class TransparentModule(nn.Module):
     @property  # type: ignore[misc]
     def __class__(self) -> type:
         # By which ``isinstance(wrapped, UsersClass)`` holds, beside what the wrapper is itself.
-        users: type = self.__dict__.get("_users_class", type(self))
+        own = self.__dict__
+        if "_users_class" not in own and "_built" in own and "module" in submodules(self):
+            own["_users_class"] = type(unwrap_model(self))
+        users: type = own.get("_users_class", type(self))
         return users
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -1,7 +1,21 @@
-"""Ways to replicate or divide a model: one protocol, one file a strategy."""
+"""Ways to replicate or divide a model: one protocol, one file a strategy; and what a strategy of one's own needs."""
 
+from distwrap.group.world import Layout, World
+from distwrap.model.in_sync import Held, tensors_of
+from distwrap.model.transparent import TransparentModule
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.ddp import DDPStrategy
 from distwrap.strategies.prepare import wrap_model, wrap_optimizer
 
-__all__ = ["DDPStrategy", "Strategy", "Wrapping", "wrap_model", "wrap_optimizer"]
+__all__ = [
+    "DDPStrategy",
+    "Held",
+    "Layout",
+    "Strategy",
+    "TransparentModule",
+    "World",
+    "Wrapping",
+    "tensors_of",
+    "wrap_model",
+    "wrap_optimizer",
+]

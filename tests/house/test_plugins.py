@@ -35,6 +35,47 @@ if __name__ == "__main__":
     print(main())
 """
 
+# Where ranks that hold different parts of the optimizer's state end with the weights of one process.
+RESUMED = """
+from pathlib import Path
+import torch
+from torch import nn
+from distwrap import backward, distributed, gather_object, load, optimizer_step, rank, save, world_size
+from distwrap import wrap_model, wrap_optimizer
+
+class Net(nn.Linear):
+    pass
+
+@distributed
+def main(steps, before, after):
+    torch.manual_seed(rank())
+    net = wrap_model(Net(4, 2, dtype=torch.float64))
+    assert isinstance(net, Net) and list(net.state_dict()) == ["weight", "bias"]
+    optimizer = wrap_optimizer(torch.optim.Adam(net.parameters(), lr=0.1), net)
+    if before:
+        load(before, into=[net, optimizer])
+    for step in steps:
+        x = torch.arange(16, dtype=torch.float64).reshape(4, 4).sin() + step
+        backward((net(x[rank() :: world_size()]) - 1).square().mean())
+        optimizer_step(optimizer, max_norm=1.0)
+        optimizer.zero_grad()
+    save([net, optimizer], after)
+    held = sorted(optimizer.state_dict()["state"])
+    return gather_object((held, torch.cat([each.detach().flatten() for each in net.parameters()])))
+
+if __name__ == "__main__":
+    first, last = Path(__file__).with_name("first.pt"), Path(__file__).with_name("last.pt")
+    two = main.options(nprocs=2, strategy="owners")
+    [(_, whole)] = main(range(6), None, last)
+    two(range(3), None, first)
+    for go_on, held in ((main, [[0, 1]]), (two, [[0], [1]])):
+        ends = go_on(range(3, 6), first, last)
+        assert [each for each, _ in ends] == held
+        for _, weights in ends:
+            torch.testing.assert_close(weights, whole, rtol=0, atol=1e-12)
+    print("as in one process")
+"""
+
 
 def install(folder: Path, file: str, entry_point: str) -> None:
     """Install one file as a package, with one entry point, as ``pip install --target`` leaves it."""
@@ -100,6 +141,19 @@ def test_an_option_of_a_package(file: str, entry_point: str, option: str, rank_r
     """A name that a package brings is a value of the option, in the caller and in the ranks."""
     install(tmp_path, file, entry_point)
     assert output(start(tmp_path, RUN.format(option=option))) == [str([rank_result, rank_result])]
+
+
+def test_a_strategy_of_a_package_that_is_not_ddp(tmp_path: Path) -> None:
+    """It divides the optimizer's state, trains as one process does, and goes on from a checkpoint in any number."""
+    install(tmp_path, "owners", "distwrap.strategies owners = their_owners:Owners")
+    assert output(start(tmp_path, RESUMED)) == ["as in one process"]
+
+
+def test_the_page_shows_that_strategy() -> None:
+    """docs/extending.md has the strategy that is tested here, word by word."""
+    code = (PLUGINS / "owners.py").read_text()
+    page = (ROOT / "docs" / "extending.md").read_text()
+    assert code[code.index("class Copy") :] in page
 
 
 def test_a_launcher_of_a_package(tmp_path: Path) -> None:
