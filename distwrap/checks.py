@@ -40,7 +40,9 @@ class Check:
             OptionError: it is not accepted.
         """
         if not self.accepts(value):
-            raise OptionError(f"{name}={value!r}: it must be {self.words}.")
+            is_text = isinstance(value, str) and value.isdigit() and self.accepts(int(value))
+            hint = f" This is a string: give int({value!r})." if is_text else ""
+            raise OptionError(f"{name}={value!r}: it must be {self.words}.{hint}")
         return self.convert(value)
 
 

@@ -88,6 +88,10 @@ def _known(look_up: Callable[[object], T]) -> Callable[[str, object], T]:
     return lambda _, value: look_up(value)
 
 
+_OF_DDP = {
+    name: f"It belongs to wrap_model(model, {name}=…), or to strategy=DDPStrategy({name}=…)."
+    for name in ("find_unused_parameters", "static_graph", "bucket_cap_mb", "gradient_as_bucket_view")
+}
 _NODES = Check("a number of nodes, or 'MIN:MAX', as '1:4'", _nodes, _plain_nodes)
 _ENDPOINT = Check(
     "'host:port', as 'node1:29400'", lambda value: isinstance(value, str) and bool(value.strip()), str.strip
@@ -139,7 +143,7 @@ class Options:
         checked: dict[str, Any] = {}
         for name, value in given.items():
             if name not in DECLARATIONS:
-                raise OptionError(f"{where}: {unknown_name('option', name, DECLARATIONS)}")
+                raise OptionError(f"{where}: {unknown_name('option', name, DECLARATIONS, _OF_DDP)}")
             try:
                 checked[name] = DECLARATIONS[name].check(name, value)
             except OptionError as error:

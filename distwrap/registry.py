@@ -40,6 +40,7 @@ class Registry(Generic[Thing]):
         members: the attributes that such a thing must have.
         plural: the word for several, which is also the name of the entry points: ``distwrap.<plural>``.
         package: where the modules of `rows` are.
+        hints: names that people try and that are none, with a sentence for the error.
         rows: our own: name, ``"module:name"`` of the factory, one line of description.
         aliases: other spellings of names.
         loose: whether names may be given in capitals, or as numbers: ``"BF16"``, ``32``.
@@ -52,6 +53,7 @@ class Registry(Generic[Thing]):
         plural: str,
         package: str = "",
         rows: Iterable[tuple[str, str, str]] = (),
+        hints: Mapping[str, str] | None = None,
         *,
         aliases: Mapping[str, str] | None = None,
         loose: bool = False,
@@ -59,7 +61,7 @@ class Registry(Generic[Thing]):
         self._kind, self._members, self._group, self._loose = kind, members, f"distwrap.{plural}", loose
         self._rows = {name: _Row(f"{package}.{place}", description) for name, place, description in rows}
         self._own = set(self._rows)
-        self._aliases = dict(aliases or {})
+        self._aliases, self._hints = dict(aliases or {}), hints
         self._installed: dict[str, _Row] | None = None
 
     def register(self, name: str, factory: Factory | str, description: str = "", **defaults: Any) -> None:
@@ -98,7 +100,7 @@ class Registry(Generic[Thing]):
             name = text if text in self._rows else self._aliases.get(text, text)
             if name in self._rows or name in self._of_packages():
                 return name
-        raise OptionError(unknown_name(self._kind, spelling, (*self.names(), *self._aliases, *also)))
+        raise OptionError(unknown_name(self._kind, spelling, (*self.names(), *self._aliases, *also), self._hints))
 
     def make(self, chosen: object) -> Thing:
         """Return the thing of a name, of a name with options as ``"diloco(sync_every=64)"``, or the thing itself.
@@ -202,6 +204,9 @@ strategies: Registry[Strategy] = Registry(
         ("bagua", "bagua:BaguaStrategy", "DDP with an algorithm under Bagua's name: algorithm='gradient_allreduce', …"),
     ),
     aliases=dict.fromkeys(LAUNCHER_OF_STRATEGY, "ddp"),
+    hints=dict.fromkeys(
+        ("fsdp", "fsdp2", "deepspeed"), "There are no sharded models yet: each rank holds the whole model."
+    ),
 )
 
 algorithms: Registry[Algorithm] = Registry(
@@ -264,6 +269,10 @@ launchers: Registry[Launcher] = Registry(
         ("script", "script:ScriptLauncher", "this command line again for the other ranks; this process is rank 0"),
         ("elastic", "elastic:ElasticLauncher", "torch elastic: ranks start again, and nodes come and go"),
         ("external", "external:refuse", "none: an outer launcher must have started the ranks"),
+    ),
+    hints=dict.fromkeys(
+        ("torchrun", "slurm", "srun", "mpi", "mpirun"),
+        "Ranks that torchrun, srun or mpirun has started are found by themselves: leave launcher at 'auto'.",
     ),
 )
 

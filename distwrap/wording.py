@@ -1,17 +1,27 @@
 """Words that messages share."""
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 
-def unknown_name(what: str, name: object, known: Iterable[str]) -> str:
-    """Return a message that a name is unknown, which names there are, and which was probably meant."""
+def unknown_name(what: str, name: object, known: Iterable[str], hints: Mapping[str, str] | None = None) -> str:
+    """Return a message that a name is unknown, which names there are, and which was probably meant.
+
+    Args:
+        what: the word for what is named.
+        name: what was given.
+        known: the names that there are.
+        hints: a sentence for each name that people try, and that means something else or nothing here.
+    """
     import difflib  # for an error alone
 
     names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=1)
-    guess = f" Did you mean {near[0]!r}?" if near else ""
-    return f"unknown {what} {name!r}.{guess} Known: {', '.join(names)}."
+    near = difflib.get_close_matches(str(name), names, n=3)
+    near.sort(
+        key=lambda other: (len(other), set(other)) != (len(str(name)), set(str(name)))
+    )  # "dpp" is "ddp", not "dp"
+    hint = (hints or {}).get(str(name).lower()) or (f"Did you mean {near[0]!r}?" if near else "")
+    return f"unknown {what} {name!r}. {hint}{hint and ' '}Known: {', '.join(names)}."
 
 
 def named_ranks(numbers: Iterable[int]) -> str:

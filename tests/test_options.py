@@ -21,7 +21,7 @@ def refusal(**options: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("wrong", "meant"), [("dpp", "dp"), ("ddp_spwan", "ddp_spawn"), ("singel", "single")])
+@pytest.mark.parametrize(("wrong", "meant"), [("dpp", "ddp"), ("ddp_spwan", "ddp_spawn"), ("singel", "single")])
 def test_a_misspelt_strategy_names_the_nearest(wrong: str, meant: str) -> None:
     """An unknown strategy lists the known ones, and says which was probably meant."""
     message = refusal(strategy=wrong)
@@ -38,7 +38,31 @@ def test_a_misspelt_option_names_the_nearest() -> None:
 def test_a_wrong_number_of_processes_is_refused(value: object) -> None:
     """nprocs is auto or a whole number of at least 1, and nothing that merely looks like one."""
     message = refusal(nprocs=value)
-    assert message == f"@distributed: nprocs={value!r}: it must be 'auto' or a whole number of at least 1."
+    assert message.startswith(f"@distributed: nprocs={value!r}: it must be 'auto' or a whole number of at least 1.")
+
+
+@pytest.mark.parametrize("name", ["nprocs", "timeout", "seed"])
+def test_a_number_in_quotes_is_called_a_string(name: str) -> None:
+    """A number that came as text, as from a command line, is refused with the way to make it one."""
+    assert refusal(**{name: "2"}).endswith("This is a string: give int('2').")
+    assert "string" not in refusal(**{name: "two"})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "fsdp"}, "unknown strategy 'fsdp'. There are no sharded models yet: each rank holds the whole"),
+        ({"launcher": "torchrun"}, "unknown launcher 'torchrun'. Ranks that torchrun, srun or mpirun has started are"),
+        (
+            {"find_unused_parameters": True},
+            "unknown option 'find_unused_parameters'. It belongs to wrap_model(model, find_unused_parameters=…), or to "
+            "strategy=DDPStrategy(find_unused_parameters=…). Known: ",
+        ),
+    ],
+)
+def test_what_people_try_is_explained(options: dict[str, Any], message: str) -> None:
+    """A name that means something elsewhere is answered with that, not with the nearest name."""
+    assert refusal(**options).startswith(f"@distributed: {message}")
 
 
 @pytest.mark.parametrize("value", [1, 8, numpy.int64(8)])
