@@ -77,6 +77,13 @@ def test_environment(variable: str, value: str, message: str, monkeypatch: pytes
         distributed(nprocs=2)(train)()
 
 
+def test_a_misspelt_backend() -> None:
+    """A backend that torch does not know is refused with the nearest, and each of a device's own is looked at."""
+    for backend in ("ncll", "cpu:gloo,cuda:ncll"):
+        with pytest.raises(OptionError, match=r"unknown backend 'ncll'\. Did you mean 'nccl'\? Known: "):
+            distributed(nprocs=2, backend=backend)(train)()
+
+
 def test_more_processes_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:
     """More processes than accelerators are refused."""
     monkeypatch.setattr("distwrap.launch.base.visible_devices", lambda: Devices("cuda", 2))

@@ -4,10 +4,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from distwrap.devices.kinds import kind_of, kind_of_torch
 from distwrap.environments import Placement
 from distwrap.errors import OptionError, PlacementError
+from distwrap.wording import unknown_name
 
 
 @dataclass(frozen=True)
@@ -63,6 +65,19 @@ def choose_device(placement: Placement, devices: Devices) -> torch.device:
 def choose_backend(asked: str, device: torch.device) -> str:
     """Return the backend that was asked for; for ``"auto"`` the one of the device's kind."""
     return kind_of(device).backend() if asked == "auto" else asked
+
+
+def check_backend(asked: str) -> None:
+    """Refuse a backend that torch.distributed does not know, also among several as ``"cpu:gloo,cuda:nccl"``.
+
+    Raises:
+        OptionError: lists the known ones and the nearest.
+    """
+    known = {"auto", *dist.Backend.backend_list} - {dist.Backend.UNDEFINED}
+    for each in asked.lower().split(","):
+        backend = each.rpartition(":")[2]
+        if backend not in known:
+            raise OptionError(unknown_name("backend", backend, known))
 
 
 def check_not_shared(rank: int, device: torch.device, registrations: dict[int, dict[str, Any]]) -> None:

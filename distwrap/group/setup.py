@@ -76,6 +76,7 @@ def setup_process_group(
     placement = found if isinstance(found, Placement) else _only_rank_of(found)
     if placement.source == "single":
         return JoinedGroup(ours=False)
+    selection.check_backend(backend)
     if isinstance(device, int):
         device = torch.device(selection.visible_devices().kind, device)
     options = Options(backend=backend, timeout=600.0 if timeout is None else timeout)

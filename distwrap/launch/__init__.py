@@ -9,7 +9,8 @@ from typing import Any
 import torch.distributed as dist
 
 from distwrap import retrofit
-from distwrap.devices.selection import visible_devices
+from distwrap.checks import AT_LEAST_ONE
+from distwrap.devices.selection import check_backend, visible_devices
 from distwrap.environments import Node, Placement, detect, distwrap_environment
 from distwrap.errors import MainGuardError, OptionError
 from distwrap.group import failures, setup
@@ -38,6 +39,7 @@ def start(task: Task) -> Any:
     strategy = strategies.make(options.strategy)
     task = replace(task, options=replace(options, strategy=strategy, backend=strategy.backend or options.backend))
     strategy.check(task.options)
+    check_backend(options.backend)
     if active_world() is not None:
         return _here(task)
     if switched_on(os.environ, "DISTWRAP_DISABLE"):
