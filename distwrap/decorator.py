@@ -164,7 +164,7 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """
     base = Options().updated(options)
     if fn is None:
-        return lambda fn: _decorated(fn, base)
+        return lambda fn=None: _decorated(fn, base)
     return _decorated(fn, base)
 
 
@@ -176,7 +176,10 @@ def _decorated(fn: Any, base: Options) -> DistributedFunction:
         )
     if inspect.isclass(plain) or not callable(plain):
         kind = f"the class {plain.__qualname__}" if inspect.isclass(plain) else repr(plain)
-        raise OptionError(f"@distributed decorates a function or a method, not {kind}.")
+        raise OptionError(
+            f"@distributed decorates a function or a method, not {kind}: write it above one, or say "
+            f"main = distributed(…)(train)."
+        )
     name = getattr(plain, "__qualname__", type(plain).__qualname__)
     if inspect.iscoroutinefunction(plain) or inspect.isasyncgenfunction(plain):
         raise OptionError(

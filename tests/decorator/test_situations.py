@@ -235,6 +235,12 @@ class TestRefusals:
         with pytest.raises(ValueError, match="not 3"):
             distributed(3)  # type: ignore[call-overload]
 
+    def test_no_function(self) -> None:
+        """The decorator with options, called like the function that it was never given."""
+        main = distributed(nprocs=2)
+        with pytest.raises(ValueError, match=r"not None: write it above one, or say main = distributed\(…\)\(train\)"):
+            main()  # type: ignore[call-arg]
+
     def test_unknown_option(self) -> None:
         """A misspelt option names the right one."""
         with pytest.raises(ValueError, match=r"unknown option 'n_procs'\. Did you mean 'nprocs'\?"):
