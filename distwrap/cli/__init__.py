@@ -15,8 +15,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         arguments: by default those of the process.
     """
     parser = argparse.ArgumentParser(prog="python -m distwrap", description="Tools around distributed runs.")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(metavar="COMMAND")
     doctor.add_arguments(commands)
     strip.add_arguments(commands)
     given = parser.parse_args(arguments)
+    if "run" not in given:
+        parser.print_help()
+        return 0
     return int(given.run(given))

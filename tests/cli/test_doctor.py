@@ -85,6 +85,14 @@ def test_a_failed_test_is_a_problem(monkeypatch: pytest.MonkeyPatch, capsys: pyt
     assert "Problem: the real test failed: " in capsys.readouterr().out
 
 
+def test_without_a_command_they_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """`python -m distwrap` alone says which commands there are, and what each does."""
+    assert main([]) == 0
+    said = capsys.readouterr().out
+    assert "doctor" in said
+    assert "remove prefixes" in said
+
+
 def test_bad_arguments_are_exit_code_2(capsys: pytest.CaptureFixture[str]) -> None:
     """argparse's own words, and its exit code."""
     with pytest.raises(SystemExit) as caught:
