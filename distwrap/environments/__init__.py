@@ -6,11 +6,14 @@ launchers that start one process on each node. All values come from one detector
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from functools import cache
 
+from distwrap import entry_points
 from distwrap.environments import distwrap_environment, nodes, ranks, torchrun
 from distwrap.environments.base import Detector, Node, Placement
 from distwrap.errors import PlacementError
+from distwrap.wording import print_notice
 
 __all__ = ["DETECTORS", "NODE_DETECTORS", "Detector", "Node", "Placement", "detect", "detectors_of_packages", "explain"]
 
@@ -100,7 +103,37 @@ def _check_others_agree(env: Mapping[str, str], found: Placement, name: str) -> 
 
 @cache
 def detectors_of_packages() -> dict[str, Detector]:
-    """Load the detectors of other packages: entry points of the group ``distwrap.detectors``."""
-    from importlib.metadata import entry_points
+    """Return the detectors of other packages: entry points of the group ``distwrap.detectors``."""
+    found = entry_points.of_packages("distwrap.detectors").items()
+    return {name if len(places) == 1 else place: _of_package(name, place) for name, places in found for place in places}
 
-    return {point.name: point.load() for point in entry_points(group="distwrap.detectors")}
+
+def _of_package(name: str, place: str) -> Detector:
+    """Return the detector at ``"module:name"``, which is passed over where it is broken."""
+
+    def detector(env: Mapping[str, str]) -> Placement | Node | str:
+        try:
+            found: object = entry_points.load(f"detector {name!r}", (place,))(env)
+        except PlacementError:
+            raise
+        except Exception as error:  # noqa: BLE001 - rank() is not to fail for a package that the program may not need
+            words = f"{type(error).__name__}: {error}"
+            print_notice_once(
+                f"the detector {name!r} of an installed package ({place}) is broken and passed over: {words}"
+            )
+            return f"broken: {words}"
+        if isinstance(found, Placement) and found.source == "single" and found.world_size > 1:
+            return replace(found, source=name)
+        if isinstance(found, (Placement, Node, str)):
+            return found
+        if found is None:
+            return "no answer"
+        raise PlacementError(
+            f"the detector {name!r} of an installed package ({place}) has returned {found!r}: it must return a "
+            f"Placement, a Node, or in words why its launcher has not started this process."
+        )
+
+    return detector
+
+
+print_notice_once = cache(print_notice)

@@ -21,7 +21,8 @@ class Placement:
         master_addr: host at which the ranks meet; ``None`` where no address is needed, as for ranks that distwrap
             started on one node.
         master_port: port there; ``None`` where it is derived from `job`.
-        source: name of the launcher that said so: ``"single"``, ``"distwrap"``, ``"torchrun"``, ``"slurm"``, …
+        source: name of the launcher that said so: ``"single"``, ``"distwrap"``, ``"torchrun"``, ``"slurm"``, …; a
+            detector of another package that gives none gets its own name here.
         job: text that no other run on the same nodes has, where no port is given.
     """
 

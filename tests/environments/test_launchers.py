@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,7 @@ from distwrap.environments import (
     detectors_of_packages,
     distwrap_environment,
     explain,
+    print_notice_once,
 )
 from distwrap.errors import PlacementError
 
@@ -336,24 +339,58 @@ def test_each_detector_says_why_it_is_not_its_launcher() -> None:
     assert explain({"OMPI_COMM_WORLD_RANK": "0"})["open_mpi"].startswith("refused: the environment is half set")
 
 
-def test_another_packages_detector(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An entry point of the group distwrap.detectors is asked where no built-in one knows."""
+@pytest.fixture
+def acme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The module of an installed package, in which an entry point names a detector."""
     info = tmp_path / "acme-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[distwrap.detectors]\nacme = acme_cluster:detect\n")
-    (tmp_path / "acme_cluster.py").write_text(
+    monkeypatch.syspath_prepend(tmp_path)
+    detectors_of_packages.cache_clear()
+    yield tmp_path / "acme_cluster.py"
+    sys.modules.pop("acme_cluster", None)
+    detectors_of_packages.cache_clear()
+
+
+def test_another_packages_detector(acme: Path) -> None:
+    """An entry point of the group distwrap.detectors is asked where no built-in one knows."""
+    acme.write_text(
         "from distwrap import Placement\n"
         "def detect(env):\n"
         "    if 'ACME_RANK' not in env: return 'no ACME_RANK'\n"
         "    return Placement(int(env['ACME_RANK']), 2, int(env['ACME_RANK']), 2, source='acme')\n"
     )
-    monkeypatch.syspath_prepend(tmp_path)
-    detectors_of_packages.cache_clear()
-    try:
-        assert detect({"ACME_RANK": "1"}).source == "acme"
-        assert explain({})["acme"] == "no ACME_RANK"
-        assert detect({**STEP, "ACME_RANK": "1"}).source == "slurm"
-        assert detect({}) == Placement()
-    finally:
-        detectors_of_packages.cache_clear()
+    assert detect({"ACME_RANK": "1"}).source == "acme"
+    assert explain({})["acme"] == "no ACME_RANK"
+    assert detect({**STEP, "ACME_RANK": "1"}).source == "slurm"
+    assert detect({}) == Placement()
+
+
+def test_a_detectors_placement_has_its_name(acme: Path) -> None:
+    """A placement without a source is not taken for a single process."""
+    acme.write_text("from distwrap import Placement\ndef detect(env): return Placement(1, 2, 1, 2)\n")
+    assert detect({}) == Placement(1, 2, 1, 2, source="acme")
+
+
+def test_a_detector_that_answers_nothing(acme: Path) -> None:
+    """None is no answer, so that the next detector is asked; anything else is an error that names the detector."""
+    acme.write_text("def detect(env): return eval(env['ACME'])\n")
+    assert isinstance(detect({"ACME": "None", "PET_NNODES": "1"}), Node)
+    with pytest.raises(
+        PlacementError, match=r"detector 'acme' of .* \(acme_cluster:detect\) has returned \(0, 1\): it must"
+    ):
+        detect({"ACME": "(0, 1)"})
+    assert explain({"ACME": "(0, 1)"})["acme"].startswith("refused: the detector 'acme'")
+
+
+@pytest.mark.parametrize("source", ["def detect(env): return env['ACME']\n", "raise KeyError('ACME')\n"])
+def test_a_broken_detector_is_passed_over(source: str, acme: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A detector that fails, or cannot be imported, is named once on standard error, and by the doctor each time."""
+    acme.write_text(source)
+    print_notice_once.cache_clear()
+    assert detect({}) == detect({}) == Placement()
+    said = capsys.readouterr().err.splitlines()
+    assert len(said) == 1
+    assert said[0].startswith("distwrap: the detector 'acme' of an installed package (acme_cluster:detect) is broken")
+    assert "KeyError: 'ACME'" in explain({})["acme"]
