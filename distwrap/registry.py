@@ -1,18 +1,16 @@
 """Tables of strategies, algorithms and the like: our own, those that a program registers, those of installed packages.
 
-A package adds its own by an entry point in the group ``distwrap.strategies`` or ``distwrap.algorithms``, and so on.
-Source: https://packaging.python.org/en/latest/specifications/entry-points/.
-"""
+A package adds its own by an entry point in the group ``distwrap.strategies`` or ``distwrap.algorithms``, and so on."""
 
 from __future__ import annotations
 
 import ast
 import numbers
-import pkgutil
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
+from distwrap import entry_points
 from distwrap.errors import OptionError
 from distwrap.wording import unknown_name
 
@@ -27,7 +25,7 @@ Thing = TypeVar("Thing")
 
 
 class _Row(NamedTuple):
-    factory: Factory | str  # or "module:name", imported when it is chosen
+    factory: Factory | tuple[str, ...]  # or "module:name", imported when it is chosen; of each package that has one
     description: str
     defaults: dict[str, Any] = {}  # never written to
 
@@ -40,9 +38,9 @@ class Registry(Generic[Thing]):
         members: the attributes that such a thing must have.
         plural: the word for several, which is also the name of the entry points: ``distwrap.<plural>``.
         package: where the modules of `rows` are.
-        hints: names that people try and that are none, with a sentence for the error.
         rows: our own: name, ``"module:name"`` of the factory, one line of description.
         aliases: other spellings of names.
+        hints: names that people try and that are none, with a sentence for the error.
         loose: whether names may be given in capitals, or as numbers: ``"BF16"``, ``32``.
     """
 
@@ -53,13 +51,13 @@ class Registry(Generic[Thing]):
         plural: str,
         package: str = "",
         rows: Iterable[tuple[str, str, str]] = (),
-        hints: Mapping[str, str] | None = None,
         *,
         aliases: Mapping[str, str] | None = None,
+        hints: Mapping[str, str] | None = None,
         loose: bool = False,
     ) -> None:
         self._kind, self._members, self._group, self._loose = kind, members, f"distwrap.{plural}", loose
-        self._rows = {name: _Row(f"{package}.{place}", description) for name, place, description in rows}
+        self._rows = {name: _Row((f"{package}.{place}",), description) for name, place, description in rows}
         self._own = set(self._rows)
         self._aliases, self._hints = dict(aliases or {}), hints
         self._installed: dict[str, _Row] | None = None
@@ -74,7 +72,7 @@ class Registry(Generic[Thing]):
             raise OptionError(f"a {self._kind} is registered under a word, as 'my_{self._kind}', not {name!r}.")
         if not callable(factory) and not isinstance(factory, str):
             raise OptionError(f"{self._kind} {name!r}: the factory must be a class or a function, not {factory!r}.")
-        self._rows[name] = _Row(factory, description, defaults)
+        self._rows[name] = _Row((factory,) if isinstance(factory, str) else factory, description, defaults)
         self._own.discard(name)
 
     def names(self) -> list[str]:
@@ -109,7 +107,8 @@ class Registry(Generic[Thing]):
             chosen: the name, or the thing.
 
         Raises:
-            OptionError: there is no such name, or the options are wrong.
+            OptionError: there is no such name, or two packages have it, or it cannot be imported, or the options are
+                wrong.
         """
         text = self._text(chosen)
         if text is None:
@@ -120,10 +119,13 @@ class Registry(Generic[Thing]):
         spelling, options = _parsed(self._kind, text)
         name = self.name_of(spelling)
         row = self._row(name)
-        factory = pkgutil.resolve_name(row.factory) if isinstance(row.factory, str) else row.factory
+        factory = row.factory if callable(row.factory) else entry_points.load(f"{self._kind} {name!r}", row.factory)
         try:
             made: Thing = factory(**{**row.defaults, **options})
         except TypeError as error:
+            inside = error.__traceback__ is not None and error.__traceback__.tb_next is not None
+            if inside and not any(repr(option) in str(error) for option in options):
+                raise  # a mistake in the factory itself
             raise OptionError(f"{self._kind} {chosen!r}: {error}.") from None
         if self._missing(made):
             raise OptionError(
@@ -156,10 +158,8 @@ class Registry(Generic[Thing]):
 
     def _of_packages(self) -> dict[str, _Row]:
         if self._installed is None:
-            from importlib.metadata import entry_points  # which costs as much as all the rest of this module
-
-            points = entry_points(group=self._group)
-            self._installed = {point.name: _Row(point.value, f"of {point.value.partition(':')[0]}") for point in points}
+            found = entry_points.of_packages(self._group).items()
+            self._installed = {name: _Row(places, f"of {places[0].partition(':')[0]}") for name, places in found}
         return self._installed
 
 

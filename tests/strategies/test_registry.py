@@ -109,6 +109,52 @@ def test_a_wrong_registration() -> None:
         registry.make("nothing")
 
 
+class _Buggy(DDPStrategy):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.table = len(None)  # type: ignore[arg-type]
+
+
+def test_a_mistake_in_a_factory_comes_through() -> None:
+    """A TypeError out of a factory is no wrong option: it keeps its type, and its traceback leads to the mistake."""
+    registry: Registry[Strategy] = Registry("strategy", ("prepare_model",), "strategies")
+    registry.register("buggy", _Buggy)
+    with pytest.raises(TypeError, match="has no len") as caught:
+        registry.make("buggy")
+    assert caught.traceback[-1].name == "__init__"
+    registry.register("passed_on", lambda **options: ByteGrad(**options))
+    with pytest.raises(OptionError, match="unexpected keyword argument 'feedback'"):
+        registry.make("passed_on(feedback=True)")
+
+
+def test_broken_and_doubled_entry_points_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name whose import fails, or that two packages have, is refused where it is chosen, with the places."""
+    for package, points in (("one", "gone = nowhere:X\ntwin = one:X\n"), ("two", "twin = two:X\n")):
+        info = tmp_path / f"{package}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[distwrap.strategies]\n{points}")
+    monkeypatch.syspath_prepend(tmp_path)
+    registry: Registry[Strategy] = Registry("strategy", ("prepare_model",), "strategies")
+    assert set(registry.available()) >= {"gone", "twin"}
+    with pytest.raises(OptionError, match="strategy 'gone' cannot be imported from nowhere:X: ModuleNotFoundError: No"):
+        registry.make("gone")
+    with pytest.raises(OptionError, match=r"strategy 'twin' is in several packages: (one:X and two|two:X and one):X"):
+        registry.make("twin")
+
+
+class _NoGroup(DDPStrategy):
+    def init_process_group(self, backend: str, **arguments: Any) -> None:
+        pass
+
+
+def test_a_strategy_that_makes_no_process_group() -> None:
+    with pytest.raises(
+        LaunchError, match=r"init_process_group\(\) of the strategy _NoGroup.* has made no process group"
+    ):
+        distributed(nprocs=2, strategy=_NoGroup(), timeout=20)(_static)()
+
+
 def _static() -> tuple[str, bool, str]:
     model = wrap_model(nn.Linear(1, 1))
     return type(model).__name__, bool(model.static_graph), torch.distributed.get_backend()
