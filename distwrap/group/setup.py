@@ -16,7 +16,7 @@ from distwrap.checks import SECONDS
 from distwrap.devices import selection
 from distwrap.devices.kinds import kind_of
 from distwrap.environments import Node, Placement, detect, distwrap_environment
-from distwrap.errors import PlacementError
+from distwrap.errors import LaunchError, PlacementError
 from distwrap.group import failures
 from distwrap.group.resources import assign_resources
 from distwrap.group.signing import agree_on_secret
@@ -139,6 +139,11 @@ def join(placement: Placement, options: Options, *, device: torch.device | None 
             timeout=timedelta(seconds=options.timeout),
             device_id=device if device.type != "cpu" and backend != "gloo" else None,
         )
+        if not dist.is_initialized():
+            raise LaunchError(
+                f"rank {placement.rank}: init_process_group() of the strategy {strategy!r} has made no process group. "
+                f"It must call torch.distributed.init_process_group, as Strategy.init_process_group does."
+            )
         store.set(f"joined/{placement.rank}", "")
         world = World(
             placement,

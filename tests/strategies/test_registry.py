@@ -26,7 +26,7 @@ from distwrap import (
     wrap_optimizer,
 )
 from distwrap.comm import ByteGrad, LocalSGD, traffic
-from distwrap.errors import OptionError
+from distwrap.errors import LaunchError, OptionError
 from distwrap.group.world import World, current_world
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.options import Options
