@@ -49,7 +49,8 @@ class Launcher:
         several_nodes: whether callers on several nodes can each launch their own ranks of one run.
         restarts: whether it starts ranks again after a failure, and lets nodes come and go.
         start_method: multiprocessing's name for the way in which torch elastic starts the same ranks, where restarts
-            are asked for; empty where it cannot.
+            are asked for; empty where it cannot. It is not inherited: elastic would lose what a subclass does else.
+        writes_logs: whether `run` writes what each rank prints into the folder ``log_dir``.
         runs_one_rank: whether it also runs a call of one rank, which otherwise runs in the caller's process.
         summary: what the decorated call returns on this node where rank 0 is on another; set by `run`.
     """
@@ -63,6 +64,9 @@ class Launcher:
 
     def count(self, nprocs: int | Literal["auto"]) -> int:
         """Return the number of ranks to start here; by default no more than there are devices.
+    def __init_subclass__(cls) -> None:
+        cls.start_method = vars(cls).get("start_method", "")
+
 
         Raises:
             OptionError: there are fewer devices.

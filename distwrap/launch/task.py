@@ -150,10 +150,12 @@ def resolve(options: Options, node: Node | None) -> NodePlan:
         raise OptionError(f"node_rank={node_rank}, but there are {high} node(s).{how_many}")
     launcher = launchers.make(options.launcher)
     restarts = low < high or max_restarts > 0
-    if (high > 1 and not launcher.several_nodes) or (restarts and not (launcher.restarts or launcher.start_method)):
+    cannot = "several nodes" if high > 1 and not launcher.several_nodes else ""
+    if restarts and not (launcher.restarts or launcher.start_method):
+        cannot = f"restarts (max_restarts={max_restarts}, nnodes={nnodes!r})"
+    if cannot:
         raise OptionError(
-            f"launcher={options.launcher!r} is for one node and no restarts. Leave launcher at 'auto', or choose "
-            f"'spawn'."
+            f"launcher={options.launcher!r} is not made for {cannot}. Leave launcher at 'auto', or choose 'spawn'."
         )
     elastic = restarts or launcher.restarts
     return NodePlan(low, high, node_rank, host, port, max_restarts, nprocs, elastic)

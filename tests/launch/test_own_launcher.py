@@ -190,9 +190,79 @@ def test_its_refusal_comes_before_any_process(tmp_path: Path) -> None:
 
 def test_what_it_cannot_is_refused() -> None:
     """A launcher that says nothing of restarts and several nodes is not asked for them."""
-    with pytest.raises(OptionError, match="launcher='folder' is for one node and no restarts"):
+    with pytest.raises(OptionError, match="launcher='folder' is not made for restarts"):
         dw.distributed(nprocs=2, launcher="folder", max_restarts=1)(ranks)()
 
 
 if __name__ == "__main__":  # a rank
+class Odd(FolderLauncher):
+    """A launcher whose answers are what a test says, and that starts nothing."""
+
+    def __init__(self, counted: object = 2, outcomes: object = ()) -> None:
+        self._counted, self._outcomes = counted, outcomes
+
+    def count(self, nprocs: object) -> Any:
+        return self._counted
+
+    def run(self, job: Job, plan: Assignment) -> Any:
+        return self._outcomes
+
+
+def odd(**answers: object) -> list[int]:
+    """Return what a call by an odd launcher returns."""
+    dw.register_launcher("folder", Odd, **answers)
+
+    @dw.distributed(nprocs=2, launcher="folder", returns="all")
+    def never() -> int:
+        raise AssertionError("a rank was started")
+
+    return never()
+
+
+@pytest.mark.parametrize("counted", ["3", None, 0])
+def test_a_count_that_is_no_number_of_ranks(counted: object) -> None:
+    """What count() returns is checked before anything is made of it, by the launcher's name."""
+    with pytest.raises(
+        OptionError, match=rf"launcher='folder': count\(\)={counted!r}: it must be a whole number of at"
+    ):
+        odd(counted=counted)
+
+
+def test_outcomes_are_checked() -> None:
+    """All ranks' outcomes must be there, they are put into rank order, and one that failed is raised."""
+    zero, one = (success(rank, transport.pack_result((rank, []), "")) for rank in (0, 1))
+    assert odd(outcomes=[one, zero]) == [0, 1]
+    message = r"launcher='folder': run\(\) must return the outcomes of the 2 ranks .* has returned "
+    for outcomes, seen in (
+        ([zero], "those of rank 0"),
+        ([zero, zero], "those of rank 0"),
+        ([], r"\[\]"),
+        (None, "None"),
+    ):
+        with pytest.raises(LaunchError, match=message + seen):
+            odd(outcomes=outcomes)
+    with pytest.raises(Mine, match="on purpose"):
+        odd(outcomes=[zero, failure(1, Mine("on purpose"))])
+
+
+def test_elastic_does_not_replace_what_a_package_has_made() -> None:
+    """Restarts are refused where torch elastic would start ranks without what the launcher adds."""
+
+    class Careful(ForkLauncher):
+        pass
+
+    dw.register_launcher("folder", Careful)
+    for options in ({"max_restarts": 1}, {"nnodes": "1:2", "rdzv_endpoint": "localhost"}):
+        with pytest.raises(OptionError, match="launcher='folder' is not made for restarts"):
+            dw.distributed(nprocs=2, launcher="folder", **options)(ranks)()  # type: ignore[call-overload]
+
+
+def test_logs_that_nobody_would_write_are_refused(tmp_path: Path) -> None:
+    """log_dir with a launcher that does not say that it writes logs is refused before any process starts."""
+    for options in ({"launcher": "folder"}, {"max_restarts": 1}):
+        with pytest.raises(OptionError, match=r"log_dir='logs', but launcher='(folder|elastic)' writes no such files"):
+            dw.distributed(nprocs=2, log_dir="logs", **options)(ranks)()  # type: ignore[call-overload]
+    assert not list(tmp_path.iterdir())
+
+
     sys.exit(worker.work(FolderLink(Path(sys.argv[1]), int(sys.argv[2]))))
