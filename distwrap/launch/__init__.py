@@ -69,6 +69,11 @@ def start(task: Task) -> Any:
     if nprocs == 1 and not nodes.several and not launcher.runs_one_rank:
         return _in_process(task)
     _check_arguments(task)
+    if options.log_dir is not None and not launcher.writes_logs:
+        raise OptionError(
+            f"log_dir={options.log_dir!r}, but launcher={launcher.name or options.launcher!r} writes no such files: "
+            f"leave log_dir out, or choose another launcher{', without restarts' if nodes.elastic else ''}."
+        )
     job = base.Job(task, nprocs, nodes)
     launcher.check(job)
     return base.launch(launcher, job)

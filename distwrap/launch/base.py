@@ -60,6 +60,7 @@ class Launcher:
     restarts: bool = False
     start_method: str = ""
     runs_one_rank: bool = False
+    writes_logs: bool = False
     summary: NodeSummary | None = None
 
     def count(self, nprocs: int | Literal["auto"]) -> int:

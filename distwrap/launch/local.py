@@ -22,6 +22,7 @@ class LocalLauncher(Launcher):
     """Processes of this one's own; a subclass says how one is started."""
 
     several_nodes = True
+    writes_logs = True
 
     def start(self, job: Job, rank: int, earlier: Sequence[Process], streams: Streams | None) -> Process:
         """Start the process of a rank, which waits for its assignment.

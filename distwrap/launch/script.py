@@ -42,6 +42,7 @@ class ScriptLauncher(Launcher):
     """The command line again for the other ranks; this process is rank 0."""
 
     name = "script"
+    writes_logs = True
 
     def check(self, job: Job) -> None:
         name = job.task.name
