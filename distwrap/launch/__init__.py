@@ -59,7 +59,7 @@ def start(task: Task) -> Any:
         if nodes.several:
             raise OptionError(f"strategy={options.strategy!r} is one process, but there are {nodes.max_nodes} nodes.")
         return _in_process(task)
-    nprocs = launcher.count(nodes.nprocs)
+    nprocs = AT_LEAST_ONE(f"launcher={options.launcher!r}: count()", launcher.count(nodes.nprocs))
     if strategy.launches == "node":
         if nodes.nprocs not in ("auto", 1):
             raise OptionError(

@@ -9,11 +9,12 @@ from typing import Any, Literal
 from distwrap import retrofit
 from distwrap.devices.cpus import choose_threads
 from distwrap.devices.selection import choose_nprocs, visible_devices
-from distwrap.errors import SerializationError
+from distwrap.errors import LaunchError, SerializationError
 from distwrap.launch import pickling, transport
 from distwrap.launch.other_callers import NodeSummary
-from distwrap.launch.outcome import Outcome
+from distwrap.launch.outcome import Outcome, raise_failure
 from distwrap.launch.task import Assignment, NodePlan, Surroundings, Task
+from distwrap.wording import named_ranks
 
 
 @dataclass(frozen=True)
@@ -59,15 +60,15 @@ class Launcher:
     several_nodes: bool = False
     restarts: bool = False
     start_method: str = ""
-    runs_one_rank: bool = False
     writes_logs: bool = False
+    runs_one_rank: bool = False
     summary: NodeSummary | None = None
 
-    def count(self, nprocs: int | Literal["auto"]) -> int:
-        """Return the number of ranks to start here; by default no more than there are devices.
     def __init_subclass__(cls) -> None:
         cls.start_method = vars(cls).get("start_method", "")
 
+    def count(self, nprocs: int | Literal["auto"]) -> int:
+        """Return the number of ranks to start here; by default no more than there are devices.
 
         Raises:
             OptionError: there are fewer devices.
@@ -115,7 +116,7 @@ class Launcher:
         found = retrofit.find(task.args, task.kwargs) if task.options.retrofit else []
         own = [item.original for item in found]
         values = []
-        for index, outcome in enumerate(outcomes):
+        for index, outcome in enumerate(self._checked(job, outcomes)):
             if outcome.value is not None:
                 value, states = transport.unpack_result(outcome.value, own)
                 if index == 0:
@@ -125,6 +126,21 @@ class Launcher:
         if self.summary is not None:
             return self.summary
         return values if job.returns == "all" else values[0]
+
+    def _checked(self, job: Job, outcomes: object) -> list[Outcome]:
+        """Return what `run` has returned, in rank order, if it is an outcome of each rank and none failed."""
+        known = [each for each in outcomes if isinstance(each, Outcome)] if isinstance(outcomes, Sequence) else []
+        failed = [outcome for outcome in known if outcome.failed]
+        if failed:
+            raise_failure(failed)
+        ranks = {outcome.rank for outcome in known}
+        if not len(ranks) == len(known) == job.nprocs:
+            seen = f"those of {named_ranks(ranks)}" if ranks else repr(outcomes)
+            raise LaunchError(
+                f"launcher={job.task.options.launcher!r}: run() must return the outcomes of the {job.nprocs} ranks "
+                f"of this node, one each, and has returned {seen}."
+            )
+        return sorted(known, key=lambda outcome: outcome.rank)
 
     def _main_path(self, job: Job, payload: bytes) -> str | None:
         """Return the script that a rank must import first, where something of the script goes by reference."""

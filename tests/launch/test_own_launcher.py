@@ -18,9 +18,10 @@ from torch import nn
 import distwrap as dw
 from distwrap.environments import Placement
 from distwrap.errors import LaunchError, OptionError, WorkerDiedError
-from distwrap.launch import worker
+from distwrap.launch import transport, worker
 from distwrap.launch.base import Job, Launcher
-from distwrap.launch.outcome import Outcome, death, raise_failure
+from distwrap.launch.fork import ForkLauncher
+from distwrap.launch.outcome import Outcome, death, failure, raise_failure, success
 from distwrap.launch.task import Assignment
 from distwrap.registry import launchers
 from tests.limits import INTERPRETERS
@@ -194,7 +195,6 @@ def test_what_it_cannot_is_refused() -> None:
         dw.distributed(nprocs=2, launcher="folder", max_restarts=1)(ranks)()
 
 
-if __name__ == "__main__":  # a rank
 class Odd(FolderLauncher):
     """A launcher whose answers are what a test says, and that starts nothing."""
 
@@ -265,4 +265,5 @@ def test_logs_that_nobody_would_write_are_refused(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+if __name__ == "__main__":  # a rank
     sys.exit(worker.work(FolderLink(Path(sys.argv[1]), int(sys.argv[2]))))
