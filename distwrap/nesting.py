@@ -33,4 +33,8 @@ def rebuilt(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tup
     items = [rebuilt(item, change, (*path, index)) for index, item in enumerate(value)]
     if all(map(is_, items, value)):
         return value
+    if isinstance(value, list):
+        result = copy.copy(value)  # a subclass may be constructed in another way
+        result[:] = items
+        return result
     return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)

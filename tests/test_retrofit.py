@@ -51,6 +51,24 @@ def test_a_single_process_trains_in_place() -> None:
     same(retrofitted.run("auto", nprocs=1, calls=2), plain(calls=2))
 
 
+class Named(list[Any]):
+    """A list that is not made from its items alone."""
+
+    def __init__(self, name: str, items: list[Any]) -> None:
+        super().__init__(items)
+        self.name = name
+
+
+def test_a_list_of_a_class_of_its_own_may_hold_models() -> None:
+    def fit(nets: Named) -> Named:
+        nets[0](torch.ones(1, 1)).sum().backward()
+        return Named("back", list(nets))
+
+    net = nn.Linear(1, 1)
+    back = over_two_ranks(fit, "fork")(Named("there", [net]))
+    assert (back.name, back[0]) == ("back", net)
+
+
 def run_script(launcher: str, path: Path, *outer: str, **env: str) -> subprocess.Popen[str]:
     command = [sys.executable, *(outer or ("-W", "error")), "-m", "tests.retrofitted", launcher, str(path)]
     return subprocess.Popen(command, env={**os.environ, **env}, cwd=ROOT, stderr=subprocess.PIPE, text=True)
