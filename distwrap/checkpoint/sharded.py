@@ -96,7 +96,9 @@ def _separated(
     def change(leaf: Any, path: tuple[Any, ...]) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        name = ".".join(map(str, path))
+        name = ""
+        for key in path:  # an empty key before the others leaves no dot, as in files until now
+            name = f"{name}.{key}" if name else str(key)
         while name in tensors:  # {"a.b": x, "a": {"b": y}}
             name += "'"
         tensors[name], instead = divide(leaf)

@@ -441,9 +441,10 @@ def test_a_sharded_checkpoint_has_the_names_of_its_tensors(tmp_path: Path) -> No
     """Other tools read it with torch's distributed checkpoint alone; names that would be alike are told apart."""
     saved, loaded = nn.Linear(3, 2), nn.Linear(3, 2)
     odd = {"a.b": torch.ones(2), "a": {"b": torch.zeros(2)}}
-    dw.save({"model": saved, "odd": odd, "step": 3}, tmp_path / "parts", io="sharded")
+    dw.save({"model": saved, "odd": odd, "step": 3, "": {"root": torch.ones(1)}}, tmp_path / "parts", io="sharded")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torch.distributed.checkpoint.load({"model": loaded.state_dict()}, checkpoint_id=tmp_path / "parts")
+        names = {"model": loaded.state_dict(), "root": torch.zeros(1)}
+        torch.distributed.checkpoint.load(names, checkpoint_id=tmp_path / "parts")
     assert torch.equal(saved.weight, loaded.weight)
     assert dw.load(tmp_path / "parts")["odd"]["a"]["b"].tolist() == [0, 0]
