@@ -23,7 +23,8 @@ def fingerprint(tensor: torch.Tensor) -> int:
         False
     """
     with torch.no_grad():
-        data = tensor.detach().contiguous().reshape(-1)
+        data = tensor.int_repr() if tensor.is_quantized else tensor.detach()  # of which torch gives no view as bytes
+        data = data.contiguous().reshape(-1)
         raw = data.view(torch.uint8) if data.numel() else data.to(torch.uint8)
         whole = raw.numel() // 8 * 8
         rest = torch.zeros(8, dtype=torch.uint8, device=raw.device)

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 from distwrap import rank, shard_loader
+from distwrap.data.epoch_check import _digest
 from distwrap.errors import LoaderError
 from distwrap.testing import run_ranks
 from tests.limits import SOON
@@ -61,3 +62,9 @@ def leaves_early() -> list[int]:
 def test_all_ranks_may_leave_early() -> None:
     """Epochs that end after the same step everywhere are in step, however far a rank is ahead."""
     assert run_ranks(leaves_early, 2) == [[5] * 4] * 2
+
+
+@pytest.mark.filterwarnings("ignore:.*quant")
+def test_batches_of_quantised_tensors_are_compared() -> None:
+    one, other = (torch.quantize_per_tensor(torch.full((9,), value), 0.5, 0, torch.quint8) for value in (1.0, 2.0))
+    assert _digest([one]) == _digest([one.clone()]) != _digest([other])
