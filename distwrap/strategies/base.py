@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 from distwrap.comm.base import Algorithm
 from distwrap.group.world import Layout, World
 from distwrap.model.forward_routing import ForwardMethods
-from distwrap.model.in_sync import Held
+from distwrap.model.in_sync import Held, tensors_of
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.transparent import unwrap_model
 from distwrap.options import Options
@@ -139,8 +139,11 @@ class Strategy:
     # State
 
     def held(self, model: nn.Module) -> Iterable[Held]:
-        """Return the tensors that must be alike on all ranks that hold the same part, for the proof of it."""
-        return ()
+        """Return the tensors that must be alike on all ranks that hold the same part, for the proof of it.
+
+        By default all of a model that every rank has whole; a strategy that divides it says which part is here.
+        """
+        return tensors_of(model)
 
     def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
         """Return the full state of a model or optimizer, with the plain model's keys, as one process would have it.

@@ -4,7 +4,6 @@ Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.Distrib
 """
 
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -18,7 +17,6 @@ from distwrap.group.setup import require_group
 from distwrap.group.world import World, current_world
 from distwrap.model.buffers import Buffers
 from distwrap.model.distributed import DistributedModel, ReplicaModel
-from distwrap.model.in_sync import Held, tensors_of
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, bind
 from distwrap.registry import algorithms
@@ -97,9 +95,6 @@ class DDPStrategy(Strategy):
         for wrapped in current_world().part(WrappedModels):
             if isinstance(wrapped, DistributedModel) and unwrap_model(wrapped) is unwrap_model(model):
                 wrapped.require_backward_grad_sync = on
-
-    def held(self, model: nn.Module) -> Iterable[Held]:
-        return tensors_of(model)
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
         for wrapped in current_world().part(WrappedModels).of_optimizer(optimizer):
