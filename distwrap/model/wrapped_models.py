@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -28,7 +28,8 @@ class WrappedModels(RunPart):
 
     Attributes:
         gradients: the watch over the gradients of each model under DDP.
-        optimizers: the strategies of optimizers, which may be the caller's own, and outlive the run.
+        bound: the strategies of what is the caller's own, and outlives the run: optimizers, and models that a strategy
+            has prepared without a wrapper.
     """
 
     def __init__(self, world: World) -> None:
@@ -36,7 +37,7 @@ class WrappedModels(RunPart):
         self._models: list[ref[nn.Module]] = []
         self._guard = world.part(CollectiveGuard)
         self.gradients: WeakKeyDictionary[nn.Module, Gradients] = WeakKeyDictionary()
-        self.optimizers: WeakKeyDictionary[Optimizer, Strategy] = WeakKeyDictionary()
+        self.bound: WeakKeyDictionary[nn.Module | Optimizer, Strategy] = WeakKeyDictionary()
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter([model for held in self._models if (model := held()) is not None])
@@ -58,55 +59,41 @@ class WrappedModels(RunPart):
 
     def close(self) -> None:
         """Let the models go on as bare ones, without the process group, unless that is the user's, which stays."""
-        for model in self if self._world.group is not None else ():
-            release: Callable[[nn.Module], None] = getattr(type(model), "release", lambda model: None)
-            release(model)
+        for model in list(self.gradients) if self._world.group is not None else ():
+            model.release()  # type: ignore[operator]
 
 
-def bind(thing: nn.Module | Optimizer, strategy: Strategy) -> None:
-    """Mark a wrapped model, or an optimizer in this run, with its strategy; a copy or a pickle carries no mark."""
-    if isinstance(thing, Optimizer):
-        current_world().part(WrappedModels).optimizers[thing] = strategy
+def bind(thing: nn.Module | Optimizer, strategy: Strategy, *, own: bool = False) -> None:
+    """Note the strategy of a wrapper, or for this run that of an optimizer or of a model of the user's `own`."""
+    if own or isinstance(thing, Optimizer):
+        current_world().part(WrappedModels).bound[thing] = strategy
     else:
         thing.__dict__[_MARK] = strategy
 
 
 def bound_strategy(thing: Any) -> Strategy | None:
-    """Return the strategy of a wrapped model or an optimizer; ``None`` where there is none.
+    """Return the strategy of a model, or of an optimizer of a model's parameters; ``None`` where there is none.
 
     It is also found where a wrapped model was compiled around its wrapper.
     """
+    world = current_world()
+    models = world.part(WrappedModels)
     if isinstance(thing, Optimizer):
-        return current_world().part(WrappedModels).optimizers.get(thing)
-    while thing is not None and _MARK not in getattr(thing, "__dict__", {}):
+        if thing not in models.bound and (owners := models.of_optimizer(thing)):
+            bind(thing, strategy_of(owners[0], world))  # so that the next step need not look
+        return models.bound.get(thing)
+    while isinstance(thing, nn.Module):
+        found = thing.__dict__.get(_MARK) or models.bound.get(thing)
+        if found is not None:
+            return found
         thing = compiled_module(thing)
-    return None if thing is None else thing.__dict__[_MARK]
+    return None
 
 
-def strategy_of_model(model: nn.Module | None, world: World) -> Strategy:
-    """Return the strategy that prepared a model; the run's for one that none has prepared, and where there is none."""
-    found = bound_strategy(model)
+def strategy_of(thing: nn.Module | Optimizer | None, world: World) -> Strategy:
+    """Return the strategy of a model or an optimizer; the run's where there is none."""
+    found = bound_strategy(thing)
     return found if found is not None else world.strategy
-
-
-def strategy_of_optimizer(optimizer: Optimizer, world: World) -> Strategy:
-    """Return the strategy that prepared an optimizer, or the wrapped model that has its parameters; else the run's."""
-    found = bound_strategy(optimizer)
-    if found is None:
-        found = strategy_of_owner(optimizer, world)
-        bind(optimizer, found)  # so that the next step need not look
-    return found
-
-
-def strategy_of_owner(optimizer: Optimizer, world: World) -> Strategy:
-    """Return the strategy of the wrapped model that has an optimizer's parameters; the run's where there is none."""
-    owners = world.part(WrappedModels).of_optimizer(optimizer)
-    return strategy_of_model(owners[0] if owners else None, world)
-
-
-def strategy_of_backward(world: World) -> Strategy:
-    """Return the strategy whose `backward` a loss goes through: that of the model that was wrapped last."""
-    return strategy_of_model(world.part(WrappedModels).last, world)
 
 
 def parameters_of(optimizer: Optimizer) -> dict[int, nn.Parameter]:

@@ -20,9 +20,8 @@ from distwrap.data.sharded import batches_left
 from distwrap.errors import LoaderError, ModelError, OptionError
 from distwrap.group.collectives import total
 from distwrap.group.world import RunPart, World, current_world
-from distwrap.model.wrapped_models import bound_strategy, parameters_of
+from distwrap.model.wrapped_models import bound_strategy, parameters_of, under_ddp
 from distwrap.strategies.base import Strategy
-from distwrap.strategies.ddp import DDPStrategy
 
 Batch = TypeVar("Batch")
 
@@ -82,7 +81,7 @@ class Window:
         return loss_sum * (world_size / everything)
 
     def _rescale(self, factor: float) -> None:
-        gradients = [grad for model in self._models for grad in _strategy_of(model).gradients(model)]
+        gradients = [grad for model in self._models for grad in (bound_strategy(model) or Strategy()).gradients(model)]
         with torch.no_grad():
             foreach("mul_", gradients, factor)
 
@@ -176,12 +175,12 @@ def _accumulate(loader: Iterable[Batch], steps: int, models: list[nn.Module]) ->
             for index, batch in enumerate(batches):
                 window.index = index
                 for model in models:
-                    _strategy_of(model).sync_gradients(model, window.last)
+                    _sync_gradients(model, window.last)
                 yield batch, window
     finally:
         windows.under_way.pop(place, None)
         for model in models if not ends() else ():
-            _strategy_of(model).sync_gradients(model, True)
+            _sync_gradients(model, True)
 
 
 def _windows(loader: Iterable[Batch], steps: int) -> Iterator[tuple[int, Iterable[Batch]]]:
@@ -247,6 +246,10 @@ def scale_loss(loss_sum: torch.Tensor, count: float | torch.Tensor) -> torch.Ten
     return loss_sum * (world_size / everything if everything else 0.0)
 
 
-def _strategy_of(model: nn.Module) -> Strategy:
-    """Return the strategy of a model; what no strategy has prepared is treated as under DDP, which the user may use."""
-    return bound_strategy(model) or DDPStrategy()
+def _sync_gradients(model: nn.Module, on: bool) -> None:
+    """Let the strategy of a model exchange gradients, or torch's own DDP, where the user has wrapped with that."""
+    strategy = bound_strategy(model)
+    if strategy is not None:
+        strategy.sync_gradients(model, on)
+    elif (ddp := under_ddp(model)) is not None:
+        ddp.require_backward_grad_sync = on

@@ -1,5 +1,6 @@
 """`wrap_model` and `wrap_optimizer`: hand the user's objects to the strategy of this run."""
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,11 +11,10 @@ from torch.utils.hooks import RemovableHandle
 from distwrap.comm.base import Algorithm
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import RunPart, World, current_world
-from distwrap.model.distributed import LocalModel
 from distwrap.model.first_step import FirstSteps
 from distwrap.model.forward_routing import ForwardMethods, check_forward_methods
 from distwrap.model.transparent import WRAPPERS, see_through
-from distwrap.model.wrapped_models import WrappedModels, bind, strategy_of_model, strategy_of_owner
+from distwrap.model.wrapped_models import WrappedModels, bind, strategy_of
 from distwrap.precision import InPrecision, LossScaling, Precision
 from distwrap.registry import algorithms, strategies
 from distwrap.strategies.base import Strategy, Wrapping
@@ -55,9 +55,9 @@ def wrap_model(
 
     Raises:
         ModelError: it is no module, or is wrapped already, or has no method of that name, or its batch norms cannot be
-            synchronised here. Later: gradients that would not be averaged, parameters without one, parameters moved,
-            frozen or unfrozen since, ranks that differ after the first optimizer step.
-        OptionError: an unknown strategy, precision or algorithm.
+            synchronised here, or the strategy returns none. Later: gradients that would not be averaged, parameters
+            without one, parameters moved, frozen or unfrozen since, ranks that differ after the first optimizer step.
+        OptionError: an unknown strategy, precision or algorithm, or the strategy refuses the run's options.
 
     Example:
         >>> model = wrap_model(nn.Linear(2, 1))
@@ -82,6 +82,8 @@ def wrap_model(
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     check_forward_methods(model, forward_methods)
     precision = precision if precision is not None else world.options.precision
+    if strategy is not None:
+        chosen.check(replace(world.options, strategy=chosen, precision=precision, comm=algorithm))
     in_precision = InPrecision(precision, where, owns_scale=chosen.owns_scale)
     _watch_steps(in_precision, model, world)
     wrapping = Wrapping(where, in_precision, forward_methods, algorithm, dict(ddp_kwargs))
@@ -90,14 +92,14 @@ def wrap_model(
     models = world.part(WrappedModels)
     last = models.last
     wrapped = chosen.prepare_model(model, world, wrapping)
-    if wrapped is not model:
-        bind(wrapped, chosen)
-        see_through(wrapped, model)
-        if not isinstance(wrapped, LocalModel) and world.placement.world_size > 1:
-            if models.last is last:  # else the strategy has added it
-                models.add(wrapped)
-            if world.channel is not None:
-                world.part(FirstSteps).start(world.channel)
+    _require(nn.Module, wrapped, chosen, "prepare_model")
+    bind(wrapped, chosen, own=wrapped is model)
+    see_through(wrapped, model)
+    if chosen.shards or any(parameter.requires_grad for parameter in wrapped.parameters()):
+        if models.last is last:  # else the strategy has added it
+            models.add(wrapped)
+        if world.channel is not None and world.placement.world_size > 1:
+            world.part(FirstSteps).start(world.channel)
     return wrapped
 
 
@@ -119,10 +121,20 @@ def wrap_optimizer(optimizer: Optimizer, model: nn.Module | None = None) -> Opti
     if not isinstance(optimizer, Optimizer):
         raise OptionError(f"wrap_optimizer() takes a torch optimizer, not a {type(optimizer).__qualname__}.")
     world = current_world()
-    strategy = strategy_of_owner(optimizer, world) if model is None else strategy_of_model(model, world)
+    strategy = strategy_of(optimizer if model is None else model, world)
     prepared = strategy.prepare_optimizer(optimizer, model)
+    _require(Optimizer, prepared, strategy, "prepare_optimizer")
     bind(prepared, strategy)
     return prepared
+
+
+def _require(kind: type, result: object, strategy: Strategy, method: str) -> None:
+    """Refuse what a method of a strategy should not have returned."""
+    if not isinstance(result, kind):
+        raise ModelError(
+            f"{type(strategy).__name__}.{method}() has returned a {type(result).__qualname__}: it must return the "
+            f"{kind.__name__} that the loop uses."
+        )
 
 
 class StepHooks(RunPart):

@@ -9,10 +9,10 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import Optimizer
 
 from distwrap._internals.torch import has_overflowed
-from distwrap.errors import PrecisionError
-from distwrap.group.world import current_world
+from distwrap.errors import ModelError, PrecisionError
+from distwrap.group.world import World, current_world
 from distwrap.model.diagnosis import explained
-from distwrap.model.wrapped_models import parameters_of, strategy_of_backward, strategy_of_optimizer
+from distwrap.model.wrapped_models import WrappedModels, parameters_of, strategy_of
 from distwrap.precision import LossScaling
 from distwrap.strategies.accumulation import Windows
 from distwrap.strategies.base import Strategy
@@ -20,6 +20,9 @@ from distwrap.strategies.base import Strategy
 
 def backward(loss: torch.Tensor) -> None:
     """Compute the gradients of a loss: ``loss.backward()``, scaled where the precision is fp16.
+
+    Raises:
+        ModelError: models of this run were prepared by several strategies, of which one has a backward of its own.
 
     Example:
         >>> weight = torch.ones(1, requires_grad=True)
@@ -29,7 +32,7 @@ def backward(loss: torch.Tensor) -> None:
     """
     world = current_world()
     scaling = world.part(LossScaling)
-    strategy = strategy_of_backward(world)
+    strategy = _strategy_of_loss(world)
     scaler = None if strategy.owns_scale else scaling.scaler
     if scaler is not None:
         scaling.update()
@@ -77,7 +80,7 @@ def optimizer_step(
         0.5
     """
     world = current_world()
-    strategy, scaling = strategy_of_optimizer(optimizer, world), world.part(LossScaling)
+    strategy, scaling = strategy_of(optimizer, world), world.part(LossScaling)
     world.part(Windows).refuse_half(optimizer)
     if scaling.scaler is None or strategy.owns_scale:
         _clip(strategy, optimizer, model, max_norm)
@@ -127,6 +130,21 @@ def unscale(optimizer: Optimizer) -> None:
     scaling.refuse_changed_gradients()
     scaling.scaler.unscale_(optimizer)
     scaling.unscaled.add(id(optimizer))
+
+
+def _strategy_of_loss(world: World) -> Strategy:
+    """Return the strategy of the run's models; the run's own where there is none."""
+    of_models = [strategy_of(model, world) for model in world.part(WrappedModels)] or [world.strategy]
+    several = list({id(strategy): strategy for strategy in of_models}.values())
+    for strategy in several if len(several) > 1 else ():
+        if strategy.owns_scale or type(strategy).backward is not Strategy.backward:
+            names = " and ".join(type(strategy).__name__ for strategy in several)
+            raise ModelError(
+                f"rank {world.placement.rank}: backward(loss) cannot tell whose loss this is: {names} have prepared "
+                f"models of this run, and {type(strategy).__name__} has a backward of its own. Prepare all models by "
+                f"one strategy: wrap_model(strategy=) takes the same object twice."
+            )
+    return several[0]
 
 
 def _stepped(scheduler: LRScheduler | None, taken: bool) -> bool:

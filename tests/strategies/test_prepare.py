@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,8 +11,11 @@ from torch import nn
 
 import distwrap as dw
 from distwrap import Strategy
-from distwrap.errors import ModelError
+from distwrap.errors import ModelError, OptionError
+from distwrap.group.world import current_world
+from distwrap.model.wrapped_models import WrappedModels, bound_strategy
 from distwrap.testing import run_ranks
+from tests.strategies.by_hand import ByHand
 
 
 class Around(nn.Module):
@@ -39,5 +43,134 @@ def test_a_strategy_that_divides_nothing_is_held_to_replicas() -> None:
         torch.manual_seed(dw.rank())
         with pytest.raises(ModelError, match=r"'net.weight' is the first that differs"):
             dw.assert_in_sync(dw.wrap_model(nn.Linear(2, 1), strategy=Minimal()))
+
+    run_ranks(on_rank, 2)
+
+
+class Returned(Strategy):
+    """A strategy that changes the model itself, as fully_shard does; what it is asked for, it notes in `asked`."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def prepare_model(self, model: nn.Module, world: Any, wrapping: Any) -> nn.Module:
+        return model
+
+    def backward(self, loss: torch.Tensor) -> None:
+        self.asked.append("backward")
+        super().backward(loss)
+
+    def sync_gradients(self, model: nn.Module, on: bool) -> None:
+        self.asked.append(f"sync {on}")
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool | None:
+        self.asked.append("step")
+        return super().step(optimizer)
+
+    def state(self, thing: nn.Module | torch.optim.Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
+        self.asked.append(f"state of {type(thing).__name__}")
+        return super().state(thing, everywhere=everywhere)
+
+
+def test_a_model_that_is_returned_as_it_is_stays_the_strategys(tmp_path: Any) -> None:
+    """Without a wrapper around it a model is bound, and so is an optimizer that was not prepared, but no copy."""
+    strategy = Returned()
+
+    @dw.distributed(nprocs=1)
+    def main() -> None:
+        net = nn.Linear(2, 1)
+        model = dw.wrap_model(net, strategy=strategy)
+        assert model is net
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        dw.save({"model": model, "optimizer": optimizer}, tmp_path / "state.pt")
+        for _, window in dw.accumulate([0], 1, model):
+            dw.backward(model(torch.ones(1, 2)).sum() / window.size)
+            dw.optimizer_step(optimizer)
+        assert bound_strategy(copy.deepcopy(model)) is None
+
+    main()
+    assert strategy.asked == ["state of Linear", "state of SGD", "sync True", "backward", "step", "sync True"]
+
+
+def test_the_first_step_proves_a_model_that_is_returned_as_it_is() -> None:
+    """A model without a wrapper whose gradients nobody averages is found out after the first step."""
+
+    def on_rank() -> None:
+        torch.manual_seed(0)
+        model = dw.wrap_model(nn.Linear(2, 1), strategy=Returned())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.full((1, 2), float(dw.rank()))).sum().backward()
+            optimizer.step()
+            dw.barrier()
+
+    with pytest.raises(ModelError, match=r"'Linear.weight' is the first that differs"):
+        run_ranks(on_rank, 2)
+
+
+def test_a_loss_of_two_strategies_is_refused() -> None:
+    """Where two strategies have prepared models, and one has a backward of its own, nobody guesses whose a loss is."""
+
+    @dw.distributed(nprocs=1)
+    def main() -> None:
+        strategy = Returned()
+        one, other = (dw.wrap_model(nn.Linear(2, 1), strategy=strategy) for _ in range(2))
+        dw.backward(one(torch.ones(1, 2)).sum() + other(torch.ones(1, 2)).sum())
+        third = dw.wrap_model(nn.Linear(2, 1))
+        with pytest.raises(ModelError, match=r"rank 0: .* Returned and DDPStrategy have prepared .* by one strategy"):
+            dw.backward(third(torch.ones(1, 2)).sum())
+        del one, other
+        dw.backward(third(torch.ones(1, 2)).sum())
+        assert strategy.asked == ["backward"]
+
+    main()
+
+
+def test_a_strategy_of_one_model_checks_the_run_first() -> None:
+    """A strategy that ``wrap_model`` is given may refuse the run's options, and the model's precision."""
+    with pytest.raises(OptionError, match="ByHand has no precision='fp16'"):
+        dw.wrap_model(nn.Linear(1, 1), strategy=ByHand(), precision="fp16")
+
+
+class Wrong(Returned):
+    """A strategy that forgets to return what it has prepared."""
+
+    def prepare_model(self, model: Any, world: Any, wrapping: Any) -> Any:
+        return None if isinstance(model, nn.Identity) else model
+
+    def prepare_optimizer(self, optimizer: Any, model: Any) -> Any:
+        return (optimizer, model)
+
+
+def test_what_a_strategy_returns_must_be_of_use() -> None:
+    """A strategy that returns no module, or no optimizer, is named with its method."""
+    with pytest.raises(
+        ModelError, match=r"Wrong.prepare_model\(\) has returned a NoneType: .* the Module that the loop"
+    ):
+        dw.wrap_model(nn.Identity(), strategy=Wrong())
+    model = dw.wrap_model(nn.Linear(1, 1), strategy=Wrong())
+    with pytest.raises(ModelError, match=r"Wrong.prepare_optimizer\(\) has returned a tuple: .* the Optimizer that"):
+        dw.wrap_optimizer(torch.optim.SGD(model.parameters()))
+
+
+class Pool(Around):
+    """A wrapper that has a method by the name of one of DDP's wrapper here."""
+
+    def release(self) -> None:
+        raise AssertionError
+
+
+class Pooling(Minimal):
+    def prepare_model(self, model: nn.Module, world: Any, wrapping: Any) -> nn.Module:
+        return Pool(model)
+
+
+def test_a_wrappers_own_methods_are_its_own() -> None:
+    """At the end of a run nothing is called on a strategy's wrapper, whatever its methods are named."""
+
+    def on_rank() -> None:
+        model = dw.wrap_model(nn.Linear(1, 1), strategy=Pooling())
+        current_world().part(WrappedModels).close()
+        assert model.training
 
     run_ranks(on_rank, 2)
