@@ -54,7 +54,7 @@ class Precision:
         return None
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Act after a step of an optimizer; only called where a subclass overrides it."""
+        """Act after a step of an optimizer of models in this precision; only called where a subclass overrides it."""
 
     def __repr__(self) -> str:
         return type(self).__name__

@@ -50,7 +50,8 @@ class InPrecision:
 
     def make_scaler(self) -> torch.amp.GradScaler | None:
         """Return a scaler of losses, where distwrap is to scale them."""
-        return None if self._owns_scale else self.precision.make_scaler(self.device)
+        scaler = None if self._owns_scale else self.precision.make_scaler(self.device)
+        return scaler if scaler is not None and scaler.is_enabled() else None
 
     def context(self) -> AbstractContextManager[Any]:
         """Return the context in which a forward runs."""

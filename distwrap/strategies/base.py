@@ -128,7 +128,10 @@ class Strategy:
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
     def step(self, optimizer: Optimizer) -> bool | None:
-        """Step an optimizer, for `distwrap.optimizer_step`; under fp16 torch's ``GradScaler`` does it instead.
+        """Step an optimizer, for `distwrap.optimizer_step`.
+
+        Under fp16 the gradients are unscaled already, and a rank on which one overflowed does not come here. So ranks
+        must have the same gradients before the step, as under DDP; a strategy that exchanges in it `owns_scale`.
 
         Returns:
             ``False`` where the step was skipped.

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -14,7 +15,7 @@ from distwrap.group.world import RunPart, World, current_world
 from distwrap.model.first_step import FirstSteps
 from distwrap.model.forward_routing import ForwardMethods, check_forward_methods
 from distwrap.model.transparent import WRAPPERS, see_through
-from distwrap.model.wrapped_models import WrappedModels, bind, strategy_of
+from distwrap.model.wrapped_models import WrappedModels, bind, bound_strategy, parameters_of, strategy_of
 from distwrap.precision import InPrecision, LossScaling, Precision
 from distwrap.registry import algorithms, strategies
 from distwrap.strategies.base import Strategy, Wrapping
@@ -85,10 +86,12 @@ def wrap_model(
     if strategy is not None:
         chosen.check(replace(world.options, strategy=chosen, precision=precision, comm=algorithm))
     in_precision = InPrecision(precision, where, owns_scale=chosen.owns_scale)
-    _watch_steps(in_precision, model, world)
     wrapping = Wrapping(where, in_precision, forward_methods, algorithm, dict(ddp_kwargs))
     if not chosen.places_model:
         model = in_precision.precision.weights(model.to(where))
+    if (scaler := in_precision.make_scaler()) is not None:
+        world.part(LossScaling).begin(model, scaler)
+    world.part(StepHooks).add(precision, in_precision.precision, model)
     models = world.part(WrappedModels)
     last = models.last
     wrapped = chosen.prepare_model(model, world, wrapping)
@@ -138,25 +141,30 @@ def _require(kind: type, result: object, strategy: Strategy, method: str) -> Non
 
 
 class StepHooks(RunPart):
-    """Hooks of precisions that act after optimizer steps."""
+    """Precisions that act after steps of the optimizers of their models."""
 
     def __init__(self, world: World) -> None:
-        self._handles: dict[Precision, RemovableHandle] = {}
+        self._of_models: WeakKeyDictionary[nn.Module, tuple[object, Precision]] = WeakKeyDictionary()
+        self._handle: RemovableHandle | None = None
 
-    def add(self, precision: Precision) -> None:
-        """Let a precision act after each step from now on."""
-        if precision not in self._handles:
-            self._handles[precision] = register_optimizer_step_post_hook(lambda opt, *_: precision.after_step(opt))
+    def add(self, given: str | Precision, precision: Precision, model: nn.Module) -> None:
+        """Let a precision, which was `given` by name or as it is, act after each step over a model from now on."""
+        if type(precision).after_step is not Precision.after_step:
+            self._of_models[model] = (given if isinstance(given, str) else id(given), precision)
+            self._handle = self._handle or register_optimizer_step_post_hook(self._after)
+
+    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        held, strategy = parameters_of(optimizer).keys(), bound_strategy(optimizer)
+        shards = strategy is not None and strategy.shards  # which may be no parameters of the model
+        acting = dict(
+            chosen
+            for model, chosen in self._of_models.items()
+            if shards or not held.isdisjoint(map(id, model.parameters()))
+        )
+        for precision in acting.values():
+            precision.after_step(optimizer)
 
     def close(self) -> None:
-        """Remove the hooks."""
-        for handle in self._handles.values():
-            handle.remove()
-
-
-def _watch_steps(in_precision: InPrecision, model: nn.Module, world: World) -> None:
-    precision, scaler = in_precision.precision, in_precision.make_scaler()
-    if scaler is not None:
-        world.part(LossScaling).begin(model, scaler)
-    if type(precision).after_step is not Precision.after_step:
-        world.part(StepHooks).add(precision)
+        """Remove the hook."""
+        if self._handle is not None:
+            self._handle.remove()

@@ -98,12 +98,12 @@ def optimizer_step(
     _clip(strategy, optimizer, model, max_norm)
     overflowed = has_overflowed(scaler, optimizer)
     scaling.is_scaled = False
-    scaler.step(optimizer)
+    taken = not overflowed and strategy.step(optimizer) is not False
     for act in scaling.on_skipped if overflowed else ():
         act(optimizer)
     # The scale is updated before the next backward: another optimizer may still have gradients in the present one.
     scaling.stepped.add(id(optimizer))
-    return _stepped(scheduler, not overflowed)
+    return _stepped(scheduler, taken)
 
 
 def unscale(optimizer: Optimizer) -> None:

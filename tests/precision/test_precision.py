@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 from threading import Thread
 from typing import Any
 
@@ -173,6 +174,72 @@ class Doubled:
 def test_a_precision_needs_no_base_class() -> None:
     precision: Any = Doubled()
     assert dw.wrap_model(nn.Linear(1, 1), precision=precision)(torch.ones(1)).dtype == torch.float64
+
+
+class Skipping(dw.DDPStrategy):
+    """A strategy that doubles gradients before each step but the second, which it skips."""
+
+    steps = 0
+
+    def step(self, optimizer: torch.optim.Optimizer) -> bool | None:
+        self.steps += 1
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad *= 2
+        return self.steps != 2 and super().step(optimizer)
+
+
+def test_fp16_steps_by_the_strategy() -> None:
+    """The strategy takes the step under fp16 too, with unscaled gradients, but none that has overflowed."""
+
+    @dw.distributed(nprocs=1, strategy=Skipping(), precision="fp16")
+    def body() -> tuple[list[bool], float, int]:
+        model, optimizer = setting()
+        before, taken = weights(model)[-1], []
+        for factor in (1.0, 1.0, float("inf"), 1.0):
+            optimizer.zero_grad()
+            dw.backward(model(torch.ones(1, 4)).sum() * factor)
+            taken.append(dw.optimizer_step(optimizer))
+        return taken, before - weights(model)[-1], current_world().strategy.steps
+
+    taken, moved, steps = body()
+    assert (taken, steps) == ([True, False, False, True], 3)
+    assert moved == pytest.approx(2 * 0.1 * 2)
+
+
+@dataclass
+class Counted(dw.Precision):
+    """A precision that counts the steps after which it is asked to act; as a dataclass it has no hash."""
+
+    acted: list[torch.optim.Optimizer] = field(default_factory=list)
+
+    def make_scaler(self, device: torch.device) -> torch.amp.GradScaler:
+        return torch.amp.GradScaler(device.type, enabled=False)
+
+    def after_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.acted.append(optimizer)
+
+
+def test_a_precision_acts_on_the_optimizers_of_its_models() -> None:
+    """After a step a precision acts once where the optimizer has parameters of its models, and never elsewhere."""
+    made: list[Counted] = []
+    dw.register_precision("counted", lambda: made.append(Counted()) or made[-1])
+
+    @dw.distributed(nprocs=1)
+    def body() -> None:
+        kinds = {"one": "counted", "other": "counted", "own": Counted(), "plain": "32"}
+        models = {name: dw.wrap_model(nn.Linear(1, 1), precision=kind) for name, kind in kinds.items()}
+        optimizers = {}
+        for names in ("one", "own", "plain", "one other own"):
+            parameters = [value for name in names.split() for value in models[name].parameters()]
+            optimizers[names] = torch.optim.SGD(parameters, lr=0.1)
+            dw.backward(sum(models[name](torch.ones(1, 1)) for name in names.split()))
+            optimizers[names].step()
+        both = optimizers["one other own"]
+        assert kinds["own"].acted == [optimizers["own"], both]
+        assert [acted for precision in made for acted in precision.acted] == [optimizers["one"], both]
+
+    body()
 
 
 def test_fp16_clips_the_unscaled_gradients() -> None:

@@ -41,7 +41,7 @@ def test_a_strategy_that_divides_nothing_is_held_to_replicas() -> None:
 
     def on_rank() -> None:
         torch.manual_seed(dw.rank())
-        with pytest.raises(ModelError, match=r"'net.weight' is the first that differs"):
+        with pytest.raises(ModelError, match=r"'weight' is the first that differs"):
             dw.assert_in_sync(dw.wrap_model(nn.Linear(2, 1), strategy=Minimal()))
 
     run_ranks(on_rank, 2)
