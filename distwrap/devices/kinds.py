@@ -155,5 +155,11 @@ def kind_that_prevents_fork() -> DeviceKind | None:
 
 
 def unused_devices() -> list[str]:
-    """Return a remark for each kind that seems to be here though torch does not see it."""
-    return [remark for name in device_kinds.names() if (remark := kind_of(name).unused())]
+    """Return a remark for each kind that seems to be here though torch does not see it, or that is broken."""
+    remarks = []
+    for name in device_kinds.names():
+        try:
+            remarks.append(kind_of(name).unused())
+        except OptionError as error:  # a package that the program may not need
+            remarks.append(str(error))
+    return [remark for remark in remarks if remark]

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from distwrap.devices.kinds import CPU, DeviceKind, device_kinds, kind_of, kind_that_prevents_fork
+from distwrap.devices.kinds import CPU, DeviceKind, device_kinds, kind_of, kind_that_prevents_fork, unused_devices
 from distwrap.devices.selection import Devices, choose_backend, choose_nprocs, visible_devices
 from distwrap.launch import fork_safety
 
@@ -58,6 +58,13 @@ def test_another_packages_kind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert choose_backend("auto", device) == "acme_collectives"
     assert kind_of(device).unique_name(device) == "ACME-1"
     assert "train.py:3" in (fork_safety.refusal() or "")
+
+
+def test_a_broken_kind_is_a_remark(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A package whose kind of device cannot be imported is named among the doctor's remarks, and breaks nothing."""
+    monkeypatch.setattr(device_kinds, "_installed", None)
+    monkeypatch.setattr("distwrap.entry_points.of_packages", lambda group: {"gone": ("nowhere:X",)})
+    assert any("device kind 'gone' cannot be imported from nowhere:X" in remark for remark in unused_devices())
 
 
 def test_an_accelerator_without_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
