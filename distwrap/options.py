@@ -147,7 +147,7 @@ class Options:
             try:
                 checked[name] = DECLARATIONS[name].check(name, value)
             except OptionError as error:
-                raise OptionError(f"{where}: {error}") from None
+                raise OptionError(f"{where}: {error}") from error.__cause__  # of a broken plug-in
         strategy = checked.get("strategy")
         if isinstance(strategy, str) and strategy in LAUNCHER_OF_STRATEGY:
             checked["strategy"], implied = strategies.name_of(strategy), LAUNCHER_OF_STRATEGY[strategy]
