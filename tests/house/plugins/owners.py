@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from distwrap import Strategy, broadcast, gather_object, rank, reduce, world_size
 from distwrap.errors import OptionError
-from distwrap.strategies import Held, TransparentModule, World, Wrapping, tensors_of
+from distwrap.strategies import TransparentModule, World, Wrapping
 
 
 class Copy(TransparentModule):
@@ -50,9 +50,6 @@ class Owners(Strategy):
     def clip(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], max_norm: float) -> Any:
         self._average(optimizer)  # once more before the step, where it changes nothing: all ranks have the mean
         return super().clip(optimizer, parameters, max_norm)
-
-    def held(self, model: nn.Module) -> Iterable[Held]:
-        return tensors_of(model)
 
     def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
         state = super().state(thing)
