@@ -18,8 +18,9 @@ from distwrap.data.loader import next_epoch, shard_loader
 from distwrap.errors import ModelError
 from distwrap.group.world import current_world
 from distwrap.model import TransparentModule
+from distwrap.model.wrapped_models import bound_strategy
 from distwrap.nesting import rebuilt
-from distwrap.strategies import wrap_model, wrap_optimizer
+from distwrap.strategies import Strategy, wrap_model, wrap_optimizer
 
 _KINDS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader)
 _EPOCH = "_distwrap_next_epoch"  # what the caller's own loader remembers from call to call
@@ -27,18 +28,29 @@ _EPOCH = "_distwrap_next_epoch"  # what the caller's own loader remembers from c
 
 @dataclass
 class Retrofitted:
-    """Object among the arguments: the caller's own, and the wrapped one that the function saw."""
+    """Object among the arguments: the caller's own, the wrapped one that the function saw, and what a strategy says."""
 
     original: Any
     wrapped: Any
+    trained: Any = None
+
+    def finish(self) -> None:
+        """Put what was trained into the original, where it has not been trained in place; every rank calls it."""
+        strategy = bound_strategy(self.wrapped)
+        replaced = isinstance(self.original, Optimizer) and self.wrapped is not self.original
+        if strategy is not None and (replaced or type(strategy).state is not Strategy.state):
+            self.trained = strategy.state(self.wrapped, everywhere=True)
+        if isinstance(self.original, DataLoader) or (self.trained is not None and self.wrapped is not self.original):
+            self.load(self.state())  # where this process is the caller's own, nobody else brings it home
 
     def state(self) -> Any:
         """Return what training changed, without the wrapper's marks."""
         if isinstance(self.original, DataLoader):
             return next_epoch(self.wrapped)
+        state = self.original.state_dict() if self.trained is None else self.trained
         if isinstance(self.original, nn.Module):
-            return self.original.state_dict(), [module.training for module in self.original.modules()]
-        return self.original.state_dict()
+            return state, [module.training for module in self.original.modules()]
+        return state
 
     def load(self, state: Any) -> None:
         """Put the state into the caller's own object."""

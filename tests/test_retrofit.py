@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
@@ -116,6 +117,39 @@ def test_arguments_in_containers_and_the_return_value() -> None:
     assert moved == pytest.approx([2 * 0.15] * 2)
     everyones = over_two_ranks(fit).options(returns="all")({"a": one, "rest": [other]}, optimizers)
     assert [value[0] is other for value in everyones] == [True, True]
+
+
+class Master(dw.Strategy):
+    """A strategy that trains a copy of the model, by an optimizer of its own, and says what they hold."""
+
+    shards = True
+
+    def prepare_model(self, model: nn.Module, world: Any, wrapping: Any) -> nn.Module:
+        self.master = copy.deepcopy(model)
+        return self.master
+
+    def prepare_optimizer(self, optimizer: Any, model: nn.Module | None) -> Any:
+        return torch.optim.SGD(self.master.parameters(), lr=optimizer.defaults["lr"], momentum=0.5)
+
+    def state(self, thing: Any, *, everywhere: bool = False) -> dict[str, Any]:
+        assert dw.gather_object(everywhere) == [True] * dw.world_size()  # a collective
+        return super().state(thing, everywhere=everywhere)
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_what_a_strategy_has_trained_comes_home(nprocs: int) -> None:
+    """Where the strategy trains other tensors than the caller's, its state is what comes home, also the optimizer's."""
+
+    def fit(model: nn.Module, optimizer: Any) -> None:
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+    model = nn.Linear(1, 1, bias=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5)
+    before = model.weight.item()
+    over_two_ranks(fit).options(nprocs=nprocs, strategy=Master())(model, optimizer)
+    assert before - model.weight.item() == pytest.approx(0.1)
+    assert optimizer.state[model.weight]["momentum_buffer"].item() == 1.0
 
 
 def test_a_frozen_teacher_passes_and_stays_as_it_is() -> None:

@@ -15,7 +15,6 @@ from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader
 
 from distwrap import retrofit
 from distwrap._internals.python import run_interpreter_end
@@ -260,6 +259,5 @@ def _retrofitted(task: Task) -> tuple[Any, list[Retrofitted]]:
         if isinstance(item.original, nn.Module):
             consolidate(item.wrapped)  # the caller gets one model, not rank 0's of several
     for item in found:
-        if isinstance(item.original, DataLoader):
-            item.load(item.state())  # where this process is the caller's own, nobody else brings it home
+        item.finish()
     return value, found
