@@ -3,11 +3,9 @@
 Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
 """
 
-import inspect
 from typing import Any
 
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from distwrap.comm.base import Algorithm
@@ -21,13 +19,10 @@ from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, bind
 from distwrap.registry import algorithms
 from distwrap.strategies.base import Strategy, Wrapping
-from distwrap.strategies.single import local
-from distwrap.wording import unknown_name
+from distwrap.strategies.single import check_ddp_options, local
 
 # By which the user decides when buffers are broadcast; the second name is torch's since 2.13.
 _BROADCAST = {"broadcast_buffers", "forward_sync_buffers"}
-
-_OURS = {"self", "module", "device_ids", "output_device", "dim"}
 
 
 class DDPStrategy(Strategy):
@@ -47,16 +42,14 @@ class DDPStrategy(Strategy):
     """
 
     def __init__(self, *, backend: str | None = None, comm: str | Algorithm | None = None, **ddp_options: Any) -> None:
-        known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - _OURS
-        for name in ddp_options:
-            if name not in known:
-                raise OptionError(unknown_name("option of DDPStrategy", name, {*known, "backend", "comm"}))
+        check_ddp_options("DDPStrategy", ddp_options, ("backend", "comm"))
         self.backend, self.comm = backend, None if comm is None else algorithms.make(comm)
         self.ddp_options = ddp_options
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
         if world.placement.world_size == 1:
             return local(model, wrapping)
+        check_ddp_options("wrap_model()", wrapping.options)
         require_group("wrap_model")
         if not any(parameter.requires_grad for parameter in model.parameters()):
             _share(model)

@@ -1,11 +1,19 @@
 """One process, one device."""
 
-from torch import nn
+import inspect
+from collections.abc import Iterable
 
-from distwrap.errors import ModelError
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import World
 from distwrap.model.distributed import LocalModel
 from distwrap.strategies.base import Strategy, Wrapping
+from distwrap.wording import unknown_name
+
+_OURS = {"self", "module", "device_ids", "output_device", "dim"}
+_OF_WRAP_MODEL = ("strategy", "device", "precision", "sync_batchnorm", "forward_methods", "comm", *_OURS)
 
 
 class SingleStrategy(Strategy):
@@ -24,6 +32,19 @@ class SingleStrategy(Strategy):
 
 def local(model: nn.Module, wrapping: Wrapping) -> nn.Module:
     """Wrap a model only where there is something to do at a forward."""
+    check_ddp_options("wrap_model()", wrapping.options)
     if wrapping.in_precision.is_plain and wrapping.device.type == "cpu":
         return model
     return LocalModel(model, wrapping.in_precision, wrapping.forward_methods)
+
+
+def check_ddp_options(taker: str, names: Iterable[str], others: Iterable[str] = _OF_WRAP_MODEL) -> None:
+    """Refuse names that are neither options of DistributedDataParallel nor `others`, here as on several ranks.
+
+    Raises:
+        OptionError: names the nearest one.
+    """
+    known = {*inspect.signature(DistributedDataParallel.__init__).parameters} - _OURS | {*others}
+    for name in names:
+        if name not in known:
+            raise OptionError(unknown_name(f"option of {taker}", name, known - {"self", "module"}))

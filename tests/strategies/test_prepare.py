@@ -174,3 +174,22 @@ def test_a_wrappers_own_methods_are_its_own() -> None:
         assert model.training
 
     run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "single", "bagua"])
+def test_misspelt_options_are_refused_in_one_process(strategy: str) -> None:
+    """One process, which has no use for DDP's options, knows their names, and those of wrap_model itself."""
+    dw.wrap_model(nn.Linear(1, 1), strategy=strategy, find_unused_parameters=True)
+    for wrong, right in (("find_unused_paramters", "find_unused_parameters"), ("precison", "precision")):
+        with pytest.raises(OptionError, match=rf"unknown option of wrap_model\(\) '{wrong}'. Did you mean '{right}'\?"):
+            dw.wrap_model(nn.Linear(1, 1), strategy=strategy, **{wrong: True})
+
+
+def test_misspelt_options_are_refused_on_several_ranks() -> None:
+    """Several ranks refuse an option with the words of one process."""
+
+    def on_rank() -> None:
+        dw.wrap_model(nn.Linear(1, 1), find_unused_paramters=True)
+
+    with pytest.raises(OptionError, match=r"unknown option of wrap_model\(\) 'find_unused_paramters'. Did you mean"):
+        run_ranks(on_rank, 2)
