@@ -62,6 +62,7 @@ class InDouble(DDPStrategy):
         return super().prepare_model(model.double(), world, wrapping)
 
     def prepare_optimizer(self, optimizer: torch.optim.Optimizer, model) -> torch.optim.Optimizer:
+        optimizer = super().prepare_optimizer(optimizer, model)  # which some algorithms of comm= exchange for theirs
         optimizer.register_step_pre_hook(self._clipped)
         return optimizer
 

@@ -112,7 +112,8 @@ class _Momenta(Averager):
         if id(parameter) not in self._place_of:
             raise ModelError(
                 "comm='qadam' exchanges Adam's momentum, and this parameter's optimizer is not known: "
-                "optimizer = wrap_optimizer(torch.optim.Adam(model.parameters()), model), before the first backward."
+                "optimizer = wrap_optimizer(torch.optim.Adam(model.parameters()), model), before the first backward. A "
+                "strategy of your own hands prepare_optimizer() on to super()."
             )
         optimizer, index = self._place_of[id(parameter)]
         return optimizer, optimizer.param_groups[index]

@@ -70,7 +70,7 @@ class Strategy:
     # In the caller
 
     def check(self, run: Options) -> None:
-        """Refuse a run before any process starts: a package that is missing, options that clash.
+        """Refuse a run before any process starts, or before a model is wrapped: a missing package, options that clash.
 
         Raises:
             OptionError: says what to install or to change.
@@ -88,7 +88,7 @@ class Strategy:
         dist.init_process_group(backend, **arguments)
 
     def setup(self, world: World) -> Layout | None:
-        """Arrange the ranks, once they have met; every rank calls it.
+        """Arrange the ranks, once several have met; every rank calls it, for the strategy of the run alone.
 
         Returns:
             Which share of the data this rank takes; ``None`` where each rank takes one of its own.
@@ -105,7 +105,7 @@ class Strategy:
         raise NotImplementedError(f"{type(self).__name__} has no prepare_model().")
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
-        """Return the optimizer that the loop steps."""
+        """Return the optimizer that the loop steps; a subclass of `DDPStrategy` hands it on to ``super()``."""
         return optimizer
 
     # A step
@@ -152,7 +152,7 @@ class Strategy:
         """Return the full state of a model or optimizer, with the plain model's keys, as one process would have it.
 
         Args:
-            thing: what this strategy has prepared.
+            thing: a model that this strategy has prepared, or an optimizer of its parameters, prepared or not.
             everywhere: whether every rank needs it, or rank 0 alone, where it is put together from several.
         """
         plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing

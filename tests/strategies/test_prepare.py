@@ -193,3 +193,23 @@ def test_misspelt_options_are_refused_on_several_ranks() -> None:
 
     with pytest.raises(OptionError, match=r"unknown option of wrap_model\(\) 'find_unused_paramters'. Did you mean"):
         run_ranks(on_rank, 2)
+
+
+class Alone(dw.DDPStrategy):
+    """A strategy that does not hand on what an algorithm of exchange would have to know."""
+
+    def prepare_optimizer(self, optimizer: torch.optim.Optimizer, model: nn.Module | None) -> torch.optim.Optimizer:
+        return optimizer
+
+
+def test_an_optimizer_that_a_strategy_does_not_hand_on() -> None:
+    """Where comm='qadam' does not get to know an optimizer, it says that the strategy may have kept it."""
+
+    @dw.distributed(nprocs=2, strategy=Alone(), comm="qadam")
+    def main() -> None:
+        model = dw.wrap_model(nn.Linear(1, 1))
+        dw.wrap_optimizer(torch.optim.Adam(model.parameters()), model)
+        model(torch.ones(1, 1)).sum().backward()
+
+    with pytest.raises(ModelError, match=r"hands prepare_optimizer\(\) on to super\(\)"):
+        main()
