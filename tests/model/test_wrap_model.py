@@ -172,7 +172,7 @@ def test_a_single_process_gets_its_own_model_back() -> None:
     ("wrap", "error", "words"),
     [
         (lambda: dw.wrap_model([1]), ModelError, r"takes an nn\.Module, not a list"),
-        (lambda: dw.wrap_model(nn.Linear(1, 1), strategy="dpp"), OptionError, "Did you mean 'dp"),
+        (lambda: dw.wrap_model(nn.Linear(1, 1), strategy="dpp"), OptionError, "Did you mean 'ddp'"),
         (lambda: dw.wrap_model(nn.Linear(1, 1), precision="fp61"), OptionError, "fp16"),
         (lambda: dw.wrap_optimizer(nn.Linear(1, 1)), OptionError, "takes a torch optimizer, not a Linear"),
     ],
