@@ -16,7 +16,7 @@ from distwrap.group.world import World, current_world
 from distwrap.model.buffers import Buffers
 from distwrap.model.distributed import DistributedModel, ReplicaModel
 from distwrap.model.transparent import unwrap_model
-from distwrap.model.wrapped_models import WrappedModels, bind
+from distwrap.model.wrapped_models import WrappedModels, bind, under_ddp
 from distwrap.registry import algorithms
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.single import check_ddp_options, local
@@ -86,8 +86,9 @@ class DDPStrategy(Strategy):
 
     def sync_gradients(self, model: nn.Module, on: bool) -> None:
         for wrapped in current_world().part(WrappedModels):
-            if isinstance(wrapped, DistributedModel) and unwrap_model(wrapped) is unwrap_model(model):
-                wrapped.require_backward_grad_sync = on
+            ddp = under_ddp(wrapped)  # torch's own too, which a subclass may return
+            if ddp is not None and unwrap_model(ddp) is unwrap_model(model):
+                ddp.require_backward_grad_sync = on
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
         for wrapped in current_world().part(WrappedModels).of_optimizer(optimizer):

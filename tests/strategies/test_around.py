@@ -56,6 +56,21 @@ def test_a_module_around_ddp_is_seen_through(tmp_path: Path) -> None:
     run_ranks(on_rank, 2, timeout=60)
 
 
+class TorchsDDP(DDPStrategy):
+    """torch's own wrapper."""
+
+    def prepare_model(self, model: nn.Module, world: Any, wrapping: Any) -> nn.Module:
+        return nn.parallel.DistributedDataParallel(model)
+
+
+def test_torchs_own_ddp_exchanges_once_a_window() -> None:
+    def on_rank() -> list[bool]:
+        model = dw.wrap_model(nn.Linear(2, 1), strategy=TorchsDDP())
+        return [bool(model.require_backward_grad_sync) for _ in dw.accumulate(range(4), 2, model)]
+
+    assert run_ranks(on_rank, 2) == [[False, True] * 2] * 2
+
+
 class Prefixed(Strategy):
     """A strategy whose state has names of its own."""
 
