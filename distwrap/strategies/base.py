@@ -144,9 +144,10 @@ class Strategy:
     def held(self, model: nn.Module) -> Iterable[Held]:
         """Return the tensors that must be alike on all ranks that hold the same part, for the proof of it.
 
-        By default all of a model that every rank has whole; a strategy that divides it says which part is here.
+        By default all of a model that every rank has whole, and nothing of one that a strategy divides, which alone
+        knows the parts.
         """
-        return tensors_of(model)
+        return () if self.shards else tensors_of(model)
 
     def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
         """Return the full state of a model or optimizer, with the plain model's keys, as one process would have it.

@@ -47,6 +47,20 @@ def test_a_strategy_that_divides_nothing_is_held_to_replicas() -> None:
     run_ranks(on_rank, 2)
 
 
+class Divided(Minimal):
+    """A strategy whose ranks hold parts, and that does not say which."""
+
+    shards = True
+
+
+def test_parts_of_which_nothing_is_known_are_not_compared() -> None:
+    def on_rank() -> None:
+        torch.manual_seed(dw.rank())
+        dw.assert_in_sync(dw.wrap_model(nn.Linear(2, 1), strategy=Divided()))
+
+    run_ranks(on_rank, 2)
+
+
 class Returned(Strategy):
     """A strategy that changes the model itself, as fully_shard does; what it is asked for, it notes in `asked`."""
 
