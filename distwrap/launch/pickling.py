@@ -42,9 +42,16 @@ def dumps(obj: object, known: Sequence[tuple[object, ...]] = (), *, to_caller: b
 
 def loads(data: bytes, known: Sequence[object] = ()) -> Any:
     """Undo `dumps`, given the `known` objects of this side in the same order."""
-    unpickler = pickle.Unpickler(io.BytesIO(data))
-    unpickler.persistent_load = known.__getitem__  # type: ignore[method-assign]
+    unpickler = _Unpickler(io.BytesIO(data))
+    unpickler.known = known
     return unpickler.load()
+
+
+class _Unpickler(pickle.Unpickler):
+    known: Sequence[object] = ()
+
+    def persistent_load(self, index: int) -> object:  # a method, since Python 3.13.0 refuses an attribute
+        return self.known[index]
 
 
 def find_decorated(module: str, qualname: str) -> object:
