@@ -222,7 +222,7 @@ def _remove_what_the_killed_left() -> None:
     """Remove the folders of earlier callers that were killed before they could."""
     for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
         pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        if pid.isdigit() and not pid_exists(int(pid)):
+        if pid.isdecimal() and not pid_exists(int(pid)):
             shutil.rmtree(folder, ignore_errors=True)
 
 

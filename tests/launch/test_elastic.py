@@ -144,6 +144,16 @@ def test_no_file_is_left(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_of_somebody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder whose name has no process number is left alone, and is no reason to fail."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    theirs = [tmp_path / f"distwrap-elastic-{number}-x" for number in ("\N{SUPERSCRIPT TWO}", "")]
+    for folder in theirs:
+        folder.mkdir()
+    work("")
+    assert sorted(tmp_path.iterdir()) == sorted(theirs)
+
+
 def test_fork_where_it_is_not_safe() -> None:
     """launcher="fork" is refused with a thread around, as without restarts; auto spawns then."""
     stop = threading.Event()
