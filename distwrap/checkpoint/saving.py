@@ -266,7 +266,7 @@ def _with_collective_states(state: Any, *, in_parts: bool) -> Any:
         if parts is not None:
             from distwrap.checkpoint.sharded import check_parts  # imports torch's distributed checkpoint
 
-            return check_parts(parts, type(strategy).__name__)
+            return check_parts(parts, leaf, type(strategy).__name__)
         return strategy.state(leaf) if strategy is not None and strategy.shards else leaf
 
     return rebuilt(state, replaced)

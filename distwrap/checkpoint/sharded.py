@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
@@ -27,7 +28,7 @@ from distwrap._internals.torch import LAYOUT_FUNCTION
 from distwrap.checkpoint.files import SKELETON
 from distwrap.errors import CheckpointError
 from distwrap.group.collectives import gather_object
-from distwrap.model.in_sync import Held, fingerprints, first_difference
+from distwrap.model.in_sync import Held, fingerprints, first_difference, left_to_ranks
 from distwrap.nesting import rebuilt
 
 
@@ -54,16 +55,17 @@ class ShardedIO:
         return state
 
 
-def check_parts(parts: dict[str, Any], strategy: str) -> dict[str, Any]:
-    """Return what a strategy's `parts` have returned, if it can be put together; every rank calls it.
+def check_parts(parts: dict[str, Any], thing: Any, strategy: str) -> dict[str, Any]:
+    """Return what a strategy's `parts` of a thing have returned, if it can be put together; every rank calls it.
 
     Raises:
         CheckpointError: ranks have other tensors, or one that is whole differs; names it, on every rank.
     """
     tensors = _separated(parts, lambda leaf: (leaf, leaf))[1].items()
+    own = left_to_ranks(thing) if isinstance(thing, nn.Module) else set()  # of which any rank's is as good
     nothing = torch.empty(0)  # to be compared of pieces, beside their names and whole sizes
     held = [
-        Held(f"{name} {tuple(value.shape)}", "", nothing if isinstance(value, DTensor) else value)
+        Held(f"{name} {tuple(value.shape)}", "", nothing if isinstance(value, DTensor) or name in own else value)
         for name, value in tensors
     ]
     difference = first_difference(gather_object(fingerprints(held)))

@@ -64,11 +64,15 @@ def assert_in_sync(model: nn.Module) -> None:
 
 def tensors_of(model: nn.Module) -> list[Held]:
     """Return a replicated model's parameters and buffers, but for running statistics."""
-    net = unwrap_model(model)
-    # Some are left to each rank, by DistributedDataParallel._set_params_and_buffers_to_ignore_for_model.
-    own = {*statistics_of(net), *names_ddp_ignores(net)}
+    net, own = unwrap_model(model), left_to_ranks(model)
     named = (*net.named_parameters(), *net.named_buffers())
     return [Held(name, "", value) for name, value in named if name not in own]
+
+
+def left_to_ranks(model: nn.Module) -> set[str]:
+    """Name the tensors of which each rank has its own: running statistics, and what the user has told DDP to ignore."""
+    net = unwrap_model(model)
+    return {*statistics_of(net), *names_ddp_ignores(net)}
 
 
 def fingerprints(held: Iterable[Held]) -> list[Mark]:

@@ -121,6 +121,23 @@ def test_pieces_of_two_ranks_are_whole_for_any_number(tmp_path: Path) -> None:
     assert {type(value) for value in dw.load(path)["model"].values()} == {torch.Tensor}
 
 
+class WholeParts(Rows):
+    """Parts of which every rank has all."""
+
+    def parts(self, thing: Any) -> dict[str, Any] | None:
+        return dict(thing.state_dict())
+
+
+def test_running_statistics_in_parts_are_any_ranks(tmp_path: Path) -> None:
+    def on_rank() -> list[str]:
+        model = dw.wrap_model(nn.BatchNorm1d(2), strategy=WholeParts())
+        model(torch.eye(2) * dw.rank())
+        dw.save(model, tmp_path / "parts", io="sharded")
+        return list(dw.load(tmp_path / "parts"))
+
+    assert run_ranks(on_rank, 2) == [list(nn.BatchNorm1d(2).state_dict())] * 2
+
+
 class Unlike(Rows):
     """Parts that no checkpoint can put together."""
 
