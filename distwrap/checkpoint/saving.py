@@ -240,7 +240,10 @@ def _do_on_ranks(
 
 
 def _refuse_piece(leaf: Any, path: tuple[Any, ...]) -> Any:
-    if hasattr(leaf, "full_tensor"):  # as a DTensor has, whose class takes long to import
+    if hasattr(leaf, "full_tensor") and any(  # as a DTensor has, whose class takes long to import
+        ranks > 1 and not placement.is_replicate()
+        for placement, ranks in zip(leaf.placements, leaf.device_mesh.shape, strict=True)
+    ):
         where, rank = "".join(f"[{key!r}]" for key in path), current_world().placement.rank
         raise CheckpointError(
             f"state{where} is a DTensor, of which rank {rank} has a piece. Save with io='sharded', or save what its "

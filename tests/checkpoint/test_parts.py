@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import distwrap as dw
 from distwrap import Strategy
@@ -136,6 +136,16 @@ def test_running_statistics_in_parts_are_any_ranks(tmp_path: Path) -> None:
         return list(dw.load(tmp_path / "parts"))
 
     assert run_ranks(on_rank, 2) == [list(nn.BatchNorm1d(2).state_dict())] * 2
+
+
+def test_a_dtensor_of_which_each_rank_has_all_is_saved_in_a_file(tmp_path: Path) -> None:
+    def on_rank() -> list[float]:
+        mesh = init_device_mesh("cpu", (dw.world_size(),))
+        dw.save({"w": DTensor.from_local(torch.ones(2), mesh, [Replicate()])}, tmp_path / "file.pt")
+        loaded: list[float] = dw.load(tmp_path / "file.pt")["w"].to_local().tolist()
+        return loaded
+
+    assert run_ranks(on_rank, 2) == [[1.0, 1.0]] * 2
 
 
 class Unlike(Rows):
