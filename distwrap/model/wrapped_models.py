@@ -54,7 +54,7 @@ class WrappedModels(RunPart):
 
     def add(self, model: nn.Module) -> None:
         """Note a model that was wrapped just now."""
-        self._models = [held for held in self._models if held() is not None] + [ref(model)]
+        self._models = [ref(other) for other in self if other is not model] + [ref(model)]
         self._guard.models.add(model)
 
     def close(self) -> None:

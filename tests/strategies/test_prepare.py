@@ -156,6 +156,13 @@ class Wrong(Returned):
         return (optimizer, model)
 
 
+def test_a_model_that_is_wrapped_again_counts_once() -> None:
+    model = nn.Linear(1, 1)
+    for _ in range(3):
+        dw.wrap_model(model)
+    assert [each is model for each in current_world().part(WrappedModels)].count(True) == 1
+
+
 def test_what_a_strategy_returns_must_be_of_use() -> None:
     """A strategy that returns no module, or no optimizer, is named with its method."""
     with pytest.raises(
