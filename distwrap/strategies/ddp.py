@@ -3,6 +3,7 @@
 Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.DistributedDataParallel.html
 """
 
+from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -15,6 +16,7 @@ from distwrap.group.setup import require_group
 from distwrap.group.world import World, current_world
 from distwrap.model.buffers import Buffers
 from distwrap.model.distributed import DistributedModel, ReplicaModel
+from distwrap.model.in_sync import Held, tensors_of
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, bind, under_ddp
 from distwrap.registry import algorithms
@@ -89,6 +91,9 @@ class DDPStrategy(Strategy):
             ddp = under_ddp(wrapped)  # torch's own too, which a subclass may return
             if ddp is not None and unwrap_model(ddp) is unwrap_model(model):
                 ddp.require_backward_grad_sync = on
+
+    def held(self, model: nn.Module) -> Iterable[Held]:
+        return tensors_of(model)
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
         for wrapped in current_world().part(WrappedModels).of_optimizer(optimizer):
