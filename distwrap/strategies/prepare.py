@@ -95,7 +95,8 @@ def wrap_model(
     models = world.part(WrappedModels)
     last = models.last
     wrapped = chosen.prepare_model(model, world, wrapping)
-    _require(nn.Module, wrapped, chosen, "prepare_model")
+    if not isinstance(wrapped, nn.Module):
+        raise _of_no_use(wrapped, chosen, "prepare_model", "the module")
     bind(wrapped, chosen, own=wrapped is model)
     see_through(wrapped, model)
     if chosen.shards or any(parameter.requires_grad for parameter in wrapped.parameters()):
@@ -126,18 +127,17 @@ def wrap_optimizer(optimizer: Optimizer, model: nn.Module | None = None) -> Opti
     world = current_world()
     strategy = strategy_of(optimizer if model is None else model, world)
     prepared = strategy.prepare_optimizer(optimizer, model)
-    _require(Optimizer, prepared, strategy, "prepare_optimizer")
+    if not callable(getattr(prepared, "step", None)):  # an engine's may be no torch Optimizer
+        raise _of_no_use(prepared, strategy, "prepare_optimizer", "the optimizer")
     bind(prepared, strategy)
     return prepared
 
 
-def _require(kind: type, result: object, strategy: Strategy, method: str) -> None:
-    """Refuse what a method of a strategy should not have returned."""
-    if not isinstance(result, kind):
-        raise ModelError(
-            f"{type(strategy).__name__}.{method}() has returned a {type(result).__qualname__}: it must return the "
-            f"{kind.__name__} that the loop uses."
-        )
+def _of_no_use(result: object, strategy: Strategy, method: str, wanted: str) -> ModelError:
+    return ModelError(
+        f"{type(strategy).__name__}.{method}() has returned a {type(result).__qualname__}: it must return {wanted} "
+        f"that the loop uses."
+    )
 
 
 class StepHooks(RunPart):

@@ -45,7 +45,7 @@ def _collectives() -> dict[str, str]:
         "torch.distributed's allreduce()": lambda: dist.all_reduce(one),
         "torch.distributed's barrier()": dist.barrier,
         "torch.distributed's broadcast()": lambda: dist.broadcast_object_list([1]),
-        "torch.distributed's allgather()": lambda: dist.all_gather_object([None, None], 1),
+        "torch.distributed's allgather": lambda: dist.all_gather_object([None, None], 1),
         "the forward of the wrapped Sequential with gradients on": lambda: model(x),
         "rank_zero_first()": lambda: dw.rank_zero_first().__enter__(),
         "the rank-zero function": lambda: dw.rank_zero_only(broadcast=True)(lambda: 1)(),

@@ -166,11 +166,11 @@ def test_a_model_that_is_wrapped_again_counts_once() -> None:
 def test_what_a_strategy_returns_must_be_of_use() -> None:
     """A strategy that returns no module, or no optimizer, is named with its method."""
     with pytest.raises(
-        ModelError, match=r"Wrong.prepare_model\(\) has returned a NoneType: .* the Module that the loop"
+        ModelError, match=r"Wrong.prepare_model\(\) has returned a NoneType: .* the module that the loop"
     ):
         dw.wrap_model(nn.Identity(), strategy=Wrong())
     model = dw.wrap_model(nn.Linear(1, 1), strategy=Wrong())
-    with pytest.raises(ModelError, match=r"Wrong.prepare_optimizer\(\) has returned a tuple: .* the Optimizer that"):
+    with pytest.raises(ModelError, match=r"Wrong.prepare_optimizer\(\) has returned a tuple: .* the optimizer that"):
         dw.wrap_optimizer(torch.optim.SGD(model.parameters()))
 
 
