@@ -1,4 +1,4 @@
-"""Wrapped models: in one process, under DDP, and or trained alone. What can be decided is decided when wrapping."""
+"""Wrapped models: in one process, under DDP, or trained alone. What can be decided is decided when wrapping."""
 
 from collections.abc import Callable, Sequence
 from typing import Any

@@ -16,20 +16,9 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 import distwrap as dw
 from distwrap import Strategy
 from distwrap.errors import CheckpointError
-from distwrap.model import TransparentModule
 from distwrap.model.in_sync import Held, tensors_of
 from distwrap.testing import run_ranks
-
-
-class Copy(TransparentModule):
-    """The user's model, whose gradients the optimizer's hooks average."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any) -> Any:
-        return self.module(*args)
+from tests.strategies.wrappers import Copy
 
 
 class Rows(Strategy):

@@ -12,19 +12,8 @@ from torch import nn
 from distwrap import Strategy, gather_object, unwrap_model
 from distwrap.errors import OptionError
 from distwrap.group.world import Layout
-from distwrap.model import TransparentModule
 from distwrap.model.in_sync import Held, tensors_of
-
-
-class Copy(TransparentModule):
-    """The user's model, whose gradients nobody averages but the strategy."""
-
-    def __init__(self, module: nn.Module) -> None:
-        super().__init__()
-        self.module = module
-
-    def forward(self, *args: Any) -> Any:
-        return self.module(*args)
+from tests.strategies.wrappers import Copy
 
 
 class ByHand(Strategy):

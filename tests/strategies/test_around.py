@@ -12,17 +12,7 @@ import distwrap as dw
 from distwrap import DDPStrategy, Strategy
 from distwrap.comm import traffic
 from distwrap.testing import run_ranks
-
-
-class Around(nn.Module):
-    """A module that knows nothing of distwrap."""
-
-    def __init__(self, inside: nn.Module) -> None:
-        super().__init__()
-        self.net = inside
-
-    def forward(self, *args: Any) -> Any:
-        return self.net(*args)
+from tests.strategies.wrappers import Around
 
 
 class AroundDDP(DDPStrategy):

@@ -16,17 +16,7 @@ from distwrap.group.world import current_world
 from distwrap.model.wrapped_models import WrappedModels, bound_strategy
 from distwrap.testing import run_ranks
 from tests.strategies.by_hand import ByHand
-
-
-class Around(nn.Module):
-    """A wrapper that shares nothing with ours."""
-
-    def __init__(self, net: nn.Module) -> None:
-        super().__init__()
-        self.net = net
-
-    def forward(self, *args: Any) -> Any:
-        return self.net(*args)
+from tests.strategies.wrappers import Around
 
 
 class Minimal(Strategy):
