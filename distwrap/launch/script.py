@@ -106,11 +106,8 @@ class ScriptLauncher(Launcher):
                 return watch.wait()
             except BaseException as error:
                 _ranks.failed = job.task.name
-                cause: BaseException
                 try:
-                    cause = watch.cause_of(failures.explained(error))
-                except KeyboardInterrupt as pending:  # of a Ctrl-C that was not heard inside a collective
-                    cause = pending
+                    cause = watch.cause_of(error)
                 finally:
                     _end(watch)
                 if cause is error:
@@ -252,7 +249,11 @@ class _Watch(threading.Thread):
 
     def cause_of(self, error: BaseException) -> BaseException:
         """Return, after a failure of rank 0, another rank's instead where that came first and caused it."""
-        self.rank_zero_is_done.set()
-        self.join(SETTLE_SECONDS)
+        try:
+            error = failures.explained(error)
+            self.rank_zero_is_done.set()
+            self.join(SETTLE_SECONDS)
+        except KeyboardInterrupt as pending:  # of a Ctrl-C not heard inside a collective, or our own that came late
+            error = pending
         an_effect = isinstance(error, KeyboardInterrupt) or failure(0, error).is_secondary
         return self.error if self.error is not None and an_effect else error

@@ -55,6 +55,12 @@ if __name__ == "__main__":
     if "PATIENT" in os.environ:
         import distwrap.launch.script as script
         script.INTERRUPT_SECONDS = 1000.0
+    if "LATE" in os.environ:
+        kill = signal.pthread_kill
+        def late(*words):
+            time.sleep(float(os.environ["LATE"]))
+            kill(*words)
+        signal.pthread_kill = late
     if what == "fails midway":
         import distwrap.launch.script as script
         start = script._start
@@ -128,6 +134,15 @@ def test_a_failure(what: str, words: str, tmp_path: Path) -> None:
     assert code == 1
     assert re.search(words, errors), errors
     assert "result" not in output
+
+
+def test_the_interrupt_after_a_failure_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What wakes rank 0 after another's failure is no Ctrl-C, though the failure had woken rank 0 by then."""
+    monkeypatch.setenv("LATE", "0.1")
+    with Run(tmp_path, "one fails, zero waits") as run:
+        code, _, errors = run.ended()
+    assert code == 1, errors
+    assert re.search("rank 1 on .* raised:(?s:.*)\n.*ValueError: the first cause", errors), errors
 
 
 @pytest.mark.parametrize("what", [slow("zero in a collective", why=INTERPRETERS), "one in a collective"])
