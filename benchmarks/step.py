@@ -22,9 +22,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from distwrap import distributed, shard_loader, wrap_model
+from distwrap.group.world import current_world
+from distwrap.model import in_sync
+from distwrap.model.optimizers import Optimizers
 
 Taken = dict[str, dict[str, Samples]]
 BATCH = 64
+GOAL = 1.002  # of a step with comparisons, of one without
 PEERS = {"Fabric": "lightning", "Accelerate": "accelerate"}
 
 
@@ -46,6 +50,8 @@ def measure(rounds: int, calls: int) -> Taken:
         "no_grad": forward_without_grad(rounds, calls),
         "step": training_step(rounds, max(1, calls // 10)),
         "batch": loading(rounds),
+        "compared": compared_step(max(5, rounds // 3), calls),
+        "look": look(3 if rounds < 10 else 7),
     }
 
 
@@ -56,6 +62,7 @@ def rows(taken: Taken) -> list[Row]:
         _above("forward without gradients: {}, bare module", no_grad, "bare module", 5),
         _over("training step: {}, DDP", step, "DDP", 1.01),
         _above("batch: {}, DistributedSampler", batch, "DistributedSampler"),
+        [_compared(taken["compared"]), _looks(taken["look"])],
     ]
     return [row for rows_of_one in result for row in rows_of_one]
 
@@ -78,6 +85,31 @@ def _over(what: str, ways: dict[str, Samples], than: str, goal: float) -> list[R
         words = (f"<= {goal} times", ratio <= goal) if way == "distwrap" else ("", None)
         made.append(Row(what.format(way), ways[way], ways[than], "ms", f"{ratio:.3f} times", *words))
     return sorted(made, key=lambda row: "distwrap" not in row.what)
+
+
+def _compared(ways: dict[str, Samples]) -> Row:
+    ratio = ways["with"].over(ways["without"])
+    what = "training step of 10^4 weights: with comparisons, without"
+    return Row(what, ways["with"], ways["without"], "ms", f"{ratio:.4f} times", f"<= {GOAL} times", ratio <= GOAL)
+
+
+def _looks(taken: dict[str, Samples]) -> Row:
+    """Return how much of the time looks at 10^8 weights take, when one is due at each power of two of steps."""
+    look, step = taken["look"].median, taken["step"].median
+    every = 1
+    while look > (GOAL - 1) / 2 * step * every:
+        every *= 2
+    share = look / (step * every)
+    words = f"{share:.4f} of the time, at every step number {every}"
+    return Row(
+        "look at 10^8 weights, training step",
+        taken["look"],
+        taken["step"],
+        "ms",
+        words,
+        f"<= {GOAL - 1:.3f}",
+        share <= GOAL - 1,
+    )
 
 
 def wrapped_copies(model: nn.Module) -> dict[str, nn.Module]:
@@ -159,6 +191,43 @@ def loading(rounds: int) -> dict[str, Samples]:
         return lambda: whole() / len(loader)
 
     return in_turns({"distwrap": epoch(ours), "DistributedSampler": epoch(theirs)}, rounds)
+
+
+def compared_step(rounds: int, calls: int) -> dict[str, Samples]:
+    """Time steps with the comparison of weights between ranks, and without its hooks."""
+    model: Any = wrap_model(nn.Linear(100, 100, bias=False))
+    x, y = torch.randn(BATCH, 100), torch.randint(100, (BATCH,))
+    steps, optimizers, watch = (
+        per_call(_step(model, x, y), calls),
+        current_world().part(Optimizers),
+        model._gradients.watch,
+    )
+
+    def without() -> float:
+        optimizers.close()
+        model._gradients.watch = None
+        try:
+            return steps()
+        finally:
+            optimizers.listen()
+            model._gradients.watch = watch
+
+    ways = {"with": steps, "without": without}
+    in_turns(ways, 1 if rounds < 10 else 6)  # looks are frequent at first
+    return in_turns(ways, rounds)
+
+
+def look(rounds: int) -> dict[str, Samples]:
+    """Time what one comparison of 10^8 weights costs, beside a step of them."""
+    model: Any = wrap_model(nn.Linear(10_000, 10_000, bias=False))
+    x, y = torch.randn(BATCH, 10_000), torch.randint(10_000, (BATCH,))
+    watch = model._gradients.watch
+
+    def one() -> None:
+        held = watch.held()
+        in_sync.marks(held, in_sync.numbers_of(held))
+
+    return in_turns({"step": per_call(_step(model, x, y), 1), "look": per_call(one, 1)}, rounds)
 
 
 class Numbers(Dataset[int]):

@@ -18,6 +18,7 @@ from distwrap.group.collective_guard import CollectiveGuard, check_collectives_a
 from distwrap.group.wait_for_rank import share_result
 from distwrap.group.world import current_world
 from distwrap.model import unwrap_model
+from distwrap.model.drift import Drift
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.wrapped_models import bound_strategy
 from distwrap.nesting import rebuilt
@@ -69,6 +70,7 @@ def save(
     retention.check_keep(keep)
     path = Path(path)
     chosen = choose(_format_of(io), path)
+    current_world().part(Drift).pause()
     state = _with_collective_states(state, in_parts=chosen.collective)
     if chosen.collective:
         if background:

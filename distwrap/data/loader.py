@@ -62,8 +62,9 @@ def shard_loader(
         loader: a ``DataLoader``, or a subclass.
         mode: ``"pad"`` (all ranks take equally many samples, a few of them twice), ``"exact"`` (each sample once; with
             at least one sample a rank all ranks still take equally many batches, a left-over sample joining the last),
-            ``"drop"`` (the samples that do not go round are left out), or ``"auto"``: pad when the loader shuffles,
-            exact when it does not. The loader's own ``drop_last`` holds in every mode. Of an iterable dataset
+            ``"drop"`` (the samples that do not go round are left out), or ``"auto"``: exact when the loader does not
+            shuffle, pad when it does, or drop where it has ``drop_last`` and `batch_size` is global, so that there are
+            as many steps as in one process. The loader's own ``drop_last`` holds in every mode. Of an iterable dataset
             ``"drop"``, which is also ``"auto"``, ends with the first rank that is out of data; ``"pad"`` with the
             last, while the others begin theirs again; with ``"exact"`` each rank ends by itself.
         batch_size: ``"per_rank"`` leaves the loader's batch size as it is, so the global batch grows with the ranks;
@@ -175,7 +176,8 @@ def _shard_indices(
     seed: int | None,
 ) -> Loader:
     shuffles = not isinstance(innermost(loader), SequentialSampler)
-    chosen: Mode = ("pad" if shuffles else "exact") if mode == "auto" else mode
+    whole = batch_size == "global" and getattr(loader, "drop_last", False)  # as many steps as in one process
+    chosen: Mode = (("drop" if whole else "pad") if shuffles else "exact") if mode == "auto" else mode
     order_seed = seed if seed is not None else world.options.seed or 0
     world_size = sharding.world_size
     shard = (sharding.rank, world_size, chosen)

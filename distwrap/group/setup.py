@@ -184,7 +184,11 @@ def _teardown(*, destroy: bool) -> None:
     world = active_world()
     if world is None:
         return
-    world.settle()
+    try:
+        world.settle()
+    except BaseException:
+        abandon_process_group()  # the others are told of it, and not waited for
+        raise
     deactivate()
     if world.channel is not None:
         world.channel.stop()

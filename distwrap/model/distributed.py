@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parallel.parallel_apply import parallel_apply
 
@@ -102,6 +103,8 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
             return self.module(*args, **kwargs)
         gradients = self._gradients
         again = gradients.average is Average.DUE
+        if again and gradients.watch is not None:
+            gradients.watch.forward_again()
         try:
             outputs = _ddp_forward(self, *args, **kwargs)
         except RuntimeError as error:
@@ -139,6 +142,8 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
         """Do what DDP's forward does around the model's own, so far as it needs no outputs."""
         gradients = self._gradients
         call.prepared, call.again = True, gradients.average is Average.DUE
+        if call.again and gradients.watch is not None:
+            gradients.watch.forward_again()
         try:
             begin_ddp_forward(self)
             if not self._needs_outputs:
@@ -167,6 +172,8 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
         super().train(mode)
         if pauses and self._synced_buffers is not None:
             self._synced_buffers.pause()
+        if pauses and self._gradients.watch is not None:
+            self._gradients.watch.pause()
         if mode:
             self._gradients.check_place()
         return self
@@ -175,20 +182,37 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
         _refuse_change(self.module, fn)
         return super()._apply(fn, *args, **kwargs)
 
-    def retire(self) -> None:
-        """Stop watching: the same model is wrapped anew."""
-        self._gradients.forget()
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what torch's ``Join`` does for a rank that is out of data, and when all are."""
+        return _Joined(super().join_hook(**kwargs), self._gradients)  # type: ignore[no-untyped-call]
+
+    def end_exchange(self) -> None:
+        """End the exchange of an algorithm, as where the same model is wrapped anew."""
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.close()
 
     def release(self) -> None:
         """Let go of the process group: from now on this is the bare model."""
-        self.retire()
+        self._gradients.forget()
+        self.end_exchange()
         for name in ("reducer", "logger", "process_group", "forward"):
             self.__dict__.pop(name, None)
         object.__dict__["__class__"].__set__(self, LocalModel)  # behind the property of that name
         self.__dict__["_run"] = self._in_precision(self._locally)
+
+
+class _Joined(JoinHook):
+    """DDP's own hook; when all ranks are together again, averages are counted anew."""
+
+    def __init__(self, hook: JoinHook, gradients: Gradients) -> None:
+        self._hook, self._gradients = hook, gradients
+        self.main_hook = hook.main_hook  # type: ignore[method-assign]
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._hook.post_hook(is_last_joiner)
+        if self._gradients.watch is not None:
+            self._gradients.watch.begin_era()
 
 
 class ReplicaModel(DistributedModel):

@@ -8,7 +8,7 @@ Source: https://docs.pytorch.org/docs/stable/notes/ddp.html#internal-design
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from enum import Enum, auto
 from typing import Any
@@ -28,6 +28,7 @@ from distwrap.errors import ModelError
 from distwrap.group.world import current_world, say_once
 from distwrap.model import diagnosis
 from distwrap.model.buffers import Buffers
+from distwrap.model.drift import ModelWatch
 from distwrap.model.wrapped_models import WrappedModels
 
 _SENTINELS = 4
@@ -52,12 +53,14 @@ class Gradients:
         average: the state of the average that the next backward takes.
         on_average: called when a backward begins to take its average, while a method is running.
         trained: the names of the parameters that DDP averages, in its order.
+        watch: told of averages, where the ranks' weights are compared.
     """
 
     def __init__(self, model: nn.parallel.DistributedDataParallel, buffers: Buffers | None) -> None:
         self._model = weakref.ref(model)
         self.average = Average.NONE
         self.on_average: Callable[[], None] | None = None
+        self.watch: ModelWatch | None = None
         self._buffers = buffers
         self._task: int | None = -1
         net = model.module
@@ -70,9 +73,7 @@ class Gradients:
             for parameter in _sentinels(named)
         ]
         self._accumulators = [(parameter, _accumulator(parameter)) for _, parameter in named if parameter.requires_grad]
-        for _, parameter in named:
-            if not parameter.requires_grad and parameter.is_floating_point():
-                self._watch_frozen(parameter)
+        self._handles += refuse_unfreezing((name, p) for name, p in named if not p.requires_grad)
         weakref.finalize(model, _remove, self._handles).atexit = False
         current_world().part(WrappedModels).gradients[model] = self
 
@@ -89,6 +90,10 @@ class Gradients:
                     f"wrap_model(), and DDP has lost it: the ranks would train apart. Move the model before "
                     f"wrap_model(), or wrap again: model = wrap_model(unwrap_model(model))."
                 )
+
+    def knows(self, parameter: torch.Tensor) -> bool:
+        """Return whether the model had this parameter when it was wrapped."""
+        return id(parameter) in self._names
 
     def forget(self) -> None:
         """Take the hooks away, and DDP's: the model is wrapped anew, or its process group is gone."""
@@ -128,6 +133,8 @@ class Gradients:
             self.average = Average.NONE
             if self._buffers is not None:
                 self._buffers.averages += 1
+            if self.watch is not None:
+                self.watch.average()
             if not syncs:
                 say_once(
                     "no_sync",
@@ -147,22 +154,35 @@ class Gradients:
             return True  # it may come back to a parameter in a backward within the backward
         return is_averaging(model, otherwise=True) or _averaged_elsewhere(model, task)
 
-    def _watch_frozen(self, parameter: torch.Tensor) -> None:
-        # The hook needs a tensor that requires a gradient, and stays where it no longer does.
-        with suppress(RuntimeError):
-            parameter.requires_grad_(True)
-            handle = parameter.register_post_accumulate_grad_hook(self._on_unfrozen)  # type: ignore[no-untyped-call]
-            self._handles.append(handle)
-        parameter.requires_grad_(False)
+    def _averages(self, parameter: torch.Tensor) -> bool:
+        return any(parameter is own for own, _ in self._accumulators)
 
-    def _on_unfrozen(self, parameter: torch.Tensor) -> None:
-        """Refuse a gradient of a parameter that was frozen when the model was wrapped."""
-        if self._model() is not None:
+
+def refuse_unfreezing(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Any]:
+    """Refuse from now on a gradient of parameters that are frozen as the model is wrapped; return the hooks' handles.
+
+    A parameter that another wrapped model averages may have one.
+    """
+    return [handle for name, parameter in parameters if (handle := _refuse_unfreezing(name, parameter)) is not None]
+
+
+def _refuse_unfreezing(name: str, parameter: nn.Parameter) -> Any:
+    def on_gradient(parameter: torch.Tensor) -> None:
+        if not any(other._averages(parameter) for other in current_world().part(WrappedModels).gradients.values()):
             raise ModelError(
-                f"the parameter {self._names[id(parameter)]!r} was frozen when wrap_model() was called, and has a "
-                f"gradient now, which DDP does not average: the ranks would train it apart. Set requires_grad before "
-                f"wrap_model(), or wrap again: model = wrap_model(unwrap_model(model))."
+                f"the parameter {name!r} was frozen when wrap_model() was called, and has a gradient now, which DDP "
+                f"does not average: the ranks would train it apart. Set requires_grad before wrap_model(), or wrap "
+                f"again: model = wrap_model(unwrap_model(model))."
             )
+
+    # The hook needs a tensor that requires a gradient, and stays where it no longer does.
+    with suppress(RuntimeError):
+        parameter.requires_grad_(True)
+        try:
+            return parameter.register_post_accumulate_grad_hook(on_gradient)  # type: ignore[no-untyped-call]
+        finally:
+            parameter.requires_grad_(False)
+    return None
 
 
 def _remove(handles: list[Any]) -> None:
@@ -192,6 +212,8 @@ def _averaged_elsewhere(model: nn.Module, task: int) -> bool:
     """Return whether another wrapped model that shares parameters with this one takes the average in this backward."""
     own = set(map(id, model.parameters()))
     return any(
-        other is not model and gradients._task == task and not own.isdisjoint(map(id, other.parameters()))
+        other is not model
+        and (gradients._task == task or gradients.average is Average.DUE)
+        and not own.isdisjoint(map(id, other.parameters()))
         for other, gradients in current_world().part(WrappedModels).gradients.items()
     )

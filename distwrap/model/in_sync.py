@@ -1,6 +1,6 @@
 """Prove that all ranks hold the same weights, or name the first tensor that differs and the ranks."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,7 +11,7 @@ from distwrap.errors import ModelError
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
 from distwrap.model.buffers import statistics_of
-from distwrap.model.fingerprints import fingerprint
+from distwrap.model.fingerprints import fold, with_type
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import bound_strategy
 from distwrap.wording import named_ranks
@@ -21,6 +21,7 @@ Mark = Sequence[Any]
 
 # Between processors of different kinds, which may round the last bit differently.
 _ROUNDING = 1e-6
+_CHUNK = 2**14  # numbers, of which the absolute values fit into memory that is at hand
 
 
 class Held(NamedTuple):
@@ -29,12 +30,12 @@ class Held(NamedTuple):
     Attributes:
         name: of the tensor in the plain model.
         part: which part of it is here; equal parts must be equal on all ranks, others are not compared.
-        tensor: the numbers.
+        tensor: the numbers, or one, as of a learning rate.
     """
 
     name: str
     part: str
-    tensor: torch.Tensor
+    tensor: torch.Tensor | float
 
 
 def assert_in_sync(model: nn.Module) -> None:
@@ -56,7 +57,7 @@ def assert_in_sync(model: nn.Module) -> None:
         return
     strategy = bound_strategy(model)
     held = tensors_of(model) if strategy is None else strategy.held(model)
-    everyone = gather_object(fingerprints(held))
+    everyone = gather_object(fingerprints(list(held)))
     difference = first_difference(everyone)
     if difference is not None:
         raise ModelError(f"{type(unwrap_model(model)).__name__} is not the same on all ranks: {difference}.")
@@ -75,41 +76,72 @@ def left_to_ranks(model: nn.Module) -> set[str]:
     return {*statistics_of(net), *names_ddp_ignores(net)}
 
 
-def fingerprints(held: Iterable[Held]) -> list[Mark]:
-    """Return each tensor's name, its part, and three numbers that describe it."""
-    marks: list[Mark] = []
+def fingerprints(held: Sequence[Held]) -> list[Mark]:
+    """Return each tensor's name, what `numbers_of` says of it, and its part."""
+    return marks(held, numbers_of(held))
+
+
+def numbers_of(held: Sequence[Held]) -> torch.Tensor:
+    """Return two numbers a tensor, its bits' hash and the bits of the sum of its absolute values, without waiting."""
+    tensors = [value for *_, value in held if isinstance(value, torch.Tensor)]
+    found = [torch.stack([fold(value), _size(value).view(torch.int64)]).to(tensors[0].device) for value in tensors]
+    return torch.stack(found) if found else torch.zeros(0, 2, dtype=torch.int64)
+
+
+def marks(held: Sequence[Held], numbers: torch.Tensor) -> list[Mark]:
+    """Return the marks of tensors of which the numbers are known; this waits for their device."""
+    folded, sizes = numbers.cpu().unbind(1)
+    known = zip(folded.tolist(), sizes.contiguous().view(torch.float64).tolist(), strict=True)
+    found: list[Mark] = []
     for name, part, value in held:
-        with torch.no_grad():
-            size = float(value.abs().sum(dtype=torch.float64)) if value.is_floating_point() else 0.0
-        marks.append((name, (fingerprint(value), value.numel(), size), part))
-    return marks
+        if isinstance(value, torch.Tensor):
+            bits, size = next(known)
+            found.append((name, (with_type(bits, value), value.numel(), size), part))
+        else:
+            found.append((name, (0, -1, float(value)), part))
+    return found
 
 
-def first_difference(everyone: Sequence[Sequence[Mark]], *, exact: bool = True) -> str | None:
+def _size(tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_floating_point() and not tensor.is_complex():
+        return torch.zeros((), dtype=torch.float64, device=tensor.device)
+    with torch.no_grad():
+        wide = tensor.detach().reshape(-1)
+        chunks = wide.split(_CHUNK if tensor.device.type == "cpu" else max(1, wide.numel()))  # type: ignore[no-untyped-call]
+        kind = torch.promote_types(wide[:0].abs().dtype, torch.float32)
+        return torch.stack([chunk.abs().sum(dtype=kind).double() for chunk in chunks]).sum()
+
+
+def first_difference(
+    everyone: Sequence[Sequence[Mark]], *, exact: bool = True, ranks: Sequence[int] | None = None
+) -> str | None:
     """Return which tensor is the first that differs between ranks, and on which ranks it is which.
 
     Args:
         everyone: each rank's `fingerprints`, in rank order.
         exact: whether a difference in the last bit counts.
+        ranks: whose they are; by default 0, 1, ….
     """
+    ranks = range(len(everyone)) if ranks is None else ranks
     names = [[name for name, *_ in marks] for marks in everyone]
-    for rank, own in enumerate(names):
+    for rank, own in zip(ranks, names, strict=True):
         if own != names[0]:
             other = next((name for name in [*own, *names[0]] if (name in own) != (name in names[0])), "their order")
-            return f"rank {rank} holds other tensors than rank 0 ({other})"
+            return f"rank {rank} holds other tensors than rank {ranks[0]} ({other})"
     for index, name in enumerate(names[0]):
         parts: dict[str, dict[tuple[float, ...], list[int]]] = {}
-        for rank, marks in enumerate(everyone):
+        for rank, marks in zip(ranks, everyone, strict=True):
             _, mark, *part = marks[index]
             parts.setdefault("".join(part), {}).setdefault(tuple(mark), []).append(rank)
         for which, groups in parts.items():
             if len(groups) > 1 and (exact or not _is_rounding(list(groups))):
-                held = " and ".join(
-                    f"{named_ranks(ranks)} one whose absolute values sum to {mark[2]:.9g}"
-                    for mark, ranks in groups.items()
-                )
+                held = " and ".join(f"{named_ranks(ranks)} {_in_words(mark)}" for mark, ranks in groups.items())
                 return f"{name!r}{which and f' ({which})'} is the first that differs: {held}"
     return None
+
+
+def _in_words(mark: tuple[float, ...]) -> str:
+    return f"{mark[2]:g}" if mark[1] < 0 else f"one whose absolute values sum to {mark[2]:.9g}"
 
 
 def _is_rounding(marks: list[tuple[float, ...]]) -> bool:

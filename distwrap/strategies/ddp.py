@@ -16,6 +16,7 @@ from distwrap.group.setup import require_group
 from distwrap.group.world import World, current_world
 from distwrap.model.buffers import Buffers
 from distwrap.model.distributed import DistributedModel, ReplicaModel
+from distwrap.model.gradients import refuse_unfreezing
 from distwrap.model.in_sync import Held, tensors_of
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, bind, under_ddp
@@ -55,11 +56,12 @@ class DDPStrategy(Strategy):
         require_group("wrap_model")
         if not any(parameter.requires_grad for parameter in model.parameters()):
             _share(model)
+            refuse_unfreezing(model.named_parameters())
             return local(model, wrapping)  # nothing to average; DDP would refuse
         models = world.part(WrappedModels)
         for other in models:
             if isinstance(other, DistributedModel) and unwrap_model(other) is unwrap_model(model):
-                other.retire()
+                other.end_exchange()
         options = {**self.ddp_options, **wrapping.options}
         if wrapping.device.type != "cpu":
             options = {**self.devices(wrapping), **options}

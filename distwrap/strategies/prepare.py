@@ -5,6 +5,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
@@ -12,8 +13,10 @@ from torch.utils.hooks import RemovableHandle
 from distwrap.comm.base import Algorithm
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import RunPart, World, current_world
-from distwrap.model.first_step import FirstSteps
+from distwrap.model.distributed import DistributedModel, ReplicaModel
+from distwrap.model.drift import Drift
 from distwrap.model.forward_routing import ForwardMethods, check_forward_methods
+from distwrap.model.optimizers import Optimizers
 from distwrap.model.transparent import WRAPPERS, see_through
 from distwrap.model.wrapped_models import WrappedModels, bind, bound_strategy, parameters_of, strategy_of
 from distwrap.precision import InPrecision, LossScaling, Precision
@@ -103,7 +106,7 @@ def wrap_model(
         if models.last is last:  # else the strategy has added it
             models.add(wrapped)
         if world.channel is not None and world.placement.world_size > 1:
-            world.part(FirstSteps).start(world.channel)
+            _watch_for_drift(models.last, world)
     return wrapped
 
 
@@ -138,6 +141,18 @@ def _of_no_use(result: object, strategy: Strategy, method: str, wanted: str) -> 
         f"{type(strategy).__name__}.{method}() has returned a {type(result).__qualname__}: it must return {wanted} "
         f"that the loop uses."
     )
+
+
+def _watch_for_drift(model: nn.Module | None, world: World) -> None:
+    """Compare a model's weights with the other ranks' from now on, unless its algorithm lets each have its own."""
+    if model is None or isinstance(model, ReplicaModel):
+        return
+    if isinstance(model, DistributedModel):
+        ranks = dist.get_process_group_ranks(model.process_group)
+        model._gradients.watch = world.part(Drift).watch(model, ranks)
+    else:
+        world.part(Drift).watch(model, list(range(world.placement.world_size)), by_steps=True)
+    world.part(Optimizers)
 
 
 class StepHooks(RunPart):

@@ -29,12 +29,15 @@ class Minimal(Strategy):
 def test_a_strategy_that_divides_nothing_is_held_to_replicas() -> None:
     """Where a strategy does not say what is held in parts, everything must be alike on all ranks."""
 
-    def on_rank() -> None:
+    def on_rank(ask: bool) -> None:
         torch.manual_seed(dw.rank())
-        with pytest.raises(ModelError, match=r"'weight' is the first that differs"):
-            dw.assert_in_sync(dw.wrap_model(nn.Linear(2, 1), strategy=Minimal()))
+        model = dw.wrap_model(nn.Linear(2, 1), strategy=Minimal())
+        if ask:
+            dw.assert_in_sync(model)
 
-    run_ranks(on_rank, 2)
+    for ask, where in ((True, "not the same on all ranks"), (False, "at the end")):
+        with pytest.raises(ModelError, match=rf"{where}.*'weight' is the first that differs"):
+            run_ranks(on_rank, 2, ask)
 
 
 class Divided(Minimal):
@@ -108,7 +111,7 @@ def test_the_first_step_proves_a_model_that_is_returned_as_it_is() -> None:
             optimizer.step()
             dw.barrier()
 
-    with pytest.raises(ModelError, match=r"'Linear.weight' is the first that differs"):
+    with pytest.raises(ModelError, match=r"of Linear: 'weight' is the first that differs"):
         run_ranks(on_rank, 2)
 
 

@@ -201,7 +201,7 @@ def test_shards_of_a_strategy_are_no_strangers_to_the_first_step() -> None:
             dw.gather_object(None)
 
     train(False)
-    with pytest.raises(ModelError, match=r"'Linear.weight' is the first that differs"):
+    with pytest.raises(ModelError, match=r"weights of Linear: 'weight' is the first that differs"):
         train(True)
 
 

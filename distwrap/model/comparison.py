@@ -1,0 +1,158 @@
+"""Comparison of tensors between ranks over the side channel, for which nobody waits.
+
+Each rank looks at its tensors at a position, tells their digest, and compares it with another rank's when that has come
+to the same position; at latest when the run ends. Only where digests differ are the marks of all tensors asked for.
+"""
+
+import hashlib
+import json
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from distwrap.errors import ModelError
+from distwrap.model import in_sync
+from distwrap.model.in_sync import Held, Mark
+from distwrap.supervision.channel import Channel
+
+_KEPT = 4  # looks whose marks are still known
+_TRIES = 4  # after which a rank that has not come to a position will not
+
+
+@dataclass
+class Look:
+    """This rank's tensors at one position.
+
+    Attributes:
+        position: the same on ranks that have come equally far.
+        held: the tensors, until they are told.
+        numbers: those of `in_sync.numbers_of`, on the tensors' device.
+        marks: what is told.
+        tries: how often another rank's were not there yet.
+    """
+
+    position: str
+    held: list[Held]
+    numbers: torch.Tensor = field(init=False)
+    marks: list[Mark] | None = None
+    tries: int = 0
+
+    def __post_init__(self) -> None:
+        self.numbers = in_sync.numbers_of(self.held)
+
+
+class Comparison:
+    """One set of tensors on this rank, compared with those of other ranks.
+
+    Args:
+        channel: over which ranks tell each other.
+        key: of these tensors there, alike on all ranks.
+        rank: this one.
+        ranks: which hold the tensors; the first is the one with which the others compare.
+        processor: what this rank computes on; between different ones the last bits of weights may differ.
+        explain: makes the error's message of a position, a difference and the last position at which they agreed.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        key: str,
+        rank: int,
+        ranks: list[int],
+        processor: str,
+        explain: Callable[[str, str, str], str],
+    ) -> None:
+        self._channel, self._key, self._rank, self._ranks = channel, f"alike/{key}", rank, ranks
+        self._processor, self._explain = processor, explain
+        self._open: list[Look] = []
+        self._told: list[Look] = []
+        self._agreed = ""
+        channel.work.serve(f"{self._key}/{rank}", self._packed)
+
+    def __bool__(self) -> bool:
+        """Return whether there is something left to tell or to compare."""
+        return bool(self._open)
+
+    def look(self, position: str, held: list[Held]) -> None:
+        """Look at tensors now, without waiting for their device; `advance` tells of them."""
+        self._open.append(Look(position, held))
+
+    def tell(self, position: str, held: list[Held]) -> None:
+        """Look at tensors, and tell of them at once."""
+        if position not in [look.position for look in self._told]:
+            self.look(position, held)
+            self._tell(self._open[-1])
+
+    def advance(self) -> None:
+        """Go on with each look by one step: tell it, then compare it, then forget it.
+
+        Raises:
+            ModelError: another rank's tensors differ.
+        """
+        for look in list(self._open):
+            if look.marks is None:
+                self._tell(look)
+                continue
+            look.tries += 1
+            if self._rank == self._ranks[0] or self._compare(look, self._ranks[0]) or look.tries >= _TRIES:
+                self._open.remove(look)
+
+    def finish(self) -> None:
+        """Compare what is told and not compared yet, on the first rank with all that have come as far.
+
+        Raises:
+            ModelError: another rank's tensors differ.
+        """
+        for look in self._open:
+            for other in self._ranks if self._rank == self._ranks[0] else self._ranks[:1]:
+                if look.marks is not None and other != self._rank:
+                    self._compare(look, other)
+        self._open.clear()
+
+    def forget(self) -> None:
+        """Leave uncompared what is not compared yet."""
+        self._open.clear()
+
+    def _tell(self, look: Look) -> None:
+        look.marks, look.held = in_sync.marks(look.held, look.numbers), []
+        self._told = [*self._told[1 - _KEPT :], look]
+        digests = {told.position: _digest(told.marks) for told in self._told}
+        self._channel.note(f"{self._key}/{self._rank}", json.dumps([self._processor, digests]))
+
+    def _packed(self) -> bytes:
+        return zlib.compress(json.dumps({look.position: look.marks for look in self._told}).encode())
+
+    def _told_by(self, rank: int) -> tuple[str, dict[str, str]]:
+        """Return what a rank computes on, and the digests that it has told last."""
+        note = self._channel.noted(f"{self._key}/{rank}")
+        processor, digests = json.loads(note) if note else ("", {})
+        return processor, digests
+
+    def _compare(self, look: Look, other: int) -> bool:
+        """Compare a look with another rank's; return whether that was there."""
+        processor, digests = self._told_by(other)
+        if look.position not in digests:
+            return False
+        if digests[look.position] != _digest(look.marks):
+            marks = {rank: found for rank in self._ranks if (found := self._marks_of(rank, look)) is not None}
+            exact = processor == self._processor
+            difference = in_sync.first_difference(list(marks.values()), exact=exact, ranks=list(marks))
+            if difference is not None:
+                raise ModelError(self._explain(look.position, difference, self._agreed))
+        self._agreed = look.position
+        return True
+
+    def _marks_of(self, rank: int, look: Look) -> list[Mark] | None:
+        if rank == self._rank:
+            return look.marks
+        if look.position not in self._told_by(rank)[1]:
+            return None
+        packed = self._channel.work.ask(f"{self._key}/{rank}", rank)
+        found: list[Mark] | None = json.loads(zlib.decompress(packed)).get(look.position)
+        return found
+
+
+def _digest(marks: list[Mark] | None) -> str:
+    return hashlib.blake2b(json.dumps(marks).encode(), digest_size=12).hexdigest()

@@ -1,0 +1,364 @@
+"""Watch that the ranks of a run do not train apart.
+
+In one averaged backward all ranks must use the same weights. So the number of averages is a position that all ranks
+share, whatever they do in between: there each rank looks at its weights, tells their digest at the next, and compares
+it at the one after that. Looks are due after 1, 2, 4, 8, … averages, and then after every so many that they take a
+thousandth of the time. Where no average shows the position, in ``eval()``, before a checkpoint, after updates by hand
+and at the end of the run, ranks are compared that have come to the same one.
+"""
+
+import time
+import weakref
+from collections import Counter
+from functools import cached_property
+from itertools import zip_longest
+
+from torch import nn
+from torch.optim.optimizer import Optimizer
+
+from distwrap._internals.torch import version_of
+from distwrap.devices.kinds import kind_of
+from distwrap.group.world import RunPart, World
+from distwrap.model import in_sync
+from distwrap.model.comparison import Comparison
+from distwrap.model.in_sync import Held
+from distwrap.model.transparent import unwrap_model
+from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
+from distwrap.seeding import mix
+
+_SHARE = 0.001  # of the time, which looks may take after the first few
+_FREE_PAUSES = 8  # which may take any time
+_MOST = 2**20  # averages from one look to the next
+
+
+class Watch:
+    """Watch over tensors that are trained on several ranks; it decides when to look at them.
+
+    Args:
+        drift: of the run.
+        name: of the tensors, for messages.
+        key: of the tensors on the side channel, alike on all ranks.
+        ranks: that train them together.
+
+    Attributes:
+        averages: how many averages of their gradients have begun, or steps where nothing tells of averages.
+    """
+
+    unit = "averages of gradients"
+
+    def __init__(self, drift: "Drift", name: str, key: str, ranks: list[int]) -> None:
+        self._drift, self.name = drift, name
+        channel = drift.world.channel
+        assert channel is not None
+        self.comparison = Comparison(channel, key, drift.rank, ranks, drift.processor, self._message)
+        self._spent = 0.0
+        self._looks, self._era = 0, -1
+        self.begin_era()
+
+    def begin_era(self) -> None:
+        """Count anew from here, where ranks that took different numbers of averages are together again."""
+        self._era, self.averages, self._due, self._every = self._era + 1, 0, 2, 1
+        self._began = time.monotonic()
+        self.comparison.forget()
+
+    def average(self) -> None:
+        """Count an average that begins now, in which all ranks use the same weights."""
+        self.averages += 1
+        if self.averages >= self._due:
+            self._look_around()
+
+    def end(self) -> None:
+        """Look once more, as the run ends or a call in it."""
+
+    def held(self) -> list[Held]:
+        """Return the tensors."""
+        raise NotImplementedError
+
+    def _position(self) -> str:
+        return f"{self._era}/{self.averages - 1}"
+
+    def _look_around(self) -> None:
+        began = time.monotonic()
+        self.comparison.advance()
+        position = self.averages - 1
+        time_to_spend = _SHARE * (began - self._began) * self._looks / position
+        while self._every < _MOST and self._spent > time_to_spend * self._every:
+            self._every *= 2
+        if _is_power_of_two(position) or position % self._every == 0:
+            self._looks += 1
+            self.comparison.look(self._position(), self.held())
+        power, multiple = 1 << position.bit_length(), (position // self._every + 1) * self._every
+        self._due = self.averages + 1 if self.comparison else min(power, multiple) + 1
+        self._spent += time.monotonic() - began
+
+    def _message(self, position: str, difference: str, agreed: str) -> str:
+        last = f" They last agreed {self._in_words(agreed)}." if agreed else ""
+        if "learning rate" in difference:
+            cause = (
+                "A scheduler that looks at a metric must see the same one on every rank, as "
+                "scheduler.step(distwrap.mean(loss, count))."
+            )
+        elif "by hand" in position or not self.averages:
+            cause = (
+                "Weights that are updated by hand, from autograd.grad or func.grad or in a hook, go past DDP: average "
+                "each gradient before, by distwrap.reduce(gradient, 'mean')."
+            )
+        else:
+            cause = (
+                "Every rank must start alike (wrap_model() sees to it), average the gradients of all that it trains "
+                "(what is outside of a wrapped model, or came into it later, is not), and take the same steps with "
+                "the same learning rate."
+            )
+        return (
+            f"rank {self._drift.rank}: {self._in_words(position)} the ranks do not hold the same weights of "
+            f"{self.name}: {difference}.{last} {cause}"
+        )
+
+    def _in_words(self, position: str) -> str:
+        where, _, rest = position.partition(" ")
+        if rest.startswith("end"):
+            return "at the end"
+        if rest.startswith("by hand"):
+            return f"after {rest.rpartition(' ')[2]} updates by hand"
+        return f"after {where.partition('/')[2]} {self.unit}"
+
+
+class ModelWatch(Watch):
+    """Watch over the weights of one wrapped model, and what is trained with it.
+
+    Args:
+        model: it is not kept alive; the user's own module in it is, so that it can be looked at when the model is gone.
+        drift: of the run.
+        name: of the model.
+        key: alike on all ranks.
+        ranks: that train it together.
+        by_steps: whether optimizer steps show how far it has come, since nothing tells of its averages.
+    """
+
+    def __init__(self, model: nn.Module, drift: "Drift", name: str, key: str, ranks: list[int], by_steps: bool) -> None:
+        self._model = weakref.ref(model)
+        net = unwrap_model(model)
+        self._inner = net if net is not model else None
+        self._strategy = bound_strategy(model)
+        self._sentinel = next((p for p in model.parameters() if p.requires_grad), None)
+        self._version = self._last_version = self._version_now()
+        self._at_first = [version_of(parameter) - self._version for parameter in net.parameters()]
+        self._changes = {0}  # of the sentinel's version, from one average to the next
+        self._stepped: dict[int, weakref.ref[Optimizer]] = {}  # since the last average
+        self._by_hand = self._pauses = 0
+        self._paused_at = 0.0
+        self._by_steps = by_steps
+        super().__init__(drift, name, key, ranks)
+
+    def average(self) -> None:
+        """Count an average that begins now, in which all ranks use the same weights."""
+        version = self._version_now()
+        change = version - self._version
+        if change not in self._changes:
+            self._changes.add(change)
+        self._version = version
+        super().average()
+        self._stepped.clear()
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer is about to step."""
+        if self._net is None:
+            return
+        if self._by_steps and (bound_strategy(optimizer) is self._strategy or self._holding([optimizer])):
+            self.average()
+        self._stepped[id(optimizer)] = weakref.ref(optimizer)
+
+    def forward_again(self) -> None:
+        """Note a forward for which the one before had no average; the weights may have changed in between."""
+        version = self._version_now()
+        if version != self._last_version:
+            self._last_version = version
+            self._by_hand += 1
+            if _is_power_of_two(self._by_hand):
+                self.comparison.advance()
+                self.comparison.tell(f"{self._position()} by hand {self._by_hand}", self.held())
+
+    def pause(self) -> None:
+        """Look as training pauses, in ``eval()`` or before a checkpoint; it is compared later."""
+        if self._model() is None:
+            return
+        began = time.monotonic()
+        cost = self._spent / max(1, self._looks)
+        if self.averages and (self._pauses < _FREE_PAUSES or cost < _SHARE * (began - self._paused_at)):
+            self._pauses, self._paused_at = self._pauses + 1, began
+            change = self._version_now() - self._version
+            self.comparison.tell(f"{self._position()} paused, {change}, {self._uneven()}", self.held())
+            self._due = self.averages + 1
+
+    def end(self) -> None:
+        """Look once more, as the run ends or a call in it; let go of the model if the wrapper is gone.
+
+        Ranks are compared that have taken as many averages, and have both, or neither, changed the weights after the
+        last one by more than a step.
+        """
+        if self._net is None:
+            return
+        change = self._version_now() - self._version
+        usual = "as ever" if change in self._changes else "changed since"
+        how = usual if self.averages > 2 else f"{change} changes"
+        gone = self._model() is None
+        if not (gone and self._strategy is not None and self._strategy.shards):
+            self._stepped.clear()  # some are gone by now, on some ranks
+            self.comparison.tell(f"{self._position()} end, {how}, {self._uneven()}", self.held())
+        if gone:
+            self._inner = self._sentinel = None
+
+    def held(self) -> list[Held]:
+        """Return the learning rates, the weights, and what is trained with them that no wrapped model has."""
+        assert self._net is not None
+        model = self._model()
+        weights = list(self._strategy.held(model)) if model is not None and self._strategy is not None else []
+        buffers = {name for name, _ in self._net.named_buffers()}
+        weights = [item for item in weights or in_sync.tensors_of(self._net) if item.name not in buffers]
+        optimizers = self._holding([found for held in self._stepped.values() if (found := held()) is not None])
+        known = self._drift.known()
+        strangers = [
+            Held(f"tensor {number} of {type(optimizer).__name__}, which no wrapped model has", "", tensor)
+            for optimizer in optimizers
+            for number, tensor in enumerate(parameters_of(optimizer).values())
+            if id(tensor) not in known and tensor.grad is not None
+        ]
+        return [*_learning_rates(optimizers), *weights, *strangers]
+
+    @property
+    def _net(self) -> nn.Module | None:
+        """The user's own module, as long as it may be looked at."""
+        return self._inner if self._inner is not None else self._model()
+
+    def _holding(self, optimizers: list[Optimizer]) -> list[Optimizer]:
+        """Return those of some optimizers that hold parameters of the model."""
+        own = set(map(id, self._net.parameters() if self._net is not None else ()))
+        return [optimizer for optimizer in optimizers if not own.isdisjoint(parameters_of(optimizer))]
+
+    def _version_now(self) -> int:
+        return 0 if self._sentinel is None else version_of(self._sentinel)
+
+    def _uneven(self) -> int:
+        """Return a number for which parameters were changed more often than the sentinel, as by hand."""
+        assert self._net is not None
+        uneven = [version_of(parameter) - self._version_now() for parameter in self._net.parameters()]
+        return mix(*(now - then for now, then in zip_longest(uneven, self._at_first, fillvalue=0)))
+
+
+class OutsiderWatch(Watch):
+    """Watch over an optimizer that holds nothing of any wrapped model."""
+
+    unit = "steps"
+
+    def __init__(self, optimizer: Optimizer, drift: "Drift", name: str, key: str, ranks: list[int]) -> None:
+        self.optimizer = weakref.ref(optimizer)
+        super().__init__(drift, name, key, ranks)
+
+    def held(self) -> list[Held]:
+        """Return the learning rates, and the tensors that have had a gradient."""
+        optimizer = self.optimizer()
+        assert optimizer is not None
+        tensors = enumerate(parameters_of(optimizer).values())
+        trained = [Held(f"tensor {number}", "", tensor) for number, tensor in tensors if tensor.grad is not None]
+        return [*_learning_rates([optimizer]), *trained]
+
+    def end(self) -> None:
+        """Look once more, where the optimizer is still there."""
+        if self.optimizer() is not None:
+            self.comparison.tell(f"{self._position()} end", self.held())
+
+
+class Drift(RunPart):
+    """The watches over all that one run trains, on one rank."""
+
+    def __init__(self, world: World) -> None:
+        self.world, self.rank = world, world.placement.rank
+        self._models = world.part(WrappedModels)
+        self._watches: list[ModelWatch] = []
+        self._gone: list[ModelWatch] = []
+        self._finalizers: list[weakref.finalize[..., nn.Module]] = []
+        self._outsiders: weakref.WeakKeyDictionary[Optimizer, OutsiderWatch] = weakref.WeakKeyDictionary()
+        self._names: Counter[str] = Counter()
+
+    @cached_property
+    def processor(self) -> str:
+        """Name of what this rank computes on."""
+        return kind_of(self.world.device).processor(self.world.device)
+
+    def watch(self, model: nn.Module, ranks: list[int], *, by_steps: bool = False) -> ModelWatch | None:
+        """Watch over a wrapped model from now on; ``None`` where there is no rank to compare with, or no side channel.
+
+        Args:
+            model: wrapped.
+            ranks: that train it together.
+            by_steps: whether optimizer steps show how far it has come, since nothing tells of its averages.
+        """
+        while self._gone:
+            self._gone.pop().end()
+        if self.world.channel is None or len(ranks) < 2:
+            return None
+        kind = type(unwrap_model(model)).__name__
+        watch = ModelWatch(model, self, self._name(kind), f"model {len(self._watches)}", ranks, by_steps)
+        self._watches.append(watch)
+        finalizer = weakref.finalize(model, self._gone.append, watch)
+        finalizer.atexit = False
+        self._finalizers.append(finalizer)
+        return watch
+
+    def step(self, optimizer: Optimizer) -> None:
+        """Note that an optimizer is about to step."""
+        for watch in self._watches:
+            watch.step(optimizer)
+        if optimizer in self._outsiders:
+            self._outsiders[optimizer].average()
+
+    def watch_outsider(self, optimizer: Optimizer) -> None:
+        """Watch over an optimizer that holds nothing of any wrapped model, where other ranks have one like it."""
+        if self.world.channel is not None:
+            tensors = parameters_of(optimizer).values()
+            kind = f"{type(optimizer).__name__} {mix(*(str(tensor.shape) for tensor in tensors)):x}"
+            name = f"a {type(optimizer).__name__} that holds nothing of a wrapped model"
+            ranks = list(range(self.world.placement.world_size))
+            self._outsiders[optimizer] = OutsiderWatch(optimizer, self, name, self._name(kind), ranks)
+
+    def known(self) -> set[int]:
+        """Return the ids of the parameters of all wrapped models."""
+        return {id(parameter) for model in self._models for parameter in model.parameters()}
+
+    def pause(self) -> None:
+        """Look at all models, as before a checkpoint."""
+        for watch in self._watches:
+            watch.pause()
+
+    def wait(self) -> None:
+        watches = [*self._watches, *self._outsiders.values()]
+        for watch in watches:
+            watch.end()
+        for watch in watches:
+            watch.comparison.finish()
+
+    def settle(self) -> None:
+        self.wait()
+
+    def close(self) -> None:
+        for finalizer in self._finalizers:
+            finalizer.detach()
+        self._watches.clear()
+        self._gone.clear()
+
+    def _name(self, kind: str) -> str:
+        self._names[kind] += 1
+        return kind if self._names[kind] == 1 else f"{kind} number {self._names[kind]}"
+
+
+def _learning_rates(optimizers: list[Optimizer]) -> list[Held]:
+    return [
+        Held(f"the learning rate of {type(optimizer).__name__}, group {number}", "", rate)
+        for optimizer in optimizers
+        for number, group in enumerate(optimizer.param_groups)
+        if (rate := group.get("lr")) is not None
+    ]
+
+
+def _is_power_of_two(number: int) -> bool:
+    return number > 0 and number & (number - 1) == 0

@@ -1,0 +1,82 @@
+"""Look at each optimizer of a run before its first step: it must hold what the wrapped models train."""
+
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from distwrap.errors import ModelError
+from distwrap.group.world import RunPart, World
+from distwrap.model.drift import Drift
+from distwrap.model.transparent import unwrap_model
+from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
+
+
+class Optimizers(RunPart):
+    """The optimizers that have stepped in a run, each with how many groups of parameters it had then."""
+
+    def __init__(self, world: World) -> None:
+        self._rank, self._models, self._drift = world.placement.rank, world.part(WrappedModels), world.part(Drift)
+        self._groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
+        self.listen()
+
+    def listen(self) -> None:
+        """Look at steps from now on."""
+        self._handle = register_optimizer_step_pre_hook(self._before)
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._handle.remove()
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._groups.get(optimizer) != len(optimizer.param_groups):
+            self._check(optimizer)
+        self._drift.step(optimizer)
+
+    def _check(self, optimizer: Optimizer) -> None:
+        if self._may_hold_shards(optimizer):
+            return
+        held = parameters_of(optimizer)
+        if any(tensor.grad is not None for tensor in held.values()):
+            self._groups[optimizer] = len(optimizer.param_groups)
+            models = self._models.of_optimizer(optimizer)
+            for model in models:
+                self._refuse_newcomers(held, model)
+            if not models and not held.keys() & self._drift.known():
+                self._drift.watch_outsider(optimizer)
+        else:
+            for model in self._models:
+                self._refuse_copies(optimizer, held, model)
+
+    def _may_hold_shards(self, optimizer: Optimizer) -> bool:
+        """Return whether the optimizer's tensors may be shards that a strategy has made of a model's parameters."""
+        own = bound_strategy(optimizer)
+        strategies = [own] if own is not None else map(bound_strategy, self._models)
+        return any(strategy is not None and strategy.shards for strategy in strategies)
+
+    def _refuse_newcomers(self, held: dict[int, nn.Parameter], model: nn.Module) -> None:
+        """Refuse to train what came into a model after it was wrapped: nobody averages its gradients."""
+        gradients = self._models.gradients.get(model)
+        for name, parameter in unwrap_model(model).named_parameters():
+            new = gradients is not None and not gradients.knows(parameter)
+            if new and id(parameter) in held and parameter.grad is not None:
+                raise ModelError(
+                    f"rank {self._rank}: the parameter {name!r} came into {type(unwrap_model(model)).__name__} after "
+                    f"wrap_model(), so that DDP does not average its gradients: the ranks would train it apart. Change "
+                    f"the model before wrap_model(), or wrap again: model = wrap_model(unwrap_model(model))."
+                )
+
+    def _refuse_copies(self, optimizer: Optimizer, held: dict[int, nn.Parameter], model: nn.Module) -> None:
+        """Refuse an optimizer that would train nothing, as one that was made of a copy of the model."""
+        parameters = list(model.parameters())
+        trained = any(parameter.grad is not None for parameter in parameters)
+        shapes = {parameter.shape for parameter in parameters}
+        alike = all(tensor.shape in shapes for tensor in held.values())
+        if trained and alike and held.keys().isdisjoint(map(id, parameters)):
+            raise ModelError(
+                f"rank {self._rank}: this {type(optimizer).__name__} holds none of the parameters of "
+                f"{type(unwrap_model(model)).__name__}, but others of the same shapes, which have no gradient: it "
+                f"would train nothing. Make it from model.parameters() of what wrap_model() got or returned, not "
+                f"of a copy."
+            )

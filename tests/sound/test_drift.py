@@ -1,0 +1,509 @@
+"""Ranks that train apart are found, however they came to it and however late; and ranks that do not are left alone."""
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.algorithms.join import Join
+from torch.func import functional_call
+
+import distwrap as dw
+from distwrap.errors import ModelError
+from distwrap.group.world import active_world
+from distwrap.testing import run_ranks
+
+STEPS = 12
+LATE = 5  # the step at which a late fault begins
+
+
+class Net(nn.Module):
+    """Two layers, of which one may stay unused."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body = nn.Linear(3, 4, dtype=torch.float64)
+        self.head = nn.Linear(4, 1, dtype=torch.float64)
+        self.extra = nn.Linear(4, 1, dtype=torch.float64)
+
+    def forward(self, x: torch.Tensor, skip_extra: bool = False) -> torch.Tensor:
+        hidden = self.body(x).tanh()
+        return self.head(hidden) + (0 if skip_extra else self.extra(hidden))
+
+
+def batch(step: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(100 * step + dw.rank())
+    return torch.randn(5, 3, dtype=torch.float64, generator=generator)
+
+
+def loss_of(model: Any, step: int) -> torch.Tensor:
+    return (model(batch(step)) - 1).pow(2).mean()
+
+
+def sgd(model: nn.Module, lr: float = 0.05) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=lr)
+
+
+def train(model: Any, optimizer: torch.optim.Optimizer, steps: Any = range(STEPS)) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        optimizer.step()
+
+
+# Programs whose ranks train apart
+
+
+def gradients_by_hand() -> None:
+    """autograd.grad and an update by hand."""
+    model = dw.wrap_model(Net())
+    for step in range(STEPS):
+        gradients = torch.autograd.grad(loss_of(model, step), list(model.parameters()))
+        with torch.no_grad():
+            for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+                parameter -= 0.05 * gradient
+
+
+def functional_gradients() -> None:
+    """func.grad and an update by hand."""
+    model = dw.wrap_model(Net())
+    net = dw.unwrap_model(model)
+    for step in range(STEPS):
+        weights = {name: value.detach() for name, value in net.named_parameters()}
+        x = batch(step)
+        gradients = torch.func.grad(lambda w: (functional_call(net, w, x) - 1).pow(2).mean())(weights)  # noqa: B023
+        with torch.no_grad():
+            for name, parameter in net.named_parameters():
+                parameter -= 0.05 * gradients[name]
+
+
+def gradients_set_by_hand() -> None:
+    """As PCGrad does: gradients of two losses, put together by hand."""
+    model = dw.wrap_model(Net())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        output = model(batch(step))
+        parameters = list(model.parameters())
+        one = torch.autograd.grad(output.pow(2).mean(), parameters, retain_graph=True)
+        two = torch.autograd.grad((output - 1).abs().mean(), parameters)
+        for parameter, a, b in zip(parameters, one, two, strict=True):
+            parameter.grad = a + b
+        optimizer.step()
+
+
+def step_in_a_hook() -> None:
+    """The update happens in the backward, before gradients are averaged."""
+    model = dw.wrap_model(Net())
+
+    def update(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        with torch.no_grad():
+            parameter -= 0.05 * parameter.grad
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(update)
+    for step in range(STEPS):
+        loss_of(model, step).backward()
+
+
+def line_search() -> None:
+    """LBFGS looks for a step length on each rank's own loss."""
+    model = dw.wrap_model(Net())
+    optimizer = torch.optim.LBFGS(model.parameters(), lr=1.0, max_iter=1, line_search_fn="strong_wolfe")
+    for step in range(STEPS):
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model, step)  # noqa: B023
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+
+def plateau_of_own_metric() -> None:
+    """ReduceLROnPlateau sees each rank's own metric."""
+    model = dw.wrap_model(Net())
+    optimizer = sgd(model)
+    scheduler = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
+    for step in range(STEPS):
+        train(model, optimizer, [step])
+        scheduler.step(1.0 if dw.rank() == 0 else 1.0 / (step + 1))
+
+
+def layer_replaced() -> None:
+    """A layer is replaced in the bare model, and trained by a new optimizer."""
+    model = dw.wrap_model(Net())
+    train(model, sgd(model), range(LATE))
+    net: Any = dw.unwrap_model(model)
+    torch.manual_seed(7)
+    net.head = nn.Linear(4, 1, dtype=torch.float64)
+    train(model, sgd(model), range(LATE, STEPS))
+
+
+def adapter_added() -> None:
+    """A parameter is added to the bare model, and its optimizer is told by add_param_group."""
+    model = dw.wrap_model(Net())
+    optimizer = sgd(model)
+    train(model, optimizer, range(LATE))
+    net: Any = dw.unwrap_model(model)
+    torch.manual_seed(7)
+    net.body = nn.Sequential(net.body, nn.Linear(4, 4, dtype=torch.float64))
+    optimizer.add_param_group({"params": net.body[1].parameters()})
+    train(model, optimizer, range(LATE, STEPS))
+
+
+def unfrozen_later() -> None:
+    """A layer that was frozen at wrap_model learns later."""
+    net = Net()
+    net.head.requires_grad_(False)
+    model = dw.wrap_model(net)
+    optimizer = torch.optim.SGD([*net.body.parameters(), *net.extra.parameters()], lr=0.05)
+    train(model, optimizer, range(LATE))
+    net.head.requires_grad_(True)
+    optimizer.add_param_group({"params": net.head.parameters()})
+    train(model, optimizer, range(LATE, STEPS))
+
+
+def frozen_whole() -> None:
+    """A model that was frozen whole at wrap_model learns later."""
+    net = Net().requires_grad_(False)
+    model = dw.wrap_model(net)
+    net.requires_grad_(True)
+    train(model, sgd(model))
+
+
+def step_left_out() -> None:
+    """One rank leaves a step out, as after a NaN of its own."""
+    model = dw.wrap_model(Net())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        if not (step == LATE and dw.rank() == 1):
+            optimizer.step()
+
+
+def last_step_left_out() -> None:
+    """One rank leaves the last step out."""
+    model = dw.wrap_model(Net())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        if not (step == STEPS - 1 and dw.rank() == 1):
+            optimizer.step()
+
+
+def weights_loaded() -> None:
+    """One rank loads weights while all train."""
+    model = dw.wrap_model(Net())
+    optimizer = sgd(model)
+    train(model, optimizer, range(LATE))
+    if dw.rank() == 1:
+        model.load_state_dict(Net(3).state_dict())
+    train(model, optimizer, range(LATE, STEPS))
+
+
+def unused_in_the_last_step() -> None:
+    """DDP says that parameters got no gradient in the next forward, and here there is none."""
+    model = dw.wrap_model(Net())
+    optimizer = sgd(model)
+    train(model, optimizer, range(LATE))
+    optimizer.zero_grad()
+    model(batch(LATE), skip_extra=True).pow(2).mean().backward()
+    optimizer.step()
+
+
+def step_in_a_window() -> None:
+    """A plain step in the middle of accumulate, on gradients of each rank's own."""
+    model = dw.wrap_model(Net())
+    optimizer = sgd(model)
+    for step, window in dw.accumulate(range(STEPS), 4, model):
+        (loss_of(model, step) / window.size).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def step_after_no_sync() -> None:
+    """A step on the gradients of no_sync."""
+    model: Any = dw.wrap_model(Net())
+    optimizer = sgd(model)
+    train(model, optimizer, range(LATE))
+    with model.no_sync():
+        train(model, optimizer, [LATE])
+    train(model, optimizer, range(LATE + 1, STEPS))
+
+
+def late_outsider() -> None:
+    """A parameter outside of the model is in the optimizer from the beginning, and learns later."""
+    model = dw.wrap_model(Net())
+    temperature = nn.Parameter(torch.ones((), dtype=torch.float64))
+    optimizer = torch.optim.SGD([*model.parameters(), temperature], lr=0.05)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        output = model(batch(step))
+        ((output * temperature if step >= LATE else output) - 1).pow(2).mean().backward()
+        optimizer.step()
+
+
+def noise_after_uneven_batches() -> None:
+    """Noise on gradients, when the ranks' generators have drawn different amounts."""
+    model = dw.wrap_model(Net())
+    optimizer = sgd(model)
+    torch.manual_seed(0)
+    for step in range(STEPS):
+        torch.randn(1 + (dw.rank() if step == LATE else 0))
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad += 1e-6 * torch.randn_like(parameter)
+        optimizer.step()
+
+
+def part_past_the_wrapper() -> None:
+    """A part of the model is called past its wrapper, after the wrapper's own backward."""
+    net = Net()
+    model = dw.wrap_model(net)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(model, step).backward()
+        if step >= LATE:
+            net.extra(batch(step) @ torch.ones(3, 4, dtype=torch.float64)).pow(2).mean().backward()
+        optimizer.step()
+
+
+def bare_model_trained() -> None:
+    """Weights drift also where the bare model is trained all along."""
+    net = Net()
+    dw.wrap_model(net)
+    train(net, sgd(net))
+
+
+def unwrapped_partner() -> None:
+    """Of two models, each with an optimizer, one was never wrapped."""
+    one, two = dw.wrap_model(Net(1)), Net(2)
+    optimizers = sgd(one), sgd(two)
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        (loss_of(one, step) - loss_of(two, step)).pow(2).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+WRONG: list[Callable[[], None]] = [
+    gradients_by_hand,
+    functional_gradients,
+    gradients_set_by_hand,
+    step_in_a_hook,
+    line_search,
+    plateau_of_own_metric,
+    layer_replaced,
+    adapter_added,
+    unfrozen_later,
+    frozen_whole,
+    step_left_out,
+    last_step_left_out,
+    weights_loaded,
+    unused_in_the_last_step,
+    step_in_a_window,
+    step_after_no_sync,
+    late_outsider,
+    noise_after_uneven_batches,
+    part_past_the_wrapper,
+    bare_model_trained,
+    unwrapped_partner,
+]
+
+
+@pytest.mark.parametrize("program", WRONG, ids=lambda program: program.__name__)
+def test_ranks_that_train_apart_are_found(program: Callable[[], None]) -> None:
+    """The run ends with an error that says so."""
+    with pytest.raises(ModelError):
+        run_ranks(program, 2)
+
+
+# Programs that are in order
+
+
+def rewrapped_and_dropped() -> None:
+    net = Net()
+    model = dw.wrap_model(net)
+    dw.wrap_model(net)
+    train(model, sgd(model))
+    dw.assert_in_sync(model)
+
+
+def models_of_one_class(count: int) -> None:
+    models = [dw.wrap_model(Net(seed)) for seed in range(count)]
+    optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.05)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        sum(loss_of(model, step) for model in models).backward()  # type: ignore[union-attr]
+        optimizer.step()
+
+
+def two_models() -> None:
+    models_of_one_class(2)
+
+
+def four_models() -> None:
+    models_of_one_class(4)
+
+
+def own_buffers() -> None:
+    net = Net()
+    net.register_buffer("seen", torch.zeros(1))
+    model = dw.wrap_model(net)
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        net.seen += dw.rank() + 1
+        train(model, optimizer, [step])
+
+
+def rank_zero_evaluates() -> None:
+    model = dw.wrap_model(Net())
+    optimizer = sgd(model)
+    best = copy.deepcopy(model.state_dict())
+    for step in range(STEPS):
+        train(model, optimizer, [step])
+        if dw.rank() == 0:
+            loss_of(model, step)  # with gradients on
+            model.eval()
+            with torch.no_grad():
+                loss_of(model, step)
+            model.train()
+    if dw.rank() == 0:
+        model.load_state_dict(best)
+        model.eval()
+
+
+def uneven_by_join() -> None:
+    model: Any = dw.wrap_model(Net())
+    optimizer = sgd(model)
+    for _ in range(3):
+        with Join([model]):
+            train(model, optimizer, range(3 + 2 * dw.rank()))
+
+
+def accumulated() -> None:
+    model = dw.wrap_model(Net())
+    optimizer = sgd(model)
+    for step, window in dw.accumulate(range(STEPS), 5, model):
+        (loss_of(model, step) / window.size).backward()
+        if window.last:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def adversaries() -> None:
+    one, two = dw.wrap_model(Net(1)), dw.wrap_model(Net(2))
+    optimizers = sgd(one), sgd(two)
+    for step in range(STEPS):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+            (loss_of(one, step) - loss_of(two, step)).pow(2).backward()
+            optimizer.step()
+
+
+def probe_on_rank_zero() -> None:
+    model = dw.wrap_model(Net())
+    optimizer = sgd(model)
+    probe = nn.Linear(3, 1, dtype=torch.float64)
+    for step in range(STEPS):
+        train(model, optimizer, [step])
+        if dw.rank() == 0:
+            train(probe, sgd(probe), [step])
+
+
+def closure_of_a_twin() -> None:
+    teacher = Net(5)
+    model = dw.wrap_model(Net())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (model(batch(step)) - teacher(batch(step))).pow(2).mean().backward()
+        optimizer.step()
+
+
+RIGHT: list[Callable[[], None]] = [
+    rewrapped_and_dropped,
+    two_models,
+    four_models,
+    own_buffers,
+    rank_zero_evaluates,
+    uneven_by_join,
+    accumulated,
+    adversaries,
+    probe_on_rank_zero,
+    closure_of_a_twin,
+]
+
+
+@pytest.mark.parametrize("program", RIGHT, ids=lambda program: program.__name__)
+def test_ranks_in_step_are_left_alone(program: Callable[[], None]) -> None:
+    """No alarm."""
+    run_ranks(program, 2)
+
+
+def seen_after(pause: str, folder: Path) -> tuple[int, str]:
+    """Train on, with other learning rates from some step on, and return how many steps later it is seen."""
+    model = dw.wrap_model(Net())
+    optimizer = sgd(model)
+    train(model, optimizer, range(20))
+    if dw.rank() == 1:
+        optimizer.param_groups[0]["lr"] *= 2
+    train(model, optimizer, [20])
+    if pause == "eval":
+        model.eval()
+        model.train()
+    elif pause == "save":
+        dw.save(model, folder / "last.pt")
+    for step in range(1, 9):
+        dw.barrier()
+        try:
+            train(model, optimizer, [20 + step])
+        except ModelError as error:
+            return step, str(error)
+    return 0, ""
+
+
+@pytest.mark.parametrize("pause", ["eval", "save"])
+def test_weights_are_compared_where_training_pauses(pause: str, tmp_path: Path) -> None:
+    """After eval() and at a checkpoint the next step tells, and not the next one of those at which it is due."""
+    with pytest.raises(
+        ModelError, match="after 20 averages of gradients the ranks do not hold the same weights of Net"
+    ):
+        run_ranks(seen, 2, pause, tmp_path)
+
+
+def seen(pause: str, folder: Path) -> None:
+    """Raise what the next step tells."""
+    step, text = seen_after(pause, folder)
+    assert step == 1
+    raise ModelError(text)
+
+
+def test_the_end_of_a_group_tells_too() -> None:
+    """Where the process group ends within the function, that is the end; the rank that finds out has no group left."""
+
+    def on_rank() -> tuple[bool, bool]:
+        found = False
+        try:
+            last_step_left_out()
+            dw.teardown_process_group()
+        except ModelError as error:
+            found = "at the end the ranks do not hold the same weights of Net" in str(error)
+        return found, active_world() is None
+
+    told = run_ranks(on_rank, 2)
+    assert any(found for found, _ in told)
+    assert all(left for _, left in told)
