@@ -27,14 +27,14 @@ def _plain_tree_map(change: Callable[[Any], Any], value: Any) -> Any:
     return rebuilt(value, lambda part, path: part if isinstance(part, (list, tuple, dict)) else change(part))
 
 
-def tree_flatten(value: Any) -> tuple[list[Any], Any]:
-    """Return the leaves of a nesting, and what `tree_unflatten` needs to rebuild it.
+def tree_flatten(value: Any, is_leaf: Callable[[Any], bool] | None = None) -> tuple[list[Any], Any]:
+    """Return the leaves of a nesting, and what `tree_unflatten` needs to rebuild it; `is_leaf` tells of more leaves.
 
     Relies on ``torch.utils._pytree:tree_flatten``.
     Without it: as for tree_map.
     """
     if _pytree is not None:
-        return _pytree.tree_flatten(value)  # type: ignore[no-any-return]
+        return _pytree.tree_flatten(value, is_leaf)  # type: ignore[no-any-return]
     leaves: list[Any] = []
     numbered = _plain_tree_map(lambda leaf: (leaves.append(leaf), len(leaves) - 1)[1], value)  # type: ignore[func-returns-value]
     return leaves, numbered

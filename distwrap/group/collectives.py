@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
+from torch.nn.utils.rnn import PackedSequence
 
 from distwrap._internals.torch_tree import tree_flatten, tree_unflatten
 from distwrap.checks import one_of
@@ -15,13 +16,20 @@ from distwrap.errors import CollectiveError, OptionError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.setup import require_group
 from distwrap.group.signing import sign, verify
-from distwrap.group.world import current_world
+from distwrap.group.tensor_exchange import (
+    Op,
+    as_bytes,
+    device_for,
+    exchange_device,
+    gather_tensor,
+    ranks_of_shares,
+    reduce_tensor,
+)
+from distwrap.group.tensors_apart import is_dense, put_together, take_apart
+from distwrap.group.world import current_world, say_once
 from distwrap.supervision.hang_report import Activity
 
 Value = TypeVar("Value")
-Op = Literal["mean", "sum", "min", "max"]
-
-_OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
 
 
 def barrier() -> None:
@@ -31,7 +39,7 @@ def barrier() -> None:
     dist.barrier(device_ids=[current_world().device.index] if dist.get_backend() == "nccl" else None)
 
 
-def gather(value: Any, *, differentiable: bool = False) -> Any:
+def gather(value: Any, *, differentiable: bool | None = None) -> Any:
     """Concatenate every rank's tensors along the first dimension, in rank order, on every rank.
 
     The first dimension may differ between ranks, and be 0; a number or 0-d tensor of each rank becomes one element.
@@ -41,7 +49,7 @@ def gather(value: Any, *, differentiable: bool = False) -> Any:
         differentiable: let gradients flow back to the rank that a row comes from, summed over all ranks, as a
             contrastive loss over the joint batch needs. All ranks must then call ``backward``. With DDP's average, the
             gradient is that of one process where each rank computes the loss of the joint batch, or the mean over its
-            own rows.
+            own rows. By default they flow where a tensor requires a gradient on every rank.
 
     Returns:
         The same nesting with tensors of shape (sum of all n, …); in a single process `value` itself.
@@ -55,30 +63,35 @@ def gather(value: Any, *, differentiable: bool = False) -> Any:
     """
     if _alone("gather"):
         return value
-    leaves, spec, tensors = _tensors(value, "gather")
+    _, spec, tensors = _tensors(value, "gather")
     tensors = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
     everyone = _everyones(spec, tensors)
-    _compare([(structure, [(d, s[1:]) for d, s in rows]) for structure, rows in everyone], "gather")
-    shares = [everyone[rank] for rank in _ranks_of_shares()]
-    sizes = [[rows[index][1][0] for _, rows in shares] for index in range(len(tensors))]
+    _compare([(structure, [(d, s[1:]) for d, s in rows]) for structure, rows, _ in everyone], "gather")
+    shares = [everyone[rank] for rank in ranks_of_shares()]
+    sizes = [[rows[index][1][0] for _, rows, _ in shares] for index in range(len(tensors))]
+    if differentiable is None:
+        differentiable = _want_gradients(everyone, refused=False)
+    elif differentiable:
+        _want_gradients(everyone, refused=True)
     if differentiable:
-        sources = [leaf.reshape(1) if leaf.dim() == 0 else leaf for leaf in _with_gradients(leaves, tensors)]
-        gathered = [_Gathered.apply(leaf, each) for leaf, each in zip(sources, sizes, strict=True)]  # type: ignore[no-untyped-call]
+        gathered = [_Gathered.apply(leaf, each) for leaf, each in zip(tensors, sizes, strict=True)]  # type: ignore[no-untyped-call]
     else:
-        gathered = [_gather_leaf(leaf, each) for leaf, each in zip(tensors, sizes, strict=True)]
+        gathered = [gather_tensor(leaf.detach(), each) for leaf, each in zip(tensors, sizes, strict=True)]
     return tree_unflatten(gathered, spec)
 
 
-def _with_gradients(leaves: list[Any], tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the leaves as they are, where they require a gradient on all ranks or on none; raise on all ranks else."""
-    own = [isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in leaves]
-    for rank, theirs in enumerate(gather_object(own)):
-        if theirs != own:
-            raise CollectiveError(
-                f"gather(differentiable=True): some tensor requires a gradient on rank {dist.get_rank()} or {rank} and "
-                f"not on the other, whose backward would wait for it forever."
-            )
-    return [leaf if grad else tensor for leaf, tensor, grad in zip(leaves, tensors, own, strict=True)]
+def _want_gradients(everyone: list["_Description"], *, refused: bool) -> bool:
+    """Return whether the same tensors require a gradient on all ranks; where not, say so, or raise on all ranks."""
+    for rank, (_, _, wanted) in enumerate(everyone):
+        if wanted != everyone[0][2]:
+            which = f"some tensor requires a gradient on rank 0 or {rank} and not on the other"
+            if refused:
+                raise CollectiveError(
+                    f"gather(differentiable=True): {which}, whose backward would wait for it forever."
+                )
+            say_once("gather", f"gather(): {which}, so no gradient flows back through it.")
+            return False
+    return True
 
 
 class _Gathered(torch.autograd.Function):
@@ -87,11 +100,11 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, leaf: torch.Tensor, sizes: list[int]) -> torch.Tensor:
         ctx.sizes = sizes
-        return _gather_leaf(leaf, sizes)
+        return gather_tensor(leaf, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        everyones = _reduce_leaf(grad, "sum")
+        everyones = reduce_tensor(grad, "sum")
         share = current_world().layout.rank
         start = sum(ctx.sizes[:share])
         return everyones[start : start + ctx.sizes[share]], None
@@ -107,7 +120,7 @@ def gather_object(value: Value) -> list[Value]:
     if _alone("gather_object"):
         return [value]
     secret = current_world().secret
-    mine = _tensor_of(sign(value, secret))
+    mine = _tensor_of(_signed(value, secret))
     sizes = [torch.zeros(1, dtype=torch.int64, device=mine.device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([mine.numel()], device=mine.device))
     longest = max(int(size) for size in sizes)
@@ -115,10 +128,32 @@ def gather_object(value: Value) -> list[Value]:
     padded[: mine.numel()] = mine
     received = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(received, padded)
-    return [
+    values = [
         verify(_bytes_of(message[: int(size)]), secret, rank)
         for rank, (message, size) in enumerate(zip(received, sizes, strict=True))
     ]
+    for rank, theirs in enumerate(values):
+        if isinstance(theirs, _Unsent):
+            raise CollectiveError(f"rank {rank}: {theirs.why}")
+    return values
+
+
+@dataclass(frozen=True)
+class _Unsent:
+    """Stand-in for an object that cannot be pickled, so that all ranks raise, and none waits for it."""
+
+    why: str
+
+
+def _signed(value: Any, secret: bytes) -> bytes:
+    try:
+        return sign(value, secret)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
+        return sign(_Unsent(_cannot_be_sent(value, error)), secret)
+
+
+def _cannot_be_sent(value: Any, error: Exception) -> str:
+    return f"its {type(value).__qualname__} cannot be sent to the other ranks: {type(error).__name__}: {error}"
 
 
 def reduce(value: Any, op: Op = "mean") -> Any:
@@ -127,10 +162,11 @@ def reduce(value: Any, op: Op = "mean") -> Any:
     Args:
         value: a tensor, a number, or a nesting of them, with the same shapes on every rank.
         op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``. Of whole numbers or booleans a mean is a float64, a sum an
-            int64.
+            int64. Where a rank has NaN the result is NaN.
 
     Raises:
-        CollectiveError: the ranks hold different structures, dtypes or shapes; on every rank.
+        CollectiveError: the ranks hold different structures, dtypes or shapes, or a sum is too large for an int64; on
+            every rank.
 
     Example:
         >>> reduce(3.0)
@@ -140,8 +176,8 @@ def reduce(value: Any, op: Op = "mean") -> Any:
     if _alone("reduce"):
         return value
     leaves, spec, tensors = _tensors(value, "reduce")
-    _compare(_everyones(spec, tensors), "reduce")
-    reduced = [_reduce_leaf(tensor, op) for tensor in tensors]
+    _compare([(structure, rows) for structure, rows, _ in _everyones(spec, tensors)], "reduce")
+    reduced = [reduce_tensor(tensor, op) for tensor in tensors]
     kept = [new if isinstance(old, torch.Tensor) else new.item() for old, new in zip(leaves, reduced, strict=True)]
     return tree_unflatten(kept, spec)
 
@@ -169,7 +205,7 @@ def mean(value: Any, count: float = 1) -> Any:
     if _alone("mean"):
         return value
     leaves, spec, tensors = _tensors(value, "mean")
-    exact = [tensor.to(torch.complex128 if tensor.is_complex() else torch.float64) for tensor in tensors]
+    exact = [tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64) for tensor in tensors]
     weighted = [tensor * count if count else torch.zeros_like(tensor) for tensor in exact]
     *sums, everything = reduce([*weighted, float(count)], op="sum")
     if everything == 0:
@@ -201,27 +237,27 @@ def broadcast(value: Any, src: int = 0) -> Any:
     if _alone("broadcast"):
         return value
     mine = world.placement.rank == src
-    leaves, spec = tree_flatten(value if mine else None)
-    described = [
-        _Described(leaf.dtype, leaf.shape, leaf.device.type) if isinstance(leaf, torch.Tensor) else leaf
-        for leaf in leaves
-    ]
-    # The nesting itself travels, with its tensors described: a pickled TreeSpec warns in torch when it is read.
-    message = _broadcast_object(tree_unflatten(described, spec) if mine else None, src)
-    described, spec = tree_flatten(message)
-    received: list[Any] = []
-    for index, what in enumerate(described):
-        if not isinstance(what, _Described):
-            received.append(what)
-        elif mine:
-            leaf = leaves[index]
-            dist.broadcast(_as_bytes(leaf.detach().to(_device_for(leaf)).contiguous()), src=src)
-            received.append(leaf)
-        else:
-            tensor = torch.empty(what.shape, dtype=what.dtype, device=_exchange_device())
-            dist.broadcast(_as_bytes(tensor), src=src)
-            received.append(tensor.cpu() if what.device == "cpu" else tensor)
-    return tree_unflatten(received, spec)
+    tensors: list[torch.Tensor] = []
+    message: tuple[str, bytes, list[_Described]] = ("", b"", [])
+    if mine:
+        try:
+            data, tensors = take_apart(value)
+            message = ("", data, [_Described(each.dtype, each.shape, each.device.type) for each in tensors])
+        except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
+            message = (f"rank {src}: {_cannot_be_sent(value, error)}", b"", [])
+    problem, data, described = _broadcast_object(message, src)
+    if problem:
+        raise CollectiveError(problem)
+    if mine:
+        for tensor in tensors:
+            plain = tensor.detach().to(device_for(tensor)).resolve_conj().resolve_neg()
+            dist.broadcast(as_bytes(plain.contiguous()), src=src)
+        return value
+    for what in described:
+        tensor = torch.empty(what.shape, dtype=what.dtype, device=exchange_device())
+        dist.broadcast(as_bytes(tensor), src=src)
+        tensors.append(tensor.cpu() if what.device == "cpu" else tensor)
+    return put_together(data, tensors)
 
 
 def agree(flag: bool, how: Literal["any", "all"] = "any") -> bool:
@@ -234,7 +270,7 @@ def agree(flag: bool, how: Literal["any", "all"] = "any") -> bool:
     one_of("way to agree", ("any", "all"))("how", how)
     if _alone("agree"):
         return bool(flag)
-    vote = torch.tensor(int(bool(flag)), device=_exchange_device())
+    vote = torch.tensor(int(bool(flag)), device=exchange_device())
     dist.all_reduce(vote, op=dist.ReduceOp.MAX if how == "any" else dist.ReduceOp.MIN)
     return bool(vote.item())
 
@@ -243,7 +279,7 @@ def total(number: float) -> float:
     """Return the sum of a number over the shares of the data, in float64, by one all-reduce: for use in a step."""
     if _alone("total"):
         return number
-    value = torch.tensor(number, dtype=torch.float64, device=_exchange_device())
+    value = torch.tensor(number, dtype=torch.float64, device=exchange_device())
     dist.all_reduce(value, group=current_world().layout.group)
     return value.item()
 
@@ -261,16 +297,16 @@ def _broadcast_object(value: Any, src: int) -> Any:
     world = current_world()
     mine = world.placement.rank == src
     message = _tensor_of(sign(value, world.secret)) if mine else torch.empty(0)
-    size = torch.tensor([message.numel()], device=_exchange_device())
+    size = torch.tensor([message.numel()], device=exchange_device())
     dist.broadcast(size, src=src)
     if not mine:
-        message = torch.empty(int(size), dtype=torch.uint8, device=_exchange_device())
+        message = torch.empty(int(size), dtype=torch.uint8, device=exchange_device())
     dist.broadcast(message, src=src)
     return value if mine else verify(_bytes_of(message), world.secret, src)
 
 
 def _tensor_of(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(_exchange_device())
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(exchange_device())
 
 
 def _bytes_of(tensor: torch.Tensor) -> bytes:
@@ -289,41 +325,41 @@ def _alone(what: str) -> bool:
     return False
 
 
-def _exchange_device() -> torch.device:
-    """Return the device on which a tensor must be for this group's backend."""
-    return torch.device("cpu") if "gloo" in dist.get_backend() else current_world().device
-
-
-def _device_for(leaf: torch.Tensor) -> torch.device:
-    return leaf.device if leaf.device.type != "cpu" else _exchange_device()
-
-
 def _tensors(value: Any, what: str) -> tuple[list[Any], Any, list[torch.Tensor]]:
     """Return a value's leaves, its structure, and the leaves as tensors; raise on all ranks where one cannot be."""
-    leaves, spec = tree_flatten(value)
+    leaves, spec = tree_flatten(value, lambda part: isinstance(part, PackedSequence))  # a named tuple to pytree
     tensors = []
     for leaf in leaves:
+        problem = f"not a {type(leaf).__qualname__}. For other objects there is gather_object()"
         if isinstance(leaf, torch.Tensor):
-            tensors.append(leaf.detach())
+            if is_dense(leaf):
+                tensors.append(leaf)
+                continue
+            problem = "not sparse, quantised, nested or meta ones. Give it their to_dense() or dequantize()"
         elif isinstance(leaf, (int, float)):
-            tensors.append(torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None))
-        else:
-            problem = (
-                f"{what}() takes tensors and numbers in lists, tuples and dicts, not a {type(leaf).__qualname__}. "
-                f"For other objects there is gather_object()."
-            )
-            _everyones(spec, [], problem)  # raises it, on every rank
+            if isinstance(leaf, float) or -(2**63) <= leaf < 2**63:
+                tensors.append(torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None))
+                continue
+            problem = f"and {leaf} does not fit into 64 bits. Give it a float"
+        _everyones(spec, [], f"{what}() takes tensors and numbers in lists, tuples and dicts, {problem}.")  # raises it
     return leaves, spec, tensors
 
 
-def _everyones(spec: Any, tensors: list[torch.Tensor], problem: str = "") -> list[tuple[str, list[Any]]]:
-    """Return each rank's structure, and its tensors' dtypes and shapes; raise the problem of any rank."""
-    mine = (str(spec), [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors], problem)
-    everyone = gather_object(mine)
-    for rank, (_, _, problem) in enumerate(everyone):
+_Description = tuple[str, list[Any], list[bool]]
+
+
+def _everyones(spec: Any, tensors: list[torch.Tensor], problem: str = "") -> list[_Description]:
+    """Return each rank's structure, its tensors' dtypes and shapes, and which of them require a gradient.
+
+    Raises the problem of any rank, on every rank.
+    """
+    wanted = [torch.is_grad_enabled() and tensor.requires_grad for tensor in tensors]
+    mine = (str(spec), [(tensor.dtype, tuple(tensor.shape)) for tensor in tensors], wanted)
+    everyone = gather_object((mine, problem))
+    for rank, (_, problem) in enumerate(everyone):
         if problem:
             raise CollectiveError(f"rank {rank}: {problem}")
-    return [(structure, rows) for structure, rows, _ in everyone]
+    return [description for description, _ in everyone]
 
 
 def _compare(descriptions: list[Any], what: str) -> None:
@@ -339,38 +375,3 @@ def _words(description: tuple[str, list[Any]]) -> str:
     structure, rows = description
     leaves = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in rows) or "nothing"
     return leaves if structure == str(tree_flatten(0)[1]) else f"{leaves} in {structure}"
-
-
-def _ranks_of_shares() -> list[int]:
-    """Return the ranks that `gather` and `reduce` of this rank combine, in the order of their shares."""
-    group = current_world().layout.group
-    return list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
-
-
-def _gather_leaf(leaf: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-    device = _device_for(leaf)
-    longest = max(sizes)
-    padded = torch.zeros((longest, *leaf.shape[1:]), dtype=leaf.dtype, device=device)
-    padded[: leaf.shape[0]] = leaf.to(device)
-    received = [torch.empty_like(padded) for _ in sizes]
-    # As bytes, since gloo knows neither int16 nor the new float types.
-    dist.all_gather([_as_bytes(part) for part in received], _as_bytes(padded), group=current_world().layout.group)
-    return torch.cat([part[:size] for part, size in zip(received, sizes, strict=True)]).to(leaf.device)
-
-
-def _as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.view(-1).view(torch.uint8)
-
-
-def _reduce_leaf(leaf: torch.Tensor, op: Op) -> torch.Tensor:
-    layout = current_world().layout
-    whole = not leaf.dtype.is_floating_point and not leaf.dtype.is_complex
-    total = leaf.to(_device_for(leaf), copy=True).contiguous()
-    if whole:  # in 64 bits: a sum must not wrap around, and gloo does not know all the others
-        total = total.to(torch.float64 if op == "mean" else torch.int64)
-    dist.all_reduce(total, op=_OPS[op], group=layout.group)
-    if op == "mean":
-        total = total / layout.size
-    elif whole and op != "sum":
-        total = total.to(leaf.dtype)
-    return total.to(leaf.device)

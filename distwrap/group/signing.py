@@ -39,7 +39,7 @@ def verify(message: bytes, secret: bytes, source: int) -> Any:
         source: the rank it is said to come from, for the error.
 
     Raises:
-        CollectiveError: the signature is not of this run.
+        CollectiveError: the signature is not of this run, or the object cannot be unpickled here.
     """
     given, data = message[:_SIZE], message[_SIZE:]
     if not hmac.compare_digest(given, _signature(data, secret)):
@@ -47,7 +47,12 @@ def verify(message: bytes, secret: bytes, source: int) -> Any:
             f"what came in place of rank {source}'s object was not made by a rank of this run, and was not read: "
             f"another process writes to this machine's ports, or a collective was not called on every rank."
         )
-    return pickle.loads(data)
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise CollectiveError(
+            f"rank {source}'s object cannot be unpickled on the other ranks: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _signature(data: bytes, secret: bytes) -> bytes:

@@ -288,6 +288,135 @@ def test_a_gradient_that_only_some_ranks_want_is_refused() -> None:
     def on_rank() -> None:
         with pytest.raises(CollectiveError, match="requires a gradient on rank"):
             dw.gather(torch.ones(1, requires_grad=dw.rank() == 0), differentiable=True)
-        assert not dw.gather(torch.ones(1, requires_grad=True)).requires_grad
+        assert not dw.gather(torch.ones(1, requires_grad=True), differentiable=False).requires_grad
 
     run_ranks(on_rank, 2)
+
+
+def test_gather_keeps_the_gradient_as_one_process_does(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By default the gradient flows where all ranks' tensors require one; where only some do, a line says so."""
+    monkeypatch.setenv("DISTWRAP_QUIET", "0")
+
+    def on_rank() -> None:
+        x = torch.ones(1, requires_grad=True)
+        (dw.gather([x, torch.ones(1)])[0] * torch.tensor([2.0, 3.0])).sum().backward()
+        assert x.grad is not None
+        assert x.grad.item() == (4.0, 6.0)[dw.rank()]
+        with torch.no_grad():
+            assert not dw.gather(x).requires_grad
+        assert not dw.gather(x if dw.rank() == 0 else x.detach()).requires_grad
+
+    run_ranks(on_rank, 2)
+    assert "some tensor requires a gradient on rank 0 or 1 and not on the other" in capfd.readouterr().err
+
+
+def test_nan_stays_in_a_minimum_and_a_maximum() -> None:
+    """NaN on any rank is NaN in the result, as in one process, whichever rank has it."""
+
+    def on_rank() -> None:
+        for dtype in (torch.float16, torch.bfloat16, torch.float32, torch.float64):
+            x = torch.full((4,), float(dw.rank()), dtype=dtype)
+            x[dw.rank()] = torch.nan
+            for op, last in (("max", 2.0), ("min", 0.0)):
+                found = dw.reduce(x, op)  # type: ignore[arg-type]
+                assert found.dtype == dtype
+                assert found[:3].isnan().all()
+                assert found[3] == last
+        assert dw.reduce(-torch.inf if dw.rank() else 1.0, "min") == -torch.inf
+
+    run_ranks(on_rank, 3)
+
+
+def test_small_floats_do_not_overflow_on_the_way() -> None:
+    """A mean of float16 is finite where the sum is not, and types that gloo does not know are reduced too."""
+
+    def on_rank() -> None:
+        assert dw.reduce(torch.tensor([60000.0], dtype=torch.float16)).tolist() == [60000]
+        assert dw.reduce(torch.tensor([0.1], dtype=torch.bfloat16)).dtype == torch.bfloat16
+        for op in ("mean", "sum", "min", "max"):
+            found = dw.reduce(torch.tensor([2.0 * dw.rank()]).to(torch.float8_e5m2), op)
+            assert found.float().tolist() == [{"mean": 1.0, "min": 0.0}.get(op, 2.0)]
+
+    run_ranks(on_rank, 2)
+
+
+def test_whole_numbers_do_not_wrap_around() -> None:
+    """A sum too large for 64 bits is an error on every rank; uint64 is in its own order; a huge int is refused."""
+
+    def on_rank() -> int:
+        r = dw.rank()
+        large = torch.tensor([2**63 + r, 5 - r], dtype=torch.uint64)
+        assert dw.reduce(large, "max").tolist() == [2**63 + 1, 5]
+        assert dw.reduce(large, "min").tolist() == [2**63, 4]
+        assert dw.reduce(large)[0] == 2.0**63
+        assert dw.reduce(2**62 - 1, "sum") == 2**63 - 2
+        assert dw.reduce(-(2**62), "sum") == -(2**63)
+        for too_large in (2**62, -(2**62) - 1, large):
+            with pytest.raises(CollectiveError, match="too large for an int64"):
+                dw.reduce(too_large, "sum")
+        with pytest.raises(CollectiveError, match=r"rank 1: .* does not fit into 64 bits"):
+            dw.gather(2 ** (63 * r))
+        return dw.reduce(1, "sum")
+
+    assert run_ranks(on_rank, 2, timeout=30) == [2, 2]
+
+
+class Slotted:
+    """Something with a tensor inside that no nesting shows."""
+
+    def __init__(self, inside: torch.Tensor) -> None:
+        self.inside = inside
+
+
+def test_broadcast_takes_tensors_of_every_kind() -> None:
+    """Conjugate and negative views, packed sequences, sparse tensors, and tensors inside of objects come whole."""
+
+    def on_rank() -> None:
+        c = torch.tensor([1 + 2j]) if dw.rank() == 0 else torch.zeros(1, dtype=torch.complex64)
+        assert dw.broadcast(c.conj()).tolist() == [1 - 2j]
+        assert dw.broadcast(c.conj().imag).tolist() == [-2]
+        assert dw.gather(c.conj()).tolist() == [1 - 2j, 0]
+        packed = torch.nn.utils.rnn.pack_sequence([torch.arange(3.0) + dw.rank(), torch.ones(2)])
+        got = dw.broadcast(packed)
+        assert got.data.tolist() == [0, 1, 1, 1, 2]
+        assert got.batch_sizes.tolist() == [2, 2, 1]
+        for layout in (torch.sparse_coo, torch.sparse_csr):
+            sparse = dw.broadcast((torch.eye(2) + dw.rank()).to_sparse(layout=layout))
+            assert sparse.layout == layout
+            assert torch.equal(sparse.to_dense(), torch.eye(2))
+        shared = torch.ones(1) * dw.rank()
+        first, second = dw.broadcast([Slotted(shared), shared], src=1)
+        assert first.inside is second
+        assert second.tolist() == [1]
+
+    run_ranks(on_rank, 2)
+
+
+def test_what_one_rank_cannot_send_is_an_error_on_every_rank() -> None:
+    """An object that cannot be pickled, or read, or has no numbers in rows, leaves nobody waiting."""
+
+    def on_rank() -> int:
+        own = dw.rank() == 1
+        with pytest.raises(CollectiveError, match="rank 1: its function cannot be sent"):
+            dw.gather_object((lambda: 0) if own else 0)
+        with pytest.raises(CollectiveError, match="rank 1: its generator cannot be sent"):
+            dw.broadcast((i for i in range(3)) if own else None, src=1)
+        with pytest.raises(CollectiveError, match="rank 1's object cannot be unpickled"):
+            dw.gather_object(Odd(why="lost") if own else None)
+        for exchange in (dw.gather, dw.reduce, dw.mean):
+            with pytest.raises(CollectiveError, match=r"rank 1: .* not sparse"):
+                exchange(torch.eye(2).to_sparse() if own else torch.eye(2))
+        with pytest.raises(CollectiveError, match="not a PackedSequence"):
+            dw.gather(torch.nn.utils.rnn.pack_sequence([torch.ones(1)]))
+        return dw.reduce(1, "sum")
+
+    assert run_ranks(on_rank, 2, timeout=30) == [2, 2]
+
+
+class Odd(Exception):
+    """An exception that pickle cannot rebuild."""
+
+    def __init__(self, *, why: str) -> None:
+        super().__init__(why)

@@ -1,0 +1,83 @@
+"""Exchange of one tensor, in the ways of `collectives`, by backends that do not know every type."""
+
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+
+from distwrap.errors import CollectiveError
+from distwrap.group.world import current_world
+
+Op = Literal["mean", "sum", "min", "max"]
+
+_OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+
+
+def exchange_device() -> torch.device:
+    """Return the device on which a tensor must be for this group's backend."""
+    return torch.device("cpu") if "gloo" in dist.get_backend() else current_world().device
+
+
+def device_for(leaf: torch.Tensor) -> torch.device:
+    """Return the device on which the backend takes a tensor: its own, where that is no CPU."""
+    return leaf.device if leaf.device.type != "cpu" else exchange_device()
+
+
+def ranks_of_shares() -> list[int]:
+    """Return the ranks that `gather` and `reduce` of this rank combine, in the order of their shares."""
+    group = current_world().layout.group
+    return list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
+
+
+def gather_tensor(leaf: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+    """Return the tensors of all shares, one after the other, of which each has so many rows."""
+    device = device_for(leaf)
+    longest = max(sizes)
+    padded = torch.zeros((longest, *leaf.shape[1:]), dtype=leaf.dtype, device=device)
+    padded[: leaf.shape[0]] = leaf.to(device)
+    received = [torch.empty_like(padded) for _ in sizes]
+    # As bytes, since gloo knows neither int16 nor the new float types.
+    dist.all_gather([as_bytes(part) for part in received], as_bytes(padded), group=current_world().layout.group)
+    return torch.cat([part[:size] for part, size in zip(received, sizes, strict=True)]).to(leaf.device)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, in the same memory."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # one number may have any stride
+
+
+def reduce_tensor(leaf: torch.Tensor, op: Op) -> torch.Tensor:
+    """Return the tensors of all shares combined element by element.
+
+    Raises:
+        CollectiveError: a sum of whole numbers is too large; on every rank.
+    """
+    dtype = leaf.dtype
+    # A sum of float16 may overflow where the mean does not, and gloo does not know all the small types.
+    wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
+    own = leaf.detach().to(device_for(leaf), wide, copy=True).contiguous()
+    if dtype.is_complex or (dtype.is_floating_point and op in ("mean", "sum")):
+        result = _all_reduced(own, op).to(dtype)
+    elif dtype.is_floating_point:  # with marks of NaN beside, which gloo and NCCL keep from some ranks only
+        nan = own.isnan()
+        marks = nan.to(wide) if op == "max" else -nan.to(wide)
+        values, marks = _all_reduced(torch.stack([own.masked_fill(nan, 0), marks]), op)
+        result = values.masked_fill(marks != 0, torch.nan).to(dtype)
+    elif op == "mean":
+        result = _all_reduced(own.to(torch.float64), op)
+    elif op == "sum":
+        about, result = _all_reduced(own.to(torch.float64), op), _all_reduced(own.to(torch.int64), op)
+        if ((result - about).abs() > 2.0**62).any():
+            raise CollectiveError(f"reduce(op='sum'): a sum of {dtype} is too large for an int64. Give it a float64.")
+    elif dtype == torch.uint64:  # which no backend knows: in order where the sign is turned around
+        sign = torch.iinfo(torch.int64).min
+        result = (_all_reduced(own.view(torch.int64) ^ sign, op) ^ sign).view(dtype)
+    else:
+        result = _all_reduced(own.to(torch.int64), op).to(dtype)
+    return result.to(leaf.device)
+
+
+def _all_reduced(values: torch.Tensor, op: Op) -> torch.Tensor:
+    layout = current_world().layout
+    dist.all_reduce(values, op=_OPS[op], group=layout.group)
+    return values / layout.size if op == "mean" else values
