@@ -12,7 +12,7 @@ from distwrap.comm.link import Traffic
 from distwrap.errors import ModelError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.world import current_world
-from distwrap.model.buffers import sync_buffers
+from distwrap.model.buffers import let_buffers_differ, sync_buffers
 from distwrap.model.distributed import DistributedModel
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels
@@ -44,6 +44,8 @@ class Consolidated(AbstractContextManager[None]):
             with torch.no_grad():
                 for buffer, own in self._buffers:
                     buffer.copy_(own)
+            if exchange.model is not None:
+                let_buffers_differ(exchange.model)
             exchange.restore(self._own)
 
 

@@ -69,11 +69,7 @@ def gather(value: Any, *, differentiable: bool | None = None) -> Any:
     _compare([(structure, [(d, s[1:]) for d, s in rows]) for structure, rows, _ in everyone], "gather")
     shares = [everyone[rank] for rank in ranks_of_shares()]
     sizes = [[rows[index][1][0] for _, rows, _ in shares] for index in range(len(tensors))]
-    if differentiable is None:
-        differentiable = _want_gradients(everyone, refused=False)
-    elif differentiable:
-        _want_gradients(everyone, refused=True)
-    if differentiable:
+    if differentiable is not False and _want_gradients(everyone, refused=differentiable is True):
         gathered = [_Gathered.apply(leaf, each) for leaf, each in zip(tensors, sizes, strict=True)]  # type: ignore[no-untyped-call]
     else:
         gathered = [gather_tensor(leaf.detach(), each) for leaf, each in zip(tensors, sizes, strict=True)]
@@ -81,7 +77,7 @@ def gather(value: Any, *, differentiable: bool | None = None) -> Any:
 
 
 def _want_gradients(everyone: list["_Description"], *, refused: bool) -> bool:
-    """Return whether the same tensors require a gradient on all ranks; where not, say so, or raise on all ranks."""
+    """Return whether tensors require a gradient, the same on all ranks; where they differ, say so, or raise."""
     for rank, (_, _, wanted) in enumerate(everyone):
         if wanted != everyone[0][2]:
             which = f"some tensor requires a gradient on rank 0 or {rank} and not on the other"
@@ -91,7 +87,7 @@ def _want_gradients(everyone: list["_Description"], *, refused: bool) -> bool:
                 )
             say_once("gather", f"gather(): {which}, so no gradient flows back through it.")
             return False
-    return True
+    return any(everyone[0][2])
 
 
 class _Gathered(torch.autograd.Function):

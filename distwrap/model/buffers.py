@@ -13,16 +13,20 @@ from torch import nn
 from distwrap._internals.torch import norm_classes
 from distwrap.checks import one_of
 from distwrap.group.collectives import broadcast, reduce
+from distwrap.group.world import current_world, say
 from distwrap.model.fingerprints import fingerprint
 from distwrap.model.transparent import unwrap_model
+from distwrap.model.wrapped_models import WrappedModels
 from distwrap.supervision.channel import Channel
+
+PATIENCE = 30.0  # seconds for rank 0 to come to where another rank evaluates
 
 
 class Buffers:
     """Buffers of one wrapped model; a rank may ask for rank 0's at any time, and no other rank waits for that.
 
-    Rank 0 may evaluate alone. Where all ranks do, rank 0 may be a step ahead when another asks, and still answers with
-    what it had itself when its training paused.
+    Rank 0 may evaluate alone. Where all ranks do, rank 0 may be ahead when another asks, and still answers with what it
+    had itself when its training paused; or behind, and answers once it has come as far.
 
     Args:
         model: the user's.
@@ -31,7 +35,8 @@ class Buffers:
         name: of the model, alike on every rank.
 
     Attributes:
-        averages: how many backwards have averaged gradients.
+        forwards: how many forwards there were in training; by this number ranks know which of them is ahead.
+        agreed_at: that number when all ranks were given the same buffers for the last time, by a collective.
     """
 
     def __init__(self, model: nn.Module, rank: int, channel: Channel, name: str) -> None:
@@ -39,31 +44,60 @@ class Buffers:
         self._at_first = {key: fingerprint(value) for key, value in _others(model).items()}
         self._last = dict(model.named_buffers()) if rank == 0 else {}  # for who asks when rank 0's model is gone
         self._kept: dict[str, torch.Tensor] | None = None
-        self._kept_at = self.averages = 0
+        self._kept_at = self.forwards = 0
+        self.agreed_at = -1
         if rank == 0:
             channel.work.serve(self._name, self._packed)
 
-    def pause(self) -> None:
-        """Take over rank 0's buffers, as training pauses on this rank."""
+    def pause(self, *, waits: bool = True) -> None:
+        """Take over rank 0's buffers, as training pauses on this rank.
+
+        Args:
+            waits: whether rank 0 comes where this rank is, so that its buffers of then can be waited for.
+        """
         model = self._model()
         assert model is not None
+        if self.agreed_at == self.forwards:
+            return
         if self._rank == 0:
             self._kept = {key: value.clone() for key, value in self._trained(model).items()}
-            self._kept_at = self.averages
+            self._kept_at = self.forwards
             return
-        answer = torch.load(io.BytesIO(self._channel.work.ask(self._name, 0)), weights_only=True)
+        data = self._channel.work.ask(self._name, 0, [self.forwards, PATIENCE if waits else 0.0])
+        at, answer = torch.load(io.BytesIO(data), weights_only=True)
+        self.forwards = at if at >= 0 else self.forwards  # ranks that have counted apart are together here
         own = dict(model.named_buffers())
         with torch.no_grad():
             for key, value in answer.items():
                 own[key].copy_(value)
 
-    def _packed(self) -> bytes:
-        """Return rank 0's buffers as bytes; runs in its channel's thread, when another rank asks."""
-        model, values = self._model(), self._kept
-        if values is None or self.averages - self._kept_at > 1:
+    def _packed(self, asked: tuple[int, float] | None = None, waited: float = 0.0) -> bytes | None:
+        """Return rank 0's buffers as bytes; runs in its channel's thread, when another rank asks.
+
+        Args:
+            asked: how many forwards that rank has made, and its patience in seconds; ``None`` for rank 0's own.
+            waited: seconds for which it has waited.
+
+        Returns:
+            Where training has paused on rank 0, its number of forwards then, and else -1; and the buffers by name.
+            ``None`` while that rank is ahead.
+        """
+        model, values, at = self._model(), self._kept, self._kept_at
+        forwards, patience = asked or (self.forwards, 0.0)
+        if values is None or at < forwards:
+            at = self.forwards
+            if model is not None and model.training:
+                if at < forwards and waited < patience:
+                    return None
+                if at < forwards and patience:
+                    say(
+                        f"eval() of {type(model).__name__} on another rank, after {forwards} forwards in training, "
+                        f"takes over the buffers that rank 0 has after {at}: it did not come further in {patience:g} s."
+                    )
+                at = -1
             values = self._last if model is None else self._trained(model)
         file = io.BytesIO()
-        torch.save({key: value.detach().cpu() for key, value in values.items()}, file)
+        torch.save((at, {key: value.detach().cpu() for key, value in values.items()}), file)
         return file.getvalue()
 
     def _trained(self, model: nn.Module) -> dict[str, torch.Tensor]:
@@ -75,7 +109,8 @@ class Buffers:
 def sync_buffers(model: nn.Module, how: str = "rank0") -> None:
     """Give every rank the same buffers, as BatchNorm's running statistics; a collective.
 
-    ``eval()`` of a wrapped model does it by itself, from rank 0. The mean is over ranks of equal weight.
+    ``eval()`` of a wrapped model does it by itself, from rank 0, where the model was trained since. The mean is over
+    ranks of equal weight.
 
     Args:
         model: wrapped or not.
@@ -88,11 +123,26 @@ def sync_buffers(model: nn.Module, how: str = "rank0") -> None:
         >>> sync_buffers(nn.BatchNorm1d(3), "mean")
     """
     one_of("way to synchronise buffers", ("rank0", "mean"))("how", how)
-    values = {key: value.detach() for key, value in unwrap_model(model).named_buffers()}
+    net = unwrap_model(model)
+    values = {key: value.detach() for key, value in net.named_buffers()}
     with torch.no_grad():
         for value in values.values():
             averaged = how == "mean" and value.is_floating_point()
             value.copy_(reduce(value, "mean") if averaged else broadcast(value))
+    for synced in _buffers_of(net):
+        synced.agreed_at = synced.forwards
+
+
+def let_buffers_differ(model: nn.Module) -> None:
+    """Take note that each rank has its own buffers again, after `sync_buffers`."""
+    for synced in _buffers_of(unwrap_model(model)):
+        synced.agreed_at = -1
+
+
+def _buffers_of(net: nn.Module) -> list[Buffers]:
+    wrapped = [each for each in current_world().part(WrappedModels).gradients if unwrap_model(each) is net]
+    found = [each.__dict__["_synced_buffers"] for each in wrapped]
+    return [buffers for buffers in found if buffers is not None]
 
 
 def statistics_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -121,7 +121,7 @@ class Comparison:
         digests = {told.position: _digest(told.marks) for told in self._told}
         self._channel.note(f"{self._key}/{self._rank}", json.dumps([self._processor, digests]))
 
-    def _packed(self) -> bytes:
+    def _packed(self, request: object, waited: float) -> bytes:
         return zlib.compress(json.dumps({look.position: look.marks for look in self._told}).encode())
 
     def _told_by(self, rank: int) -> tuple[str, dict[str, str]]:

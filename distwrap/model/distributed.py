@@ -92,7 +92,7 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
         own["_plain"] = in_precision.is_plain and in_precision.device.type == "cpu"
         if not self._plain:
             own["forward"] = in_precision(self._forward_there)
-        own["_gradients"] = Gradients(self, buffers)
+        own["_gradients"] = Gradients(self)
         own["module"] = module  # beside its place among the children, where each look-up costs a microsecond
         own["_needs_outputs"] = bool(self.find_unused_parameters or self.static_graph)
         self.route(forward_methods, in_precision)
@@ -100,7 +100,9 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; with gradients on, through DDP."""
         if not torch.is_grad_enabled():
-            return self.module(*args, **kwargs)
+            outputs = self.module(*args, **kwargs)
+            self._count_forward()
+            return outputs
         gradients = self._gradients
         again = gradients.average is Average.DUE
         if again and gradients.watch is not None:
@@ -109,10 +111,16 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
             outputs = _ddp_forward(self, *args, **kwargs)
         except RuntimeError as error:
             raise self._explained(error)  # noqa: B904 - which knows its cause
+        self._count_forward()
         gradients.average = Average.DUE if self.require_backward_grad_sync else Average.LEFT_OUT
         if again:
             gradients.repeat(outputs)
         return outputs
+
+    def _count_forward(self) -> None:
+        buffers = self._synced_buffers
+        if buffers is not None and self.training:
+            buffers.forwards += 1
 
     def _forward_there(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._moved((args, kwargs))
@@ -146,6 +154,7 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
             gradients.watch.forward_again()
         try:
             begin_ddp_forward(self)
+            self._count_forward()
             if not self._needs_outputs:
                 end_ddp_forward(self, None)
                 gradients.average = Average.DUE if self.require_backward_grad_sync else Average.LEFT_OUT
@@ -171,7 +180,7 @@ class DistributedModel(RoutedModule, DistributedDataParallel):
         pauses = self.training and not mode
         super().train(mode)
         if pauses and self._synced_buffers is not None:
-            self._synced_buffers.pause()
+            self._synced_buffers.pause(waits=not self._trains_alone)
         if pauses and self._gradients.watch is not None:
             self._gradients.watch.pause()
         if mode:

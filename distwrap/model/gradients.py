@@ -27,7 +27,6 @@ from distwrap._internals.torch_tree import tree_leaves
 from distwrap.errors import ModelError
 from distwrap.group.world import current_world, say_once
 from distwrap.model import diagnosis
-from distwrap.model.buffers import Buffers
 from distwrap.model.drift import ModelWatch
 from distwrap.model.wrapped_models import WrappedModels
 
@@ -47,7 +46,6 @@ class Gradients:
 
     Args:
         model: a ``DistributedDataParallel``; it is not kept alive.
-        buffers: of the model, that count how many averages there were.
 
     Attributes:
         average: the state of the average that the next backward takes.
@@ -56,12 +54,11 @@ class Gradients:
         watch: told of averages, where the ranks' weights are compared.
     """
 
-    def __init__(self, model: nn.parallel.DistributedDataParallel, buffers: Buffers | None) -> None:
+    def __init__(self, model: nn.parallel.DistributedDataParallel) -> None:
         self._model = weakref.ref(model)
         self.average = Average.NONE
         self.on_average: Callable[[], None] | None = None
         self.watch: ModelWatch | None = None
-        self._buffers = buffers
         self._task: int | None = -1
         net = model.module
         self._names = {id(parameter): name for name, parameter in net.named_parameters()}
@@ -131,8 +128,6 @@ class Gradients:
         syncs = model.require_backward_grad_sync
         if self.average is Average.DUE:
             self.average = Average.NONE
-            if self._buffers is not None:
-                self._buffers.averages += 1
             if self.watch is not None:
                 self.watch.average()
             if not syncs:

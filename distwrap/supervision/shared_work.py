@@ -1,9 +1,13 @@
 """Work of one rank for which others wait: as long as it takes, while that rank lives, and never longer."""
 
 import json
+import os
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -14,6 +18,9 @@ from distwrap.errors import CollectiveError, WorkerDiedError
 from distwrap.network.stores import count, read
 from distwrap.supervision.failure_news import store_is_gone
 from distwrap.supervision.stall_detection import StallDetector
+
+# Takes what a rank asked, or None as this one leaves, and for how many seconds it waits; returns None for "not yet".
+Make = Callable[[Any, float], bytes | None]
 
 SILENT_SECONDS = 120.0  # without a note, after which a working rank on another node counts as gone
 
@@ -30,8 +37,11 @@ class SharedWork:
 
     def __init__(self, store: Store, placement: Placement, stalls: StallDetector, supervised: bool) -> None:
         self._store, self._place, self._stalls, self._supervised = store, placement, stalls, supervised
-        self._served: list[tuple[str, Callable[[], bytes]]] = []
-        self._given: Counter[str] = Counter()
+        # The store of ranks on one node is a file, and keeps what is deleted in it.
+        self._store_is_file = supervised and placement.master_addr is None
+        self._served: list[tuple[str, Make]] = []
+        self._seen: Counter[str] = Counter()
+        self._open: list[tuple[str, Make, float]] = []
 
     def publish(self, key: str, data: bytes) -> None:
         """Give others the bytes for which they `wait_for`."""
@@ -46,39 +56,64 @@ class SharedWork:
         """
         return self._wait(lambda: f"work/{key}" if self._store.check([f"work/{key}"]) else "", worker)
 
-    def serve(self, name: str, make: Callable[[], bytes]) -> None:
+    def serve(self, name: str, make: Make) -> None:
         """Give other ranks from now on what they `ask` for; made in the channel's thread, within a quarter second."""
         self._served.append((name, make))
 
-    def ask(self, name: str, worker: int) -> bytes:
-        """Return what another rank serves by that name now, whatever else it does, or what it served last.
+    def ask(self, name: str, worker: int, request: Any = 0) -> bytes:
+        """Return what another rank serves by that name, whatever else it does, or what it served last.
+
+        The answer does not stay in the store: it comes in a file, where the store is one on Linux, or is deleted.
+
+        Args:
+            name: by which it is served.
+            worker: the rank that serves it.
+            request: for its `make`, as JSON has it.
 
         Raises:
             WorkerDiedError: that rank died.
         """
-        number, last = self._store.add(f"asked/{name}", 1), f"work/{name}/last"
-
-        def latest() -> str:
-            answered = count(self._store, f"answered/{name}")
-            if answered >= number:
-                return f"work/{name}/{answered}"
-            return last if self._store.check([last]) else ""
-
-        return self._wait(latest, worker)
+        question = f"{name}/{self._store.add(f'asked/{name}', 1)}"
+        answer, last = f"work/{question}", f"work/{name}/last"
+        with tempfile.TemporaryFile() as file:
+            path = f"/proc/{os.getpid()}/fd/{file.fileno()}" if self._store_is_file else ""
+            self._store.set(f"ask/{question}", json.dumps([request, path]))
+            data = self._wait(lambda: next((key for key in (answer, last) if self._store.check([key])), ""), worker)
+            for key in (f"ask/{question}", answer):
+                self._store.delete_key(key)
+            return data or file.read()
 
     def look(self) -> None:
         """Give those who have asked what they asked for."""
         for name, make in list(self._served):
             asked = count(self._store, f"asked/{name}")
-            if asked > self._given[name]:
-                self.publish(f"{name}/{asked}", make())
-                self._store.add(f"answered/{name}", asked - self._given[name])
-                self._given[name] = asked
+            new = range(self._seen[name] + 1, asked + 1)
+            self._open += [(f"{name}/{number}", make, time.monotonic()) for number in new]
+            self._seen[name] = asked
+        self._open = [each for each in self._open if not self._answer(*each)]
+
+    def _answer(self, question: str, make: Make, since: float) -> bool:
+        """Answer another rank's question, and return whether it was time to."""
+        asked = read(self._store, f"ask/{question}")
+        if not asked:
+            return False  # it is about to be written
+        request, path = json.loads(asked)
+        data = make(request, time.monotonic() - since)
+        if data is None:
+            return False
+        with suppress(OSError):  # there is no such file, or no place on its disk
+            with open(path, "r+b") as file:
+                file.write(data)
+            data = b""
+        self.publish(question, data)
+        return True
 
     def leave(self) -> None:
         """Publish for the last time what others may still ask for."""
         for name, make in self._served:
-            self.publish(f"{name}/last", make())
+            data = make(None, 0.0)
+            if data is not None:
+                self.publish(f"{name}/last", data)
 
     def _wait(self, find_key: Callable[[], str], worker: int) -> bytes:
         """Wait until `find_key` names the key of what another rank has published, and return it."""

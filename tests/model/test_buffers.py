@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,9 @@ from torch import nn
 from torch.distributed.algorithms.join import Join
 
 import distwrap as dw
+from distwrap.environments import distwrap_environment
 from distwrap.errors import ModelError, OptionError
+from distwrap.model import buffers
 from distwrap.testing import run_ranks
 
 
@@ -209,3 +213,140 @@ def test_sync_batchnorm_is_refused_on_the_cpu_before_any_step() -> None:
 
     run_ranks(on_rank, 2)
     assert dw.wrap_model(Net(), sync_batchnorm=True)(torch.randn(3, 2, dtype=torch.float64)).shape == (3, 2)
+
+
+def test_a_rank_ahead_of_rank_zero_waits_for_its_statistics() -> None:
+    """With an evaluation after each step, a rank that comes first gets rank 0's of this step, not of the one before."""
+
+    def on_rank() -> list[Any]:
+        model, seen = dw.wrap_model(Net()), []
+        for step in range(3):
+            train(model, 1)
+            if dw.is_rank_zero() and step:
+                time.sleep(0.6)
+            model.eval()
+            seen.append(statistics(model))
+            model.train()
+        return seen
+
+    one, other = run_ranks(on_rank, 2)
+    assert one == other
+
+
+def test_statistics_that_were_made_anew_without_a_backward_are_taken_over() -> None:
+    """Forwards in training that have no backward count too, as where BatchNorm's statistics are made anew."""
+
+    def on_rank() -> list[Any]:
+        model = dw.wrap_model(Net())
+        train(model, 1)
+        model.eval()
+        model.train()
+        with torch.no_grad():
+            for step in range(3):
+                if dw.is_rank_zero():
+                    time.sleep(0.2)
+                model(own_batch(step))
+        model.eval()
+        return statistics(model)
+
+    one, other = run_ranks(on_rank, 2)
+    assert one == other
+
+
+def test_a_rank_for_which_rank_zero_waits_is_not_held_up(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where rank 0 does not come as far, since it waits for this very rank, its buffers are taken as they are."""
+    monkeypatch.setenv("DISTWRAP_QUIET", "0")
+
+    def on_rank() -> list[Any]:
+        buffers.PATIENCE = 0.5
+        model = dw.wrap_model(Net())
+        train(model, 1)
+        if dw.rank() == 1:
+            with torch.no_grad():
+                model(own_batch(1))
+            model.eval()
+        dw.barrier()
+        return statistics(model)
+
+    one, other = run_ranks(on_rank, 2, timeout=20)
+    assert one == other
+    assert "eval() of Net on another rank, after 2 forwards in training, takes over" in capfd.readouterr().err
+
+
+def test_a_mean_of_the_buffers_stays_in_evaluation() -> None:
+    """What sync_buffers() has made alike stays until training goes on, though rank 0 has older statistics at hand."""
+
+    def on_rank() -> list[Any]:
+        model = dw.wrap_model(Net())
+        train(model, 1)
+        model.eval()
+        model.train()
+        dw.unwrap_model(model).norm.running_mean.fill_(dw.rank())  # type: ignore[union-attr,operator]
+        dw.sync_buffers(model, "mean")
+        mean = statistics(model)
+        if dw.is_rank_zero():
+            time.sleep(0.6)
+        model.eval()
+        assert statistics(model) == mean
+        model.train()
+        train(model, 1)
+        model.eval()
+        assert statistics(model) != mean
+        return statistics(model)
+
+    one, other = run_ranks(on_rank, 2)
+    assert one == other
+
+
+def test_eval_inside_consolidate_leaves_the_mean_alone() -> None:
+    """Inside consolidate() all ranks evaluate with the mean; afterwards each has its own, and eval() is as before."""
+
+    def on_rank() -> tuple[list[Any], list[Any], list[Any]]:
+        model = dw.wrap_model(Net(), comm="local_sgd")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(3):
+            model(own_batch(step)).pow(2).sum().backward()
+            optimizer.step()
+        own = statistics(model)
+        if dw.is_rank_zero():
+            model.eval()
+            model.train()
+        with dw.consolidate(model):
+            mean = statistics(model)
+            model.eval()
+            inside = statistics(model)
+            model.train()
+        assert inside == mean != own == statistics(model)
+        model.eval()
+        after = statistics(model)
+        dw.consolidate(model)
+        mean = statistics(model)
+        model.train()
+        model.eval()
+        assert statistics(model) == mean
+        return own, inside, after
+
+    (own, inside, after), (_, others_inside, others_after) = run_ranks(on_rank, 2)
+    assert inside == others_inside
+    assert after == others_after == own
+
+
+def test_buffers_do_not_stay_in_the_store() -> None:
+    """The file in which the ranks of one node meet keeps what it is given: buffers go another way."""
+
+    def on_rank() -> int:
+        path = os.environ[distwrap_environment.STORE]
+        model = dw.wrap_model(nn.BatchNorm1d(100_000))
+        before = os.stat(path).st_size
+        for _ in range(4):
+            model(torch.randn(2, 100_000)).sum().backward()
+            model.eval()
+            model.train()
+        dw.barrier()
+        after = os.stat(path).st_size
+        dw.barrier()  # until here rank 0 leaves nothing for those who come later
+        return after - before
+
+    assert max(run_ranks(on_rank, 2)) < 100_000

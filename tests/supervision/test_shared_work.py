@@ -1,0 +1,53 @@
+"""Answers to what other ranks ask for."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+
+from distwrap.environments import Placement
+from distwrap.network import stores
+from distwrap.supervision.shared_work import SharedWork
+
+
+class Excused:
+    """A stall detector that is asked to excuse, and does."""
+
+    def excuse(self, on: bool) -> None:
+        pass
+
+
+@pytest.mark.parametrize("on_one_node", [True, False])
+def test_answers_come_when_it_is_time_and_leave_nothing_in_the_store(on_one_node: bool) -> None:
+    """Each of several ranks gets its own answer, the later one perhaps first, by a file or by the store."""
+    store, port = stores.serve("127.0.0.1", [0], "mine", 10)
+    store.set("here/0", "{}")
+    place = Placement(world_size=3, master_addr=None if on_one_node else "127.0.0.1")
+    clients = [stores.connect("127.0.0.1", [port], "mine", 10, "a rank")[0] for _ in range(3)]
+    works = [SharedWork(client, place, Excused(), supervised=True) for client in clients]  # type: ignore[arg-type]
+    taken: list[int] = []
+
+    def make(request: Any, waited: float) -> bytes | None:
+        if request == 1 and 2 not in taken:
+            return None
+        taken.append(request)
+        return bytes([request]) * 1000
+
+    works[0].serve("thing", make)
+    works[0].look()
+    found: dict[int, bytes] = {}
+    asking = [
+        threading.Thread(target=lambda n=n: found.update({n: works[n].ask("thing", 0, n)}))  # type: ignore[misc]
+        for n in (1, 2)
+    ]
+    for thread in asking:
+        thread.start()
+    while any(thread.is_alive() for thread in asking):
+        works[0].look()
+        time.sleep(0.01)
+    assert taken == [2, 1]
+    assert found == {1: bytes([1]) * 1000, 2: bytes([2]) * 1000}
+    assert store.num_keys() <= 4  # the job's name, who is here, the count of questions; torch counts one of its own
