@@ -22,7 +22,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 def take_apart(value: Any) -> tuple[bytes, list[torch.Tensor]]:
     """Return an object as bytes, and the tensors in it; of a sparse tensor, those that it consists of."""
     file = io.BytesIO()
-    pickler = _Pickler(file, pickle.HIGHEST_PROTOCOL)
+    pickler = _TensorPickler(file, pickle.HIGHEST_PROTOCOL)
     pickler.dump(value)
     return file.getvalue(), pickler.tensors
 
@@ -34,12 +34,12 @@ def put_together(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
         >>> put_together(*take_apart({"lr": 0.1, "w": torch.ones(1)}))
         {'lr': 0.1, 'w': tensor([1.])}
     """
-    unpickler = _Unpickler(io.BytesIO(data))
+    unpickler = _TensorUnpickler(io.BytesIO(data))
     unpickler.tensors = tensors
     return unpickler.load()
 
 
-class _Pickler(pickle.Pickler):
+class _TensorPickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, protocol: int) -> None:
         super().__init__(file, protocol)
         self.tensors: list[torch.Tensor] = []
@@ -54,7 +54,7 @@ class _Pickler(pickle.Pickler):
         return self._numbers[id(obj)]
 
 
-class _Unpickler(pickle.Unpickler):
+class _TensorUnpickler(pickle.Unpickler):
     tensors: Sequence[torch.Tensor] = ()
 
     def persistent_load(self, pid: Any) -> Any:
