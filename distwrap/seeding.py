@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,40 +13,48 @@ from typing import Any
 import torch
 
 from distwrap.checks import SEED
-from distwrap.group.world import current_world
+from distwrap.group import world
+from distwrap.group.world import active_world, current_world
+
+GENERATORS = frozenset({"torch", "random", "numpy"})
 
 
 @dataclass(frozen=True)
 class RandomState:
-    """The state of torch's CPU generator, of `random`, and of numpy where it is in use."""
+    """The state of torch's CPU generator, of `random`, and of numpy where it is in use; the seed of the next runs."""
 
     torch: torch.Tensor
     python: Any
     numpy: Any
+    seed: int | None
 
     @classmethod
     def capture(cls) -> RandomState:
         """Read the states of this process."""
         numpy = sys.modules.get("numpy")
-        return cls(torch.get_rng_state(), random.getstate(), numpy.random.get_state() if numpy else None)
+        numpys = numpy.random.get_state() if numpy else None
+        return cls(torch.get_rng_state(), random.getstate(), numpys, world.given_seed)
 
     def restore(self) -> None:
         """Put the states back."""
         torch.set_rng_state(self.torch)
         random.setstate(self.python)
+        world.given_seed = self.seed
         numpy = sys.modules.get("numpy")
         if numpy is not None and self.numpy is not None:
             numpy.random.set_state(self.numpy)
 
 
-def seed_everything(seed: int) -> int:
+def seed_everything(seed: int, *, apart: bool = False) -> int:
     """Seed torch (all devices), `random` and numpy alike on every rank, and remember the seed for the loaders.
 
-    Model initialisation and dropout then start alike everywhere; workers of loaders that go through `shard_loader`
-    get a stream of their own on each rank.
+    Model initialisation and dropout then start alike everywhere; samples of loaders that go through `shard_loader`
+    are fetched with a stream of their own on each rank. No two of the generators draw the same numbers.
 
     Args:
         seed: a whole number from 0 to 2**63 - 1.
+        apart: give each rank numbers of its own, for dropout and noise in the loop: call it after the model and the
+            data are made. The loaders' seed is the same on every rank; in a single process nothing differs.
 
     Returns:
         The seed.
@@ -59,10 +67,13 @@ def seed_everything(seed: int) -> int:
         7
     """
     seed = SEED("seed", seed)
-    world = current_world()
-    world.options = replace(world.options, seed=seed)
-    torch.manual_seed(seed)
-    _seed_generators(seed)
+    here = current_world()
+    here.options = replace(here.options, seed=seed)
+    if active_world() is None:
+        world.given_seed = seed
+    own = mix("apart", seed, here.layout.rank) if apart and here.layout.rank else seed
+    torch.manual_seed(own)
+    seed_generators(own)
     return seed
 
 
@@ -82,27 +93,41 @@ class BorrowedRandomness:
 
     Custom samplers draw from the global generators, or from one of their own, which is lent too. With the same seed on
     every rank and in each epoch, all ranks see the same order, and the training loop's random numbers stay untouched.
+    No two of the generators share a stream.
     """
 
     def __init__(self, seed: int, *generators: torch.Generator) -> None:
         self._seed, self._generators = seed, generators
         self._state: tuple[RandomState, list[torch.Tensor]] | None = None
+        self._outside: tuple[RandomState, list[torch.Tensor]] | None = None
 
     @contextmanager
     def lent(self) -> Iterator[None]:
         """Swap the streams for the time of a ``with``."""
-        outside = self._capture()
-        if self._state is None:
-            _seed_generators(self._seed)
-            for generator in self._generators:
-                generator.manual_seed(self._seed)
-        else:
-            self._restore(self._state)
+        self.take()
         try:
             yield
         finally:
+            self.give_back()
+
+    def take(self) -> None:
+        """Put this stream behind the generators, if it is not there already."""
+        if self._outside is not None:
+            return
+        self._outside = self._capture()
+        if self._state is None:
+            seed_generators(self._seed)
+            for number, generator in enumerate(self._generators):
+                generator.manual_seed(mix("generator", self._seed, number))
+        else:
+            self._restore(self._state)
+
+    def give_back(self) -> None:
+        """Put the caller's stream back behind the generators, if it is not there already."""
+        if self._outside is not None:
             self._state = self._capture()
-            self._restore(outside)
+            self._restore(self._outside)
+            self._outside = None
 
     def _capture(self) -> tuple[RandomState, list[torch.Tensor]]:
         return RandomState.capture(), [generator.get_state() for generator in self._generators]
@@ -123,9 +148,15 @@ def preserved() -> Iterator[None]:
         outside.restore()
 
 
-def _seed_generators(seed: int) -> None:
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
+def seed_generators(seed: int, names: Set[str] = GENERATORS) -> None:
+    """Seed this process's global generators of some names, each to a stream of its own.
+
+    All three are the Mersenne Twister, and from one number numpy's would draw what torch's draws, or `random`'s.
+    """
+    if "torch" in names:
+        torch.default_generator.manual_seed(seed)
+    if "random" in names:
+        random.seed(seed)
     numpy = sys.modules.get("numpy")
-    if numpy is not None:
-        numpy.random.seed(seed % 2**32)
+    if numpy is not None and "numpy" in names:
+        numpy.random.seed([seed & 0xFFFFFFFF, seed >> 32, 1])

@@ -155,7 +155,8 @@ def _restore(found: dict[str, Any]) -> None:
     if "numpy" in found and "numpy" in sys.modules:
         name, keys, *rest = found["numpy"]
         numpy = (name, sys.modules["numpy"].array(keys.tolist(), dtype="uint32"), *rest)
-    RandomState(found["torch"].cpu(), (version, tuple(words.tolist()), gauss), numpy).restore()
+    python = (version, tuple(words.tolist()), gauss)
+    replace(RandomState.capture(), torch=found["torch"].cpu(), python=python, numpy=numpy).restore()
     device = current_world().device
     if device.type in found:
         kind_of(device).set_random_state(device, found[device.type])

@@ -4,7 +4,6 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -115,8 +114,6 @@ def join(placement: Placement, options: Options, *, device: torch.device | None 
     """Meet the other ranks and make their world the current one."""
     import_before_group()
     SECONDS("timeout", options.timeout)
-    if options.seed is None:
-        options = replace(options, seed=current_world().options.seed)  # of a seed_everything() before
     chosen, device = device, device or selection.choose_device(placement, selection.visible_devices())
     kind_of(device).use(device)
     backend = selection.choose_backend(options.backend, device)

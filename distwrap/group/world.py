@@ -13,7 +13,7 @@ import os
 import threading
 from collections import Counter
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
@@ -112,6 +112,8 @@ class World:
 
     def __post_init__(self) -> None:
         self.layout = Layout(self.placement.rank, self.placement.world_size)
+        if self.options.seed is None:
+            self.options = replace(self.options, seed=given_seed)
 
     @cached_property
     def strategy(self) -> Strategy:
@@ -175,6 +177,8 @@ class World:
                 stack.callback(part.close)
         self._parts.clear()
 
+
+given_seed: int | None = None  # of a `seed_everything` outside of a run, which the next runs take over
 
 _current: World | None = None
 _ambient: tuple[object, World] | None = None
