@@ -30,7 +30,7 @@ from distwrap.launch.base import Job, Launcher
 from distwrap.launch.fork import ForkLauncher
 from distwrap.launch.other_callers import NodeSummary
 from distwrap.launch.outcome import Outcome, death as death_of, first_cause, raise_failure
-from distwrap.launch.processes import OomCount
+from distwrap.launch.processes import ONE_HASH, OomCount
 from distwrap.launch.task import Assignment, NodePlan, Task
 from distwrap.network import connectivity, interfaces
 from distwrap.seeding import preserved
@@ -234,6 +234,7 @@ def _as_it_was() -> Iterator[None]:
     environ = dict(os.environ)
     # A store of each round's own, so that a rank never reads what an earlier round has left.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
+    os.environ.setdefault("PYTHONHASHSEED", ONE_HASH)
     levels = {name: logging.getLogger(name).level for name in _loggers()}
     try:
         with preserved():  # the agents number themselves at random

@@ -17,6 +17,7 @@ from distwrap.launch.local import LocalLauncher
 from distwrap.launch.logs import Streams
 from distwrap.launch.processes import Process, standard_streams
 from distwrap.launch.task import Assignment, Task
+from distwrap.seeding import RandomState
 
 
 class ForkLauncher(LocalLauncher):
@@ -31,7 +32,7 @@ class ForkLauncher(LocalLauncher):
             raise ForkError(f"launcher='fork' is not safe here: {refusal}. Use launcher='forkserver' or 'spawn'.")
 
     def plan(self, job: Job) -> Assignment:
-        plan = self.plan_in_place(job)
+        plan = replace(self.plan_in_place(job), random=RandomState.capture())
         import_before_group()  # once here, and not in every rank
         # Without the pause more than one thread would hang in the first large kernel.
         return plan if openmp.pause() else replace(plan, threads=1)

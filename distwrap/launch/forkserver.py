@@ -22,7 +22,7 @@ from distwrap.errors import LaunchError
 from distwrap.launch.base import Job
 from distwrap.launch.local import LocalLauncher
 from distwrap.launch.logs import Streams
-from distwrap.launch.processes import Process, python_command, standard_streams
+from distwrap.launch.processes import ONE_HASH, Process, python_command, standard_streams
 from distwrap.launch.server import DESCRIPTORS, STATUS
 
 
@@ -97,6 +97,7 @@ class ForkServer:
         self._process = subprocess.Popen(
             python_command(f"from distwrap.launch.server import main; main({theirs.fileno()})"),
             pass_fds=(theirs.fileno(),),
+            env={"PYTHONHASHSEED": ONE_HASH, **os.environ},  # for the ranks of several nodes
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,

@@ -16,6 +16,8 @@ from multiprocessing.connection import Connection, Pipe
 from distwrap._internals.python import interpreter_flags
 from distwrap.launch.logs import Streams
 
+ONE_HASH = "0"  # for ranks that are fresh interpreters: a set of strings has one order on all of them
+
 _HINTS = {
     signal.SIGKILL: "most likely for want of memory, if nobody killed it by hand",
     signal.SIGSEGV: "a crash in native code",
@@ -79,6 +81,8 @@ class CommandProcess(Process):
         streams: Streams | None = None,
     ) -> None:
         self.rank = rank
+        if env is None:
+            env = {"PYTHONHASHSEED": ONE_HASH, **os.environ}
         self.conn, theirs = Pipe()
         fd = theirs.fileno()
         stdout, stderr = streams or (None, None)

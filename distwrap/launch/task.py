@@ -72,6 +72,7 @@ class Assignment:
         threads: number of threads to compute with; ``None`` leaves it to the user's variables.
         payload: the packed task; ``None`` where the rank has it, as a fork does.
         surroundings: ``None`` where the rank has them.
+        random: the caller's random numbers, where the rank is a fork, in which Python seeds `random` anew.
         main_path: script to import before the payload is unpacked, where something in it goes by reference.
         placement: the rank's place among the others.
         store: where the ranks meet: a file, or ``"tcp://host:port/launch"``. Empty where they meet at the placement's
@@ -83,6 +84,7 @@ class Assignment:
     threads: int | None = None
     payload: bytes | None = None
     surroundings: Surroundings | None = None
+    random: RandomState | None = None
     main_path: str | None = None
     placement: Placement = field(default_factory=Placement)
     store: str = ""

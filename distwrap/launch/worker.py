@@ -123,6 +123,8 @@ def _run(assignment: Assignment, task: Task | None, link: LauncherLink) -> bytes
     """Return what of the run is wanted at home, pickled."""
     if assignment.surroundings is not None:
         assignment.surroundings.restore()
+    if assignment.random is not None:
+        assignment.random.restore()
     use_threads(assignment)  # before the user's modules, which may choose another number
     place = assignment.placement
     if assignment.store:
