@@ -5,8 +5,6 @@ the augmentation is the same for any number of workers, and in an epoch that goe
 of a batch travels with its indices. An iterable dataset has a stream of random numbers for each worker and epoch.
 """
 
-import random
-import sys
 from collections.abc import Callable, Iterator, Set
 from functools import partial
 from typing import Any
@@ -14,11 +12,11 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset, Sampler, get_worker_info
 
+from distwrap._internals.python import GeneratorMemory
 from distwrap.data.position import Position
-from distwrap.seeding import RandomState, mix
+from distwrap.seeding import GENERATORS, RandomState, mix, seed_generators
 
 _MASK = 2**63 - 1
-GENERATORS = frozenset({"torch", "random", "numpy"})
 
 
 def worker_seed(seed: int, epoch: int, rank: int, worker: int, workers: int) -> int:
@@ -81,7 +79,8 @@ class SeededFetch(Dataset[Any]):
         self.dataset, self._collate, self._batched = dataset, collate, batched
         self.generators: Set[str] = GENERATORS
         self._in_worker = False
-        self._draws: bool | None = None
+        self._is_first = True
+        self._quiet: GeneratorMemory | None = None  # where the batches so far have drawn nothing
 
     def __getitem__(self, seeded_indices: tuple[int, Any]) -> Any:
         return seeded_indices
@@ -94,18 +93,31 @@ class SeededFetch(Dataset[Any]):
             seed_generators(seed, self.generators)
             return self._fetch(indices)
         # In the rank's own process the random numbers are the training loop's, and are given back. That costs more
-        # than many a batch, so it is left out when the first batch has drawn none.
-        if self._draws is False:
-            return self._fetch(indices)
+        # than many a batch: after a first one that has drawn nothing, torch's alone are, and a look at the others tells
+        # whether a batch draws after all, which is then fetched again.
+        if self._quiet is not None:
+            before, torchs = self._quiet.read(), torch.get_rng_state()
+            torch.default_generator.manual_seed(seed)
+            try:
+                batch = self._fetch(indices)
+            finally:
+                torch.set_rng_state(torchs)
+                draws = self._quiet.read() != before
+                if draws:
+                    self._quiet.write(before)
+            if not draws:
+                return batch
+            self._quiet = None
         outside = RandomState.capture()
-        seed_generators(seed, GENERATORS)
-        before = _fingerprints() if self._draws is None else {}
+        seed_generators(seed)
+        memory = GeneratorMemory() if self._is_first else None
+        before = memory.read() if memory is not None else []
         try:
             return self._fetch(indices)
         finally:
-            if self._draws is None:
-                after = _fingerprints()
-                self._draws = any(after[name] != state for name, state in before.items())
+            if memory is not None and memory.is_known and memory.read() == before:
+                self._quiet = memory
+            self._is_first = False
             outside.restore()
 
     def _fetch(self, indices: Any) -> Any:
@@ -149,17 +161,6 @@ class WorkerInit:
         # What the user's own function seeds is the user's.
         after = _fingerprints()
         self._source.generators = {name for name, state in after.items() if before.get(name, state) == state}
-
-
-def seed_generators(seed: int, names: Set[str]) -> None:
-    """Seed this process's generators of some names."""
-    if "torch" in names:
-        torch.default_generator.manual_seed(seed)
-    if "random" in names:
-        random.seed(seed)
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and "numpy" in names:
-        numpy.random.seed([seed & 0xFFFFFFFF, seed >> 32])
 
 
 def _fingerprints() -> dict[str, Any]:
