@@ -3,6 +3,9 @@
 A dataset that divides its items among a loader's workers, by `get_worker_info`, is shown the workers of all ranks as
 those of one loader, and so divides them among all ranks. Of a dataset that does not, every n-th item is taken. Whether
 it does is seen when it is asked for its first item. The packages that know of ranks themselves split as they do.
+
+Until its first item all workers of all ranks have the same random numbers, so that a shuffle by a global generator is
+one order everywhere. A dataset that divides has its worker's own from then on, as whatever collates has always.
 """
 
 import ast
@@ -21,8 +24,8 @@ from torch.utils.data import IterableDataset, IterDataPipe
 
 from distwrap._internals.datasets import is_split_by_node
 from distwrap._internals.torch_data import show_worker_info, worker_info_shown
-from distwrap.data.worker_seeding import GENERATORS, seed_generators
 from distwrap.errors import LoaderError
+from distwrap.seeding import GENERATORS, BorrowedRandomness, mix, seed_generators
 
 Split = Literal["auto", "items", "dataset"]
 
@@ -39,30 +42,70 @@ class IterableShard(IterableDataset[Any]):
 
     Args:
         dataset: the user's dataset.
+        collate: the user's collate function.
         epoch: the epoch that begins, int64; in shared memory where workers outlive an epoch.
+        seed_of: returns the seed of an epoch's random numbers in this rank's process.
 
     Attributes:
         generators: names of the random number generators that are seeded for each epoch in a worker.
     """
 
-    def __init__(self, dataset: Any, epoch: torch.Tensor) -> None:
-        self.dataset, self._epoch = dataset, epoch
+    def __init__(
+        self, dataset: Any, collate: Callable[[Any], Any], epoch: torch.Tensor, seed_of: Callable[[int], int]
+    ) -> None:
+        self.dataset, self._collate, self._epoch, self._seed_of = dataset, collate, epoch, seed_of
         self.generators: Set[str] = GENERATORS
-        self._seed_of: Callable[[int], int] | None = None
+        self._in_worker = False
+        # Behind the global generators while items are made; in a worker its own ones are there anyway.
+        self._own: list[BorrowedRandomness] = []
+        self._alike: list[BorrowedRandomness] = []
 
     def enter_worker(self, info: Any, seed_of: Callable[[int], int]) -> None:
         """Note the seeds of this worker's epochs."""
-        self._seed_of = seed_of
+        self._in_worker, self._seed_of = True, seed_of
 
     def __iter__(self) -> Iterator[Any]:
         epoch = int(self._epoch)
-        if self._seed_of is not None:
+        if self._in_worker:
             seed_generators(self._seed_of(epoch), self.generators)
+        else:
+            self._own = [BorrowedRandomness(self._seed_of(epoch))]
         getattr(self.dataset, "set_epoch", lambda _: None)(epoch)
         return self._items()
 
     def _items(self) -> Iterator[Any]:
-        return iter(self.dataset)
+        if self._in_worker:
+            return iter(self.dataset)
+        with self._own[0].lent():
+            items = iter(self.dataset)
+        return items if hasattr(items, "state_dict") else self._drawn(items)
+
+    def _drawn(self, items: Iterator[Any]) -> Iterator[Any]:
+        """Yield items with the random numbers that they are made with, which `collate` gives back."""
+        own, alike = self._own, self._alike
+        try:
+            while True:
+                for stream in (*own, *alike):
+                    stream.take()
+                item = next(items, _NOTHING)
+                if item is _NOTHING:
+                    return
+                yield item
+        finally:
+            for stream in (*alike, *own):
+                stream.give_back()
+
+    def collate(self, items: Any) -> Any:
+        """Collate items with random numbers of this rank's own."""
+        for stream in self._alike:
+            stream.give_back()
+        for stream in self._own:
+            stream.take()
+        try:
+            return self._collate(items)
+        finally:
+            for stream in self._own:
+                stream.give_back()
 
 
 class StatefulShard(IterableShard):
@@ -82,15 +125,28 @@ class SplitShard(IterableShard):
 
     Args:
         dataset: the user's dataset.
+        collate: the user's collate function.
         epoch: the epoch that begins.
+        seed_of: returns the seed of an epoch's random numbers in this rank's process.
+        seed: of the random numbers that all ranks and workers have alike.
         rank: this rank.
         world_size: how many ranks.
     """
 
-    def __init__(self, dataset: Any, epoch: torch.Tensor, rank: int, world_size: int) -> None:
-        super().__init__(dataset, epoch)
-        self._rank, self._world_size = rank, world_size
+    def __init__(
+        self,
+        dataset: Any,
+        collate: Callable[[Any], Any],
+        epoch: torch.Tensor,
+        seed_of: Callable[[int], int],
+        seed: int,
+        rank: int,
+        world_size: int,
+    ) -> None:
+        super().__init__(dataset, collate, epoch, seed_of)
+        self._seed, self._rank, self._world_size = seed, rank, world_size
         self._all_workers: _AllWorkers | None = None
+        self._is_divided: bool | None = None
 
     def enter_worker(self, info: Any, seed_of: Callable[[int], int]) -> None:
         """Show the workers of all ranks to the dataset, and to the user's init function, in this worker."""
@@ -99,18 +155,22 @@ class SplitShard(IterableShard):
         show_worker_info(self._all_workers)
 
     def _items(self) -> Iterator[Any]:
-        workers = self._all_workers
-        if workers is not None:
-            items = iter(self.dataset)
-        else:
+        epoch, workers = int(self._epoch), self._all_workers
+        if workers is None:
             # Of the rank itself, where torch has no such information.
-            info = SimpleNamespace(id=0, num_workers=1, dataset=self.dataset, seed=torch.initial_seed())
+            info = SimpleNamespace(id=0, num_workers=1, dataset=self.dataset, seed=self._seed_of(epoch))
             workers = _AllWorkers(info, self._rank, self._world_size)
-            items = _items_shown(self.dataset, workers)
+        if self._is_divided is None:
+            self._is_divided = workers.was_asked  # in the init function
+        workers.was_asked = self._is_divided
+        self._alike = [] if self._is_divided else [BorrowedRandomness(mix("items", self._seed, epoch))]
+        items = self._drawn(_items_shown(self.dataset, workers))
         first = next(items, _NOTHING)
         if first is _NOTHING:
             return
         divides = workers.was_asked
+        while divides and self._alike:
+            self._alike.pop().give_back()
         step, place = (1, 0) if divides else (workers.count, workers.id)
         if place == 0:
             yield first
@@ -171,21 +231,6 @@ def _items_shown(dataset: Any, workers: _AllWorkers) -> Iterator[Any]:
         if item is _NOTHING:
             return
         yield item
-
-
-def shard_of(dataset: Any, by_itself: bool, epoch: torch.Tensor, rank: int, world_size: int) -> IterableShard:
-    """Return what yields a rank's items of a dataset.
-
-    Args:
-        dataset: the user's dataset.
-        by_itself: whether it takes its rank's share by itself.
-        epoch: the epoch that begins, int64; in shared memory where workers outlive an epoch.
-        rank: this rank.
-        world_size: how many ranks.
-    """
-    if not by_itself:
-        return SplitShard(dataset, epoch, rank, world_size)
-    return (StatefulShard if hasattr(dataset, "state_dict") else IterableShard)(dataset, epoch)
 
 
 def split(dataset: Any, how: Split, rank: int, world_size: int) -> tuple[Any, bool, str]:

@@ -29,6 +29,10 @@ Orders = Literal["auto", "torch", "stream"]
 
 MOST_SHUFFLED_BY_TORCH = 10**7  # samples
 
+# Attributes by which samplers that take a share know their rank, and how many there are; also with "_" in front.
+_PLACES = [("rank", "num_replicas"), ("rank", "world_size"), ("rank", "num_processes"), ("rank", "num_shards")]
+_PLACES += [("shard_id", "num_shards"), ("process_index", "num_processes"), ("replica_id", "num_replicas")]
+
 _IN_WORDS = {
     "pad": "all ranks equally many, some samples twice where the ranks do not divide them",
     "exact": "each sample once",
@@ -75,7 +79,9 @@ def shard_loader(
         split: how an iterable dataset is divided: ``"items"``, every n-th item; ``"dataset"``, it takes its rank's part
             itself; ``"auto"``, by ``datasets``' or webdataset's own means, else as ``"items"``, unless its code speaks
             of ranks, which is an error.
-        seed: of the shuffle; by default the run's, else 0. In a single process only when given.
+        seed: of the shuffle; by default the loader's ``generator`` gives it, else it follows from the run's, else 0:
+            the run's first shuffled loader has that seed itself, and the others others. In a single process only when
+            given.
         device: where the batches go; by default this rank's device. ``"cpu"`` leaves them where they are.
         copy_ahead: on CUDA, copy each batch while the step before still computes.
 
@@ -120,23 +126,25 @@ def shard_loader(
                 f"Hand shard_loader() the plain loader."
             )
         return loader
-    given = _distributed_sampler(loader)
-    if given is not None and (given.rank, given.num_replicas) != here:
+    given, *its_place = _sampler_of_a_share(loader)
+    if given is not None and tuple(its_place) != here:
         raise LoaderError(
-            f"the loader's {type(given).__name__} is for rank {given.rank} of {given.num_replicas}, {but_here}. "
+            f"the loader's {type(given).__name__} is for rank {its_place[0]} of {its_place[1]}, {but_here}. "
             f"Hand shard_loader() a plain loader, or make the sampler after setup_process_group()."
         )
     iterable = isinstance(loader.dataset, IterableDataset)
+    shuffled = world.count("shuffled loader") if iterable or not isinstance(innermost(loader), SequentialSampler) else 1
     if given is not None or (alone and (iterable or (seed is None and order == "auto"))):
         return only_moved(loader, where, copy_ahead)
-    sharding = Sharding(where, *here, copy_ahead=copy_ahead)
+    order_seed = seed if seed is not None else _order_seed(loader, world, shuffled)
+    sharding = Sharding(where, *here, copy_ahead=copy_ahead, order_seed=order_seed)
     if iterable:
         return _shard_iterable(loader, world, sharding, mode, batch_size, order, split)
     if split != "auto":
         raise LoaderError(
             f"split={split!r} is for an IterableDataset, but {type(loader.dataset).__name__} has indices."
         )
-    result = _shard_indices(loader, world, sharding, mode, batch_size, order, seed)
+    result = _shard_indices(loader, world, sharding, mode, batch_size, order)
     if alone:  # the loader itself here too
         loader.__dict__.update(result.__dict__)
         loader.__class__ = type(result)
@@ -167,19 +175,12 @@ def _shard_iterable(
 
 
 def _shard_indices(
-    loader: Loader,
-    world: World,
-    sharding: Sharding,
-    mode: Modes,
-    batch_size: BatchSize,
-    order: Orders,
-    seed: int | None,
+    loader: Loader, world: World, sharding: Sharding, mode: Modes, batch_size: BatchSize, order: Orders
 ) -> Loader:
     shuffles = not isinstance(innermost(loader), SequentialSampler)
     whole = batch_size == "global" and getattr(loader, "drop_last", False)  # as many steps as in one process
     chosen: Mode = (("drop" if whole else "pad") if shuffles else "exact") if mode == "auto" else mode
-    order_seed = seed if seed is not None else world.options.seed or 0
-    world_size = sharding.world_size
+    order_seed, world_size = sharding.order_seed, sharding.world_size
     shard = (sharding.rank, world_size, chosen)
     batches: Any = loader.batch_sampler
     attributes: dict[str, Any] = {}
@@ -262,6 +263,20 @@ def _fetching_seed(loader: DataLoader[Any], world: World, number: int) -> int:
     return mix("loader", world.options.seed if world.options.seed is not None else base, number)
 
 
+def _order_seed(loader: DataLoader[Any], world: World, number: int) -> int:
+    """Return the seed of a loader's order, alike on all ranks.
+
+    Args:
+        loader: the user's loader, whose generator, if any, gives the seed, as it would to torch's shuffle.
+        world: of the run.
+        number: of the loader among the shuffled ones, of which no two have one order.
+    """
+    if loader.generator is not None:
+        return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
+    base = world.options.seed or 0
+    return base if number == 1 else mix("loader's order", base, number)
+
+
 def _epoch_check(world: World, number: int, position: Position) -> EpochCheck | None:
     """Return a check of the run's loader of that number, where there is a channel to the other ranks."""
     if world.channel is None:
@@ -270,10 +285,14 @@ def _epoch_check(world: World, number: int, position: Position) -> EpochCheck | 
     return EpochCheck(world.channel, place.rank, place.world_size, str(number), world.part(Activity).site, position)
 
 
-def _distributed_sampler(loader: DataLoader[Any]) -> Any:
-    """Return the sampler that takes a share already: torch's, or another that has the same two attributes."""
-    samplers: tuple[Any, ...] = (loader.sampler, loader.batch_sampler, innermost(loader))
-    return next((s for s in samplers if hasattr(s, "num_replicas") and hasattr(s, "rank")), None)
+def _sampler_of_a_share(loader: DataLoader[Any]) -> tuple[Any, int, int]:
+    """Return the sampler that takes a share already, its rank, and how many there are; ``None`` where there is none."""
+    for sampler in (loader.sampler, loader.batch_sampler, innermost(loader)):
+        for rank_name, size_name in _PLACES:
+            rank, size = (getattr(sampler, name, getattr(sampler, f"_{name}", None)) for name in (rank_name, size_name))
+            if isinstance(rank, int) and isinstance(size, int):
+                return sampler, rank, size
+    return None, 0, 1
 
 
 def _length(sampler: Any) -> int:

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Literal, TypeVar
 
 import torch
@@ -12,11 +13,11 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 from distwrap._internals.torch_data import ITERATOR, IteratorHook, check_iterator_hook
 from distwrap.data import workers
 from distwrap.data.epoch_check import EpochCheck
-from distwrap.data.iterable_shards import DataPipeShard, IterableShard, shard_of
+from distwrap.data.iterable_shards import DataPipeShard, IterableShard, SplitShard, StatefulShard
 from distwrap.data.lockstep import in_step
 from distwrap.data.position import EpochStart, Position, Shuffle, check_state
 from distwrap.data.samplers import ExactBatches, Order, RememberedShuffle, Share
-from distwrap.data.worker_seeding import SeededFetch, SeededIndices, WorkerInit
+from distwrap.data.worker_seeding import SeededFetch, SeededIndices, WorkerInit, worker_seed
 from distwrap.devices.transfer import on_device
 from distwrap.errors import LoaderError
 from distwrap.group.world import current_world
@@ -41,6 +42,7 @@ class Sharding:
         uneven: how ranks with an iterable dataset end; empty where each ends by itself.
         by_itself: whether an iterable dataset takes its rank's part by itself.
         seed: of the random numbers with which samples are fetched.
+        order_seed: of those with which an iterable dataset makes the items that are divided, alike on all ranks.
         epoch_check: of the ranks' loops.
         epoch: the epoch that begins, int64; in shared memory where workers outlive an epoch.
     """
@@ -55,6 +57,7 @@ class Sharding:
     uneven: Literal["", "shortest", "pad"] = ""
     by_itself: bool = False
     seed: int = 0
+    order_seed: int = 0
     epoch_check: EpochCheck | None = None
     epoch: torch.Tensor | None = None
 
@@ -122,10 +125,14 @@ class ShardedLoader(IteratorHook):
         epoch = self._tell_epoch() if sharding.epoch is None else sharding.epoch
         source: IterableShard | SeededFetch
         if self._is_iterable:
-            source = shard_of(self.dataset, sharding.by_itself, epoch, *place)
-            fetching: dict[str, Any] = {
-                "dataset": DataPipeShard(source) if isinstance(self.dataset, IterDataPipe) else source
-            }
+            seed_of = partial(worker_seed, seed, rank=sharding.rank, worker=0, workers=1)
+            what = (self.dataset, self.collate_fn, epoch, seed_of)
+            if sharding.by_itself:
+                source = (StatefulShard if hasattr(self.dataset, "state_dict") else IterableShard)(*what)
+            else:
+                source = SplitShard(*what, sharding.order_seed, *place)
+            shown = DataPipeShard(source) if isinstance(self.dataset, IterDataPipe) else source
+            fetching: dict[str, Any] = {"dataset": shown, "collate_fn": source.collate}
         else:
             batches: Any = self.batch_sampler
             source = SeededFetch(self.dataset, self.collate_fn, batches is not None)

@@ -111,9 +111,10 @@ def test_workers_fetch_the_same_epochs(kind: str, persistent: bool) -> None:
     """With two workers, kept over the epochs or not, the same batches come in the same epochs as without."""
     options, mode = LOADERS[kind]
     with standing_on(0, 2):
-        alone = shard_loader(DataLoader(DATA, **options), mode=mode)  # type: ignore[arg-type]
+        alone = shard_loader(DataLoader(DATA, **options), mode=mode, seed=0)  # type: ignore[arg-type]
         helped = shard_loader(
             DataLoader(DATA, **options, num_workers=2, persistent_workers=persistent),
             mode=mode,  # type: ignore[arg-type]
+            seed=0,
         )
     assert [batches(helped), batches(helped)] == [batches(alone), batches(alone)]

@@ -154,7 +154,7 @@ def test_what_the_loop_had_counts_and_not_what_workers_fetched(persistent: bool)
         )
 
     with standing_on(0, 2):
-        whole, cut, again = shard_loader(loader_of()), shard_loader(loader_of()), shard_loader(loader_of())
+        whole, cut, again = (shard_loader(loader_of(), seed=0) for _ in range(3))
     expected = run_of(whole), run_of(whole)
     loop = iter(cut)
     done = [next(loop).tolist() for _ in range(3)]
