@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, get_worker_info
+from torch.utils.data import DataLoader, dataloader, get_worker_info
 
 from distwrap.errors import LoaderError
 
@@ -51,6 +51,16 @@ def batches_given(iterator: Iterator[Any] | None) -> int | None:
     """
     count = getattr(iterator, "_num_yielded", None)
     return count if isinstance(count, int) else None
+
+
+def held_iterators(loader: DataLoader[Any]) -> list[str]:
+    """Return the attributes in which a loader of a class of its own holds an iterator over itself.
+
+    Relies on ``torch.utils.data.dataloader:_BaseDataLoaderIter``.
+    Without it: such a loader, as timm's and ultralytics' are, would go on over undivided data.
+    """
+    kind: Any = getattr(dataloader, "_BaseDataLoaderIter", ())
+    return [name for name, value in vars(loader).items() if name != ITERATOR and isinstance(value, kind)]
 
 
 @contextmanager

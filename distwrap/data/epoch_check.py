@@ -1,15 +1,18 @@
-"""Check that the ranks' loops over one loader are in the same epoch, without any rank waiting for another.
+"""Check that the ranks' loops over one loader are in the same epoch and order, without any rank waiting for another.
 
 A rank that goes through a shuffled loader alone, as ``next(iter(loader))`` under ``if rank() == 0`` does, is an epoch
-ahead of the others from then on: the shares are of different shuffles, and samples are repeated and left out. Of an
+ahead of the others from then on: the shares are of different shuffles, and samples are repeated and left out. So are
+the shares of ranks that have split the data differently, or seeded a sampler apart. Of an
 iterable dataset that nobody divides, all ranks have the same batches.
 """
 
 import json
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import Subset
 
 from distwrap._internals.torch_tree import tree_leaves
 from distwrap.data.position import Position
@@ -33,12 +36,25 @@ class EpochCheck:
         name: of the loader, alike on every rank.
         site: file and line where the loader was sharded.
         position: the position of this rank's loop.
+        order: returns what tells this rank's order of the epoch from another.
+        epochs_matter: whether an epoch differs from the next.
     """
 
-    def __init__(self, channel: Channel, rank: int, world_size: int, name: str, site: str, position: Position) -> None:
+    def __init__(
+        self,
+        channel: Channel,
+        rank: int,
+        world_size: int,
+        name: str,
+        site: str,
+        position: Position,
+        order: Callable[[], str] = str,
+        epochs_matter: bool = True,
+    ) -> None:
         self._channel, self._rank, self._name, self._site = channel, rank, name, site
         self._others = [other for other in range(world_size) if other != rank]
-        self._position = position
+        self._position, self._order, self._epochs_matter = position, order, epochs_matter
+        self._orders: dict[str, str] = {}
         self._left: list[tuple[int, int]] = []  # epochs, and how many batches this rank took of each
         self._first_batches_compared = False
 
@@ -50,17 +66,34 @@ class EpochCheck:
                 taken += 1
                 if taken == 1:
                     epoch = self._position.epoch
-                    self._channel.note(self._key(self._rank), json.dumps([epoch, self._left]))
-                elif taken & (taken - 1) == 0 and not self._position.epoch_is_explicit:
-                    self._check_others(epoch, taken)
+                    self._orders = dict([*self._orders.items(), (str(epoch), self._order())][-_REMEMBERED:])
+                    self._channel.note(self._key(self._rank), json.dumps([epoch, self._left, self._orders]))
+                if taken & (taken - 1) == 0:
+                    self._check_order()
+                    if taken > 1 and self._epochs_matter and not self._position.epoch_is_explicit:
+                        self._check_others(epoch, taken)
                 yield batch
         finally:
             if epoch is not None:
                 self._left = [*self._left, (epoch, taken)][-_REMEMBERED:]
 
+    def _check_order(self) -> None:
+        """Compare with one other rank, so that each pair of neighbours is compared by somebody."""
+        other = self._others[self._rank % len(self._others)]
+        theirs = json.loads(self._channel.noted(self._key(other)) or "[0, [], {}]")[2]
+        for epoch, order in self._orders.items():
+            if theirs.get(epoch, order) != order:
+                raise LoaderError(
+                    f"in epoch {epoch} of the loader sharded at {self._site}, rank {self._rank} and rank {other} go "
+                    f"through the data in different orders ({order}; {theirs[epoch]}), so their shares overlap: "
+                    f"samples are repeated and left out, and those held back for validation may be trained on. Let all "
+                    f"ranks shard the same loaders in turn, and decide splits and samplers' orders alike: by "
+                    f"@distributed(seed=...), by a generator of one seed, or on one rank, whose answer is broadcast()."
+                )
+
     def _check_others(self, epoch: int | None, taken: int) -> None:
         for other in self._others:
-            now, left = json.loads(self._channel.noted(self._key(other)) or "[-1, []]")
+            now, left, _ = json.loads(self._channel.noted(self._key(other)) or "[-1, [], {}]")
             batches = dict(left).get(epoch)
             if batches is not None and batches < taken:
                 few = f"{batches} batch{'es' if batches > 1 else ''}"
@@ -94,6 +127,19 @@ class EpochCheck:
 
     def _key(self, rank: int) -> str:
         return f"loader/{self._name}/{rank}"
+
+
+def part_of(dataset: Any) -> str:
+    """Return the length of a dataset, and a fingerprint of the indices that a `Subset` has of another."""
+    words = [f"{len(dataset)} samples"] if hasattr(dataset, "__len__") else []
+    while isinstance(dataset, Subset):
+        try:
+            indices = torch.as_tensor(dataset.indices).numpy().tobytes()
+        except (TypeError, ValueError, RuntimeError):
+            indices = repr(list(dataset.indices)).encode()
+        words.append(f"indices {zlib.crc32(indices):x}")
+        dataset = dataset.dataset
+    return " of ".join(words)
 
 
 def _digest(batch: Any) -> str:

@@ -4,20 +4,32 @@ The loader is copied, not built again: a subclass keeps its attributes, and no c
 sampler and batch sampler are exchanged for ones that take a share of the same order.
 """
 
+from collections.abc import Callable
 from contextlib import suppress
+from functools import cache, partial
 from typing import Any, Literal, get_args
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
+from distwrap._internals.torch_data import held_iterators
 from distwrap.checks import one_of
 from distwrap.data import iterable_shards
-from distwrap.data.epoch_check import EpochCheck
+from distwrap.data.epoch_check import EpochCheck, part_of
 from distwrap.data.indices import Mode
 from distwrap.data.iterable_shards import Split
 from distwrap.data.position import Position
 from distwrap.data.samplers import ExactBatches, Order, RememberedShuffle, Share
-from distwrap.data.sharded import Loader, ShardedLoader, Sharding, innermost, is_torchs, only_moved, sharded_copy
+from distwrap.data.sharded import (
+    Loader,
+    ShardedLoader,
+    Sharding,
+    innermost,
+    is_torchs,
+    only_moved,
+    sharded_copy,
+    with_epochs,
+)
 from distwrap.errors import LoaderError
 from distwrap.group.world import World, current_world, say_once
 from distwrap.seeding import mix
@@ -132,12 +144,20 @@ def shard_loader(
             f"the loader's {type(given).__name__} is for rank {its_place[0]} of {its_place[1]}, {but_here}. "
             f"Hand shard_loader() a plain loader, or make the sampler after setup_process_group()."
         )
+    if given is not None:
+        # A StatefulDataLoader asks its own sampler for a state.
+        whose = (0, 1) if alone or hasattr(loader, "state_dict") else here
+        fetching_seed = _fetching_seed(loader, world, world.count("loader"))
+        return only_moved(loader, Sharding(where, *whose, copy_ahead=copy_ahead, seed=fetching_seed))
     iterable = isinstance(loader.dataset, IterableDataset)
     shuffled = world.count("shuffled loader") if iterable or not isinstance(innermost(loader), SequentialSampler) else 1
-    if given is not None or (alone and (iterable or (seed is None and order == "auto"))):
-        return only_moved(loader, where, copy_ahead)
+    if alone and (iterable or (seed is None and order == "auto")):
+        return only_moved(loader, Sharding(where, copy_ahead=copy_ahead))
+    held = held_iterators(loader)
+    if held:
+        loader = with_epochs(loader, held)
     order_seed = seed if seed is not None else _order_seed(loader, world, shuffled)
-    sharding = Sharding(where, *here, copy_ahead=copy_ahead, order_seed=order_seed)
+    sharding = Sharding(where, *here, copy_ahead=copy_ahead, order_seed=order_seed, endless=bool(held))
     if iterable:
         return _shard_iterable(loader, world, sharding, mode, batch_size, order, split)
     if split != "auto":
@@ -169,7 +189,7 @@ def _shard_iterable(
     number = world.count("loader")
     sharding.seed = _fetching_seed(loader, world, number)
     sharding.uneven = "" if mode == "exact" else "pad" if mode == "pad" else "shortest"
-    sharding.epoch_check = _epoch_check(world, number, sharding.position)
+    sharding.epoch_check = _epoch_check(world, number, sharding.position, str)
     _announce(world, f"{type(loader.dataset).__name__}, divided: {how}")
     return sharded_copy(loader, sharding, {**attributes, "dataset": dataset})
 
@@ -215,13 +235,15 @@ def _shard_indices(
     number = world.count("loader")
     sharding.seed = _fetching_seed(loader, world, number)
     sharding.sampler, sharding.position = sampler, sampler.position
-    if shuffles and chosen != "exact":
-        sharding.epoch_check = _epoch_check(world, number, sampler.position)
+    part = cache(partial(part_of, loader.dataset))
+    sharding.epoch_check = _epoch_check(
+        world, number, sampler.position, lambda: f"{part()}, {sampler.order_in_words}", shuffles and chosen != "exact"
+    )
     if world_size > 1:
         attributes["generator"] = torch.Generator()  # of the workers' base seed, which is then not the loop's to give
     result = sharded_copy(loader, sharding, attributes)
     if world_size > 1:
-        _announce(world, _summary(loader, result, sharding, chosen))
+        _announce(world, _summary(loader, result, sharding, chosen, batch_size))
     return result
 
 
@@ -277,12 +299,16 @@ def _order_seed(loader: DataLoader[Any], world: World, number: int) -> int:
     return base if number == 1 else mix("loader's order", base, number)
 
 
-def _epoch_check(world: World, number: int, position: Position) -> EpochCheck | None:
+def _epoch_check(
+    world: World, number: int, position: Position, order: Callable[[], str], epochs_matter: bool = True
+) -> EpochCheck | None:
     """Return a check of the run's loader of that number, where there is a channel to the other ranks."""
     if world.channel is None:
         return None
-    place = world.placement
-    return EpochCheck(world.channel, place.rank, place.world_size, str(number), world.part(Activity).site, position)
+    place, site = world.placement, world.part(Activity).site
+    return EpochCheck(
+        world.channel, place.rank, place.world_size, str(number), site, position, order, epochs_matter=epochs_matter
+    )
 
 
 def _sampler_of_a_share(loader: DataLoader[Any]) -> tuple[Any, int, int]:
@@ -305,7 +331,9 @@ def _length(sampler: Any) -> int:
         ) from None
 
 
-def _summary(loader: DataLoader[Any], sharded: DataLoader[Any], sharding: Sharding, mode: Mode) -> str:
+def _summary(
+    loader: DataLoader[Any], sharded: DataLoader[Any], sharding: Sharding, mode: Mode, batch_size: BatchSize
+) -> str:
     """Put into words how many samples a step takes, how many steps an epoch has, and how the ranks share."""
     words = []
     sampler, world_size, together = sharding.sampler, sharding.world_size, sharding.items_per_step
@@ -318,6 +346,12 @@ def _summary(loader: DataLoader[Any], sharded: DataLoader[Any], sharding: Shardi
     shuffle = sampler.shuffle_of(0).order
     order = {"": "in order", "sampler": f"order of its {type(getattr(sampler, 'sampler', None)).__name__}"}
     words.append(order.get(shuffle, f"shuffled, {shuffle} order"))
+    over = (sampler.items or 0) % together % world_size
+    if batch_size == "global" and mode == "exact" and over and not loader.drop_last:
+        words.append(
+            f"{over} of the last samples do not go round, so in training the last step is not one process's: "
+            f"leave them out by drop_last=True, or repeat some by mode='pad'"
+        )
     return "; ".join(words)
 
 

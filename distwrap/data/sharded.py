@@ -43,6 +43,7 @@ class Sharding:
         by_itself: whether an iterable dataset takes its rank's part by itself.
         seed: of the random numbers with which samples are fetched.
         order_seed: of those with which an iterable dataset makes the items that are divided, alike on all ranks.
+        endless: whether the user's class goes on over one iterator for ever, and this one has epochs in its place.
         epoch_check: of the ranks' loops.
         epoch: the epoch that begins, int64; in shared memory where workers outlive an epoch.
     """
@@ -58,6 +59,7 @@ class Sharding:
     by_itself: bool = False
     seed: int = 0
     order_seed: int = 0
+    endless: bool = False
     epoch_check: EpochCheck | None = None
     epoch: torch.Tensor | None = None
 
@@ -71,8 +73,12 @@ class ShardedLoader(IteratorHook):
         """Choose the next epoch; left alone, each one is one more than the last."""
         self._sharding.position.set_epoch(epoch)
         # The user's own class may have a use for it too.
-        for owner in (super(), innermost(self) if self._sharding.sampler is None else None):
+        given = () if self._sharding.sampler is not None else (self.batch_sampler, innermost(self))
+        for owner in (super(), *given):
             getattr(owner, "set_epoch", lambda _: None)(epoch)
+
+    def __len__(self) -> int:
+        return DataLoader.__len__(self) if self._sharding.endless else super().__len__()
 
     def __iter__(self) -> Any:
         uneven = self._sharding.uneven
@@ -89,7 +95,8 @@ class ShardedLoader(IteratorHook):
         resumes = sharding.sampler is None and position.next.start > 0
         # The run that was cut off had drawn what a loader draws at its start.
         with preserved() if position.next.start > 0 else nullcontext():
-            batches = self._resumed() if resumes else super().__iter__()
+            begin = partial(DataLoader.__iter__, self) if sharding.endless else super().__iter__
+            batches = self._resumed() if resumes else begin()
         world.part(Activity).follow(batches)
         if self.num_workers:
             batches = workers.explain_failures(batches)
@@ -137,7 +144,8 @@ class ShardedLoader(IteratorHook):
             batches: Any = self.batch_sampler
             source = SeededFetch(self.dataset, self.collate_fn, batches is not None)
             sampler, name = (self.sampler, "sampler") if batches is None else (batches, "batch_sampler")
-            indices = SeededIndices(sampler, sharding.position, sharding.items_per_step, seed, *place)
+            told = epoch if sharding.sampler is None else None
+            indices = SeededIndices(sampler, sharding.position, told, sharding.items_per_step, seed, *place)
             fetching = {"dataset": source, "collate_fn": source, name: indices}
         if self.num_workers:
             fetching["worker_init_fn"] = WorkerInit(source, seed, int(epoch), sharding.rank, self.worker_init_fn)
@@ -295,21 +303,49 @@ def sharded_copy(loader: Loader, sharding: Sharding, attributes: dict[str, Any])
     return copied(loader, {**attributes, "_sharding": sharding}, sharded_class(type(loader)))
 
 
-def only_moved(loader: Loader, device: torch.device, copy_ahead: bool) -> Loader:
-    """Return a loader that keeps all its data, and knows where its loop is; on the CPU the same object."""
+def only_moved(loader: Loader, sharding: Sharding) -> Loader:
+    """Return a loader that keeps its samples and their order, and knows where its loop is; on the CPU the same object.
+
+    Where its own sampler takes this rank's share, the samples are fetched with random numbers of this rank's own.
+    """
+    device = sharding.device
     if isinstance(loader, ShardedLoader) and loader._sharding.device == device:
         return loader
     if device.type == "cpu":
-        copy_ahead = False
+        sharding.copy_ahead = False
     else:
         loader = copied(loader, {}, type(loader))
     sampler: Any = innermost(loader)
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(sampler.data_source):
         sampler.__class__ = RememberedShuffle
-    step = getattr(loader.batch_sampler, "batch_size", None) or 1
-    loader.__dict__["_sharding"] = Sharding(device, copy_ahead=copy_ahead, items_per_step=step)
+    sharding.items_per_step = getattr(loader.batch_sampler, "batch_size", None) or 1
+    loader.__dict__["_sharding"] = sharding
     loader.__class__ = sharded_class(type(loader))
     return loader
+
+
+def with_epochs(loader: Loader, held: list[str]) -> Loader:
+    """Return a copy of an endless loader, as timm's and ultralytics' are, whose sampler is the one that is repeated.
+
+    Their aim, workers that outlive an epoch, is torch's ``persistent_workers``.
+
+    Args:
+        loader: of a class of its own.
+        held: its attributes that hold an iterator over it.
+
+    Raises:
+        LoaderError: the sampler is not one that repeats another.
+    """
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    repeating: Any = getattr(loader, name)
+    if hasattr(repeating, "__len__") or not hasattr(repeating, "sampler"):
+        raise LoaderError(
+            f"the {type(loader).__name__} holds an iterator in its attribute {held[0]!r}, made before the loader was "
+            f"sharded, which would go on over undivided data. Make the iterator in __iter__, or shard a plain "
+            f"DataLoader with persistent_workers=True."
+        )
+    plain: dict[str, Any] = {**dict.fromkeys(held), name: repeating.sampler}
+    return copied(loader, {**plain, "persistent_workers": loader.num_workers > 0}, type(loader))
 
 
 def batches_left(loader: Any) -> int | None:

@@ -43,20 +43,29 @@ class SeededIndices(Sampler[Any]):
 
     Args:
         sampler: what yields the indices of this rank's batches.
-        position: the loop's position, of which the next epoch is told.
+        position: the loop's position in the epoch that begins.
+        epoch: that epoch, int64, where the sampler does not begin it; in shared memory where workers outlive it.
         items_per_step: how many of the order's items all ranks take in a step.
         seed: of the run and the loader.
     """
 
     def __init__(
-        self, sampler: Any, position: Position, items_per_step: int, seed: int, rank: int, world_size: int
+        self,
+        sampler: Any,
+        position: Position,
+        epoch: torch.Tensor | None,
+        items_per_step: int,
+        seed: int,
+        rank: int,
+        world_size: int,
     ) -> None:
-        self._sampler, self._position, self._items_per_step = sampler, position, items_per_step
+        self._sampler, self._position, self._epoch, self._items_per_step = sampler, position, epoch, items_per_step
         self._seed, self._rank, self._world_size = seed, rank, world_size
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         begun, world_size = self._position.next, self._world_size
-        base = batch_seed(self._seed, begun.epoch, self._rank, world_size, 0)
+        epoch = begun.epoch if self._epoch is None else int(self._epoch)
+        base = batch_seed(self._seed, epoch, self._rank, world_size, 0)
         for step, indices in enumerate(self._sampler, -(-begun.start // self._items_per_step)):
             yield (base + step * world_size) & _MASK, indices  # as batch_seed has it for this step
 

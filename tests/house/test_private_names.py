@@ -9,6 +9,7 @@ import importlib.util
 import json
 import pkgutil
 import platform
+import random
 import re
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -267,6 +269,8 @@ def test_quiet_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch._C._distributed_c10d, "_resolve_process_group")
     assert torch_names.size_of_group("0") is None
     assert torch_data.batches_given(iter([])) is None
+    monkeypatch.delattr(torch.utils.data.dataloader, "_BaseDataLoaderIter")
+    assert torch_data.held_iterators(torch.utils.data.DataLoader([])) == []
     assert torch_names.has_scaled(object())  # type: ignore[arg-type]
     monkeypatch.delattr(sys, "_current_frames")
     assert python_names.frames_of_threads() == {}
@@ -278,3 +282,18 @@ def test_quiet_losses(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not python_names.run_interpreter_end()
     monkeypatch.delattr("atexit._clear")
     assert not python_names.can_forget_exit_handlers()
+
+
+def test_the_generators_memory_is_known_or_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look sees each draw, and what is put back is drawn again; without the name, nothing is read or put."""
+    memory = python_names.GeneratorMemory()
+    assert memory.is_known
+    for draw in (random.random, numpy.random.rand):
+        before = memory.read()
+        assert memory.read() == before
+        drawn = draw()
+        assert memory.read() != before
+        memory.write(before)
+        assert draw() == drawn
+    monkeypatch.delattr(random, "_inst")
+    assert not python_names.GeneratorMemory().is_known
