@@ -39,7 +39,7 @@ def barrier() -> None:
     dist.barrier(device_ids=[current_world().device.index] if dist.get_backend() == "nccl" else None)
 
 
-def gather(value: Any, *, differentiable: bool | None = None) -> Any:
+def gather(value: Any, *, differentiable: bool | None = None, interleave: bool = False) -> Any:
     """Concatenate every rank's tensors along the first dimension, in rank order, on every rank.
 
     The first dimension may differ between ranks, and be 0; a number or 0-d tensor of each rank becomes one element.
@@ -50,6 +50,8 @@ def gather(value: Any, *, differentiable: bool | None = None) -> Any:
             contrastive loss over the joint batch needs. All ranks must then call ``backward``. With DDP's average, the
             gradient is that of one process where each rank computes the loss of the joint batch, or the mean over its
             own rows. By default they flow where a tensor requires a gradient on every rank.
+        interleave: take a row of each rank in turn. Of the exact share of a loader in order, that is the dataset's
+            order.
 
     Returns:
         The same nesting with tensors of shape (sum of all n, …); in a single process `value` itself.
@@ -73,7 +75,14 @@ def gather(value: Any, *, differentiable: bool | None = None) -> Any:
         gathered = [_Gathered.apply(leaf, each) for leaf, each in zip(tensors, sizes, strict=True)]  # type: ignore[no-untyped-call]
     else:
         gathered = [gather_tensor(leaf.detach(), each) for leaf, each in zip(tensors, sizes, strict=True)]
+    if interleave:
+        gathered = [rows[_in_turn(each).to(rows.device)] for rows, each in zip(gathered, sizes, strict=True)]
     return tree_unflatten(gathered, spec)
+
+
+def _in_turn(sizes: list[int]) -> torch.Tensor:
+    """Return where the rows of all ranks are, one after the other, when the ranks take turns."""
+    return torch.cat([torch.arange(size) * len(sizes) + rank for rank, size in enumerate(sizes)]).argsort()
 
 
 def _want_gradients(everyone: list["_Description"], *, refused: bool) -> bool:
