@@ -289,12 +289,12 @@ def _order_seed(loader: DataLoader[Any], world: World, number: int) -> int:
     """Return the seed of a loader's order, alike on all ranks.
 
     Args:
-        loader: the user's loader, whose generator, if any, gives the seed, as it would to torch's shuffle.
+        loader: the user's loader, whose generator's state, if any, decides the seed.
         world: of the run.
         number: of the loader among the shuffled ones, of which no two have one order.
     """
     if loader.generator is not None:
-        return int(torch.empty((), dtype=torch.int64).random_(generator=loader.generator))
+        return mix("generator", loader.generator.get_state().numpy().tobytes().hex())  # which is left alone
     base = world.options.seed or 0
     return base if number == 1 else mix("loader's order", base, number)
 

@@ -243,7 +243,7 @@ def trained(n: int, drop_last: bool) -> list[float]:
             optimizer.zero_grad()
             nn.functional.mse_loss(model(rows), rows.sin()).backward()
             optimizer.step()
-    return [float(each) for each in model.parameters()]
+    return [float(each.detach()) for each in model.parameters()]
 
 
 def test_training_in_order_is_one_processs() -> None:
@@ -254,9 +254,12 @@ def test_training_in_order_is_one_processs() -> None:
             assert weights == pytest.approx(expected, rel=1e-9)
 
 
-def test_samples_that_do_not_go_round_are_told(capfd: pytest.CaptureFixture[str]) -> None:
+def test_samples_that_do_not_go_round_are_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where the last step cannot be one process's, the loader's line says so, and what to do."""
+    monkeypatch.setenv("DISTWRAP_QUIET", "0")
     for n, options in ((18, {}), (16, {"drop_last": True}), (16, {})):
         with standing_on(0, 3):
             shard_loader(DataLoader(range(n), batch_size=6, **options), batch_size="global")  # type: ignore[arg-type]
-        assert ("do not go round" in capfd.readouterr().err) is (n == 16 and not options)
+        assert ("do not go round" in capsys.readouterr().err) is (n == 16 and not options)

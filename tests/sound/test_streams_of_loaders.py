@@ -95,11 +95,13 @@ def test_a_loader_built_anew_in_each_epoch_shuffles_anew() -> None:
 
 
 def test_a_loaders_generator_decides_its_shuffle() -> None:
-    """Generators of one seed give one order, another seed another, and a generator that goes on another too."""
+    """Generators of one seed give one order, another seed another, and a generator that was drawn from another too."""
 
     def orders() -> list[list[list[int]]]:
         one, same, other = (torch.Generator().manual_seed(seed) for seed in (1, 1, 2))
-        return [batches(shuffled(generator=generator)) for generator in (one, same, other, one)]
+        told = [batches(shuffled(generator=generator)) for generator in (one, same, other)]
+        torch.rand(1, generator=one)
+        return [*told, batches(shuffled(generator=one))]
 
     for a, b, c, d in on_each_rank(2, orders):
         assert a == b
