@@ -15,7 +15,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Set
-from itertools import islice
+from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any, Literal
 
@@ -172,16 +172,17 @@ class SplitShard(IterableShard):
         while divides and self._alike:
             self._alike.pop().give_back()
         step, place = (1, 0) if divides else (workers.count, workers.id)
-        if place == 0:
-            yield first
-        for item in islice(items, (place or step) - 1, None, step):
+        items = chain([first], items)
+        # A round is read to its end before its item is given: the dataset's own position is then alike on all ranks.
+        while around := list(islice(items, step)):
             if workers.was_asked is not divides:
                 raise LoaderError(
                     f"{type(self.dataset).__name__} asks for its worker only after its first item, when every "
                     f"{workers.count}th item was taken already. Let its __iter__ ask first, or say "
                     f"shard_loader(loader, split='dataset') if it takes its rank's part itself."
                 )
-            yield item
+            if place < len(around):
+                yield around[place]
 
 
 class DataPipeShard(IterDataPipe[Any]):
