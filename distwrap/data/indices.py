@@ -66,6 +66,18 @@ def batch_count(n: int, world_size: int, batch_size: int, drop_last: bool) -> in
     return max(-(-fewest // batch_size), 1 if n else 0)
 
 
+def stream_batches(n: int, rank: int, world_size: int, workers: int, batch_size: int, drop_last: bool) -> int:
+    """Return how many batches a rank's workers make of every n-th item of a stream; the first rank's are the most.
+
+    Example:
+        >>> [stream_batches(11, rank, 2, workers=1, batch_size=2, drop_last=False) for rank in (0, 1)]
+        [3, 3]
+    """
+    first, count = rank * workers, world_size * workers
+    shares = [share_size(n, worker, count, "exact") for worker in range(first, first + workers)]
+    return sum(share // batch_size if drop_last else -(-share // batch_size) for share in shares)
+
+
 def exact_batches(indices: Iterable[int], count: int, batch_size: int, drop_last: bool) -> Iterator[list[int]]:
     """Yield a rank's indices in `count` batches; what is left over joins the last one, or is dropped.
 

@@ -13,6 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 from distwrap._internals.torch_data import ITERATOR, IteratorHook, check_iterator_hook
 from distwrap.data import workers
 from distwrap.data.epoch_check import EpochCheck
+from distwrap.data.indices import stream_batches
 from distwrap.data.iterable_shards import DataPipeShard, IterableShard, SplitShard, StatefulShard
 from distwrap.data.lockstep import in_step
 from distwrap.data.position import EpochStart, Position, Shuffle, check_state
@@ -83,6 +84,14 @@ class ShardedLoader(IteratorHook):
     def __iter__(self) -> Any:
         uneven = self._sharding.uneven
         return in_step(self, uneven) if uneven else self._rank_batches()
+
+    def __len__(self) -> int:
+        whole, sharding = super().__len__(), self._sharding
+        if not self._is_iterable or sharding.world_size == 1 or sharding.by_itself:
+            return whole
+        rank = {"": sharding.rank, "pad": 0, "shortest": sharding.world_size - 1}[sharding.uneven]
+        place = (rank, sharding.world_size, max(1, self.num_workers))
+        return stream_batches(len(self.dataset), *place, self.batch_size or 1, self.drop_last)  # type: ignore[arg-type]
 
     def _rank_batches(self) -> Iterator[Any]:
         """Return an iterator over this rank's batches, which waits for no other rank."""
