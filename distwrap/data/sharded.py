@@ -187,6 +187,12 @@ class ShardedLoader(IteratorHook):
         if self._is_iterable:
             return self._iterable_state()
         sampler, position = self._sharding.sampler, self._sharding.position
+        if self.num_workers and not getattr(self, "in_order", True) and position.now and position.batches_taken:
+            raise LoaderError(
+                f"the loop has had {position.batches_taken} batches, but which ones cannot be told: with "
+                f"in_order=False they come as the workers are done with them. Say DataLoader(..., in_order=True), or "
+                f"save between epochs."
+            )
         if sampler is not None:
             return {**position.state(self._consumed, sampler.shuffle_of), **self._items()}
         theirs = getattr(super(), "state_dict", None)
