@@ -36,20 +36,24 @@ def progress(iterable: Iterable[Item], *, desc: str | None = None, **tqdm_option
         return Bar(iterable, desc=desc, **tqdm_options)
     if tqdm_options.get("disable"):
         return iterable
-    return _in_text(iterable, desc or "progress")
+    return _InText(iterable, desc or "progress")
 
 
-def _in_text(iterable: Iterable[Item], desc: str) -> Iterator[Item]:
-    try:
-        total = f" of {len(iterable)}"  # type: ignore[arg-type]
-    except TypeError:
-        total = ""
-    start = last = time.monotonic()
-    count = 0
-    for count, item in enumerate(iterable, 1):
-        yield item
-        now = time.monotonic()
-        if now - last >= _SECONDS:
-            print(f"{desc}: {count}{total}, {now - start:.0f} s", file=sys.stderr, flush=True)
-            last = now
-    print(f"{desc}: {count}{total}, {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)
+class _InText(Iterable[Item]):
+    def __init__(self, iterable: Iterable[Item], desc: str) -> None:
+        self.iterable, self._desc = iterable, desc
+
+    def __iter__(self) -> Iterator[Item]:
+        try:
+            total = f" of {len(self.iterable)}"  # type: ignore[arg-type]
+        except TypeError:
+            total = ""
+        start = last = time.monotonic()
+        count = 0
+        for count, item in enumerate(self.iterable, 1):
+            yield item
+            now = time.monotonic()
+            if now - last >= _SECONDS:
+                print(f"{self._desc}: {count}{total}, {now - start:.0f} s", file=sys.stderr, flush=True)
+                last = now
+        print(f"{self._desc}: {count}{total}, {time.monotonic() - start:.1f} s", file=sys.stderr, flush=True)

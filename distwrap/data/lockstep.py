@@ -7,6 +7,7 @@ told that the node is wanted back. All of them then take the same branch.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from enum import IntEnum
 from functools import partial
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 
 from distwrap.checks import SECONDS, one_of
+from distwrap.data.position import fetching_ahead, move
 from distwrap.data.preemption import SIGNALS, Listener, Preemption, shielded
 from distwrap.errors import LoaderError
 from distwrap.group.collective_guard import check_collectives_allowed
@@ -28,6 +30,7 @@ Batch = TypeVar("Batch")
 Uneven = Literal["shortest", "pad"]
 
 _NOTHING: Any = object()
+_IN_WINDOW = 2
 
 
 class _Flag(IntEnum):
@@ -38,7 +41,7 @@ class _Flag(IntEnum):
     STOP = 2
     SKIP = 3
     PREEMPTED = 4
-    EMPTY = 5  # a rank's loader has nothing to repeat
+    EMPTY = 5  # a rank's loader has nothing to repeat; _IN_WINDOW where there is no step, but one is under way
 
 
 def lockstep(
@@ -71,7 +74,11 @@ def lockstep(
         LoaderError: with ``"pad"``, a rank has no batch at all; on every rank.
 
     The cost is an all-reduce of six numbers a step, between the processes' CPUs. A rank that leaves its loop by
-    ``break`` must have done its part of the step's collectives.
+    ``break`` must have done its part of the step's collectives. The position of a sharded loader is after the last
+    batch that the loop was given: one that was fetched when the ranks agreed to leave comes again.
+
+    With `accumulate`, around or inside, a step is a window: `stop` and signals let it come to its end, a last one has
+    the same size on all ranks, and a second all-reduce tells that a rank has left by ``break`` within one.
 
     Example:
         >>> steps = lockstep([1, 2, 3, 4], skip=lambda batch: batch == 2)
@@ -88,9 +95,9 @@ def lockstep(
     return Lockstep(loader, uneven, skip, on_preempt, SECONDS("grace", grace))
 
 
-def in_step(loader: Any, uneven: Uneven) -> Iterator[Any]:
-    """Return an iterator in step over a sharded loader that has no length; it leaves signals alone."""
-    return iter(Lockstep(loader, uneven, None, None, 30.0, listens=False))
+def in_step(loader: Any, uneven: Uneven) -> Lockstep[Any]:
+    """Return a sharded loader whose ranks may end unevenly in step; it leaves signals alone."""
+    return Lockstep(loader, uneven, None, None, 30.0, listens=False)
 
 
 class LockstepStatus(RunPart):
@@ -153,7 +160,7 @@ class Lockstep(Generic[Batch]):
         self._loader, self._uneven, self._skip = loader, uneven, skip
         self._listens = listens
         self._on_preempt, self._grace = on_preempt, grace
-        self._stop = False
+        self._stop = self._is_left = False
         self._vote: Any = None
         self._has_more = False
         self.step = self.skipped = 0
@@ -166,54 +173,77 @@ class Lockstep(Generic[Batch]):
         """End the loop of all ranks before the next step."""
         self._stop = True
 
+    def is_left(self) -> bool:
+        """Return whether a rank has left its loop by itself since the last step; every rank asks."""
+        numbers = [_IN_WINDOW if flag is _Flag.EMPTY else 0 for flag in _Flag]
+        seen = current_world().part(LockstepStatus).maximum(numbers)
+        parted = bool(seen[_Flag.OUT] or seen[_Flag.HAS])
+        self._is_left = parted or bool(seen[_Flag.STOP])
+        if parted:
+            raise _parted()
+        return self._is_left
+
     def __iter__(self) -> Iterator[Batch]:
+        # Windows of accumulate() go around the steps, so that they are of one size on all ranks.
+        in_windows: Callable[..., Iterator[Batch]] | None = getattr(self._loader, "in_windows", None)
+        return in_windows(self, self._skip) if in_windows else self.steps(self._loader, self._skip)
+
+    def steps(self, loader: Iterable[Any], skip: Callable[[Any], bool] | None) -> Iterator[Any]:
+        """Yield a loader's batches, in step."""
         world = current_world()
         check_collectives_allowed("lockstep()")
         status = world.part(LockstepStatus)
-        self.step, self.skipped, self._stop = 0, 0, False
+        self.step, self.skipped, self._stop, self._is_left = 0, 0, False, False
         listener = Listener(SIGNALS if self._listens else ())
-        batches: Iterator[Batch]
+        batches: Iterator[Any]
         try:
-            with shielded(self._loader, self._grace):
-                batches = self._begin()
+            with shielded(loader, self._grace):
+                batches = _begin(loader, "_rank_batches")
             world.part(Activity).follow(self)
             first_pass = True
+            moves: list[Callable[[], None]] = []
+            no_moves: list[Callable[[], None]] = []
             while True:
-                batch = next(batches, _NOTHING)
-                if batch is _NOTHING and self._uneven == "pad":
-                    first_pass, batches = False, self._begin()
+                # A loop that nobody can stop has all that is fetched.
+                fetching: Any = fetching_ahead if self._listens else partial(nullcontext, no_moves)
+                with fetching() as ahead:
                     batch = next(batches, _NOTHING)
+                    if batch is _NOTHING and self._uneven == "pad":
+                        first_pass, batches = False, _begin(loader, "_same_epoch")
+                        batch = next(batches, _NOTHING)
+                moves += ahead
                 has = self._has_more = batch is not _NOTHING
                 mine = {
                     _Flag.OUT: not (has and first_pass),
                     _Flag.HAS: has and first_pass,
                     _Flag.STOP: self._stop,
-                    _Flag.SKIP: has and self._skip is not None and bool(self._skip(batch)),
+                    _Flag.SKIP: has and skip is not None and bool(skip(batch)),
                     _Flag.PREEMPTED: listener.heard is not None or status.preempted is not None,
                     _Flag.EMPTY: self._uneven == "pad" and not has,
                 }
                 seen = status.maximum([int(mine[flag]) for flag in _Flag])
                 if self._ends(seen, world, status, listener):
+                    if not has:
+                        move(*moves)
                     return
                 if seen[_Flag.SKIP]:
                     self.skipped += 1
                     continue
+                move(*moves)  # of a batch that no rank trains on, none is made
+                moves.clear()
                 self.step += 1
                 yield batch
         except GeneratorExit:  # the user's loop was left by itself, not by all ranks
-            if current_world() is world:
+            if current_world() is world and not self._is_left:
                 self._vote = status.vote_to_stop()
             raise
         finally:
             listener.close()
 
-    def _begin(self) -> Iterator[Batch]:
-        """Return an iterator over the loader, and not one that is in step itself."""
-        begin: Callable[[], Iterator[Batch]] = getattr(self._loader, "_rank_batches", partial(iter, self._loader))
-        return begin()
-
     def _ends(self, seen: list[int], world: World, status: LockstepStatus, listener: Listener) -> bool:
         """Return whether all ranks end here, after what is to be done before."""
+        if seen[_Flag.EMPTY] == _IN_WINDOW:
+            raise _parted()
         if seen[_Flag.PREEMPTED]:
             self._leave_preempted(status, listener)
             return True
@@ -245,3 +275,17 @@ class Lockstep(Generic[Batch]):
             if self._on_preempt is not None:
                 self._on_preempt(self.preempted)
         self.preempted = status.preempted
+
+
+def _begin(loader: Iterable[Any], how: str) -> Iterator[Any]:
+    """Return an iterator over a loader, and not one that is in step itself; a sharded loader has methods for it."""
+    begin: Callable[[], Iterator[Any]] = getattr(loader, how, partial(iter, loader))
+    return begin()
+
+
+def _parted() -> LoaderError:
+    return LoaderError(
+        f"lockstep() and accumulate() ask the other ranks in different ways: on some ranks, but not on all, something "
+        f"stands between the two, as a progress bar (noticed on rank {current_world().placement.rank}). "
+        f"Put it around both."
+    )

@@ -4,8 +4,11 @@ The order belongs to all ranks, and each takes its share of what is left of it. 
 every rank, and it means the same to another number of ranks and to another batch size.
 """
 
+import threading
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -70,9 +73,17 @@ class Position:
 
     def count(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield the batches, and count those that the loop has had: workers are ahead of it."""
-        for self.batches_taken, batch in enumerate(batches, 1):
+        for taken, batch in enumerate(batches, 1):
+            move(partial(self._move, self.now, taken))
             yield batch
-        self.now = None
+        move(partial(self._move, self.now, None))
+
+    def _move(self, begun: EpochStart | None, taken: int | None) -> None:
+        """Go to a number of batches of an iteration, or to its end, unless the next one has begun since."""
+        if self.now is begun and taken is not None:
+            self.batches_taken = taken
+        elif self.now is begun:
+            self.now = None
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the next epoch; a position in that very epoch, from a saved state, stays."""
@@ -98,6 +109,38 @@ class Position:
         """Let the next iteration go on from a position that `state` has returned."""
         shuffle = Shuffle(state["order"], state["seed"]) if state["consumed"] else None
         self.next, self.now = EpochStart(state["epoch"], state["consumed"], shuffle), None
+
+
+class _Ahead(threading.local):
+    moves: list[Callable[[], None]] | None = None
+
+
+_ahead = _Ahead()
+
+
+@contextmanager
+def fetching_ahead() -> Iterator[list[Callable[[], None]]]:
+    """Collect the moves of positions while a batch is fetched that the loop does not have yet, and may never have."""
+    moves: list[Callable[[], None]] = []
+    before, _ahead.moves = _ahead.moves, moves
+    try:
+        yield moves
+    finally:
+        _ahead.moves = before
+
+
+def is_ahead() -> bool:
+    """Return whether what is fetched now is fetched ahead of the loop."""
+    return _ahead.moves is not None
+
+
+def move(*moves: Callable[[], None]) -> None:
+    """Make moves of positions, once the loop has the batch; who fetches ahead of the loop makes them later."""
+    if _ahead.moves is not None:
+        _ahead.moves.extend(moves)
+        return
+    for make in moves:
+        make()
 
 
 def check_state(state: Any, unit: str, items: int | None, custom: bool) -> None:

@@ -1,8 +1,8 @@
 """The class of a sharded loader: the user's own class, which also knows the loop's position in its data."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -15,8 +15,8 @@ from distwrap.data import workers
 from distwrap.data.epoch_check import EpochCheck
 from distwrap.data.indices import stream_batches
 from distwrap.data.iterable_shards import DataPipeShard, IterableShard, SplitShard, StatefulShard
-from distwrap.data.lockstep import in_step
-from distwrap.data.position import EpochStart, Position, Shuffle, check_state
+from distwrap.data.lockstep import Lockstep, in_step
+from distwrap.data.position import EpochStart, Position, Shuffle, check_state, is_ahead, move
 from distwrap.data.samplers import ExactBatches, Order, RememberedShuffle, Share
 from distwrap.data.worker_seeding import SeededFetch, SeededIndices, WorkerInit, worker_seed
 from distwrap.devices.transfer import on_device
@@ -41,12 +41,14 @@ class Sharding:
         sampler: takes the share; ``None`` in a single process, and where there are no indices.
         items_per_step: how many of the sampler's items all ranks take in a step.
         uneven: how ranks with an iterable dataset end; empty where each ends by itself.
+        lockstep: the loop in step with the other ranks, where they may end unevenly.
         by_itself: whether an iterable dataset takes its rank's part by itself.
         seed: of the random numbers with which samples are fetched.
         order_seed: of those with which an iterable dataset makes the items that are divided, alike on all ranks.
         endless: whether the user's class goes on over one iterator for ever, and this one has epochs in its place.
         epoch_check: of the ranks' loops.
         epoch: the epoch that begins, int64; in shared memory where workers outlive an epoch.
+        own_state: where the loop is by a dataset's or loader's own telling, while that is ahead of the loop.
     """
 
     device: torch.device
@@ -57,12 +59,14 @@ class Sharding:
     sampler: Order | Share | None = None
     items_per_step: int = 1
     uneven: Literal["", "shortest", "pad"] = ""
+    lockstep: Lockstep[Any] | None = None
     by_itself: bool = False
     seed: int = 0
     order_seed: int = 0
     endless: bool = False
     epoch_check: EpochCheck | None = None
     epoch: torch.Tensor | None = None
+    own_state: dict[str, Any] | None = None
 
 
 class ShardedLoader(IteratorHook):
@@ -78,15 +82,16 @@ class ShardedLoader(IteratorHook):
         for owner in (super(), *given):
             getattr(owner, "set_epoch", lambda _: None)(epoch)
 
-    def __len__(self) -> int:
-        return DataLoader.__len__(self) if self._sharding.endless else super().__len__()
-
     def __iter__(self) -> Any:
-        uneven = self._sharding.uneven
-        return in_step(self, uneven) if uneven else self._rank_batches()
+        sharding = self._sharding
+        if not sharding.uneven:
+            return self._rank_batches()
+        sharding.lockstep = in_step(self, sharding.uneven)
+        return iter(sharding.lockstep)
 
     def __len__(self) -> int:
-        whole, sharding = super().__len__(), self._sharding
+        sharding = self._sharding
+        whole = DataLoader.__len__(self) if sharding.endless else super().__len__()
         if not self._is_iterable or sharding.world_size == 1 or sharding.by_itself:
             return whole
         rank = {"": sharding.rank, "pad": 0, "shortest": sharding.world_size - 1}[sharding.uneven]
@@ -116,7 +121,39 @@ class ShardedLoader(IteratorHook):
             batches = check.first_batches(batches) if self._is_iterable else check.epochs(batches)
         if sharding.device.type != "cpu":
             batches = on_device(batches, sharding.device, sharding.copy_ahead)
+        if sharding.sampler is None:
+            batches = self._remembering(batches)
         return position.count(batches)
+
+    def _same_epoch(self) -> Iterator[Any]:
+        """Return an iterator for a rank that is out of batches before the others are: their next epoch is its own."""
+        position = self._sharding.position
+        position.next = EpochStart(position.next.epoch - 1)
+        return self._rank_batches()
+
+    def _remembering(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """Yield batches; of what is fetched ahead of the loop, keep the state before."""
+        sharding, stream, nothing = self._sharding, iter(batches), object()
+        sharding.own_state = None
+        while True:
+            if sharding.own_state is None and is_ahead():
+                with suppress(AttributeError):  # a dataset that has no state before its first item
+                    sharding.own_state = copy.deepcopy(self._own_state())
+            batch = next(stream, nothing)
+            move(partial(setattr, sharding, "own_state", None))
+            if batch is nothing:
+                return
+            yield batch
+
+    def _own_state(self) -> dict[str, Any] | None:
+        """Return the position that a StatefulDataLoader or an iterable dataset tells itself; ``None`` of others."""
+        if self._sharding.own_state is not None:
+            return self._sharding.own_state
+        theirs = getattr(super(), "state_dict", None)
+        if theirs is not None:
+            return {"loader": theirs()}
+        tells = getattr(self.dataset, "state_dict", None) if self._is_iterable and self.num_workers == 0 else None
+        return {"dataset": tells()} if tells is not None else None
 
     @contextmanager
     def making_iterator(self) -> Iterator[None]:
@@ -195,9 +232,9 @@ class ShardedLoader(IteratorHook):
             )
         if sampler is not None:
             return {**position.state(self._consumed, sampler.shuffle_of), **self._items()}
-        theirs = getattr(super(), "state_dict", None)
-        if theirs is not None:  # a StatefulDataLoader's
-            return theirs()  # type: ignore[no-any-return]
+        own = self._own_state()
+        if own is not None:  # a StatefulDataLoader's
+            return own["loader"]  # type: ignore[no-any-return]
         if position.now is not None:
             self._check_order_is_known()
         usual = getattr(innermost(self), "drawn", None) or Shuffle("", 0)
@@ -212,6 +249,7 @@ class ShardedLoader(IteratorHook):
         Raises:
             LoaderError: the state is of other data, or none.
         """
+        self._sharding.own_state = None
         if self._is_iterable:
             self._load_iterable_state(state)
             return
@@ -267,11 +305,9 @@ class ShardedLoader(IteratorHook):
     def _iterable_state(self) -> dict[str, Any]:
         sharding = self._sharding
         whose = {"rank": sharding.rank, "world_size": sharding.world_size, "epoch": sharding.position.epoch}
-        theirs = getattr(super(), "state_dict", None)
-        if theirs is not None:
-            return {**whose, "loader": theirs()}
-        if self.num_workers == 0 and hasattr(self.dataset, "state_dict"):
-            return {**whose, "dataset": self.dataset.state_dict()}
+        own = self._own_state()
+        if own is not None:
+            return {**whose, **own}
         raise LoaderError(
             f"the position in {type(self.dataset).__name__} cannot be told: an iterable dataset has no indices, and "
             f"{'its workers fetch ahead of the loop' if self.num_workers else 'it has no state_dict()'}. "
@@ -297,7 +333,7 @@ class ShardedLoader(IteratorHook):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Neither pickle nor copy would find this class by its name; but it follows from the user's own.
-        sharding = replace(self._sharding, epoch=None, epoch_check=None)
+        sharding = replace(self._sharding, epoch=None, epoch_check=None, lockstep=None)
         return _rebuilt, (type(self).__bases__[1], {**self.__dict__, ITERATOR: None, "_sharding": sharding})
 
 
@@ -361,20 +397,6 @@ def with_epochs(loader: Loader, held: list[str]) -> Loader:
         )
     plain: dict[str, Any] = {**dict.fromkeys(held), name: repeating.sampler}
     return copied(loader, {**plain, "persistent_workers": loader.num_workers > 0}, type(loader))
-
-
-def batches_left(loader: Any) -> int | None:
-    """Return how many batches the next iteration over a loader gives on this rank; ``None`` where nobody knows."""
-    try:
-        whole = len(loader)
-    except TypeError:
-        return None
-    if not isinstance(loader, ShardedLoader):
-        return whole
-    start, batches = loader._sharding.position.next.start, loader.batch_sampler
-    if isinstance(batches, ExactBatches):
-        return batches.count(start)
-    return whole - start // loader._sharding.items_per_step
 
 
 def copied(loader: Loader, attributes: dict[str, Any], cls: type) -> Loader:

@@ -1,0 +1,42 @@
+"""What is known of a loop over a loader before its batches come: how many they are, and whether it is in step."""
+
+from collections.abc import Iterable
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from distwrap.data.lockstep import Lockstep
+from distwrap.data.samplers import ExactBatches
+from distwrap.data.sharded import ShardedLoader
+
+
+def lockstep_of(loader: Any) -> Lockstep[Any] | None:
+    """Return the loop in step that is under way over a loader; ``None`` where there is none."""
+    loader = _under_bars(loader)
+    if isinstance(loader, ShardedLoader):
+        return loader._sharding.lockstep
+    return loader if isinstance(loader, Lockstep) else None
+
+
+def _under_bars(loader: Any) -> Any:
+    """Return what a progress bar goes through, which may be shown on one rank alone."""
+    while not isinstance(loader, DataLoader) and isinstance(getattr(loader, "iterable", None), Iterable):
+        loader = loader.iterable
+    return loader
+
+
+def batches_left(loader: Any) -> int | None:
+    """Return how many batches the next iteration over a loader gives on this rank; ``None`` where nobody knows."""
+    inner = _under_bars(loader)
+    if isinstance(inner, Lockstep) or (isinstance(inner, ShardedLoader) and inner._sharding.uneven):
+        return None
+    try:
+        whole = len(loader)
+    except TypeError:
+        return None
+    if not isinstance(loader, ShardedLoader):
+        return whole
+    start, batches = loader._sharding.position.next.start, loader.batch_sampler
+    if isinstance(batches, ExactBatches):
+        return batches.count(start)
+    return whole - start // loader._sharding.items_per_step
