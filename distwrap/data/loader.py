@@ -15,21 +15,13 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from distwrap._internals.torch_data import held_iterators
 from distwrap.checks import one_of
 from distwrap.data import iterable_shards
+from distwrap.data.endless import with_epochs
 from distwrap.data.epoch_check import EpochCheck, part_of
 from distwrap.data.indices import Mode
 from distwrap.data.iterable_shards import Split
 from distwrap.data.position import Position
 from distwrap.data.samplers import ExactBatches, Order, RememberedShuffle, Share
-from distwrap.data.sharded import (
-    Loader,
-    ShardedLoader,
-    Sharding,
-    innermost,
-    is_torchs,
-    only_moved,
-    sharded_copy,
-    with_epochs,
-)
+from distwrap.data.sharded import Loader, ShardedLoader, Sharding, innermost, is_torchs, only_moved, sharded_copy
 from distwrap.errors import LoaderError
 from distwrap.group.world import World, current_world, say_once
 from distwrap.seeding import mix

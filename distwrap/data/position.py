@@ -173,3 +173,19 @@ def check_state(state: Any, unit: str, items: int | None, custom: bool) -> None:
             f"the position is in {of_one} order, but the order here is {of_other}: it cannot be gone on with. "
             f"Give the loader the sampler that it had."
         )
+
+
+def check_stream_state(state: Any, rank: int, world_size: int) -> None:
+    """Raise an error where a state is no position in an iterable dataset, or another rank's.
+
+    Raises:
+        LoaderError: says what the state is instead.
+    """
+    if not isinstance(state, dict) or not {"rank", "world_size", "epoch"} <= state.keys():
+        raise LoaderError("this is no position of a sharded loader over an iterable dataset.")
+    if (state["rank"], state["world_size"]) != (rank, world_size):
+        raise LoaderError(
+            f"the position is rank {state['rank']}'s of {state['world_size']}, but this is rank {rank} of "
+            f"{world_size}: in an iterable dataset each rank has a position of its own. Save one for each rank "
+            f"(distwrap.gather_object), and go on with as many ranks."
+        )

@@ -16,7 +16,7 @@ from distwrap.data.epoch_check import EpochCheck
 from distwrap.data.indices import stream_batches
 from distwrap.data.iterable_shards import DataPipeShard, IterableShard, SplitShard, StatefulShard
 from distwrap.data.lockstep import Lockstep, in_step
-from distwrap.data.position import EpochStart, Position, Shuffle, check_state, is_ahead, move
+from distwrap.data.position import EpochStart, Position, Shuffle, check_state, check_stream_state, is_ahead, move
 from distwrap.data.samplers import ExactBatches, Order, RememberedShuffle, Share
 from distwrap.data.worker_seeding import SeededFetch, SeededIndices, WorkerInit, worker_seed
 from distwrap.devices.transfer import on_device
@@ -316,15 +316,7 @@ class ShardedLoader(IteratorHook):
         )
 
     def _load_iterable_state(self, state: dict[str, Any]) -> None:
-        rank, world_size = self._sharding.rank, self._sharding.world_size
-        if not isinstance(state, dict) or not {"rank", "world_size", "epoch"} <= state.keys():
-            raise LoaderError("this is no position of a sharded loader over an iterable dataset.")
-        if (state["rank"], state["world_size"]) != (rank, world_size):
-            raise LoaderError(
-                f"the position is rank {state['rank']}'s of {state['world_size']}, but this is rank {rank} of "
-                f"{world_size}: in an iterable dataset each rank has a position of its own. Save one for each rank "
-                f"(distwrap.gather_object), and go on with as many ranks."
-            )
+        check_stream_state(state, self._sharding.rank, self._sharding.world_size)
         if "loader" in state:
             super().load_state_dict(state["loader"])  # type: ignore[misc]
         else:
@@ -373,30 +365,6 @@ def only_moved(loader: Loader, sharding: Sharding) -> Loader:
     loader.__dict__["_sharding"] = sharding
     loader.__class__ = sharded_class(type(loader))
     return loader
-
-
-def with_epochs(loader: Loader, held: list[str]) -> Loader:
-    """Return a copy of an endless loader, as timm's and ultralytics' are, whose sampler is the one that is repeated.
-
-    Their aim, workers that outlive an epoch, is torch's ``persistent_workers``.
-
-    Args:
-        loader: of a class of its own.
-        held: its attributes that hold an iterator over it.
-
-    Raises:
-        LoaderError: the sampler is not one that repeats another.
-    """
-    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
-    repeating: Any = getattr(loader, name)
-    if hasattr(repeating, "__len__") or not hasattr(repeating, "sampler"):
-        raise LoaderError(
-            f"the {type(loader).__name__} holds an iterator in its attribute {held[0]!r}, made before the loader was "
-            f"sharded, which would go on over undivided data. Make the iterator in __iter__, or shard a plain "
-            f"DataLoader with persistent_workers=True."
-        )
-    plain: dict[str, Any] = {**dict.fromkeys(held), name: repeating.sampler}
-    return copied(loader, {**plain, "persistent_workers": loader.num_workers > 0}, type(loader))
 
 
 def copied(loader: Loader, attributes: dict[str, Any], cls: type) -> Loader:
