@@ -55,6 +55,8 @@ def main(fd: int) -> None:
         if wake_r in ready:
             _drain(wake_r)
             _reap(status_of)
+            if idle is not None:
+                idle = 0.0  # where launches follow each other, the next one waits once, and not each of its ranks
         if control.fileno() in ready:
             request, fds, _, _ = socket.recv_fds(control, 1, DESCRIPTORS)
             if not request:
