@@ -77,7 +77,13 @@ class WorkerError(DistwrapError, RuntimeError):
 
 
 class WorkerTraceback(WorkerError):
-    """The traceback of an exception on its rank; the ``__cause__`` of the same exception in the caller."""
+    """The traceback of an exception on its rank; the ``__cause__`` of the same exception in the caller.
+
+    Attributes:
+        is_secondary: whether that exception only followed from the loss of another rank.
+    """
+
+    is_secondary = False
 
     def __str__(self) -> str:
         return "\n" + super().__str__()

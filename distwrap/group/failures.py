@@ -37,8 +37,23 @@ _OF_ANOTHER = re.compile(r"distwrap\.errors\.WorkerError: rank \d+(, which goes 
 _TIMEOUTS = ("Timed out waiting", "wait timeout after", "monitoredBarrier", "Timeout waiting for key")
 
 
+# Where Python reads what a loader's worker sends.
+_PIPES = tuple(os.path.join("multiprocessing", file) for file in ("connection.py", "reduction.py"))
+
+
+def is_secondary(error: BaseException) -> bool:
+    """Return whether an error only follows from a lost peer, or from another rank's failure.
+
+    Only torch's own words count, and those of our errors. What is raised while such an error is handled follows too.
+    """
+    if is_secondary_failure(in_words(error)) and (isinstance(error, DistwrapError) or _is_torchs(error)):
+        return True
+    earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return earlier is not None and not isinstance(error, DistwrapError) and is_secondary(earlier)
+
+
 def is_secondary_failure(summary: str) -> bool:
-    """Return whether an error only follows from a lost peer, or from another rank's failure."""
+    """Return whether the words of an error of torch's, or of ours, tell of a lost peer or another rank's failure."""
     if _OF_ANOTHER.match(summary):
         return True
     return not summary.startswith("distwrap.") and any(words in summary for words in _LOST_PEER)
@@ -58,8 +73,7 @@ def explained(error: BaseException) -> BaseException:
             rank=world.placement.rank,
             host=socket.gethostname(),
         ).with_traceback(error.__traceback__)
-    torchs_own = isinstance(error, RuntimeError) and not isinstance(error, DistwrapError)
-    if world is None or world.channel is None or not torchs_own:
+    if world is None or world.channel is None or not _is_torchs(error):
         return error
     channel, place, text = world.channel, world.placement, str(error)
     here = f"rank {place.rank} on {socket.gethostname()}"
@@ -82,8 +96,16 @@ def explained(error: BaseException) -> BaseException:
     return better.with_traceback(error.__traceback__)
 
 
+def _is_torchs(error: BaseException) -> bool:
+    ours = isinstance(error, DistwrapError)
+    return isinstance(error, RuntimeError) and not ours and not stacks.raised_outside_torch(error.__traceback__)
+
+
 def _fetches_a_batch(error: BaseException) -> bool:
-    return stacks.locate(stacks.of_traceback(error.__traceback__))[0] == "DataLoader"
+    """Return whether an error comes from the pipe to a loader's worker, and not from the dataset's own code."""
+    lines = stacks.of_traceback(error.__traceback__)
+    from_pipe = (bool(lines) and lines[-1][0].endswith(_PIPES)) or "in pin memory thread" in str(error)
+    return from_pipe and stacks.locate(lines)[0] == "DataLoader"
 
 
 def tell(error: BaseException) -> None:

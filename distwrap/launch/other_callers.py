@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from multiprocessing.connection import Pipe
 from typing import Any
@@ -301,5 +301,6 @@ class OtherCallers:
         rank, host, trace = message["rank"], message["host"], message["traceback"].strip()
         if rank is None:
             rank = message["first"]  # the caller has failed, and stands for its first rank
+        outcome = of_error(rank, host, 0, from_json(message), trace, message["time"])
         with suppress(OSError):
-            self._pipe.send(of_error(rank, host, 0, from_json(message), trace, message["time"]))
+            self._pipe.send(replace(outcome, lost_peer=message["is_secondary"]))

@@ -7,7 +7,7 @@ import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from distwrap.decorated import find_by_name
@@ -31,6 +31,7 @@ class Outcome:
         error: the pickled exception, or ``None`` after success and where the exception cannot be pickled.
         summary: the exception in one line; empty after success.
         traceback: the exception in full; empty after success and where the rank ended without a report.
+        lost_peer: whether the rank failed only because it had lost another rank; ``None`` where the summary tells.
     """
 
     rank: int
@@ -41,6 +42,7 @@ class Outcome:
     error: bytes | None = None
     summary: str = ""
     traceback: str = ""
+    lost_peer: bool | None = None
 
     @property
     def failed(self) -> bool:
@@ -50,7 +52,7 @@ class Outcome:
     @property
     def is_secondary(self) -> bool:
         """Whether the rank failed only because it had lost another rank."""
-        return failures.is_secondary_failure(self.summary)
+        return failures.is_secondary_failure(self.summary) if self.lost_peer is None else self.lost_peer
 
 
 def success(rank: int, value: bytes | None) -> Outcome:
@@ -65,7 +67,8 @@ def failure(rank: int, error: BaseException) -> Outcome:
     while step is not None and step.tb_frame.f_code.co_filename.startswith(here):
         step = step.tb_next  # the frames of the launcher explain nothing, where the user's code follows
     lines = traceback.format_exception(type(error), error, step or start)
-    return of_error(rank, socket.gethostname(), os.getpid(), error, "".join(lines))
+    outcome = of_error(rank, socket.gethostname(), os.getpid(), error, "".join(lines))
+    return replace(outcome, lost_peer=failures.is_secondary(error))
 
 
 def death(rank: int, pid: int, exitcode: int | None, oom_kills: int | None = None, last_seen: str = "") -> Outcome:
@@ -113,6 +116,8 @@ def raise_failure(failed: Sequence[Outcome], finished: Sequence[int] = ()) -> No
     also = f"\n({named_ranks(others)} failed afterwards)" if others else ""
     known: dict[str, Any] = {"rank": cause.rank, "host": cause.host, "exitcode": 1, "signal": None}
     remote = WorkerTraceback(f"{where} raised:\n\n{cause.traceback}{also}", **known) if cause.traceback else None
+    if remote is not None:
+        remote.is_secondary = cause.is_secondary
     if finished and cause.is_secondary:
         raise CollectiveError(
             f"{where} waited in a collective for {named_ranks(finished)}, which had left the function already. Every "
@@ -153,6 +158,7 @@ def to_json(error: BaseException) -> dict[str, Any]:
         "type": [type(error).__module__, type(error).__qualname__],
         "args": plain if plain == list(error.args) else None,
         "summary": f"{type(error).__name__}: {error}",
+        "is_secondary": getattr(cause, "is_secondary", False),
         "traceback": str(cause).partition("raised:\n\n")[2] if cause is not None else "",
         "time": time.time(),
     }

@@ -1,5 +1,6 @@
 """Python stacks, and the one line of each that its owner would look for."""
 
+import dis
 import gc
 import inspect
 import os
@@ -59,6 +60,18 @@ def of_traceback(trace: TracebackType | None) -> list[Line]:
 
 def _lines(frames: Iterator[tuple[FrameType, int]]) -> list[Line]:
     return [(frame.f_code.co_filename, number or 0, frame.f_code.co_name) for frame, number in frames]
+
+
+def raised_outside_torch(trace: TracebackType | None) -> bool:
+    """Return whether a ``raise`` of the user's or of a library's has made an exception, and not torch."""
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    if trace is None:
+        return False
+    code = trace.tb_frame.f_code
+    by_statement = code.co_code[trace.tb_lasti] == dis.opmap["RAISE_VARARGS"]  # native code raises at a call
+    of_a_worker = code.co_name == "reraise"  # what a loader's worker has raised, which torch raises again
+    return by_statement and (of_a_worker or not code.co_filename.startswith(_TORCH))
 
 
 def users_frame() -> FrameType | None:
