@@ -4,6 +4,7 @@ import json
 import os
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -14,10 +15,12 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap.environments import Placement
 from distwrap.environments.identity import lives, node
-from distwrap.errors import CollectiveError, WorkerDiedError
+from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError
 from distwrap.network.stores import count, read
 from distwrap.supervision.failure_news import store_is_gone
 from distwrap.supervision.stall_detection import StallDetector
+
+_MADE, _FAILED = b"+", b"-"  # before an answer, and before a traceback
 
 # Takes what a rank asked, or None as this one leaves, and for how many seconds it waits; returns None for "not yet".
 Make = Callable[[Any, float], bytes | None]
@@ -57,8 +60,11 @@ class SharedWork:
         return self._wait(lambda: f"work/{key}" if self._store.check([f"work/{key}"]) else "", worker)
 
     def serve(self, name: str, make: Make) -> None:
-        """Give other ranks from now on what they `ask` for; made in the channel's thread, within a quarter second."""
-        self._served.append((name, make))
+        """Give other ranks from now on what they `ask` for; made in the channel's thread, within a quarter second.
+
+        An exception of `make` is raised on the rank that asks, and this one goes on.
+        """
+        self._served.append((name, _with_failures(make)))
 
     def ask(self, name: str, worker: int, request: Any = 0) -> bytes:
         """Return what another rank serves by that name, whatever else it does, or what it served last.
@@ -72,6 +78,7 @@ class SharedWork:
 
         Raises:
             WorkerDiedError: that rank died.
+            WorkerError: that rank could not make the answer; shows its traceback.
         """
         question = f"{name}/{self._store.add(f'asked/{name}', 1)}"
         answer, last = f"work/{question}", f"work/{name}/last"
@@ -81,7 +88,14 @@ class SharedWork:
             data = self._wait(lambda: next((key for key in (answer, last) if self._store.check([key])), ""), worker)
             for key in (f"ask/{question}", answer):
                 self._store.delete_key(key)
-            return data or file.read()
+            answered = data or file.read()
+        if answered.startswith(_FAILED):
+            raise WorkerError(
+                f"rank {self._place.rank} asked rank {worker} for {name!r}, and rank {worker} failed to make the "
+                f"answer:\n\n{answered.removeprefix(_FAILED).decode()}",
+                rank=worker,
+            )
+        return answered.removeprefix(_MADE)
 
     def look(self) -> None:
         """Give those who have asked what they asked for."""
@@ -154,3 +168,16 @@ class SharedWork:
                     rank=worker,
                     host=process["host"],
                 )
+
+
+def _with_failures(make: Make) -> Make:
+    """Return a function whose result is marked as what `make` has made, or as the traceback of its failure."""
+
+    def answer(request: Any, waited: float) -> bytes | None:
+        try:
+            data = make(request, waited)
+        except Exception:  # noqa: BLE001 - whatever it is, it must not end the channel's thread
+            return _FAILED + traceback.format_exc().encode()
+        return None if data is None else _MADE + data
+
+    return answer

@@ -1,0 +1,64 @@
+"""A served function that fails answers whoever asked, and the rank that serves goes on."""
+
+from __future__ import annotations
+
+import pytest
+
+import distwrap as dw
+from distwrap.errors import WorkerError
+from distwrap.group.world import current_world
+from distwrap.testing import run_ranks
+
+LIMIT = 60.0
+
+
+def _asks(kind: type[Exception]) -> tuple[str, bytes]:
+    """Ask rank 0 for what it fails to make, and then for what it makes."""
+
+    def broken(*_: object) -> bytes:
+        raise kind("on purpose")
+
+    channel = current_world().channel
+    assert channel is not None
+    if dw.rank() == 0:
+        channel.work.serve("broken", broken)
+        channel.work.serve("whole", lambda *_: b"-")
+    dw.barrier()
+    said, answer = "", b""
+    if dw.rank() == 1:
+        with pytest.raises(WorkerError) as caught:
+            channel.work.ask("broken", 0)
+        said, answer = str(caught.value), channel.work.ask("whole", 0)
+        assert caught.value.rank == 0
+    dw.barrier()
+    return said, answer
+
+
+@pytest.mark.parametrize("kind", [OSError, RuntimeError, KeyError])
+def test_an_exception_in_a_served_function_is_the_answer(kind: type[Exception]) -> None:
+    """It is raised on the rank that asks, with the traceback of the rank that serves, which serves on."""
+    said, answer = run_ranks(_asks, 2, kind, timeout=LIMIT)[1]
+    assert said.startswith("rank 1 asked rank 0 for 'broken', and rank 0 failed to make the answer:\n\nTraceback")
+    assert "in broken\n" in said
+    assert said.endswith(("on purpose\n", "'on purpose'\n"))
+    assert answer == b"-"
+
+
+def _leaves_broken() -> str:
+    channel = current_world().channel
+    assert channel is not None
+    if dw.rank() == 0:
+        channel.work.serve("broken", lambda *_: b"" + None)  # type: ignore[operator]
+    dw.barrier()
+    if dw.rank() == 0:
+        return ""
+    while not current_world().store.check(["left/0"]):  # type: ignore[union-attr]
+        pass
+    with pytest.raises(WorkerError, match="rank 0 failed to make the answer") as caught:
+        channel.work.ask("broken", 0)
+    return str(caught.value)
+
+
+def test_what_is_served_last_may_fail_too() -> None:
+    """A rank that leaves while what it serves is broken leaves in order, and who asks later is told."""
+    assert "TypeError" in run_ranks(_leaves_broken, 2, timeout=LIMIT)[1]
