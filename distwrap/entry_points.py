@@ -29,5 +29,5 @@ def load(what: str, places: tuple[str, ...]) -> Any:
         raise OptionError(f"{what} is in several packages: {' and '.join(places)}. Uninstall all but one of them.")
     try:
         return pkgutil.resolve_name(places[0])
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise OptionError(f"{what} cannot be imported from {places[0]}: {type(error).__name__}: {error}.") from error

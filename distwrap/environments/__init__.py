@@ -116,7 +116,7 @@ def _of_package(name: str, place: str) -> Detector:
             found: object = entry_points.load(f"detector {name!r}", (place,))(env)
         except PlacementError:
             raise
-        except Exception as error:  # noqa: BLE001 - rank() is not to fail for a package that the program may not need
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - rank() is not to fail for a package that the program may not need
             words = f"{type(error).__name__}: {error}"
             print_notice_once(
                 f"the detector {name!r} of an installed package ({place}) is broken and passed over: {words}"
