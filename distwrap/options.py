@@ -179,6 +179,8 @@ class Options:
         for variable in env:
             if variable.startswith("DISTWRAP_") and variable not in (*VARIABLES, *SWITCHES, STORE, LAUNCHER, SCRIPT):
                 raise OptionError(unknown_name("variable", variable, (*VARIABLES, *SWITCHES)))
+        for switch in SWITCHES:
+            switched_on(env, switch)
         found = {variable: name for variable, name in VARIABLES.items() if env.get(variable)}
         given = {name: _from_text(variable, name, env[variable]) for variable, name in found.items()}
         for variable, name in found.items():

@@ -5,8 +5,9 @@ from typing import Any
 import numpy
 import pytest
 
-from distwrap import available_launchers, available_strategies, distributed, world_size
+from distwrap import available_launchers, available_strategies, distributed, setup_process_group, world_size
 from distwrap.errors import OptionError
+from distwrap.group.world import say
 from distwrap.options import Options, switched_on
 from distwrap.registry import precisions, strategies
 
@@ -299,6 +300,22 @@ def test_options_of_a_call_are_checked_when_given() -> None:
 def test_a_switch_is_on(text: str) -> None:
     """What means yes switches on."""
     assert switched_on({"DISTWRAP_DISABLE": text}, "DISTWRAP_DISABLE")
+
+
+@pytest.mark.parametrize(("text", "loud"), [("false", True), ("off", True), ("0", True), ("yes", False)])
+def test_quiet(text: str, loud: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """DISTWRAP_QUIET is read as any switch: false does not silence the lines at the start."""
+    monkeypatch.setenv("DISTWRAP_QUIET", text)
+    say("2 ranks")
+    assert ("2 ranks" in capsys.readouterr().err) is loud
+
+
+def test_a_misspelt_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What DISTWRAP_QUIET does not know is refused before a start, and where the caller sets up the group."""
+    monkeypatch.setenv("DISTWRAP_QUIET", "maybe")
+    for call in (distributed(nprocs=2)(lambda: None), setup_process_group):
+        with pytest.raises(OptionError, match="DISTWRAP_QUIET='maybe': say 1, true"):
+            call()
 
 
 @pytest.mark.parametrize("text", ["", "0", "False", "no", "off"])

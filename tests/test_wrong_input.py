@@ -82,6 +82,12 @@ def test_a_misspelt_backend() -> None:
     for backend in ("ncll", "cpu:gloo,cuda:ncll"):
         with pytest.raises(OptionError, match=r"unknown backend 'ncll'\. Did you mean 'nccl'\? Known: "):
             distributed(nprocs=2, backend=backend)(train)()
+        with pytest.raises(OptionError, match=r"unknown backend 'ncll'"):
+            dw.setup_process_group(backend)
+    with pytest.raises(OptionError, match=r"unknown kind of device 'cdua'\. Did you mean 'cuda'\?"):
+        distributed(nprocs=2, backend="cpu:gloo,cdua:gloo")(train)()
+    with pytest.raises(OptionError, match=r"unknown backend 'glooo'"):
+        distributed(nprocs=2, strategy=dw.DDPStrategy(backend="glooo"))(train)()
 
 
 def test_more_processes_than_devices(monkeypatch: pytest.MonkeyPatch) -> None:

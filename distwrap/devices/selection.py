@@ -75,9 +75,14 @@ def check_backend(asked: str) -> None:
     """
     known = {"auto", *dist.Backend.backend_list} - {dist.Backend.UNDEFINED}
     for each in asked.lower().split(","):
-        backend = each.rpartition(":")[2]
+        kind, _, backend = each.rpartition(":")
         if backend not in known:
             raise OptionError(unknown_name("backend", backend, known))
+        try:
+            torch.device(kind or "cpu")
+        except RuntimeError:
+            kinds = dist.Backend.default_device_backend_map
+            raise OptionError(f"backend={asked!r}: {unknown_name('kind of device', kind, kinds)}") from None
 
 
 def check_not_shared(rank: int, device: torch.device, registrations: dict[int, dict[str, Any]]) -> None:

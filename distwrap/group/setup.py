@@ -22,7 +22,7 @@ from distwrap.group.signing import agree_on_secret
 from distwrap.group.world import World, activate, active_world, current_world, deactivate, say
 from distwrap.network import interfaces
 from distwrap.network.rendezvous import await_all_joined, meet, say_goodbye
-from distwrap.options import Options
+from distwrap.options import Options, switched_on
 from distwrap.supervision.channel import Channel
 from distwrap.supervision.hang_report import Activity
 
@@ -59,6 +59,7 @@ def setup_process_group(
         A context manager that takes the group down again.
 
     Raises:
+        OptionError: torch knows no such backend.
         PlacementError: the launcher's variables are incomplete or contradictory.
         ArrivalError: not all ranks came in time; names the missing ones.
 
@@ -69,13 +70,14 @@ def setup_process_group(
 
     See https://docs.pytorch.org/docs/stable/distributed.html#initialization.
     """
+    selection.check_backend(backend)
+    switched_on(os.environ, "DISTWRAP_QUIET")
     if active_world() is not None or dist.is_initialized():
         return JoinedGroup(ours=False)
     found = detect(os.environ)
     placement = found if isinstance(found, Placement) else _only_rank_of(found)
     if placement.source == "single":
         return JoinedGroup(ours=False)
-    selection.check_backend(backend)
     if isinstance(device, int):
         device = torch.device(selection.visible_devices().kind, device)
     options = Options(backend=backend, timeout=600.0 if timeout is None else timeout)

@@ -39,7 +39,7 @@ def start(task: Task) -> Any:
     strategy = strategies.make(options.strategy)
     task = replace(task, options=replace(options, strategy=strategy, backend=strategy.backend or options.backend))
     strategy.check(task.options)
-    check_backend(options.backend)
+    check_backend(task.options.backend)
     if active_world() is not None:
         return _here(task)
     if switched_on(os.environ, "DISTWRAP_DISABLE"):
