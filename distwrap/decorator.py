@@ -11,7 +11,7 @@ from typing_extensions import Unpack
 
 from distwrap.decorated import BoundDecoratedFunction, DecoratedFunction
 from distwrap.errors import OptionError
-from distwrap.options import Options
+from distwrap.options import VARIABLES, Options
 
 if TYPE_CHECKING:
     from distwrap.comm.base import Algorithm
@@ -80,21 +80,28 @@ class DistributedFunction(DecoratedFunction):
 
     @staticmethod
     def _self_call(
-        base: Options, given: dict[str, Any], wrapped: Callable[..., Any], instance: Any, args: Any, kwargs: Any
+        base: Options,
+        asked: frozenset[str],
+        given: dict[str, Any],
+        wrapped: Callable[..., Any],
+        instance: Any,
+        args: Any,
+        kwargs: Any,
     ) -> Any:
         from distwrap.launch import start  # at the first call: most of the package, which decorating does not need
         from distwrap.launch.task import Task
 
         options = base.with_environment(os.environ).updated(given, where=".options()")
-        return start(Task(wrapped, args, kwargs, options))
+        of_environment = {name for variable, name in VARIABLES.items() if os.environ.get(variable)}
+        return start(Task(wrapped, args, kwargs, options, (asked - of_environment) | given.keys()))
 
     def options(self, **options: Any) -> DistributedFunction:
         return DistributedFunction(self.__wrapped__, *self._self_updated(options))
 
-    def _self_updated(self, options: dict[str, Any]) -> tuple[Options, dict[str, Any]]:
-        base, given = self._self_settings
+    def _self_updated(self, options: dict[str, Any]) -> tuple[Options, frozenset[str], dict[str, Any]]:
+        base, asked, given = self._self_settings
         base.updated(options, where=".options()")
-        return base, {**given, **options}
+        return base, asked, {**given, **options}
 
 
 @overload
@@ -115,7 +122,8 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     It is written bare, ``@distributed``, or with options. A call runs the function on every rank and returns rank 0's
     value. An exception on any rank is raised in the caller, with its type and the rank's traceback. With a single
     process it is a plain call; under torchrun, or inside another decorated function, it joins the ranks that are there
-    and launches none. Nothing of the caller's environment is changed afterwards.
+    and launches none. Inside another decorated function an option that its run does not have is refused. Nothing of the
+    caller's environment is changed afterwards.
 
     Args:
         fn: the function, method, class or static method.
@@ -164,11 +172,11 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """
     base = Options().updated(options)
     if fn is None:
-        return lambda fn=None: _decorated(fn, base)
-    return _decorated(fn, base)
+        return lambda fn=None: _decorated(fn, base, frozenset(options))
+    return _decorated(fn, base, frozenset(options))
 
 
-def _decorated(fn: Any, base: Options) -> DistributedFunction:
+def _decorated(fn: Any, base: Options, asked: frozenset[str]) -> DistributedFunction:
     plain = fn.__func__ if isinstance(fn, (staticmethod, classmethod)) else fn
     if isinstance(plain, (DistributedFunction, _BoundDistributedFunction)):
         raise OptionError(
@@ -191,4 +199,4 @@ def _decorated(fn: Any, base: Options) -> DistributedFunction:
             f"@distributed takes plain functions, and {name} is a generator: its values cannot be sent back one by "
             f"one. Return a list instead."
         )
-    return DistributedFunction(fn, base, {})
+    return DistributedFunction(fn, base, asked, {})

@@ -19,7 +19,7 @@ from distwrap.group.world import World, active_world, current_world, say
 from distwrap.launch import base, worker
 from distwrap.launch.task import Task, resolve
 from distwrap.options import Options, switched_on
-from distwrap.registry import launchers, strategies
+from distwrap.registry import Registry, launchers, precisions, strategies
 from distwrap.seeding import preserved
 
 
@@ -40,7 +40,9 @@ def start(task: Task) -> Any:
     task = replace(task, options=replace(options, strategy=strategy, backend=strategy.backend or options.backend))
     strategy.check(task.options)
     check_backend(task.options.backend)
-    if active_world() is not None:
+    run = active_world()
+    if run is not None:
+        _check_fits(task, run)
         return _here(task)
     if switched_on(os.environ, "DISTWRAP_DISABLE"):
         return _in_process(task)
@@ -101,6 +103,30 @@ def _check_arguments(task: Task) -> None:
         options = [name for name in task.kwargs if name in Options.__dataclass_fields__]
         hint = f" Options are given with .options({options[0]}=…)(…)." if options else ""
         raise TypeError(f"{task.name}: {error}.{hint}") from None
+
+
+def _check_fits(task: Task, run: World) -> None:
+    """Refuse options of a call inside a run that the run does not have; those of the call itself are heeded.
+
+    Raises:
+        OptionError: names the option, and what the run has.
+    """
+    place, asked = run.placement, task.asked - {"seed", "returns", "retrofit"}
+    if place.source not in ("distwrap", "single") or switched_on(os.environ, "DISTWRAP_DISABLE"):
+        asked -= {"nprocs", "nnodes", "node_rank", "rdzv_endpoint", "launcher", "max_restarts", "log_dir"}
+    launched_by = os.environ.get(distwrap_environment.LAUNCHER)
+    facts = {"nprocs": place.local_world_size, "nnodes": place.nnodes, "launcher": launched_by}
+    facts |= {"backend": run.backend or task.options.backend}  # in a single process it means nothing
+    tables: dict[str, Registry[Any]] = {"strategy": strategies, "precision": precisions}
+    for name in sorted(asked):
+        wanted, has = getattr(task.options, name), getattr(run.options, name)
+        make = tables[name].make if name in tables else str
+        if str(make(wanted)) not in ("auto", str(make(has)), str(facts.get(name))):
+            raise OptionError(
+                f"{task.name} asks for {name}={wanted!r} inside a run that has {name}={facts.get(name) or has!r}. A "
+                f"call inside a run joins it as it is: leave {name} out there, or give it to the call, or the "
+                f"setup_process_group(), that begins the run."
+            )
 
 
 def _here(task: Task) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -19,12 +19,17 @@ DEFAULT_PORT = 29400  # torch's own for a rendezvous endpoint without a port
 
 @dataclass(frozen=True)
 class Task:
-    """A function, its arguments, and the options under which the ranks run it."""
+    """A function, its arguments, and the options under which the ranks run it.
+
+    Attributes:
+        asked: names of the options that the code gives for this call, where no variable overrides them.
+    """
 
     function: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     options: Options
+    asked: Set[str] = frozenset()
 
     @property
     def name(self) -> str:
