@@ -8,7 +8,7 @@ import ast
 import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
 
 from distwrap import entry_points
 from distwrap.errors import OptionError
@@ -28,6 +28,19 @@ class _Row(NamedTuple):
     factory: Factory | tuple[str, ...]  # or "module:name", imported when it is chosen; of each package that has one
     description: str
     defaults: dict[str, Any] = {}  # never written to
+
+
+class NotSent(NamedTuple):
+    """Factory in place of one that a process has registered and that cannot be sent to its ranks."""
+
+    name: str
+    why: str
+
+    def __call__(self, **_: object) -> NoReturn:
+        raise OptionError(
+            f"{self.name!r} was registered in the caller, and its factory cannot be sent to the ranks ({self.why}). "
+            f"Define it at the top level of a module, or use launcher='fork' or 'script', which send nothing."
+        )
 
 
 class Registry(Generic[Thing]):
@@ -74,6 +87,15 @@ class Registry(Generic[Thing]):
             raise OptionError(f"{self._kind} {name!r}: the factory must be a class or a function, not {factory!r}.")
         self._rows[name] = _Row((factory,) if isinstance(factory, str) else factory, description, defaults)
         self._own.discard(name)
+
+    def registered(self) -> dict[str, _Row]:
+        """Return what the program has registered."""
+        return {name: row for name, row in self._rows.items() if name not in self._own}
+
+    def adopt(self, rows: Mapping[str, _Row]) -> None:
+        """Take over what another process has registered."""
+        self._rows.update(rows)
+        self._own.difference_update(rows)
 
     def names(self) -> list[str]:
         """Return the names: ours and the registered ones in their order, then those of installed packages."""
@@ -275,6 +297,9 @@ launchers: Registry[Launcher] = Registry(
         "Ranks that torchrun, srun or mpirun has started are found by themselves: leave launcher at 'auto'.",
     ),
 )
+
+
+REGISTRIES: tuple[Registry[Any], ...] = (strategies, algorithms, precisions, launchers)
 
 
 def register_strategy(name: str, factory: Factory | str, description: str = "", **defaults: Any) -> None:

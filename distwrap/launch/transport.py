@@ -14,6 +14,7 @@ from typing import Any
 from distwrap.errors import SerializationError
 from distwrap.launch.pickling import by_value, dumps, find_decorated, loads
 from distwrap.launch.task import Task
+from distwrap.registry import REGISTRIES, NotSent
 
 _DEPTH = 8  # how far down an object that cannot be pickled is looked for
 
@@ -27,19 +28,34 @@ def pack(task: Task) -> bytes:
     if not by_value():
         _check_reference(task.name, task.function)
     return _dump(
-        (task.function, task.args, task.kwargs, task.options),
+        (task.function, task.args, task.kwargs, task.options, [_sendable(each.registered()) for each in REGISTRIES]),
         dumps,
-        ("the function", "the arguments", "the keyword arguments", "the options"),
+        ("the function", "the arguments", "the keyword arguments", "the options", "the registered names"),
         f"{task.name} cannot be sent to the ranks",
         "Create it inside the function, or use launcher='fork' or 'script', which pickle nothing.",
     )
 
 
 def unpack(data: bytes) -> Task:
-    """Undo `pack`, on the rank."""
-    task = Task(*pickle.loads(data))
+    """Undo `pack`, on the rank, and know the names that the caller has registered."""
+    *parts, registered = pickle.loads(data)
+    for registry, rows in zip(REGISTRIES, registered, strict=True):
+        registry.adopt(rows)
+    task = Task(*parts)
     _adopt_main(task.function)
     return task
+
+
+def _sendable(rows: dict[str, Any]) -> dict[str, Any]:
+    """Return rows of a registry, with a factory that explains itself for each that cannot be pickled."""
+    sent = {}
+    for name, row in rows.items():
+        try:
+            dumps(row)
+            sent[name] = row
+        except Exception as error:  # noqa: BLE001 - whatever is raised, the call may not need this one
+            sent[name] = row._replace(factory=NotSent(name, f"{type(error).__name__}: {error}"), defaults={})
+    return sent
 
 
 def pack_result(value: object, what: str, known: Sequence[tuple[object, ...]] = ()) -> bytes:
