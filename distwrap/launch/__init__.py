@@ -2,7 +2,7 @@
 
 import inspect
 import os
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +17,7 @@ from distwrap.group import failures, setup
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import World, active_world, current_world, say
 from distwrap.launch import base, worker
+from distwrap.launch.logs import Logs, redirected
 from distwrap.launch.task import Task, resolve
 from distwrap.options import Options, switched_on
 from distwrap.registry import Registry, launchers, precisions, strategies
@@ -74,7 +75,7 @@ def start(task: Task) -> Any:
     if options.log_dir is not None and not launcher.writes_logs:
         raise OptionError(
             f"log_dir={options.log_dir!r}, but launcher={launcher.name or options.launcher!r} writes no such files: "
-            f"leave log_dir out, or choose another launcher{', without restarts' if nodes.elastic else ''}."
+            f"leave log_dir out, or choose another launcher."
         )
     job = base.Job(task, nprocs, nodes)
     launcher.check(job)
@@ -138,7 +139,9 @@ def _here(task: Task) -> Any:
 
 def _in_process(task: Task) -> Any:
     kept = preserved() if task.options.seed is not None else nullcontext()
-    with setup.temporary_world(setup.single_world(task.options)), kept:
+    logs = Logs(task.options.log_dir, [0])
+    with closing(logs), redirected(logs.streams(0)), setup.temporary_world(setup.single_world(task.options)), kept:
+        logs.start(keep=1)
         return _here(task)
 
 
@@ -146,6 +149,7 @@ def _in_users_group(task: Task) -> Any:
     ambient = current_world()
     world = World(ambient.placement, ambient.device, backend=ambient.backend, options=task.options)
     with setup.temporary_world(world):
+        _say_what_is_left_to(world.placement, task.options)
         world.arrange()
         return _here(task)
 

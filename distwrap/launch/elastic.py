@@ -28,6 +28,7 @@ from distwrap.group.world import say
 from distwrap.launch import fork_safety, worker
 from distwrap.launch.base import Job, Launcher
 from distwrap.launch.fork import ForkLauncher
+from distwrap.launch.logs import Logs, copied
 from distwrap.launch.other_callers import NodeSummary
 from distwrap.launch.outcome import Outcome, death as death_of, first_cause, raise_failure
 from distwrap.launch.processes import ONE_HASH, OomCount
@@ -55,6 +56,7 @@ class ElasticLauncher(Launcher):
     several_nodes = True
     restarts = True
     runs_one_rank = True
+    writes_logs = True
 
     def __init__(self, start_method: str = "") -> None:
         self.start_method = start_method or ("spawn" if fork_safety.refusal() else "fork")
@@ -105,10 +107,11 @@ class ElasticLauncher(Launcher):
             local_addr=local_addr,
             **rendezvous,
         )
-        task = job.task if self.start_method == "fork" else None
+        task, log_dir = job.task if self.start_method == "fork" else None, job.task.options.log_dir
+        Logs(log_dir, ()).close()  # makes the folder, or refuses it
         death = None
         try:
-            elastic_launch(config, be_a_rank)(plan, task, str(folder))
+            elastic_launch(config, be_a_rank)(plan, task, str(folder), log_dir)
         except ChildFailedError as error:
             rank, failed = error.get_first_failure()
             death = death_of(rank, failed.pid, failed.exitcode, oom_kills())
@@ -145,11 +148,12 @@ def _rendezvous(nodes: NodePlan, folder: Path) -> tuple[dict[str, Any], str]:
 # In a rank
 
 
-def be_a_rank(plan: Assignment, task: Task | None, folder: str) -> None:
+def be_a_rank(plan: Assignment, task: Task | None, folder: str, log_dir: str | None) -> None:
     """Be a rank that torch's agent has started."""
     code = 1
     try:
-        code = worker.work(_FolderLink(plan, folder), task)
+        with copied(log_dir, int(os.environ["RANK"])):
+            code = worker.work(_FolderLink(plan, folder), task)
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

@@ -6,11 +6,13 @@ kept, and those of what it started.
 
 import os
 import selectors
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from typing import TextIO
 
 from distwrap.errors import OptionError
 from distwrap.wording import print_notice
@@ -151,6 +153,8 @@ def redirected(streams: Streams | None) -> Iterator[None]:
     if streams is None:
         yield
         return
+    if any(_descriptor(stream) != number for number, stream in ((1, sys.stdout), (2, sys.stderr))):
+        print_notice("sys.stdout is not this process's own, as in a notebook: Python's prints are not in log_dir.")
     _flush()
     before = [os.dup(1), os.dup(2)]
     try:
@@ -162,6 +166,42 @@ def redirected(streams: Streams | None) -> Iterator[None]:
         for number, own in enumerate(before, start=1):
             os.dup2(own, number)
             os.close(own)
+
+
+@contextmanager
+def copied(folder: str | None, rank: int) -> Iterator[None]:
+    """Copy what a rank prints that another program has started, for the time of a ``with`` at whose end it ends.
+
+    A process copies each stream, so that the last words of a rank that crashes are kept.
+    """
+    if folder is None:
+        yield
+        return
+    tees, pipes = [], []
+    for console, name in ((1, "stdout"), (2, "stderr")):
+        readable, writable = os.pipe()
+        command = ["tee", "-ai", os.path.join(folder, f"rank_{rank}.{name}.log")]
+        tees.append(subprocess.Popen(command, stdin=readable, stdout=console, start_new_session=True))
+        pipes.append(writable)
+        os.close(readable)
+    # In a fork the caller's own may lead elsewhere, as in a notebook.
+    sys.stdout, sys.stderr = (open(fd, "w", buffering=1, closefd=False) for fd in (1, 2))  # noqa: SIM115
+    try:
+        with redirected((pipes[0], pipes[1])):
+            for pipe in pipes:
+                os.close(pipe)
+            yield
+    finally:
+        for tee in tees:
+            with suppress(subprocess.TimeoutExpired):
+                tee.wait(DRAIN_SECONDS)
+
+
+def _descriptor(stream: TextIO) -> int:
+    try:
+        return stream.fileno()
+    except (AttributeError, OSError, ValueError):
+        return -1
 
 
 def _flush() -> None:

@@ -48,6 +48,65 @@ def test_files_and_console(launcher: str, tmp_path: Path, capfd: pytest.CaptureF
     assert sorted(captured.err.splitlines()) == ["rank 0 complains", "rank 1 complains"]
 
 
+def _talk_twice(marks: Path) -> None:
+    """Fail at the first attempt of rank 1."""
+    print("attempt of rank", dw.rank())
+    dw.barrier()
+    if dw.rank() == 1 and not (marks / "failed").exists():
+        (marks / "failed").touch()
+        os.kill(os.getpid(), signal.SIGSEGV)
+    dw.barrier()
+    os.write(2, b"done\n")
+
+
+def test_under_elastic(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What ranks print that start again after a crash is in their files, of all attempts, and on the console."""
+    folder = tmp_path / "logs"
+    distributed(nprocs=2, launcher="fork", max_restarts=1, log_dir=folder)(_talk_twice)(tmp_path)
+    captured = capfd.readouterr()
+    for rank in range(2):
+        said = (folder / f"rank_{rank}.stdout.log").read_text()
+        assert said == f"attempt of rank {rank}\n" * 2
+        assert captured.out.count(f"attempt of rank {rank}\n") == 2
+        assert (folder / f"rank_{rank}.stderr.log").read_text().endswith("done\n")
+    assert "in _talk_twice" in (folder / "rank_1.stderr.log").read_text()
+    assert captured.err.count("done\n") == 2
+
+
+ONE = """
+import os
+import distwrap as dw
+
+@dw.distributed(nprocs=1, log_dir="logs")
+def main():
+    print("rank", dw.rank())
+    os.write(2, b"natively\\n")
+    raise SystemExit(3)
+
+if __name__ == "__main__":
+    print("before")
+    main()
+"""
+
+
+def test_in_one_process(tmp_path: Path) -> None:
+    """A call in the caller's own process has its files too, however it ends."""
+    (tmp_path / "program.py").write_text(ONE)
+    done = subprocess.run([sys.executable, "program.py"], cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 3
+    assert (tmp_path / "logs" / "rank_0.stdout.log").read_text() == "rank 0\n"
+    assert (tmp_path / "logs" / "rank_0.stderr.log").read_text() == "natively\n"
+    assert (done.stdout, done.stderr) == ("before\nrank 0\n", "natively\n")
+
+
+def test_prints_that_take_another_way(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where Python's prints of this process do not go through its own output, as in a notebook, that is said."""
+    distributed(nprocs=1, log_dir=tmp_path)(_talk)(1)
+    assert "as in a notebook: Python's prints are not in log_dir" in capsys.readouterr().err
+
+
 def _crash() -> None:
     print("the last words of rank", dw.rank())
     if dw.rank() == 1:
