@@ -30,8 +30,11 @@ _LOST_PEER = (
     "Failed to recv",
 )
 
-# What `rank_zero` raises on the ranks that wait for one that fails: our other errors are no secondary failures.
-_OF_ANOTHER = re.compile(r"distwrap\.errors\.WorkerError: rank \d+(, which goes first, failed| ended) inside ")
+# What is raised on the ranks that wait for one that fails: our other errors are no secondary failures.
+_OF_ANOTHER = re.compile(
+    r"distwrap\.errors\.WorkerError: rank \d+"
+    r"((, which goes first, failed| ended) inside | waits for the work of rank \d+, which has failed)"
+)
 
 # What torch says when not all ranks came to a collective in time.
 _TIMEOUTS = ("Timed out waiting", "wait timeout after", "monitoredBarrier", "Timeout waiting for key")

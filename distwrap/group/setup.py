@@ -203,13 +203,17 @@ def _teardown(*, destroy: bool) -> None:
             world.group = None
 
 
-def abandon_process_group() -> None:
-    """Forget the group without telling the others: after a failure, to wait for them could block."""
+def abandon_process_group(*, failed: bool = True) -> None:
+    """Forget the group without waiting for the others: after a failure that could block.
+
+    Args:
+        failed: what the others are told of this rank: that it has failed, or that it has left.
+    """
     world = active_world()
     deactivate()
     if world is not None:
         if world.channel is not None:
-            world.channel.stop()
+            world.channel.stop(failed=failed)
         with world.cleanup:
             world.close()
 

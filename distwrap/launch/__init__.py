@@ -163,7 +163,7 @@ def _joining(task: Task, placement: Placement) -> Any:
     except BaseException as error:
         told = failures.explained(error)
         failures.tell(told)
-        setup.abandon_process_group()
+        setup.abandon_process_group(failed=failures.is_failure(error))
         if told is error:
             raise
         raise told from None

@@ -193,7 +193,7 @@ def _tell(link: LauncherLink, rank: int, error: BaseException) -> None:
     if not ends_ranks:
         link.report(report)  # first: torch's agent ends this rank when others end that have heard of the failure
         failures.tell(told)
-    abandon_process_group()
+    abandon_process_group(failed=failures.is_failure(error))
     if ends_ranks:
         link.report(report)
 

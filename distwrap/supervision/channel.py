@@ -59,12 +59,12 @@ class Channel:
         """Start the thread."""
         self._thread.start()
 
-    def stop(self) -> None:
-        """Tell the others that this rank leaves, and end the thread."""
+    def stop(self, *, failed: bool = False) -> None:
+        """Tell the others that this rank leaves, or that it has failed, and end the thread."""
         self._stopped.set()
         with contextlib.suppress(RuntimeError):
             self.work.leave()
-            self._store.set(f"left/{self._place.rank}", "")
+            self._store.set(f"left/{self._place.rank}", "failed" if failed else "")
         if self._thread.is_alive():
             self._thread.join(2 * hang_report.ANSWER_SECONDS)
 

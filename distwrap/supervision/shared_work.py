@@ -55,6 +55,7 @@ class SharedWork:
 
         Raises:
             WorkerDiedError: that rank died.
+            WorkerError: that rank failed.
             CollectiveError: that rank left the function without publishing them.
         """
         return self._wait(lambda: f"work/{key}" if self._store.check([f"work/{key}"]) else "", worker)
@@ -148,6 +149,8 @@ class SharedWork:
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
             if self._store.check([f"left/{worker}"]) and not find_key():
+                if self._store.get(f"left/{worker}"):
+                    raise WorkerError(f"{waits}, which has failed.", rank=worker, host=process["host"])
                 raise CollectiveError(
                     f"{waits}, which has left the function already. Every rank must make the same calls, in the same "
                     f"order."

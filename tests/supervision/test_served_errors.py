@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from pathlib import Path
+
 import pytest
 
 import distwrap as dw
@@ -62,3 +65,23 @@ def _leaves_broken() -> str:
 def test_what_is_served_last_may_fail_too() -> None:
     """A rank that leaves while what it serves is broken leaves in order, and who asks later is told."""
     assert "TypeError" in run_ranks(_leaves_broken, 2, timeout=LIMIT)[1]
+
+
+def _waits_for_who_failed(said: Path) -> None:
+    if dw.rank() == 0:
+        raise KeyError("the cause")
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # which comes soon after the cause is known
+    try:
+        with dw.rank_zero_first():
+            pass
+    except Exception as error:
+        said.write_text(f"{type(error).__name__}: {error}")
+        raise
+
+
+def test_who_waits_for_a_rank_that_has_failed(tmp_path: Path) -> None:
+    """It is told of the failure, and not that the other has left the function; the cause is what the caller gets."""
+    with pytest.raises(KeyError, match="the cause"):
+        run_ranks(_waits_for_who_failed, 2, tmp_path / "said", timeout=LIMIT)
+    said = (tmp_path / "said").read_text()
+    assert said == "WorkerError: rank 1 waits for the work of rank 0, which has failed."
