@@ -1,7 +1,7 @@
 """The pickler: functions by value where cloudpickle is installed, and the caller's own classes and objects recognised.
 
-It differs from cloudpickle's in three things. A decorated function goes with its decorator. A tensor on an accelerator
-comes out on the CPU. And on the way to the caller a class that the caller knows comes out as the caller's own class,
+It differs from cloudpickle's in four things. A decorated function goes with its decorator. A tensor on an accelerator
+comes out on the CPU. An exception comes out with its attributes, whatever its class is called with. And on the way to the caller a class that the caller knows comes out as the caller's own class,
 unchanged.
 """
 
@@ -103,6 +103,8 @@ def _reduce(obj: Any) -> Any:
     if isinstance(obj, torch.Tensor) and obj.device.type not in ("cpu", "meta"):
         obj = obj.detach().cpu().requires_grad_(obj.requires_grad)
         return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    if isinstance(obj, BaseException):
+        return _reduce_error(obj)
     if isinstance(obj, wrapt.FunctionWrapper):  # cloudpickle would take the proxy for the function inside it
         return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if type(obj) is not types.FunctionType or obj.__module__ is None or (obj.__module__ == "__main__" and by_value()):
@@ -110,6 +112,26 @@ def _reduce(obj: Any) -> Any:
     # A decorated function is no longer what its module holds under its name; pickle would refuse it.
     name = obj.__module__, obj.__qualname__
     return (_load_decorated, name) if find_by_name(*name) is not obj and find_decorated(*name) is obj else None
+
+
+def _reduce_error(error: BaseException) -> Any:
+    """Return how an exception is pickled, so that its class is not called with its words alone, else ``None``.
+
+    pickle would call ``Error("code 3")`` for what was raised as ``Error(code=3)``.
+    """
+    cls = type(error)
+    builtin = next(base for base in cls.__mro__ if base.__module__ == "builtins")
+    own_way = cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not builtin.__reduce__
+    if cls is builtin or own_way:
+        return None
+    _, args, *state = error.__reduce__()
+    return (_make_error, (cls, builtin, args), *state)
+
+
+def _make_error(cls: type, builtin: Any, args: tuple[Any, ...]) -> BaseException:
+    error: BaseException = builtin.__new__(cls, *args)
+    builtin.__init__(error, *args)
+    return error
 
 
 def _reduce_class_of_caller(cls: type) -> Any:

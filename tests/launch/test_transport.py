@@ -33,8 +33,23 @@ class ImportableError(Exception):
 class BreaksWhenUnpickledError(Exception):
     """Pickles well, and raises when it is unpickled."""
 
-    def __init__(self, code: int, text: str) -> None:
-        super().__init__(f"{code}: {text}")
+    def __reduce__(self) -> Any:
+        return float, (str(self),)
+
+
+class KeywordError(OSError):
+    """Takes keywords alone, and makes its words of them."""
+
+    def __init__(self, *, path: str, code: int) -> None:
+        super().__init__(code, "cannot be read", path)
+        self.code = code
+
+
+class WordyError(ValueError):
+    """Would say everything twice if its class were called with its words."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"{what} is wrong")
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
@@ -141,12 +156,29 @@ def test_unpicklable_exception_is_told(launcher: str) -> None:
             problem = ValueError("held")
             problem.lock = threading.Lock()  # type: ignore[attr-defined]
             raise problem
-        raise BreaksWhenUnpickledError(3, "three")
+        raise BreaksWhenUnpickledError("3: three")
 
     with pytest.raises(WorkerError, match=r"ValueError: held \(an exception that cannot be pickled"):
         fails("locked")
     with pytest.raises(WorkerError, match=r"BreaksWhenUnpickledError: 3: three"):
         fails("breaks")
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_exceptions_whose_class_takes_other_arguments_than_their_words(launcher: str) -> None:
+    """Exceptions with keyword-only arguments, or that make their words, come back in their type, as they were."""
+
+    @distributed(nprocs=2, launcher=launcher)
+    def fails(wordy: bool) -> None:
+        if wordy:
+            raise WordyError("it")
+        raise KeywordError(path="a.txt", code=13)
+
+    with pytest.raises(KeywordError) as caught:
+        fails(False)
+    assert (caught.value.code, caught.value.errno, caught.value.filename) == (13, 13, "a.txt")
+    with pytest.raises(WordyError, match=r"^it is wrong$"):
+        fails(True)
 
 
 def test_unpicklable_closure_is_named_before_any_process_starts() -> None:
