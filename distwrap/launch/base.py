@@ -89,9 +89,9 @@ class Launcher:
             SerializationError: names the object that cannot be packed.
         """
         payload = transport.pack(job.task)
-        main_path = self._main_path(job, payload)
-        plan = self.plan_in_place(job)
-        return replace(plan, payload=payload, surroundings=Surroundings.capture(), main_path=main_path)
+        path, module = self._main(job, payload)
+        plan = replace(self.plan_in_place(job), main_path=path, main_module=module)
+        return replace(plan, payload=payload, surroundings=Surroundings.capture())
 
     def plan_in_place(self, job: Job) -> Assignment:
         """Return the plan for ranks that have the call and the caller's surroundings already."""
@@ -142,17 +142,21 @@ class Launcher:
             )
         return sorted(known, key=lambda outcome: outcome.rank)
 
-    def _main_path(self, job: Job, payload: bytes) -> str | None:
-        """Return the script that a rank must import first, where something of the script goes by reference."""
+    def _main(self, job: Job, payload: bytes) -> tuple[str | None, str | None]:
+        """Return the script, or the module, that a rank must import first, where something of it goes by reference."""
         if pickling.by_value() or b"__main__" not in payload:
-            return None
-        path: str | None = getattr(sys.modules["__main__"], "__file__", None)
+            return None, None
+        main = sys.modules["__main__"]
+        spec = getattr(main, "__spec__", None)
+        if spec is not None:  # python -m package.train
+            return None, str(spec.name)
+        path: str | None = getattr(main, "__file__", None)
         if path is None or not os.path.exists(path):
             raise SerializationError(
                 f"{job.task.name} or an argument is defined interactively, and launcher={self.name!r} sends "
                 f"things by name. Install cloudpickle (pip install 'distwrap[notebook]') to send it by value."
             )
-        return os.path.abspath(path)
+        return os.path.abspath(path), None
 
 
 def launch(launcher: Launcher, job: Job) -> Any:

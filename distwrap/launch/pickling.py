@@ -1,8 +1,8 @@
 """The pickler: functions by value where cloudpickle is installed, and the caller's own classes and objects recognised.
 
 It differs from cloudpickle's in four things. A decorated function goes with its decorator. A tensor on an accelerator
-comes out on the CPU. An exception comes out with its attributes, whatever its class is called with. And on the way to the caller a class that the caller knows comes out as the caller's own class,
-unchanged.
+comes out on the CPU. An exception comes out with its attributes, whatever its class is called with. And on the way to
+the caller a class that the caller knows comes out as the caller's own class, unchanged.
 """
 
 import functools
@@ -120,11 +120,11 @@ def _reduce_error(error: BaseException) -> Any:
     pickle would call ``Error("code 3")`` for what was raised as ``Error(code=3)``.
     """
     cls = type(error)
-    builtin = next(base for base in cls.__mro__ if base.__module__ == "builtins")
+    builtin: Any = next(base for base in cls.__mro__ if base.__module__ == "builtins")
     own_way = cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not builtin.__reduce__
     if cls is builtin or own_way:
         return None
-    _, args, *state = error.__reduce__()
+    _, args, *state = list(error.__reduce__())
     return (_make_error, (cls, builtin, args), *state)
 
 

@@ -79,6 +79,7 @@ class Assignment:
         surroundings: ``None`` where the rank has them.
         random: the caller's random numbers, where the rank is a fork, in which Python seeds `random` anew.
         main_path: script to import before the payload is unpacked, where something in it goes by reference.
+        main_module: the same as ``python -m`` names it, where the script was started so.
         placement: the rank's place among the others.
         store: where the ranks meet: a file, or ``"tcp://host:port/launch"``. Empty where they meet at the placement's
             address, as torchrun's do; nobody then stands by to end them all when one fails.
@@ -91,6 +92,7 @@ class Assignment:
     surroundings: Surroundings | None = None
     random: RandomState | None = None
     main_path: str | None = None
+    main_module: str | None = None
     placement: Placement = field(default_factory=Placement)
     store: str = ""
 

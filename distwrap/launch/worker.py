@@ -129,8 +129,10 @@ def _run(assignment: Assignment, task: Task | None, link: LauncherLink) -> bytes
     place = assignment.placement
     if assignment.store:
         os.environ.update(distwrap_environment.variables(place, assignment.launcher, assignment.store))
-    if assignment.main_path is not None:
-        _import_main(assignment.main_path)
+    if assignment.main_module is not None:
+        _import_main(runpy.run_module, assignment.main_module, alter_sys=True)
+    elif assignment.main_path is not None:
+        _import_main(runpy.run_path, assignment.main_path)
     if task is None:
         assert assignment.payload is not None
         task = transport.unpack(assignment.payload)
@@ -230,13 +232,13 @@ def make_output_readable() -> None:
             reconfigure(line_buffering=True, write_through=False)
 
 
-def _import_main(path: str) -> None:
+def _import_main(run: Callable[..., dict[str, Any]], script: str, **how: bool) -> None:
     """Import the caller's script under another name, as multiprocessing does, so that references to it resolve."""
     global importing_main
     importing_main = True
     try:
         module = types.ModuleType("__mp_main__")
-        module.__dict__.update(runpy.run_path(path, run_name="__mp_main__"))
+        module.__dict__.update(run(script, run_name="__mp_main__", **how))
         sys.modules["__main__"] = sys.modules["__mp_main__"] = module
     finally:
         importing_main = False

@@ -105,6 +105,34 @@ def test_no_main_guard_is_needed(launcher: str, tmp_path: Path) -> None:
     assert done.stdout.splitlines() == ["top", "got True 0.5", "caught none"]
 
 
+HIDE = """import importlib.util as u; find = u.find_spec
+u.find_spec = lambda name, *a: None if name == 'cloudpickle' else find(name, *a)
+"""
+
+
+def test_a_module_of_a_package_by_name(tmp_path: Path) -> None:
+    """Without cloudpickle ``python -m package.train`` works too, whose imports may be relative."""
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "config.py").write_text("class Config: lr = 0.5\n")
+    (package / "train.py").write_text(
+        HIDE + "import distwrap as dw\n"
+        "from .config import Config\n"
+        "@dw.distributed(nprocs=2, launcher='forkserver')\n"
+        "def main():\n"
+        "    from . import config\n"
+        "    return config.Config(), __package__\n"
+        "if __name__ == '__main__':\n"
+        "    got, name = main()\n"
+        "    print('got', type(got) is Config, name)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "package.train"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout == "got True package\n", done.stderr
+
+
 @pytest.mark.slow(INTERPRETERS)
 @pytest.mark.parametrize("launcher", ["forkserver", "spawn"])
 @pytest.mark.parametrize("guard", [True, False])
@@ -112,9 +140,7 @@ def test_by_name(launcher: str, guard: bool, tmp_path: Path) -> None:
     """Without cloudpickle a guarded script works, and one without a guard is refused with the way out."""
     call = "if __name__ == '__main__': print('got', main(Config()).lr)" if guard else "main(Config())"
     (tmp_path / "named.py").write_text(
-        "import importlib.util as u; find = u.find_spec\n"
-        "u.find_spec = lambda name, *a: None if name == 'cloudpickle' else find(name, *a)\n"
-        "import distwrap as dw\n"
+        HIDE + "import distwrap as dw\n"
         "class Config: lr = 0.5\n"
         f"@dw.distributed(nprocs=2, launcher='{launcher}')\n"
         "def main(config): return config\n" + call + "\n"
