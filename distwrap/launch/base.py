@@ -9,10 +9,10 @@ from typing import Any, Literal
 from distwrap import retrofit
 from distwrap.devices.cpus import choose_threads
 from distwrap.devices.selection import choose_nprocs, visible_devices
-from distwrap.errors import LaunchError, SerializationError
+from distwrap.errors import LaunchError, SerializationError, WorkerError
 from distwrap.launch import pickling, transport
 from distwrap.launch.other_callers import NodeSummary
-from distwrap.launch.outcome import Outcome, raise_failure
+from distwrap.launch.outcome import Exit, Outcome, raise_failure
 from distwrap.launch.task import Assignment, NodePlan, Surroundings, Task
 from distwrap.wording import named_ranks
 
@@ -119,7 +119,7 @@ class Launcher:
         for index, outcome in enumerate(self._checked(job, outcomes)):
             if outcome.value is not None:
                 value, states = transport.unpack_result(outcome.value, own)
-                if index == 0:
+                if index == 0 and not isinstance(value, Exit):
                     for item, state in zip(found, states, strict=True):
                         item.load(state)
                 values.append(value)
@@ -162,4 +162,14 @@ class Launcher:
 def launch(launcher: Launcher, job: Job) -> Any:
     """Run a job by a launcher that has checked it, and return what the decorated call returns."""
     outcomes = launcher.run(job, launcher.plan(job))
-    return launcher.bring_home(job, outcomes)
+    value = launcher.bring_home(job, outcomes)
+    values = value if job.task.options.returns == "all" and isinstance(value, list) else [value]
+    left = [rank for rank, each in enumerate(values) if isinstance(each, Exit)]
+    if len(left) == len(values):
+        sys.exit(0)
+    if left:
+        raise WorkerError(
+            f"{named_ranks(left)} left {job.task.name} by sys.exit(0), and returned nothing, where returns='all' asks "
+            f"for the values of all ranks: let every rank return."
+        )
+    return value

@@ -55,6 +55,11 @@ class Outcome:
         return failures.is_secondary_failure(self.summary) if self.lost_peer is None else self.lost_peer
 
 
+@dataclass(frozen=True)
+class Exit:
+    """What stands for the value of a rank that left the function by ``sys.exit(0)``, early or not, as by a return."""
+
+
 def success(rank: int, value: bytes | None) -> Outcome:
     """Return the outcome of this process as a rank that has done its work."""
     return Outcome(rank, socket.gethostname(), os.getpid(), time.time(), value)
@@ -121,8 +126,8 @@ def raise_failure(failed: Sequence[Outcome], finished: Sequence[int] = ()) -> No
     if finished and cause.is_secondary:
         raise CollectiveError(
             f"{where} waited in a collective for {named_ranks(finished)}, which had left the function already. Every "
-            f"rank must call the same collectives: look for a branch, a break or a loop that differs between ranks, "
-            f"above."
+            f"rank must call the same collectives: look for a branch, a break, a sys.exit or a loop that differs "
+            f"between ranks, above."
         ) from remote
     error: BaseException | None = None
     if cause.error is not None:

@@ -26,7 +26,7 @@ from distwrap.group.collectives import gather_object
 from distwrap.group.setup import abandon_process_group, announce, finish_process_group, join, teardown_process_group
 from distwrap.group.world import current_world
 from distwrap.launch import pickling, transport
-from distwrap.launch.outcome import Outcome, failure, success
+from distwrap.launch.outcome import Exit, Outcome, failure, success
 from distwrap.launch.task import Assignment, Task
 from distwrap.model import diagnosis
 from distwrap.network.rendezvous import count_meetings_anew
@@ -161,7 +161,13 @@ def take_part(assignment: Assignment, task: Task, on_stall: Callable[[str], None
     announce(world, assignment.launcher)
     assert world.channel is not None
     world.channel.on_stall = on_stall
-    value, trained = execute(task)
+    try:
+        value, trained = execute(task)
+    except SystemExit as error:
+        if failures.is_failure(error):
+            raise
+        world.wait()
+        value, trained = Exit(), []  # the others go on; whoever waits for this rank learns that it has left
     return (gather_object(value) if assignment.returns == "gathered" else value), trained
 
 

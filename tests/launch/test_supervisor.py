@@ -14,7 +14,7 @@ import torch
 
 import distwrap as dw
 from distwrap import distributed
-from distwrap.errors import CollectiveError, WorkerDiedError, WorkerTimeoutError
+from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from distwrap.launch.outcome import Outcome, death, first_cause
 from distwrap.testing import run_ranks
 from tests.limits import INTERPRETERS, SOON, slow
@@ -190,6 +190,31 @@ def test_waiting_for_a_rank_that_is_done_is_explained(launcher: str) -> None:
     with pytest.raises(CollectiveError, match=r"rank 0 on .* waited in a collective for rank 1, which had left"):
         alone()
     assert time.monotonic() - start < SOON
+
+
+@pytest.mark.parametrize("launcher", ["fork", "forkserver"])
+def test_a_clean_exit_on_one_rank_is_no_end_for_the_others(launcher: str) -> None:
+    """A rank that calls sys.exit(0) has left as by a return: others go on; one that waits for it, or all: an error."""
+
+    @distributed(nprocs=2, launcher=launcher)
+    def leaves(who: list[int], *, wait: bool = False) -> str:
+        if dw.rank() in who:
+            sys.exit(0)
+        time.sleep(0.5)
+        if wait:
+            dw.barrier()
+        return "done"
+
+    assert leaves([1]) == "done"
+    with pytest.raises(CollectiveError, match=r"waited in a collective for rank 1, which had left .* sys\.exit"):
+        leaves([1], wait=True)
+    with pytest.raises(SystemExit) as caught:
+        leaves([0, 1])
+    assert caught.value.code == 0
+    with pytest.raises(SystemExit):
+        leaves([0])
+    with pytest.raises(WorkerError, match=r"rank 1 left .*leaves\(\) by sys\.exit\(0\), and returned nothing"):
+        leaves.options(returns="all")([1])
 
 
 def test_a_group_that_the_function_destroys() -> None:
