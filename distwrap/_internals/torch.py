@@ -241,6 +241,16 @@ def on_cuda_start(call: Callable[[], object]) -> None:
     getattr(torch.cuda, "_lazy_call", lambda call: None)(call)
 
 
+def default_device() -> torch.device | None:
+    """Return what ``torch.set_default_device`` was given last, ``None`` where it was given nothing.
+
+    Relies on ``torch:_GLOBAL_DEVICE_CONTEXT``. torch's public function starts the accelerator's driver.
+    Without it: ranks that are no forks of the caller make their tensors on the CPU by default.
+    """
+    context = getattr(getattr(torch, "_GLOBAL_DEVICE_CONTEXT", None), "device_context", None)
+    return getattr(context, "device", None)
+
+
 def import_compiler() -> None:
     """Import torch's compiler, which the first optimizer does otherwise.
 

@@ -11,6 +11,7 @@ import importlib
 import importlib.util
 import io
 import pickle
+import sys
 import types
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -105,6 +106,10 @@ def _reduce(obj: Any) -> Any:
         return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if isinstance(obj, BaseException):
         return _reduce_error(obj)
+    if type(obj) is not types.ModuleType and isinstance(obj, types.ModuleType) and obj is sys.modules.get(obj.__name__):
+        return importlib.import_module, (
+            obj.__name__,
+        )  # as torch.backends.cudnn, which pickle would take for any object
     if isinstance(obj, wrapt.FunctionWrapper):  # cloudpickle would take the proxy for the function inside it
         return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if type(obj) is not types.FunctionType or obj.__module__ is None or (obj.__module__ == "__main__" and by_value()):

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from distwrap.environments import Node, Placement
 from distwrap.errors import OptionError
+from distwrap.launch.settings import Settings
 from distwrap.options import Options
 from distwrap.registry import launchers
 from distwrap.seeding import RandomState
@@ -47,16 +48,18 @@ class Surroundings:
     argv: list[str]
     umask: int
     random: RandomState
+    settings: Settings
 
     @classmethod
     def capture(cls) -> Surroundings:
         """Read the surroundings of this process."""
         umask = os.umask(0)
         os.umask(umask)
-        return cls(dict(os.environ), os.getcwd(), list(sys.path), list(sys.argv), umask, RandomState.capture())
+        random, settings = RandomState.capture(), Settings.capture()
+        return cls(dict(os.environ), os.getcwd(), list(sys.path), list(sys.argv), umask, random, settings)
 
     def restore(self) -> None:
-        """Make this process like the one whose surroundings these are."""
+        """Make this process like the one whose surroundings these are, but for its settings, which imports change."""
         if dict(os.environ) != self.environ:
             os.environ.clear()
             os.environ.update(self.environ)

@@ -136,6 +136,8 @@ def _run(assignment: Assignment, task: Task | None, link: LauncherLink) -> bytes
     if task is None:
         assert assignment.payload is not None
         task = transport.unpack(assignment.payload)
+    if assignment.surroundings is not None:
+        assignment.surroundings.settings.restore()  # after all imports, as the caller may have made them
     value, trained = take_part(assignment, task, lambda report: stalled(report, link, place.rank))
     return packed(assignment, task, value, trained)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -103,6 +104,65 @@ def test_no_main_guard_is_needed(launcher: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["top", "got True 0.5", "caught none"]
+
+
+SETTINGS = """
+import json, logging, sys
+import torch, distwrap as dw
+
+class Shouting(logging.Formatter):
+    def format(self, record):
+        return super().format(record).upper()
+
+def change():
+    torch.set_default_dtype(torch.float64)
+    torch.set_default_device("meta")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_float32_matmul_precision("high")
+    torch.backends.cudnn.benchmark = True
+    torch.backends.mkldnn.enabled = False
+    torch.backends.cuda.enable_flash_sdp(False)
+    sys.setrecursionlimit(4321)
+    logging.getLogger("quiet").setLevel(logging.ERROR)
+    for handler in (logging.StreamHandler(sys.stdout), logging.FileHandler("out.log", mode="w")):
+        handler.setFormatter(Shouting("%(levelname)s %(message)s"))
+        logging.getLogger().addHandler(handler)
+    logging.getLogger().setLevel(logging.INFO)
+
+@dw.distributed(nprocs=2, launcher=sys.argv[1], returns="all")
+def main():
+    torch.backends.cudnn.deterministic = True
+    logging.info("rank %d", dw.rank())
+    logging.getLogger("quiet").warning("unheard")
+    return [str(torch.ones(1).dtype), torch.ones(1).device.type, torch.get_deterministic_debug_mode(),
+            torch.get_float32_matmul_precision(), torch.backends.cudnn.benchmark, torch.backends.mkldnn.enabled,
+            torch.backends.cuda.flash_sdp_enabled(), torch.backends.cudnn.deterministic, sys.getrecursionlimit()]
+
+change()
+logging.info("caller")
+if __name__ == "__main__":
+    print("got", json.dumps(main()))
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "named"),
+    [("forkserver", False), *(slow(*each, why=INTERPRETERS) for each in [("forkserver", True), ("spawn", False)])],
+)
+def test_settings_are_the_callers(launcher: str, named: bool, tmp_path: Path) -> None:
+    """Settings of torch, logging and Python made at the top level hold on the ranks, with cloudpickle and without."""
+    (tmp_path / "settings.py").write_text((HIDE if named else "") + SETTINGS)
+    done = subprocess.run(
+        [sys.executable, "settings.py", launcher], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False
+    )
+    lines = done.stdout.splitlines()
+    assert lines[-1:] == [
+        "got " + json.dumps([["torch.float64", "meta", 1, "high", True, False, False, True, 4321]] * 2)
+    ]
+    told = ["INFO RANK 0", "INFO RANK 1"]
+    assert sorted(line for line in lines if "RANK" in line) == told, done.stderr
+    if not named:  # else each rank opens the file anew
+        assert sorted((tmp_path / "out.log").read_text().splitlines()) == ["INFO CALLER", *told]
 
 
 HIDE = """import importlib.util as u; find = u.find_spec
