@@ -12,11 +12,13 @@ import os
 import resource
 import shutil
 import socket
+import sys
 import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from distwrap._internals.python import multiprocessing_settings
@@ -41,15 +43,22 @@ class WorkerFolder(RunPart):
             self._settings[_KEY] = folder
             self._orphan = _Orphan(folder, os.getpid())
             multiprocessing.util.register_after_fork(self._orphan, _Orphan.watch)
-            atexit.register(self.close)
+            atexit.register(self._remove_folder)
 
     def close(self) -> None:
-        """Remove the folder."""
+        """Remove the folder; at the end of the process where a worker still runs, which would complain at its own."""
+        folder = Path(self._orphan.folder) if self._orphan is not None else None
+        if folder is not None and not any(
+            (folder / f"{_PID}{child.pid}").exists() for child in multiprocessing.active_children()
+        ):
+            self._remove_folder()
+
+    def _remove_folder(self) -> None:
         orphan, self._orphan = self._orphan, None  # multiprocessing holds it weakly
         if orphan is not None:
             self._settings.pop(_KEY, None)
             _remove(orphan.folder)
-            atexit.unregister(self.close)
+            atexit.unregister(self._remove_folder)
 
 
 def explain_failures(batches: Iterable[Any]) -> Iterator[Any]:
@@ -122,6 +131,12 @@ class _Orphan:
             with contextlib.suppress(OSError):
                 Path(self.folder, f"{_PID}{os.getpid()}").touch()
             threading.Thread(target=self._run, name="distwrap-orphan", daemon=True).start()
+            sys.excepthook = self._complain
+
+    def _complain(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Print what multiprocessing's thread has caught, but for a rank that fetches a batch no more."""
+        if not isinstance(error, (EOFError, ConnectionError)):
+            sys.__excepthook__(kind, error, trace)
 
     def _run(self) -> None:
         while os.getppid() == self._rank:

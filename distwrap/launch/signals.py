@@ -6,9 +6,10 @@ import contextlib
 import functools
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any
 
 from distwrap.data.preemption import SIGNALS
@@ -66,6 +67,28 @@ class PassedOn:
     def ended(self, codes: list[int | None]) -> None:
         """Take the exit codes of ranks that had done their work, and so heard no signal any more."""
         self._unheeded = any(-number in codes for number in self._heard)
+
+
+def end_in_one_line(interrupt: KeyboardInterrupt) -> None:
+    """Let Python say in one line that a Ctrl-C has ended the program, if nobody catches the exception.
+
+    Its traceback would only show how this process waited for the ranks.
+    """
+    interrupt.ends_in_one_line = True  # type: ignore[attr-defined]
+    _say_interrupts_in_one_line()
+
+
+@functools.cache
+def _say_interrupts_in_one_line() -> None:
+    before = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if hasattr(error, "ends_in_one_line"):
+            print("KeyboardInterrupt: the ranks have ended", file=sys.stderr)
+        else:
+            before(kind, error, trace)
+
+    sys.excepthook = hook
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 from distwrap.errors import WorkerTimeoutError
 from distwrap.launch.outcome import Outcome, death, first_cause, raise_failure
 from distwrap.launch.processes import OomCount, Process, describe_exit
-from distwrap.launch.signals import PassedOn
+from distwrap.launch.signals import PassedOn, end_in_one_line
 from distwrap.launch.store_file import Meeting
 from distwrap.network.rendezvous import side_store
 from distwrap.supervision import hang_report
@@ -60,6 +60,8 @@ def supervise(
             raise _timed_out(late, seconds, met)
     except BaseException as error:
         by_hand = isinstance(error, KeyboardInterrupt) and not hasattr(error, "rank")  # else a rank has raised it
+        if isinstance(error, KeyboardInterrupt) and by_hand:
+            end_in_one_line(error)
         try:
             if met.others is not None and not by_hand:  # a Ctrl-C first ends the ranks here
                 met.others.tell(error)  # at once, since the other nodes' ranks have lost their peers
