@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypedDict, TypeVar, overload
 
+import wrapt
 from typing_extensions import Unpack
 
 from distwrap.decorated import BoundDecoratedFunction, DecoratedFunction
@@ -91,6 +92,8 @@ class DistributedFunction(DecoratedFunction):
         from distwrap.launch import start  # at the first call: most of the package, which decorating does not need
         from distwrap.launch.task import Task
 
+        if isinstance(wrapped, wrapt.PartialCallableObjectProxy):  # Trainer.fit(trainer, …)
+            wrapped, args = wrapped.__wrapped__, (instance, *args)
         options = base.with_environment(os.environ).updated(given, where=".options()")
         of_environment = {name for variable, name in VARIABLES.items() if os.environ.get(variable)}
         return start(Task(wrapped, args, kwargs, options, (asked - of_environment) | given.keys()))

@@ -1,21 +1,27 @@
 """Make a plain function distributed: wrap its arguments, and copy what was trained back into the caller's objects.
 
-Models, optimizers, schedulers, scalers and loaders are found among the arguments, also inside lists, tuples and
-dicts, in the same order in the caller and on every rank; so the n-th state that comes back belongs to the n-th object.
+Models, optimizers, schedulers, scalers and loaders are found among the arguments, also inside lists, tuples and dicts
+and in the attributes of objects, of which a method's own is one, in the same order in the caller and on every rank; so
+the n-th state that comes back belongs to the n-th object. Attributes hold the wrapped ones while the function runs.
 """
 
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
+from types import FunctionType, MemberDescriptorType, MethodType, ModuleType
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 from distwrap._internals.torch import mark_steps_as_watched
 from distwrap.data.loader import next_epoch, shard_loader
-from distwrap.errors import ModelError
+from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import current_world
 from distwrap.model import TransparentModule
 from distwrap.model.wrapped_models import bound_strategy
@@ -23,6 +29,7 @@ from distwrap.nesting import rebuilt
 from distwrap.strategies import Strategy, wrap_model, wrap_optimizer
 
 _KINDS = (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler, DataLoader)
+_CLOSED = (*_KINDS, torch.Tensor, Dataset, FunctionType, ModuleType, type)  # into which nobody looks
 _EPOCH = "_distwrap_next_epoch"  # what the caller's own loader remembers from call to call
 
 
@@ -77,22 +84,35 @@ def _shapes(state: dict[str, Any]) -> set[tuple[str, tuple[int, ...]]]:
     return {(name, tuple(value.shape) if isinstance(value, torch.Tensor) else ()) for name, value in state.items()}
 
 
-def find(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Retrofitted]:
-    """List the arguments' models, optimizers, schedulers, scalers and loaders, each once, in a fixed order."""
+def find(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Retrofitted]:
+    """List the call's models, optimizers, schedulers, scalers and loaders, each once, in a fixed order.
+
+    Raises:
+        OptionError: one is in a container that has no order in which it could be replaced.
+    """
     found: dict[int, Retrofitted] = {}
 
-    def note(part: Any, path: tuple[Any, ...]) -> Any:
+    def note(part: Any) -> Any:
         if isinstance(part, _KINDS):
             found.setdefault(id(part), Retrofitted(part, part))
+        elif isinstance(part, (set, frozenset, deque)):
+            for item in part:
+                if isinstance(item, _KINDS):
+                    raise OptionError(
+                        f"retrofit: {type(item).__name__} is in a {type(part).__name__}, where it cannot be replaced "
+                        f"by a wrapped one, so each rank would train alone. Put it into a list."
+                    )
         return part
 
-    rebuilt((args, kwargs), note)
+    _replace((_owner(function), args, kwargs), note)
     return list(found.values())
 
 
-def wrap(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any], list[Retrofitted]]:
-    """Wrap what `find` finds, and return the arguments with it in place."""
-    found = find(args, kwargs)
+def wrap(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], list[Retrofitted]]:
+    """Wrap what `find` finds, and return the call with it in place, until `take_back`."""
+    found = find(function, args, kwargs)
     models = [item for item in found if isinstance(item.original, nn.Module)]
     _refuse_shared(models)
     for item in models:
@@ -109,15 +129,63 @@ def wrap(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...]
             item.wrapped = shard_loader(item.original)
             if item.original.__dict__.get(_EPOCH):  # a call before this one has seen the first epochs' orders
                 item.wrapped.set_epoch(item.original.__dict__[_EPOCH])
-    replacement = {id(item.original): item.wrapped for item in found}
-    args, kwargs = rebuilt((args, kwargs), lambda part, path: replacement.get(id(part), part))
-    return args, kwargs, found
+    wrapped = {id(item.original): item.wrapped for item in found}
+    call = (_owner(function), args, kwargs)
+    owner, args, kwargs = _replace(call, lambda part: wrapped.get(id(part), part))
+    return MethodType(function.__func__, owner) if isinstance(function, MethodType) else owner, args, kwargs, found
 
 
 def unwrapped(value: Any, found: list[Retrofitted]) -> Any:
     """Replace what the function saw by the caller's own objects, in what it returns."""
-    replacement = {id(item.wrapped): item.original for item in found}
-    return rebuilt(value, lambda part, path: replacement.get(id(part), part))
+    originals = {id(item.wrapped): item.original for item in found}
+    return _replace(value, lambda part: originals.get(id(part), part))
+
+
+def take_back(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], found: list[Retrofitted]
+) -> None:
+    """Put the caller's own objects back into the attributes that `wrap` has changed."""
+    unwrapped((_owner(function), args, kwargs), found)
+
+
+def _owner(function: Callable[..., Any]) -> Any:
+    """Return the object of a method; any other callable itself, which may hold models too."""
+    return function.__self__ if isinstance(function, MethodType) else function
+
+
+def _replace(value: Any, change: Callable[[Any], Any]) -> Any:
+    """Return a nesting with some of its parts replaced; an attribute of an object in it is replaced in place."""
+    objects: dict[int, Any] = {}
+
+    def visit(part: Any, path: tuple[Any, ...]) -> Any:
+        changed = change(part)
+        if changed is part and type(part).__module__ != "builtins" and not issubclass(type(part), _CLOSED):
+            objects.setdefault(id(part), part)
+        return changed
+
+    value = rebuilt(value, visit)
+    seen = 0
+    while seen < len(objects):  # looking into one finds others
+        for part in list(objects.values())[seen:]:
+            seen += 1
+            for held, put in _attributes(part):
+                changed = rebuilt(held, visit)
+                if changed is not held:
+                    put(changed)
+    return value
+
+
+def _attributes(part: Any) -> Iterator[tuple[Any, Callable[[Any], None]]]:
+    """Yield the values of an object's attributes, each with the function that puts another in its place."""
+    with suppress(AttributeError):
+        own = object.__getattribute__(part, "__dict__")
+        for name, held in list(own.items()):
+            yield held, partial(own.__setitem__, name)
+    for cls in type(part).__mro__:
+        for slot in vars(cls).values() if "__slots__" in vars(cls) else ():
+            if isinstance(slot, MemberDescriptorType):
+                with suppress(AttributeError):
+                    yield slot.__get__(part), partial(slot.__set__, part)
 
 
 def _refuse_shared(models: list[Retrofitted]) -> None:

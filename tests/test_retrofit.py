@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import distwrap as dw
-from distwrap.errors import ModelError
+from distwrap.errors import ModelError, OptionError
 from tests import retrofitted
 from tests.limits import INTERPRETERS, slow
 
@@ -117,6 +117,78 @@ def test_arguments_in_containers_and_the_return_value() -> None:
     assert moved == pytest.approx([2 * 0.15] * 2)
     everyones = over_two_ranks(fit).options(returns="all")({"a": one, "rest": [other]}, optimizers)
     assert [value[0] is other for value in everyones] == [True, True]
+
+
+class Parts:
+    """A container of one's own, without a ``__dict__``."""
+
+    __slots__ = ("loader", "model")
+
+    def __init__(self, model: nn.Module, loader: DataLoader[Any]) -> None:
+        self.model, self.loader = model, loader
+
+
+class Trainer:
+    """Holds all that it trains, some of it deep inside."""
+
+    def __init__(self, batch_size: int) -> None:
+        model, self.optimizer, loader, scheduler = retrofitted.objects(batch_size)
+        self.parts = [Parts(model, loader)]
+        self.more = {"scheduler": scheduler, "trainer": self}
+
+    def fit(self) -> str:
+        parts = self.parts[0]
+        retrofitted.train(parts.model, self.optimizer, parts.loader, self.more["scheduler"])  # type: ignore[arg-type]
+        if self.optimizer.param_groups[0]["lr"] < 0.002:
+            raise ArithmeticError(type(parts.model).__name__)
+        return type(parts.model).__name__
+
+    def state(self) -> dict[str, Any]:
+        """Return what training has changed."""
+        return retrofitted.state(self.parts[0].model, self.optimizer, self.more["scheduler"])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("launcher", "nprocs"), [("fork", 2), ("forkserver", 2), ("auto", 1)])
+def test_what_an_object_holds_is_trained(launcher: str, nprocs: int) -> None:
+    """Models, optimizers and loaders in attributes, at any depth, are found, and hold the caller's own afterwards."""
+    trainer = Trainer(retrofitted.GLOBAL_BATCH // nprocs)
+    model, loader = trainer.parts[0].model, trainer.parts[0].loader
+    fit = dw.distributed(nprocs=nprocs, launcher=launcher, retrofit=True, timeout=30)
+    assert fit(trainer.fit)() == ("DistributedModel" if nprocs > 1 else "Sequential")
+    same(trainer.state(), plain(calls=1))
+    fit(Trainer.fit)(trainer)
+    same(trainer.state(), plain(calls=2))
+    with pytest.raises(ArithmeticError):
+        fit(trainer.fit)()
+    assert trainer.parts[0].model is model
+    assert trainer.parts[0].loader is loader
+    assert isinstance(model, nn.Sequential)
+
+
+class Net(nn.Linear):
+    """A model that trains itself."""
+
+    @dw.distributed(nprocs=2, launcher="forkserver", retrofit=True)
+    def fit(self, lr: float) -> Net:
+        optimizer = torch.optim.SGD(self.parameters(), lr=lr)
+        self(torch.full((1, 1), dw.rank() + 1.0)).sum().backward()
+        optimizer.step()
+        return self
+
+
+def test_a_method_of_a_model_trains_it() -> None:
+    """Where the function is the model's own method, the model is wrapped, however the method is called."""
+    net = Net(1, 1, bias=False)
+    before = net.weight.item()
+    assert net.fit(0.1) is net
+    assert before - net.weight.item() == pytest.approx(0.15)
+    assert Net.fit(net, 0.1) is net
+    assert before - net.weight.item() == pytest.approx(0.3)
+
+
+def test_a_model_that_cannot_be_replaced_is_refused() -> None:
+    with pytest.raises(OptionError, match=r"Linear is in a set, .* each rank would train alone\. Put it into a list"):
+        over_two_ranks(print)({nn.Linear(1, 1)}, DataLoader(range(6)))  # type: ignore[arg-type]
 
 
 class Master(dw.Strategy):

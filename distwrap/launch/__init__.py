@@ -31,11 +31,11 @@ def start(task: Task) -> Any:
     """
     _refuse_unguarded(task)
     options = task.options
-    if options.retrofit and not retrofit.find(task.args, task.kwargs):
+    if options.retrofit and not retrofit.find(task.function, task.args, task.kwargs):
         raise OptionError(
             f"retrofit=True finds no model, optimizer or loader among the arguments of {task.name}, so each rank would "
-            f"train alone. Pass them as arguments (also in lists, tuples and dicts): what the function takes from its "
-            f"object, a closure or a global is not seen."
+            f"train alone. Pass them as arguments (also in lists, tuples, dicts and attributes): what the function "
+            f"takes from a closure or a global is not seen."
         )
     strategy = strategies.make(options.strategy)
     task = replace(task, options=replace(options, strategy=strategy, backend=strategy.backend or options.backend))

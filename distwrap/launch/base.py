@@ -113,7 +113,7 @@ class Launcher:
     def bring_home(self, job: Job, outcomes: Sequence[Outcome]) -> Any:
         """Write what was trained into the caller's objects, and return what the decorated call returns."""
         task = job.task
-        found = retrofit.find(task.args, task.kwargs) if task.options.retrofit else []
+        found = retrofit.find(task.function, task.args, task.kwargs) if task.options.retrofit else []
         own = [item.original for item in found]
         values = []
         for index, outcome in enumerate(self._checked(job, outcomes)):

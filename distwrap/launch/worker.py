@@ -265,8 +265,11 @@ def execute(task: Task) -> tuple[Any, list[Retrofitted]]:
 
 
 def _retrofitted(task: Task) -> tuple[Any, list[Retrofitted]]:
-    args, kwargs, found = retrofit.wrap(task.args, task.kwargs)
-    value = task.function(*args, **kwargs)
+    function, args, kwargs, found = retrofit.wrap(task.function, task.args, task.kwargs)
+    try:
+        value = function(*args, **kwargs)
+    finally:
+        retrofit.take_back(task.function, task.args, task.kwargs, found)
     for item in found:
         if isinstance(item.original, nn.Module):
             consolidate(item.wrapped)  # the caller gets one model, not rank 0's of several
