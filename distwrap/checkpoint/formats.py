@@ -92,7 +92,7 @@ def choose(io: str | CheckpointIO, path: Path) -> CheckpointIO:
 
 def _apart(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return tensors with memory of their own, without gaps: the format has no two names for one tensor."""
-    apart = {name: value.detach().contiguous() for name, value in state.items()}
+    apart = {name: value.detach().resolve_conj().resolve_neg().contiguous() for name, value in state.items()}
     owner: dict[int, str] = {}
     for name, value in apart.items():
         if value.numel() and owner.setdefault(value.untyped_storage().data_ptr(), name) != name:

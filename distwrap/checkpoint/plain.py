@@ -33,6 +33,8 @@ def plain(value: Any, where: str = "") -> Any:
         return result
     if type(value) in (list, tuple, set):
         return type(value)(plain(item, f"{where}[{index}]") for index, item in enumerate(value))
+    if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()):
+        return value.detach().resolve_conj().resolve_neg()  # a copy of its memory is not one of its numbers
     if isinstance(value, _PLAIN) and type(value).__module__.split(".")[0] in ("builtins", "torch"):
         return value
     strategy = bound_strategy(value)
