@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+import stat
 import tempfile
 import time
 from collections.abc import Callable
@@ -10,9 +11,24 @@ from contextlib import suppress
 from pathlib import Path
 
 from distwrap.environments.identity import pid_exists
+from distwrap.errors import CheckpointError
 
 SKELETON = "skeleton.pt"  # of a sharded checkpoint, all but the tensors' numbers
 _SWEEP_SECONDS = 60.0
+
+
+def place_of(path: Path) -> Path:
+    """Return where a file or folder of this name is to be written: where its symbolic links lead.
+
+    Raises:
+        CheckpointError: a device, FIFO or socket has the name, and would be replaced.
+    """
+    with suppress(FileNotFoundError):
+        mode = path.stat().st_mode
+        if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+            kind = "FIFO" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
+            raise CheckpointError(f"{path} is no file or folder, but a {kind}, and is not replaced: give another name")
+    return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
 def write_atomically(path: Path, write: Callable[[Path], None], before: Callable[[], None] = lambda: None) -> None:
@@ -42,7 +58,14 @@ def write_atomically(path: Path, write: Callable[[Path], None], before: Callable
 
 
 def put_folder(temporary: Path, path: Path) -> None:
-    """Give a complete folder its name; a folder that had the name stays as `previous_of` until then."""
+    """Give a complete folder its name; a folder that had the name stays as `previous_of` until then.
+
+    Raises:
+        CheckpointError: the folder that has the name is no checkpoint of this format.
+    """
+    if path.is_dir() and (temporary / SKELETON).exists() and not (path / SKELETON).exists():
+        for other in path.iterdir():
+            raise CheckpointError(f"{path} holds {other.name}, and is no sharded checkpoint to replace")
     for file in temporary.rglob("*"):
         _sync(file)
     _sync(temporary)
@@ -58,6 +81,12 @@ def put_folder(temporary: Path, path: Path) -> None:
 def previous_of(path: Path) -> Path:
     """Return where a folder is for the moment in which its successor takes its name."""
     return path.parent / f".{path.name}.previous"
+
+
+def found(path: Path) -> Path:
+    """Return where what was last written to a path lies: its folder may have been about to take its name."""
+    previous = previous_of(Path(os.path.realpath(path)))
+    return previous if not path.exists() and previous.exists() else path
 
 
 def point(link: Path, target: Path) -> None:

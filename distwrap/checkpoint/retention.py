@@ -9,7 +9,11 @@ from distwrap.checkpoint import files
 from distwrap.checks import is_whole
 from distwrap.errors import OptionError
 
-_NUMBER = re.compile(r"(.*?)(\d+)(\D*)", re.DOTALL)
+_COUNTED = "(?:step|epoch|iter|iteration|ckpt|checkpoint)s?"
+_SERIES = (  # a number at the end that stands by itself, or after such a word; or one amid a name after such a word
+    re.compile(rf"(|.*(?:[\W_](?<!\d\.)|{_COUNTED}))(\d+)()", re.DOTALL | re.IGNORECASE),
+    re.compile(rf"(.*{_COUNTED}[\W_]?)(\d+)((?!\.\d)[\W_].*)", re.DOTALL | re.IGNORECASE),
+)
 
 
 def check_keep(keep: int | None) -> None:
@@ -26,7 +30,7 @@ def latest_of(path: Path) -> Path | None:
     """Return the link to the latest of a numbered series: ``step-latest.pt`` for ``step-100.pt``; else ``None``.
 
     Example:
-        >>> latest_of(Path("runs/step-100.pt")).name, latest_of(Path("last.pt"))
+        >>> latest_of(Path("runs/step-100.pt")).name, latest_of(Path("resnet50.pt"))
         ('step-latest.pt', None)
     """
     prefix, number, suffix = _split(path)
@@ -34,7 +38,7 @@ def latest_of(path: Path) -> Path | None:
 
 
 def keep_predecessors(path: Path, keep: int | None) -> None:
-    """Keep what a name without a number holds before it is replaced: as ``last.pt.1``, the one before as ``.2``."""
+    """Keep what a name of no series holds before it is replaced: as ``last.pt.1``, the one before as ``.2``."""
     if keep is None or latest_of(path) is not None or not path.exists():
         return
     for number in range(keep - 1, 0, -1):
@@ -52,13 +56,7 @@ def prune(path: Path, keep: int | None) -> None:
     if keep is None or latest is None:
         return
     files.point(latest, path)
-    prefix, _, suffix = _split(path)
-    series = []
-    for other in path.parent.iterdir():
-        begins, number, ends = _split(other)
-        if number and (begins, ends) == (prefix, suffix):
-            series.append((int(number), other))
-    for _, other in sorted(series, reverse=True)[keep:]:
+    for other in [other for other in series_of(latest) if _kind(other) == _kind(path)][keep:]:
         if other == path:
             continue
         if other.is_dir():
@@ -67,10 +65,21 @@ def prune(path: Path, keep: int | None) -> None:
             other.unlink(missing_ok=True)
 
 
+def series_of(latest: Path) -> list[Path]:
+    """Return the numbered checkpoints of a link to their latest, the highest first."""
+    series = [other for other in latest.parent.iterdir() if latest_of(other) == latest]
+    return sorted(series, key=lambda other: int(_split(other)[1]), reverse=True)
+
+
 def _split(path: Path) -> tuple[str, str, str]:
-    """Split a name at its number; all empty where it has none."""
-    parts = _NUMBER.fullmatch(path.stem)
+    """Split a name of a series at its number; all empty where it is of none."""
+    parts = next(filter(None, (pattern.fullmatch(path.stem) for pattern in _SERIES)), None)
     return ("", "", "") if parts is None else (parts[1], parts[2], f"{parts[3]}{path.suffix}")
+
+
+def _kind(path: Path) -> tuple[bool, bool]:
+    """Return whether this is a folder, and one of torch's distributed checkpoint: another kind is of no series."""
+    return path.is_dir(), (path / files.SKELETON).exists()
 
 
 def _numbered(path: Path, number: int) -> Path:

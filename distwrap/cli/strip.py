@@ -98,7 +98,7 @@ def read(path: Path, *, unsafe: bool = False) -> tuple[Any, dict[str, str] | Non
 def write(state: Any, metadata: dict[str, str] | None, path: Path) -> None:
     """Write a file whole, or not at all."""
     io = SafetensorsIO(metadata) if path.suffix == SAFETENSORS else FileIO()
-    files.write_atomically(path, lambda temporary: io.save(state, temporary))
+    files.write_atomically(files.place_of(path), lambda temporary: io.save(state, temporary))
 
 
 def strip(
