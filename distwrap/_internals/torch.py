@@ -9,7 +9,9 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap.errors import ModelError
 
@@ -23,6 +25,19 @@ LAYOUT_FUNCTION = ("torch.serialization", "_get_layout")
 
 def _refuse(name: str, consequence: str) -> NoReturn:
     raise ModelError(f"torch {torch.__version__} has no {name} any more (seen in torch {_SEEN}): {consequence}")
+
+
+# Process groups
+
+
+def default_store() -> Store | None:
+    """Return the store in which the ranks of the process group have met, ``None`` where torch does not tell.
+
+    Relies on ``torch.distributed.distributed_c10d:_get_default_store``.
+    Without it: `save` is a collective in a group that the user made, and rank 0 must not call it alone there.
+    """
+    found = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return None if found is None else found()
 
 
 # Backward

@@ -1,6 +1,8 @@
 """Write and read checkpoints: whole or not at all, known to all ranks, and safe to load."""
 
+import json
 import os
+import re
 import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +24,7 @@ from distwrap.model.drift import Drift
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.wrapped_models import bound_strategy
 from distwrap.nesting import rebuilt
+from distwrap.supervision.hang_report import Activity
 from distwrap.wording import first_line
 
 
@@ -36,24 +39,27 @@ def save(
     """Write a checkpoint on rank 0: whole, or not at all.
 
     When every rank calls, all of them wait until the file is there, and learn of a failure; rank 0 may also call it
-    alone. Models, optimizers, schedulers, loaders, `run_state` and whatever else has a ``state_dict`` may stand
-    anywhere in `state`; their state dicts are written, without a wrapper's prefix.
+    alone. The two are told apart by the line that calls: let all ranks call from one line, and rank 0 alone from
+    another, or under `rank_zero_only`. Models, optimizers, schedulers, loaders, `run_state` and whatever else has a
+    ``state_dict`` may stand anywhere in `state`; their state dicts are written, without a wrapper's prefix.
 
     Args:
         state: tensors, numbers, strings and objects with a ``state_dict``, in dicts, lists and tuples.
-        path: the file. It is replaced in one step, after the new one is safely on disk.
-        keep: how many checkpoints to keep. Of a name with a number, as ``step-100.pt``, those with the highest; a link
-            ``step-latest.pt`` moves to the new one when it is complete, before an older one goes. Of a name without,
-            the file's predecessors, as ``last.pt.1``. ``None`` removes nothing.
+        path: the file. It is replaced in one step, after the new one is safely on disk; a symbolic link stays, and
+            what it leads to is replaced.
+        keep: how many checkpoints to keep. Of a series, as ``step-100.pt``, those with the highest numbers; a link
+            ``step-latest.pt`` moves to the new one when it is complete, before an older one goes. A series is a name
+            that ends in a number after one of ``-_.=``, or has one after a word like step or epoch: ``resnet50.pt`` is
+            none. Of another name, the file's predecessors, as ``last.pt.1``. ``None`` removes nothing.
         background: copy the state, return, and write the copy in a thread. The next call waits for it; a failure is
-            raised there, by `wait_for_saves`, or at the end of the decorated function.
+            raised there, by `wait_for_saves`, at the end of the decorated function, or ends the program.
         io: ``"file"`` (torch's own), ``"safetensors"`` (by default for that suffix; a model alone; an extra),
             ``"sharded"`` (a folder to which every rank writes a part, by torch's distributed checkpoint), or a
             `CheckpointIO`.
 
     Raises:
         CheckpointError: it could not be written, or holds what the safe loader would refuse; names it. On every rank
-            that calls.
+            that calls. Or the path is a device, or has the rank in it: rank 0 writes one file for all.
         OptionError: a wrong `keep`, or a sharded checkpoint in the background.
 
     Example:
@@ -86,7 +92,10 @@ def wait_for_saves() -> None:
     Raises:
         CheckpointError: it could not be written; on every rank.
     """
-    _do_on_ranks(current_world().part(Writer).wait, "a checkpoint written in the background", "wait for saves")
+    alone = bool(current_world().part(CollectiveGuard).function)
+    _do_on_ranks(
+        current_world().part(Writer).wait, "a checkpoint written in the background", "wait for saves", alone=alone
+    )
 
 
 def load(
@@ -118,9 +127,7 @@ def load(
         >>> load(path, into={"model": model})["lr"]
         0.1
     """
-    path = Path(path)
-    if not path.exists() and files.previous_of(path).exists():
-        path = files.previous_of(path)  # a folder whose successor was about to take its name
+    path = files.found(Path(path))
     chosen = choose(_format_of(io), path)
     if chosen.collective:
         check_collectives_allowed("load() of a sharded checkpoint")
@@ -169,40 +176,46 @@ def load_into(into: Any, state: Any, where: str = "") -> None:
 
 
 def _save_file(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, background: bool) -> None:
-    def write(plain_state: Any) -> None:
+    def write(plain_state: Any, place: Path) -> None:
         files.write_atomically(
-            path, lambda temporary: io.save(plain_state, temporary), lambda: retention.keep_predecessors(path, keep)
+            place, lambda temporary: io.save(plain_state, temporary), lambda: retention.keep_predecessors(place, keep)
         )
-        retention.prune(path, keep)
+        retention.prune(place, keep)
 
     def work() -> None:
-        writer, plain_state = current_world().part(Writer), rebuilt(plain(state), _refuse_piece)
+        writer, place = current_world().part(Writer), files.place_of(path)
+        plain_state = rebuilt(plain(state), _refuse_piece)
         if background:
-            writer.write(plain_state, write)
+            writer.write(plain_state, lambda copy: write(copy, place), f"the checkpoint {path}")
         else:
             writer.wait()  # a later state must not be overtaken by an earlier one
-            write(plain_state)
+            write(plain_state, place)
 
     alone = bool(current_world().part(CollectiveGuard).function)
-    _do_on_ranks(work, f"the checkpoint {path}", f"save {os.path.abspath(path)}", alone=alone)
+    _do_on_ranks(work, f"the checkpoint {path}", f"save {path}", alone=alone)
 
 
 def _save_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO) -> None:
     check_collectives_allowed("save() of a sharded checkpoint")
-    temporary = path.parent / f".{path.name}.tmp"
+    what, name = f"the checkpoint {path}", f"save {path}"
+    everybody = range(current_world().placement.world_size)
+    plain_state: list[Any] = []
+    place = Path(os.path.realpath(path))
+    temporary = place.parent / f".{place.name}.tmp"
 
     def make_room() -> None:
+        files.place_of(path)
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
 
     def finish() -> None:
-        files.put_folder(temporary, path)
-        retention.prune(path, keep)
+        files.put_folder(temporary, place)
+        retention.prune(place, keep)
 
-    what, name = f"the checkpoint {path}", f"save {os.path.abspath(path)}"
-    everybody = range(current_world().placement.world_size)
     _do_on_ranks(make_room, what, name)
-    _do_on_ranks(lambda: io.save(plain(state), temporary), what, f"{name} part", everybody)
+    # Before a rank begins to write, which it may do together with the others.
+    _do_on_ranks(lambda: plain_state.append(plain(state)), what, f"{name} state", everybody)
+    _do_on_ranks(lambda: io.save(plain_state[0], temporary), what, f"{name} part", everybody)
     _do_on_ranks(finish, what, name)
 
 
@@ -214,31 +227,51 @@ def _do_on_ranks(
     Args:
         work: writes something.
         what: is written, for the error.
-        name: of the work, alike on every rank.
+        name: of the work, alike on every rank. The ranks meet in calls of one line and one name.
         workers: the ranks that do it.
         alone: whether this rank has called without the others, which then learn of nothing.
 
     Raises:
-        CheckpointError: names the rank and the host.
+        CheckpointError: names the rank and the host; or this rank's name has its rank in it.
     """
     rank, host = current_world().placement.rank, socket.gethostname()
-    problem, cause = "", None
+    activity = current_world().part(Activity)
+    activity.record(name)
+    line = f"save at {activity.site}"
+    problem: str = ""
+    cause: BaseException | None = None
     if rank in workers:
         try:
             work()
-        except Exception as error:  # noqa: BLE001 - whatever is raised, all ranks raise
+        except BaseException as error:  # noqa: BLE001 - whatever is raised, all ranks raise
             problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             cause = error
     for worker in workers:
-        its_host, its_problem = host, problem
+        its_name, its_host, its_problem = name, host, problem
         if not alone:
-            mine = f"{host}\n{problem}".encode() if rank == worker else None
-            its_host, _, its_problem = share_result(name, worker, mine).decode().partition("\n")
+            mine = json.dumps([name, host, problem]).encode() if rank == worker else None
+            its_name, its_host, its_problem = json.loads(share_result(name, worker, mine, turn=line))
+            while its_name != name:  # which that rank has saved alone
+                _refuse_own_name(rank, name, worker, its_name)
+                its_name, its_host, its_problem = json.loads(share_result(name, worker, mine, turn=line))
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause
         if its_problem:
             raise CheckpointError(
                 f"{what} was not written by rank {worker} on {its_host}: {its_problem}. What was there before is "
                 f"untouched."
             ) from (cause if rank == worker else None)
+
+
+def _refuse_own_name(rank: int, name: str, worker: int, its_name: str) -> None:
+    """Raise an error where two ranks' names differ in their ranks: each means to write a file of its own."""
+    mine, its = (re.split(r"(\d+)", each) for each in (name, its_name))
+    differ = [pair for pair in zip(mine, its, strict=False) if pair[0] != pair[1]]
+    if len(mine) == len(its) and all(one.isdigit() and (int(one), int(two)) == (rank, worker) for one, two in differ):
+        raise CheckpointError(
+            f"rank {rank} called {name!r}, and rank {worker} {its_name!r}. Only rank {worker} writes, for all ranks, "
+            f"so all must give the same name. For a file of each rank's own use torch.save(), or else io='sharded'."
+        )
 
 
 def _refuse_piece(leaf: Any, path: tuple[Any, ...]) -> Any:

@@ -40,10 +40,10 @@ class ShardedIO:
     def save(self, state: Any, path: Path) -> None:
         """Write this rank's part of the tensors; rank 0 also writes what is no tensor."""
         skeleton, tensors = _separated(state, lambda leaf: (leaf.detach(), _whole(leaf)))
-        if not dist.is_initialized() or dist.get_rank() == 0:
-            torch.save(skeleton, path / SKELETON)
         with _as_checkpoint_error():
             save_parts(tensors, storage_writer=FileSystemWriter(path, sync_files=False))
+        if not dist.is_initialized() or dist.get_rank() == 0:  # alone, so after what is done together
+            torch.save(skeleton, path / SKELETON)
 
     def load(self, path: Path, map_location: Any) -> Any:
         """Read everything, on every rank."""

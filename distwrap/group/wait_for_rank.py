@@ -1,21 +1,29 @@
 """Waits of the other ranks for the work of one: as long as it takes, while that rank lives, and no longer."""
 
+import time
+
+from distwrap._internals.torch import default_store
+from distwrap.errors import CollectiveError
 from distwrap.group.collectives import gather_object
+from distwrap.group.setup import require_group
 from distwrap.group.world import current_world
 from distwrap.supervision.hang_report import Activity
 
+USERS_GROUP_SECONDS = 1800.0  # as torch's own limit for a collective: there nobody tells whether a rank lives
 
-def share_result(name: str, worker: int, result: bytes | None) -> bytes:
+
+def share_result(name: str, worker: int, result: bytes | None, *, turn: str | None = None) -> bytes:
     """Return the result of one rank's work, on every rank that waits for it.
 
     This is no collective, and no time limit applies: the other ranks look for the result on the side channel, and raise
-    an error at once when the working rank ends. In a group that the user made there is no side channel, and a
-    collective is used instead.
+    an error at once when the working rank ends. In a group that the user made there is no side channel, and the store
+    in which its ranks met is used instead.
 
     Args:
-        name: of the work; calls of the same name are matched in their order.
+        name: of the work, for the hang report.
         worker: the rank that does it.
         result: on that rank, a few bytes; ``None`` on the others.
+        turn: calls of the same turn are matched in their order; by default the name.
 
     Raises:
         WorkerDiedError: the rank that works died.
@@ -26,13 +34,31 @@ def share_result(name: str, worker: int, result: bytes | None) -> bytes:
         assert result is not None
         return result
     world.part(Activity).record(name)
-    if world.channel is None:
-        shared = gather_object(result)[worker]
-        assert shared is not None
-        return shared
     # The n-th wait on one rank meets the n-th work on another.
-    key = f"{name}/{worker}/{world.count(f'wait {name}')}"
+    key = f"{turn or name}/{worker}"
+    key = f"{key}/{world.count(f'wait {key}')}"
+    if world.channel is None:
+        return _share_in_users_group(key, worker, result)
     if result is None:
         return world.channel.work.wait_for(key, worker)
     world.channel.work.publish(key, result)
     return result
+
+
+def _share_in_users_group(key: str, worker: int, result: bytes | None) -> bytes:
+    require_group("to wait for a rank")
+    store, key = default_store(), f"distwrap/{key}"
+    if store is None:
+        shared = gather_object(result)[worker]
+        assert shared is not None
+        return shared
+    if result is not None:
+        store.set(key, result.hex())  # torch's stores take text
+        return result
+    deadline, pause = time.monotonic() + USERS_GROUP_SECONDS, 0.0005
+    while not store.check([key]):
+        if time.monotonic() > deadline:
+            raise CollectiveError(f"{key!r} of rank {worker} did not come within {USERS_GROUP_SECONDS:.0f} s.")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.02)
+    return bytes.fromhex(store.get(key).decode())
