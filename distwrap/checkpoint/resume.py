@@ -7,10 +7,12 @@ import os
 import socket
 import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from distwrap.checkpoint import files, retention
 from distwrap.checkpoint.saving import load, load_into
 from distwrap.comm.exchange import RunExchanges
 from distwrap.devices.kinds import kind_of
@@ -47,12 +49,13 @@ def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any:
         >>> resume_from(path)
         {'epoch': 3}
     """
-    files = gather_object(_file(path))
-    newest = max((file for file in files if file is not None), default=None)
+    path = _newest(Path(path))
+    times = gather_object(_written(path))
+    newest = max((time for time in times if time is not None), default=None)
     if newest is None:
         return None
-    source, rank = files.index(newest), current_world().placement.rank
-    everybody = all(file == newest for file in files)
+    source, rank = times.index(newest), current_world().placement.rank
+    everybody = all(time == newest for time in times)
     problem, state = "", None
     if everybody or rank == source:
         try:
@@ -125,7 +128,14 @@ def run_state() -> RunState:
     return RunState()
 
 
-def _file(path: str | os.PathLike[str]) -> tuple[int, int] | None:
+def _newest(path: Path) -> Path:
+    """Return what there is of a path: of a link to the latest of a series that was removed, the highest of the rest."""
+    if path.is_symlink() and not path.exists():
+        path = next(iter(retention.series_of(path)), path)
+    return files.found(path)
+
+
+def _written(path: Path) -> tuple[int, int] | None:
     """Return when a file was written, in seconds, and its length in bytes; ``None`` where there is none."""
     try:
         stat = os.stat(path)

@@ -252,6 +252,27 @@ def test_strip_goes_through_a_link(tmp_path: Path) -> None:
     assert list(dw.load(tmp_path / "there.pt")) == ["w"]
 
 
+# Going on
+
+
+def test_resume_from_knows_the_file_before(tmp_path: Path) -> None:
+    """Killed while a folder takes its name, or without the newest of a series, a run goes on from what is there."""
+    dw.save({"step": 3}, tmp_path / "parts", io="sharded")
+    os.rename(tmp_path / "parts", tmp_path / ".parts.previous")
+
+    def on_rank() -> Any:
+        return dw.resume_from(tmp_path / "parts")
+
+    assert run_ranks(on_rank, 2) == [{"step": 3}] * 2
+    for step in (8, 9, 10):
+        dw.save({"step": step}, tmp_path / f"step-{step}.pt", keep=3)
+    (tmp_path / "step-10.pt").unlink()
+    assert dw.resume_from(tmp_path / "step-latest.pt") == {"step": 9}
+    for step in (8, 9):
+        (tmp_path / f"step-{step}.pt").unlink()
+    assert dw.resume_from(tmp_path / "step-latest.pt") is None  # of a run that begins anew
+
+
 # The last save in the background
 
 PROGRAM = """
