@@ -15,7 +15,7 @@ from distwrap.checkpoint import files, retention
 from distwrap.checkpoint.background import Writer
 from distwrap.checkpoint.formats import CheckpointIO, choose
 from distwrap.checkpoint.plain import plain
-from distwrap.errors import CheckpointError, OptionError
+from distwrap.errors import CheckpointError, CollectiveError, OptionError
 from distwrap.group.collective_guard import CollectiveGuard, check_collectives_allowed
 from distwrap.group.wait_for_rank import share_result
 from distwrap.group.world import current_world
@@ -237,7 +237,6 @@ def _do_on_ranks(
     rank, host = current_world().placement.rank, socket.gethostname()
     activity = current_world().part(Activity)
     activity.record(name)
-    line = f"save at {activity.site}"
     problem: str = ""
     cause: BaseException | None = None
     if rank in workers:
@@ -250,10 +249,10 @@ def _do_on_ranks(
         its_name, its_host, its_problem = name, host, problem
         if not alone:
             mine = json.dumps([name, host, problem]).encode() if rank == worker else None
-            its_name, its_host, its_problem = json.loads(share_result(name, worker, mine, turn=line))
+            its_name, its_host, its_problem = _told_by(worker, mine, name, activity.site)
             while its_name != name:  # which that rank has saved alone
                 _refuse_own_name(rank, name, worker, its_name)
-                its_name, its_host, its_problem = json.loads(share_result(name, worker, mine, turn=line))
+                its_name, its_host, its_problem = _told_by(worker, mine, name, activity.site)
         if cause is not None and not isinstance(cause, Exception):
             raise cause
         if its_problem:
@@ -261,6 +260,20 @@ def _do_on_ranks(
                 f"{what} was not written by rank {worker} on {its_host}: {its_problem}. What was there before is "
                 f"untouched."
             ) from (cause if rank == worker else None)
+
+
+def _told_by(worker: int, mine: bytes | None, name: str, site: str) -> list[str]:
+    """Return what a rank tells of its work in this line: the name, its host, and the problem.
+
+    Raises:
+        CheckpointError: it has left without coming to this line.
+    """
+    try:
+        return json.loads(share_result(name, worker, mine, turn=f"save at {site}"))  # type: ignore[no-any-return]
+    except CollectiveError as error:
+        raise CheckpointError(
+            f"{name!r} at {site}: {error} All ranks must call it from one line, which rank {worker} did not reach."
+        ) from error
 
 
 def _refuse_own_name(rank: int, name: str, worker: int, its_name: str) -> None:

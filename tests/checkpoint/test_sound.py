@@ -110,6 +110,19 @@ def test_other_names_of_rank_zero_alone_are_no_ranks_own(tmp_path: Path) -> None
     assert len(os.listdir(tmp_path)) == 6
 
 
+def test_a_line_to_which_rank_zero_does_not_come_is_told(tmp_path: Path) -> None:
+    """Who waits in a line for rank 0, which saves in another and leaves, is told so, and that all need one line."""
+
+    def on_rank() -> None:
+        if dw.is_rank_zero():
+            dw.save(1, tmp_path / "a.pt")
+        else:
+            dw.save(2, tmp_path / "a.pt")
+
+    with pytest.raises(CheckpointError, match=r"a\.pt' at test_sound\.py:\d+: .* from one line"):
+        run_ranks(on_rank, 2)
+
+
 class Leaving(FileIO):
     """A file in whose midst the process is to end."""
 
