@@ -90,9 +90,9 @@ class Bucket:
         return tuple(map(id, self.parameters))
 
     def parts(self, flat: torch.Tensor | None = None) -> list[torch.Tensor]:
-        """Return the parameters' shares of a flat tensor, by default of the values."""
+        """Return the parameters' shares of a flat tensor, by default of the values; a complex one has two numbers."""
         flat = self.values if flat is None else flat
-        return list(torch.split(flat, [parameter.numel() for parameter in self.parameters]))
+        return list(torch.split(flat, [(1 + each.is_complex()) * each.numel() for each in self.parameters]))
 
     def complain(self) -> None:
         """Report the parameters whose gradients are not finite; call it before they are overwritten."""

@@ -63,7 +63,9 @@ class GradientExchange(Exchange[GradientAlgorithm]):
         if self.node is not None:
             self.node.to_first(values)
             values.mul_(self.nnodes / self.world_size)
-        if self._averager is not None:
+        if self.link is not None and any(parameter.is_complex() for parameter in bucket.parameters[:1]):
+            self.link.mean(values)  # in full: DDP's views are those of real numbers
+        elif self._averager is not None:
             self._averager.average(bucket)
         if self.node is not None:
             self.node.from_first(values)

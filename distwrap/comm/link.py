@@ -25,6 +25,11 @@ class Traffic:
     exchanges: int = 0
 
 
+def real_numbers(x: torch.Tensor) -> torch.Tensor:
+    """Return a view of a complex tensor as real numbers, and any other tensor as it is."""
+    return torch.view_as_real(x) if x.is_complex() else x
+
+
 class Link:
     """Collectives over some ranks; each waits for its end. With one rank, none does anything.
 
@@ -101,18 +106,18 @@ class Link:
         """Replace `x` on the first rank by the sum; what it is then on the others is undefined."""
         if self.size > 1:
             self._count(x.nbytes if self.rank else 0)
-            dist.reduce(x, self._ranks[0], group=self._group)
+            dist.reduce(real_numbers(x), self._ranks[0], group=self._group)
 
     def from_first(self, x: torch.Tensor) -> None:
         """Replace `x` by the first rank's."""
         if self.size > 1:
             self._count(0 if self.rank else (self.size - 1) * x.nbytes)
-            dist.broadcast(x, self._ranks[0], group=self._group)
+            dist.broadcast(real_numbers(x), self._ranks[0], group=self._group)
 
     def _all_reduce(self, x: torch.Tensor, operation: Any) -> None:
         if self.size > 1:
             self._count(2 * (self.size - 1) * x.nbytes // self.size)
-            dist.all_reduce(x, op=operation, group=self._group)
+            dist.all_reduce(real_numbers(x), op=operation, group=self._group)
 
     def _begin(self, received: list[torch.Tensor], sent: list[torch.Tensor], collective: Callable[[], Any]) -> Any:
         """Send a row to each rank and receive one from each: by a collective, or by messages over two groups."""

@@ -202,6 +202,8 @@ class QAdamOptimizer(Optimizer):
         """Return the largest m / (√v / √(1 - β₂ᵀ) + ε) with which the next step is no longer than Adam's can be."""
         beta1, beta2 = group["betas"]
         step = self.steps_of(group) + 1
+        if any(parameter.is_complex() for group in adam.param_groups for parameter in group["params"]):
+            raise OptionError("comm='qadam' takes no complex parameters; comm='allreduce' and comm='local_sgd' do.")
         return float(max(1.0, (1 - beta1) / (1 - beta2) ** 0.5) * (1 - beta1**step))
 
     def _denominators(self, variances: list[torch.Tensor], group: dict[str, Any], step: int) -> list[torch.Tensor]:

@@ -20,7 +20,7 @@ from distwrap._internals.torch import foreach
 from distwrap.checks import whole
 from distwrap.comm.base import Algorithm, option
 from distwrap.comm.exchange import Exchange
-from distwrap.comm.link import Link
+from distwrap.comm.link import Link, real_numbers
 from distwrap.group.world import World
 from distwrap.model.distributed import DistributedModel
 from distwrap.model.wrapped_models import parameters_of
@@ -49,7 +49,7 @@ class FlatWeights:
     """Some parameters, read and written as one tensor.
 
     Args:
-        parameters: of floating-point types, in the same order on every rank.
+        parameters: of floating-point or complex types, in the same order on every rank. A complex one is two numbers.
 
     Attributes:
         dtype: the type of that tensor: float32, or float64 where a parameter has it.
@@ -57,23 +57,28 @@ class FlatWeights:
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
         self.parameters = list(parameters)
-        double = any(parameter.dtype == torch.float64 for parameter in self.parameters)
+        double = any(parameter.dtype in (torch.float64, torch.complex128) for parameter in self.parameters)
         self.dtype = torch.float64 if double else torch.float32
 
     def read(self) -> torch.Tensor:
         """Return a copy of the weights."""
-        count = sum(parameter.numel() for parameter in self.parameters)
-        flat = torch.empty(count, dtype=self.dtype, device=self.parameters[0].device)
-        foreach("copy_", self._views(flat), [parameter.detach() for parameter in self.parameters])
+        parts = self._parts()
+        flat = torch.empty(sum(part.numel() for part in parts), dtype=self.dtype, device=parts[0].device)
+        foreach("copy_", _views(flat, parts), parts)
         return flat
 
     def write(self, flat: torch.Tensor) -> None:
         """Set the weights."""
-        foreach("copy_", [parameter.detach() for parameter in self.parameters], self._views(flat))
+        parts = self._parts()
+        foreach("copy_", parts, _views(flat, parts))
 
-    def _views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        parts = torch.split(flat, [parameter.numel() for parameter in self.parameters])
-        return [part.view(parameter.shape) for part, parameter in zip(parts, self.parameters, strict=True)]
+    def _parts(self) -> list[torch.Tensor]:
+        return [real_numbers(parameter.detach()) for parameter in self.parameters]
+
+
+def _views(flat: torch.Tensor, parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    shares = torch.split(flat, [part.numel() for part in parts])
+    return [share.view(part.shape) for share, part in zip(shares, parts, strict=True)]
 
 
 W = TypeVar("W", bound=WeightAlgorithm)

@@ -1,0 +1,102 @@
+"""Weights that are exchanged under ``comm=``, whatever else the loop does with them between two exchanges."""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import distwrap as dw
+from distwrap.errors import ModelError, OptionError
+from distwrap.testing import run_ranks
+
+STEPS = 13
+LR = 0.1
+WEIGHTS = [
+    "local_sgd(sync_every=1)",
+    "local_sgd(sync_every=3)",
+    "diloco(sync_every=3)",
+    "diloco(sync_every=4, fragments=2, delay=1, mixing=0.25)",
+    "decentralized",
+    "low_precision_decentralized",
+]
+Step = Callable[[], object]
+
+
+class Quadratic(nn.Module):
+    """Its gradient is w - target, of each rank another target."""
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.w = nn.ParameterList(nn.Parameter(torch.ones(size, dtype=dtype)) for size in (7, 2, 9))
+
+    def forward(self, target: torch.Tensor) -> torch.Tensor:
+        return 0.5 * (torch.cat(list(self.w)) - target).abs().square().sum()
+
+
+def target(number: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(18, generator=torch.Generator().manual_seed(number), dtype=dtype)
+
+
+def flat(model: nn.Module) -> torch.Tensor:
+    return torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+
+
+def sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=LR)
+
+
+def descend(model: nn.Module, step: Step, steps: int = STEPS) -> list[torch.Tensor]:
+    """Train, and return the weights after each step."""
+    history = []
+    for _ in range(steps):
+        model.zero_grad()
+        model(target(dw.rank())).backward()
+        step()
+        history.append(flat(model))
+    return history
+
+
+# Complex weights
+
+
+def _complex(comms: list[str | None], dtype: torch.dtype) -> dict[str | None, torch.Tensor]:
+    found = {}
+    for comm in comms:
+        model = dw.wrap_model(Quadratic(dtype), comm=comm)
+        optimizer = sgd(model.parameters())
+        for _ in range(12):
+            optimizer.zero_grad()
+            model(target(dw.rank(), dtype)).backward()
+            optimizer.step()
+        dw.consolidate(model)
+        found[comm] = flat(model)
+    return found
+
+
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_complex_weights_keep_both_their_parts(dtype: torch.dtype) -> None:
+    """The loss is linear in its gradient, so that every algorithm of means ends where plain DDP does."""
+    exact = [None, "allreduce", "bytegrad", "powersgd", "topk", "bf16", "bytegrad(hierarchical=True)"]
+    exact += ["local_sgd(sync_every=3)", "local_sgd(warmup_steps=5, hierarchical=True)", "decentralized"]
+    near = ["low_precision_decentralized", "diloco(sync_every=1, outer_lr=1.0, outer_momentum=0.0, compression='8bit')"]
+    first, second = run_ranks(_complex, 2, [*exact, *near], dtype)
+    for comm in (*exact, *near):
+        assert torch.equal(first[comm], second[comm]), comm
+        assert torch.allclose(first[comm], first[None], rtol=0, atol=1e-6 if comm in exact else 2e-2), comm
+
+
+def _qadam_of_complex() -> None:
+    model = dw.wrap_model(Quadratic(torch.complex64), comm="qadam")
+    dw.wrap_optimizer(torch.optim.Adam(model.parameters()), model)
+
+
+def test_qadam_refuses_complex_weights() -> None:
+    with pytest.raises(OptionError, match="complex"):
+        run_ranks(_qadam_of_complex, 2)
