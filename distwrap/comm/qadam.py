@@ -17,18 +17,22 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakMethod, ref
 
 import torch
+from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim import Adam, AdamW, Optimizer
 
-from distwrap._internals.torch import foreach
+from distwrap._internals.torch import after_backward, current_backward, foreach
 from distwrap.checks import Check, whole
 from distwrap.comm import Averager, Bucket, GradientAlgorithm, Link
 from distwrap.comm.base import option
 from distwrap.comm.codecs import MinMax8, Sign
 from distwrap.comm.compressed import CompressedMean
+from distwrap.comm.gradients import GradientExchange
 from distwrap.errors import ModelError, OptionError
-from distwrap.group.world import current_world, say
+from distwrap.group.world import World, current_world, say
+from distwrap.model.distributed import DistributedModel
 from distwrap.precision import LossScaling
 
 _STEPS = "qadam_steps"  # in a parameter group, so that it is saved with the optimizer's state
@@ -53,12 +57,73 @@ class QAdam(GradientAlgorithm):
     def averager(self, link: Link, device: torch.device) -> Averager:
         return _Momenta(link, self)
 
+    def attach(self, model: DistributedModel, world: World) -> GradientExchange:
+        return _QAdamExchange(self, model, world)
+
     def prepare_optimizer(self, optimizer: Optimizer, averager: Averager | None) -> Optimizer:
         if not isinstance(optimizer, QAdamOptimizer):
             optimizer = QAdamOptimizer(optimizer, self.warmup_steps)
         if isinstance(averager, _Momenta):
             averager.serve(optimizer)
         return optimizer
+
+
+class _QAdamExchange(GradientExchange):
+    """Exchange in which a backward may add to what an earlier one of the same step has averaged.
+
+    After the warm-up that is a momentum. Before something is added, it becomes the gradient of which it would be made.
+    """
+
+    def __init__(self, algorithm: QAdam, model: DistributedModel, world: World) -> None:
+        super().__init__(algorithm, model, world)
+        self._warmup, self._averages = algorithm.warmup_steps, 0
+        self._before: dict[int, tuple[int, int]] = {}  # averages and steps until a parameter's last gradient
+        self._handles: list[Any] = []
+
+    def prepare_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        prepared = super().prepare_optimizer(optimizer)
+        assert isinstance(prepared, QAdamOptimizer)
+        hook = WeakMethod(self._add)
+
+        def listen(index: int, parameter: torch.Tensor) -> Any:
+            held = ref(parameter)
+            return parameter.register_hook(lambda gradient: (add := hook()) and add(prepared, index, held()))  # type: ignore[no-untyped-call]
+
+        for index, group in enumerate(prepared.param_groups):
+            self._handles += [listen(index, parameter) for parameter in group["params"] if parameter.requires_grad]
+        return prepared
+
+    def average(self, bucket: GradBucket) -> torch.futures.Future[torch.Tensor]:
+        if bucket.index() == 0 and current_backward() != -1:
+            after_backward(self._count)
+        return super().average(bucket)
+
+    def _count(self) -> None:
+        self._averages += 1
+
+    @torch.no_grad()
+    def _add(self, optimizer: QAdamOptimizer, index: int, parameter: Any) -> None:
+        """Let a gradient be added to a parameter's; runs in a backward, just before that."""
+        group = optimizer.param_groups[index]
+        steps, content = optimizer.steps_of(group), parameter.grad
+        averages, then = self._before.get(id(parameter), (self._averages, steps))
+        self._before[id(parameter)] = self._averages, steps
+        if content is None or averages == self._averages or then < self._warmup or not content.any():
+            return
+        if then != steps:
+            raise ModelError(
+                "comm='qadam' makes momenta of gradients, and these are still there after the optimizer's step, so "
+                "that the next ones would be added to them. Call optimizer.zero_grad() after each step."
+            )
+        scale = self._scaling.scaler.get_scale() if self._scaling.scaler is not None else 1.0
+        beta, decay = group["betas"][0], 0.0 if optimizer.decoupled else group["weight_decay"]
+        content.sub_(optimizer.state[parameter]["exp_avg"], alpha=beta * scale).div_(1 - beta)
+        content.sub_(parameter.detach(), alpha=decay * scale)
+
+    def close(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        super().close()
 
 
 class _Momenta(Averager):
@@ -137,6 +202,8 @@ class QAdamOptimizer(Optimizer):
         for name in ("amsgrad", "maximize", "differentiable"):
             if any(group.get(name) for group in adam.param_groups):
                 raise OptionError(f"comm='qadam' takes no {type(adam).__name__}({name}=True).")
+        if any(parameter.is_complex() for group in adam.param_groups for parameter in group["params"]):
+            raise OptionError("comm='qadam' takes no complex parameters; comm='allreduce' and comm='local_sgd' do.")
         self.decoupled, self._warmup = isinstance(adam, AdamW), warmup_steps
         super().__init__(adam.param_groups, adam.defaults)
         self.state = adam.state
@@ -202,8 +269,6 @@ class QAdamOptimizer(Optimizer):
         """Return the largest m / (√v / √(1 - β₂ᵀ) + ε) with which the next step is no longer than Adam's can be."""
         beta1, beta2 = group["betas"]
         step = self.steps_of(group) + 1
-        if any(parameter.is_complex() for group in adam.param_groups for parameter in group["params"]):
-            raise OptionError("comm='qadam' takes no complex parameters; comm='allreduce' and comm='local_sgd' do.")
         return float(max(1.0, (1 - beta1) / (1 - beta2) ** 0.5) * (1 - beta1**step))
 
     def _denominators(self, variances: list[torch.Tensor], group: dict[str, Any], step: int) -> list[torch.Tensor]:

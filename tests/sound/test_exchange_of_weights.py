@@ -100,3 +100,59 @@ def _qadam_of_complex() -> None:
 def test_qadam_refuses_complex_weights() -> None:
     with pytest.raises(OptionError, match="complex"):
         run_ranks(_qadam_of_complex, 2)
+
+
+# Several backwards a step
+
+
+def _backwards(losses: list[int], zero_between: bool, decay: float, options: str) -> torch.Tensor:
+    model = dw.wrap_model(Quadratic(torch.float32), comm=f"qadam(warmup_steps=4{options})")
+    adam = torch.optim.Adam(model.parameters(), lr=0.05, weight_decay=decay)
+    optimizer = dw.wrap_optimizer(adam, model)
+    for step in range(16):
+        optimizer.zero_grad()
+        for loss in losses:
+            if zero_between:
+                optimizer.zero_grad()
+            random = torch.Generator().manual_seed(10 * step + dw.rank())
+            noise = torch.randn(18, generator=random)
+            (loss * model(target(dw.rank()).float() + noise)).backward()
+        optimizer.step()
+    return flat(model)
+
+
+def _in_one_and_in_two() -> dict[tuple[float, str], tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    return {
+        (decay, options): (
+            _backwards([4], False, decay, options),
+            _backwards([1, 3], False, decay, options),
+            _backwards([1, 4], True, decay, options),
+        )
+        for decay in (0.0, 0.1)
+        for options in ("", ", bits=1")
+    }
+
+
+def test_qadam_adds_up_the_gradients_of_several_backwards() -> None:
+    """After its warm-up too; and gradients that are set to zero in between are forgotten."""
+    first, second = run_ranks(_in_one_and_in_two, 2)
+    for (decay, options), (once, twice, zeroed) in first.items():
+        assert torch.equal(twice, second[decay, options][1])
+        assert (once - twice).abs().mean() < (0.1 if options else 0.02), (decay, options)
+        assert options or (once - zeroed).abs().mean() < 0.02, (
+            decay,
+            options,
+        )  # an error of one bit is not made up for
+
+
+def _never_zeroed() -> None:
+    model = dw.wrap_model(Quadratic(torch.float32), comm="qadam(warmup_steps=2)")
+    optimizer = dw.wrap_optimizer(torch.optim.Adam(model.parameters()), model)
+    for _ in range(6):
+        model(target(dw.rank()).float()).backward()
+        optimizer.step()
+
+
+def test_qadam_refuses_gradients_of_an_earlier_step() -> None:
+    with pytest.raises(ModelError, match="zero_grad"):
+        run_ranks(_never_zeroed, 2)
