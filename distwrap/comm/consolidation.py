@@ -40,7 +40,7 @@ class Consolidated(AbstractContextManager[None]):
 
     def __exit__(self, kind: object, error: object, traceback: object) -> None:
         exchange, self._exchange = self._exchange, None
-        if exchange is not None and kind is None:
+        if exchange is not None:
             with torch.no_grad():
                 for buffer, own in self._buffers:
                     buffer.copy_(own)

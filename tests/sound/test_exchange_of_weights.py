@@ -156,3 +156,47 @@ def _never_zeroed() -> None:
 def test_qadam_refuses_gradients_of_an_earlier_step() -> None:
     with pytest.raises(ModelError, match="zero_grad"):
         run_ranks(_never_zeroed, 2)
+
+
+# consolidate
+
+
+class EvaluationError(Exception):
+    """Raised inside of `consolidate`."""
+
+
+class _Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+
+
+def _left_by_an_exception(comm: str, leaves: bool) -> tuple[bool, list[torch.Tensor]]:
+    torch.manual_seed(0)
+    model = dw.wrap_model(_Net(), comm=comm)
+    optimizer = sgd(model.parameters())
+
+    def train() -> None:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.randn(8, 3, generator=torch.Generator().manual_seed(dw.rank()))).exp().mean().backward()
+            optimizer.step()
+
+    train()
+    own = copy.deepcopy(model.state_dict())
+    with suppress(EvaluationError), dw.consolidate(model):
+        if leaves and dw.rank() == 1:
+            raise EvaluationError
+    back = all(torch.equal(value, own[key]) for key, value in model.state_dict().items())
+    train()
+    with dw.consolidate(model):
+        return back, [value.clone() for value in model.state_dict().values()]
+
+
+@pytest.mark.parametrize("comm", ["local_sgd(sync_every=100)", "decentralized", "async(sync_interval_ms=1)"])
+def test_a_consolidate_that_an_exception_leaves_gives_the_own_weights_back(comm: str) -> None:
+    first, second = run_ranks(_left_by_an_exception, 2, comm, True)
+    assert all(map(torch.equal, first[1], second[1]))
+    if "async" not in comm:  # whose means come when they come
+        plain = run_ranks(_left_by_an_exception, 2, comm, False)
+        assert second[0] == plain[1][0] == ("local" in comm)
+        assert all(map(torch.equal, first[1], plain[0][1]))
