@@ -85,12 +85,15 @@ W = TypeVar("W", bound=WeightAlgorithm)
 
 
 class WeightExchange(Exchange[W]):
-    """Exchange of one model's weights. The steps that count are those of the first optimizer that steps.
+    """Exchange of one model's weights, around the steps of whatever optimizers hold them.
+
+    In a step each weight is changed at most once: by one optimizer, or by several, one after the other. It ends when as
+    many weights have changed as in the step before, at first all, or when one is about to change again.
 
     Attributes:
         everyone: the link between all ranks.
         weights: the model's trained weights, to read and to write.
-        steps: the number of optimizer steps until now.
+        steps: the number of steps until now.
         alike: whether the ranks hold the same weights now, as far as is known here.
     """
 
@@ -104,7 +107,9 @@ class WeightExchange(Exchange[W]):
         self.steps, self.alike = 0, True
         self._begun = False
         self.weights = FlatWeights([parameter for parameter in model.parameters() if parameter.requires_grad])
-        self._optimizer: Optimizer | None = None
+        self._places = {id(parameter): place for place, parameter in enumerate(self.weights.parameters)}
+        self._stepped: frozenset[int] = frozenset()  # the places of the weights that have changed in this step
+        self._usual = frozenset(self._places.values())  # and in the one before
         self._exchanges.watch_steps(self)
         self._tell_model()
 
@@ -130,7 +135,10 @@ class WeightExchange(Exchange[W]):
 
     def before(self, optimizer: Optimizer) -> None:
         """Act before any optimizer's step."""
-        if self._counts(optimizer) and self.steps >= self.algorithm.warmup_steps:
+        held = self._held_by(optimizer)
+        if not self._stepped.isdisjoint(held):
+            self._end_step()
+        if held and not self._stepped and self.steps >= self.algorithm.warmup_steps:
             if not self._begun:
                 self._begun = True
                 self.begin()
@@ -138,20 +146,26 @@ class WeightExchange(Exchange[W]):
 
     def after(self, optimizer: Optimizer) -> None:
         """Act after any optimizer's step."""
-        if not self._counts(optimizer):
+        held = self._held_by(optimizer)
+        if not held:
             return
+        self._stepped = self._stepped | held
+        self.alike = self.alike and self.steps < self.algorithm.warmup_steps
+        if self._stepped >= self._usual:
+            self._end_step()
+
+    def _held_by(self, optimizer: Optimizer) -> frozenset[int]:
+        """Return the places of the weights that an optimizer holds."""
+        if self.model is None:
+            return frozenset()
+        return frozenset(self._places[key] for key in parameters_of(optimizer) if key in self._places)
+
+    def _end_step(self) -> None:
+        self._usual, self._stepped = self._stepped, frozenset()
         self.steps += 1
         if self.steps > self.algorithm.warmup_steps:
-            self.alike = False
             self.after_step(self.steps - self.algorithm.warmup_steps)
         self._tell_model()
-
-    def _counts(self, optimizer: Optimizer) -> bool:
-        """Check whether an optimizer is the one whose steps count."""
-        held = map(id, self.weights.parameters)
-        if self._optimizer is None and not parameters_of(optimizer).keys().isdisjoint(held):
-            self._optimizer = optimizer
-        return optimizer is self._optimizer and self.model is not None
 
     def _tell_model(self) -> None:
         """Keep DDP's reducer out of the backward where gradients are not averaged any more."""
@@ -166,7 +180,7 @@ class WeightExchange(Exchange[W]):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from there, with weights that are the same on all ranks."""
-        self.steps, self._begun = state["steps"], False
+        self.steps, self._begun, self._stepped = state["steps"], False, frozenset()
         self._tell_model()
 
     # Gradients, in the warm-up or inside a node

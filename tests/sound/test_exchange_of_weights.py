@@ -63,6 +63,89 @@ def descend(model: nn.Module, step: Step, steps: int = STEPS) -> list[torch.Tens
     return history
 
 
+# Optimizers
+
+
+def one(model: Any) -> Step:
+    return sgd(model.parameters()).step
+
+
+def anew(model: Any) -> Step:
+    """A new object for each step."""
+    return lambda: sgd(model.parameters()).step()
+
+
+def two(model: Any) -> Step:
+    first, second = sgd(model.w[:1]), sgd(model.w[1:])
+    return lambda: (first.step(), second.step())
+
+
+def two_anew(model: Any) -> Step:
+    return lambda: (sgd(model.w[2:]).step(), sgd(model.w[:2]).step())
+
+
+def two_in_changing_order(model: Any) -> Step:
+    optimizers = [sgd(model.w[:1]), sgd(model.w[1:])]
+
+    def step() -> None:
+        for optimizer in optimizers:
+            optimizer.step()
+        optimizers.reverse()
+
+    return step
+
+
+def overlapping(model: Any) -> Step:
+    """The first holds all, but weights whose gradients are gone are left alone."""
+    first, second = sgd(model.parameters()), sgd(model.w[1:])
+    optimizers = [first, second]
+
+    def step() -> None:
+        optimizers.reverse()
+        optimizers[0].step()
+        if optimizers[0] is second:
+            sgd(model.w[:1]).step()
+
+    return step
+
+
+def _by_each() -> dict[tuple[str, str], list[torch.Tensor]]:
+    found = {}
+    for comm in WEIGHTS:
+        for make in (one, anew, two, two_anew, two_in_changing_order, overlapping):
+            model = dw.wrap_model(Quadratic(), comm=comm)
+            found[comm, make.__name__] = descend(model, make(model))
+    return found
+
+
+def test_weights_are_exchanged_whatever_optimizers_hold_them() -> None:
+    """New objects, and several of them for parts of the model, train as one optimizer does."""
+    for found in run_ranks(_by_each, 2):
+        for (comm, name), history in found.items():
+            for step, (got, wanted) in enumerate(zip(history, found[comm, "one"], strict=True)):
+                assert torch.allclose(got, wanted, rtol=0, atol=1e-12), (comm, name, step)
+
+
+def _in_phases(comm: str) -> list[tuple[torch.Tensor, int]]:
+    """The head is trained first, then all, then the body alone; the optimizers hold parts of what has gradients."""
+    model: Any = dw.wrap_model(Quadratic(), comm=comm)
+    found = []
+    for parts in ([model.w[2:]], [model.w[:2], model.w[2:]], [model.w[:1]]):
+        optimizers = [sgd(part) for part in parts]
+        descend(model, lambda: [optimizer.step() for optimizer in optimizers], 8)  # noqa: B023
+        found.append((flat(model), model.__dict__["_exchange"].steps))
+    return found
+
+
+@pytest.mark.parametrize("comm", ["local_sgd(sync_every=1)", "decentralized"])
+def test_weights_that_are_trained_in_phases_stay_together(comm: str) -> None:
+    first, second = run_ranks(_in_phases, 2, comm)
+    apart = (target(0) - target(1)).abs().max()
+    for (one_rank, _), (other, _) in zip(first, second, strict=True):
+        assert (one_rank - other).abs().max() < 2 * LR * apart  # what a step or two bring, and not eight
+    assert [steps for _, steps in first] == pytest.approx([8, 16, 24], abs=2)
+
+
 # Complex weights
 
 
