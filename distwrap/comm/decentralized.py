@@ -26,22 +26,27 @@ def peer_of(rank: int, size: int, turn: int) -> int:
 
 
 class _Decentralized(WeightExchange["Decentralized"]):
-    _under_way: torch.futures.Future[torch.Tensor] | None = None
+    _under_way: tuple[torch.futures.Future[torch.Tensor], torch.Tensor] | None = None
 
     def before_step(self) -> None:
+        """Take over the mean, and keep what has changed the weights since they left, as a clamp by hand."""
         if self._under_way is not None:
-            mean, self._under_way = self._under_way, None
-            self.weights.write(self.engine.result(mean))
+            (mean, sent), self._under_way = self._under_way, None
+            self.weights.write(self.weights.read().sub_(sent).add_(self.engine.result(mean)))
 
     def after_step(self, step: int) -> None:
         turn, rest = divmod(step, self.algorithm.communication_interval)
         if rest == 0:
             shifts = self.algorithm.peer_selection == "shift_one"
             work = partial(_average_with_peer, turn=turn - 1) if shifts else Link.mean
-            self._under_way = self.engine.submit(partial(self.among_replicas, work, self.weights.read()))
+            sent = self.weights.read()
+            self._under_way = self.engine.submit(partial(self.among_replicas, work, sent.clone())), sent
 
     def settle(self) -> None:
         self.before_step()
+
+    def loaded(self) -> None:
+        self._under_way = None
 
 
 def _average_with_peer(link: Link, weights: torch.Tensor, turn: int) -> None:

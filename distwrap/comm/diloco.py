@@ -22,6 +22,7 @@ from distwrap.comm.codecs import Cast, Codec, MinMax8, Sign
 from distwrap.comm.compressed import CompressedMean
 from distwrap.comm.weights import FlatWeights
 from distwrap.errors import OptionError
+from distwrap.model.in_sync import Held
 
 _CODECS: dict[str, Callable[[], Codec]] = {"16bit": lambda: Cast(torch.bfloat16), "8bit": MinMax8, "1bit": Sign}
 
@@ -101,6 +102,9 @@ class _DiLoCo(WeightExchange["DiLoCo"]):
         goes_on = "anchor" in state and self.steps > self.algorithm.warmup_steps
         self._saved = {name: state[name] for name in ("anchor", "momentum")} if goes_on else None
 
+    def loaded(self) -> None:
+        self._fragments, self._begun = (), False
+
     def after_step(self, step: int) -> None:
         for fragment in self._fragments:
             if step >= self.algorithm.sync_every and (step - fragment.offset) % self.algorithm.sync_every == 0:
@@ -116,6 +120,10 @@ class _DiLoCo(WeightExchange["DiLoCo"]):
         assert fragment.future is not None
         fragment.outer_step(self.engine.result(fragment.future))
         fragment.future = None
+        turn = self.steps // self.algorithm.sync_every
+        if turn & (turn - 1) == 0:
+            held = Held("the weights of the last outer step", "", fragment.anchor)
+            self.compare(f"after step {self.steps}, part {self._fragments.index(fragment)},", [held])
 
     def settle(self) -> None:
         for fragment in self._fragments:

@@ -189,7 +189,12 @@ class RunExchanges(RunPart):
             if exchange.model is None and not exchange.runs:
                 exchange.close()
 
+    def wait(self) -> None:
+        for exchange in self.of_weights:
+            exchange.wait()
+
     def settle(self) -> None:
+        self.wait()
         for exchange in list(self.of_weights):
             exchange.settle()
 

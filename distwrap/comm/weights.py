@@ -10,20 +10,29 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, TypeVar
+from weakref import WeakMethod
 
 import torch
 from torch import nn
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim.optimizer import Optimizer
 
-from distwrap._internals.torch import foreach
+from distwrap._internals.torch import foreach, version_of
 from distwrap.checks import whole
 from distwrap.comm.base import Algorithm, option
-from distwrap.comm.exchange import Exchange
+from distwrap.comm.exchange import Exchange, RunExchanges
 from distwrap.comm.link import Link, real_numbers
-from distwrap.group.world import World
+from distwrap.errors import ModelError
+from distwrap.group.world import World, active_world
+from distwrap.model.comparison import Comparison
 from distwrap.model.distributed import DistributedModel
+from distwrap.model.drift import Drift
+from distwrap.model.in_sync import Held
+from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import parameters_of
+
+_FEW_BY_HAND, _MOST_BY_HAND = 2, 32  # changes in a row without a step: where there was none ever, and in any case
+_STEPS_TO_COMPARE = 64  # in which another rank, which may be slower, tells of its weights; or else at the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +115,24 @@ class WeightExchange(Exchange[W]):
         self.everyone = everyone
         self.steps, self.alike = 0, True
         self._begun = False
-        self.weights = FlatWeights([parameter for parameter in model.parameters() if parameter.requires_grad])
+        net = unwrap_model(model)
+        self._kind = type(net).__name__
+        self._named = [(name, parameter) for name, parameter in net.named_parameters() if parameter.requires_grad]
+        self.weights = FlatWeights([parameter for _, parameter in self._named])
         self._places = {id(parameter): place for place, parameter in enumerate(self.weights.parameters)}
         self._stepped: frozenset[int] = frozenset()  # the places of the weights that have changed in this step
         self._usual = frozenset(self._places.values())  # and in the one before
+        self._by_hand, self._seen = 0, ""
+        self._comparison: Comparison | None = None
+        if world.channel is not None:
+            key, processor = f"exchange {world.count('exchange of weights')}", world.part(Drift).processor
+            everybody = list(range(self.world_size))
+            self._comparison = Comparison(world.channel, key, self.rank, everybody, processor, self._apart)
+        hook = WeakMethod(self._on_gradient)
+        self._handles: list[Any] = [
+            net.register_load_state_dict_post_hook(_after_load),  # type: ignore[no-untyped-call]
+            self.weights.parameters[-1].register_hook(lambda gradient: (found := hook()) and found()),  # type: ignore[no-untyped-call]
+        ]
         self._exchanges.watch_steps(self)
         self._tell_model()
 
@@ -128,6 +151,9 @@ class WeightExchange(Exchange[W]):
     def settle(self) -> None:
         """Bring what is under way to an end, with the other ranks; weights may change."""
 
+    def loaded(self) -> None:
+        """Take note that the model was given other weights, by ``load_state_dict``, and will go on from there."""
+
     def brought_together(self) -> None:
         """Take note that all ranks hold the same weights now, and will go on from there."""
 
@@ -141,6 +167,8 @@ class WeightExchange(Exchange[W]):
         if held and not self._stepped and self.steps >= self.algorithm.warmup_steps:
             if not self._begun:
                 self._begun = True
+                weights = [Held(name, "", parameter) for name, parameter in self._named]
+                self.compare(f"before step {self.steps + 1}", weights)
                 self.begin()
             self.before_step()
 
@@ -149,7 +177,7 @@ class WeightExchange(Exchange[W]):
         held = self._held_by(optimizer)
         if not held:
             return
-        self._stepped = self._stepped | held
+        self._stepped, self._by_hand, self._seen = self._stepped | held, 0, ""
         self.alike = self.alike and self.steps < self.algorithm.warmup_steps
         if self._stepped >= self._usual:
             self._end_step()
@@ -165,12 +193,61 @@ class WeightExchange(Exchange[W]):
         self.steps += 1
         if self.steps > self.algorithm.warmup_steps:
             self.after_step(self.steps - self.algorithm.warmup_steps)
+        if self._comparison and self.steps >= _STEPS_TO_COMPARE and self.steps & (self.steps - 1) == 0:
+            self._comparison.advance()
         self._tell_model()
+
+    def compare(self, position: str, held: list[Held]) -> None:
+        """Compare tensors that must be alike on all ranks when they have come to a position; waits for nobody."""
+        if self._comparison is not None:
+            self._comparison.tell(position, held)
+
+    def _apart(self, position: str, difference: str, agreed: str) -> str:
+        return (
+            f"rank {self.rank}: {position} the ranks do not hold the same weights of {self._kind}, from which "
+            f"{type(self.algorithm).__name__} goes on: {difference}. What is loaded, or set by hand, must be the same "
+            f"on every rank."
+        )
+
+    def _on_gradient(self) -> None:
+        """Count the gradients before which weights were changed by no optimizer; runs in a backward."""
+        weight = self.weights.parameters[-1]
+        seen = str(version_of(weight)) if self.steps else f"{version_of(weight)} {weight.detach().sum().item()}"
+        self._by_hand += self._seen not in ("", seen)
+        self._seen = seen
+        if self._by_hand >= _MOST_BY_HAND:
+            self._refuse_updates_by_hand()
+
+    def wait(self) -> None:
+        """Look at what can be told of the weights as the run ends, or a call in it.
+
+        Raises:
+            ModelError: ranks did not begin alike, or the weights were trained by hand.
+        """
+        if self._comparison is not None:
+            self._comparison.finish()
+        self._refuse_updates_by_hand()
+
+    def _refuse_updates_by_hand(self) -> None:
+        """Refuse weights that were changed from gradient to gradient, without an optimizer's step in between."""
+        never = not (self.steps or self._stepped) and self._by_hand >= _FEW_BY_HAND
+        if never or self._by_hand >= _MOST_BY_HAND:
+            raise ModelError(
+                f"rank {self.rank}: the weights were changed by hand after {self._by_hand} gradients in a row, and no "
+                f"torch.optim.Optimizer has stepped. {type(self.algorithm).__name__} brings the ranks together around "
+                f"the steps of optimizers, so that it does nothing here. Let an optimizer step, or leave comm= out and "
+                f"average each gradient, by distwrap.reduce(gradient, 'mean')."
+            )
 
     def _tell_model(self) -> None:
         """Keep DDP's reducer out of the backward where gradients are not averaged any more."""
         if self.model is not None:
             self.model._trains_alone = self.node is None and self.steps >= self.algorithm.warmup_steps
+
+    def note_load(self) -> None:
+        """Take note of a ``load_state_dict`` of the model."""
+        self._by_hand, self._seen = 0, ""
+        self.loaded()
 
     # Checkpoints
 
@@ -217,6 +294,19 @@ class WeightExchange(Exchange[W]):
         """Go on with this rank's own weights."""
         self.weights.write(own)
         self.alike = False
+
+    def close(self) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+        super().close()
+
+
+def _after_load(net: nn.Module, keys: object) -> None:
+    """Tell a model's exchange that weights were loaded; a function, since a module is copied with its hooks."""
+    world = active_world()
+    for exchange in world.part(RunExchanges).of_weights if world is not None else ():
+        if exchange.model is not None and unwrap_model(exchange.model) is net:
+            exchange.note_load()
 
 
 def _averaged(link: Link, values: torch.Tensor) -> torch.Tensor:

@@ -145,9 +145,11 @@ def _of_no_use(result: object, strategy: Strategy, method: str, wanted: str) -> 
 
 def _watch_for_drift(model: nn.Module | None, world: World) -> None:
     """Compare a model's weights with the other ranks' from now on, unless its algorithm lets each have its own."""
-    if model is None or isinstance(model, ReplicaModel):
+    if model is None:
         return
-    if isinstance(model, DistributedModel):
+    if isinstance(model, ReplicaModel):
+        pass  # each rank has weights of its own
+    elif isinstance(model, DistributedModel):
         ranks = dist.get_process_group_ranks(model.process_group)
         model._gradients.watch = world.part(Drift).watch(model, ranks)
     else:

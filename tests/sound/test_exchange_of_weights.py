@@ -146,6 +146,135 @@ def test_weights_that_are_trained_in_phases_stay_together(comm: str) -> None:
     assert [steps for _, steps in first] == pytest.approx([8, 16, 24], abs=2)
 
 
+# Changes by hand, and loads
+
+
+def in_place(model: Any, loss: torch.Tensor) -> None:
+    loss.backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter -= LR * parameter.grad
+
+
+def of_the_data(model: Any, loss: torch.Tensor) -> None:
+    loss.backward()
+    for parameter in model.parameters():
+        parameter.data.sub_(LR * parameter.grad.data)
+
+
+def by_autograd_grad(model: Any, loss: torch.Tensor) -> None:
+    parameters = list(model.parameters())
+    with torch.no_grad():
+        for parameter, gradient in zip(parameters, torch.autograd.grad(loss, parameters), strict=True):
+            parameter -= LR * gradient
+
+
+def _by_hand(update: Callable[[Any, torch.Tensor], None], steps: int, before: int = 0) -> None:
+    model = dw.wrap_model(Quadratic(), comm="local_sgd(sync_every=2)")
+    descend(model, one(model), before)
+    for _ in range(steps):
+        model.zero_grad()
+        update(model, model(target(dw.rank())))
+
+
+@pytest.mark.parametrize("update", [in_place, of_the_data, by_autograd_grad])
+def test_updates_by_hand_are_refused(update: Callable[[Any, torch.Tensor], None]) -> None:
+    """At the end of the run, where there was never an optimizer."""
+    with pytest.raises(ModelError, match=r"changed by hand after 4 gradients .* LocalSGD brings .* an optimizer step"):
+        run_ranks(_by_hand, 2, update, 5)
+
+
+def test_a_run_that_goes_on_by_hand_is_refused() -> None:
+    with pytest.raises(ModelError, match="changed by hand after 32 gradients"):
+        run_ranks(_by_hand, 2, in_place, 40, 3)
+
+
+def _sharpness_aware() -> float:
+    """Weights are moved by hand between two backwards of one step, and back; and are loaded before the first."""
+    model: Any = dw.wrap_model(Quadratic(), comm="local_sgd(sync_every=1)")
+    for _ in range(4):
+        model(target(dw.rank())).backward()
+        model.load_state_dict(model.state_dict())
+    optimizer = sgd(model.parameters())
+    for _ in range(40):
+        for sign in (0.05, -0.05):
+            model.zero_grad()
+            model(target(dw.rank())).backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(sign)
+        optimizer.step()
+    return float(flat(model).sum())
+
+
+def test_weights_that_are_moved_by_hand_within_a_step_are_no_updates() -> None:
+    first, second = run_ranks(_sharpness_aware, 2)
+    assert first == second
+
+
+def _shifted() -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+    found = {}
+    for comm in WEIGHTS:
+        if "diloco" in comm:
+            continue
+        model = dw.wrap_model(Quadratic(), comm=comm)
+        optimizer = sgd(model.parameters())
+        for _ in range(STEPS):
+            optimizer.zero_grad()
+            (flat_of(model) * target(dw.rank())).sum().backward()
+            optimizer.step()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.01)
+        own = flat(model)
+        with dw.consolidate(model):
+            found[comm] = own, flat(model)
+    return found
+
+
+def flat_of(model: Any) -> torch.Tensor:
+    """The weights, through the model's forward so that DDP knows of it."""
+    model(target(0))
+    return torch.cat(list(model.w))
+
+
+def test_what_is_done_to_the_weights_between_two_steps_is_kept() -> None:
+    """As a clamp, a decay or a mean by hand. The gradients are constant, so the final mean is known."""
+    progress = STEPS * (0.01 - LR * (target(0) + target(1)) / 2)
+    for found in run_ranks(_shifted, 2):
+        for comm, (_, mean) in found.items():
+            worst = (mean - 1 - progress).abs().max()
+            assert worst < (2e-2 if "low_precision" in comm else 1e-12), (comm, worst)
+
+
+def _loaded() -> dict[str, tuple[list[torch.Tensor], list[torch.Tensor]]]:
+    found = {}
+    for comm in WEIGHTS:
+        if "fragments" in comm:  # of which the first ones begin later
+            continue
+        model: Any = dw.wrap_model(Quadratic(), comm=comm)
+        start = copy.deepcopy(model.state_dict())
+        torch.save(dw.unwrap_model(model), io.BytesIO())  # with its hooks
+        copied = copy.deepcopy(dw.unwrap_model(model))
+        optimizer = sgd(model.parameters())
+        anew = descend(model, optimizer.step, 12)
+        copied.load_state_dict(start)
+        (model if "local" in comm else dw.unwrap_model(model)).load_state_dict(start)
+        found[comm] = anew, descend(model, optimizer.step, 12)
+    return found
+
+
+def test_a_run_begins_anew_from_weights_that_are_loaded() -> None:
+    """On every rank, after a multiple of the steps from one exchange to the next."""
+    everyone = run_ranks(_loaded, 2)
+    for comm in everyone[0]:
+        wanted, got = (torch.stack([torch.stack(found[comm][turn]) for found in everyone]) for turn in (0, 1))
+        if "low_precision" in comm:  # which brings the ranks together bit by bit, and begins as far apart as it was
+            assert torch.allclose(got.mean(0), wanted.mean(0), atol=1e-2)
+        else:
+            assert torch.allclose(got, wanted, rtol=0, atol=1e-12), comm
+
+
 # Complex weights
 
 
@@ -283,3 +412,45 @@ def test_a_consolidate_that_an_exception_leaves_gives_the_own_weights_back(comm:
         plain = run_ranks(_left_by_an_exception, 2, comm, False)
         assert second[0] == plain[1][0] == ("local" in comm)
         assert all(map(torch.equal, first[1], plain[0][1]))
+
+
+# A rank that does something else
+
+
+def _loaded_on_one_rank(comm: str, before: int) -> None:
+    model = dw.wrap_model(Quadratic(), comm=comm)
+    optimizer = sgd(model.parameters())
+    descend(model, optimizer.step, before)
+    if dw.rank() == 1:
+        model.load_state_dict({key: value + 1 for key, value in model.state_dict().items()})
+    descend(model, optimizer.step, 12)
+
+
+@pytest.mark.parametrize(
+    ("comm", "before", "where"),
+    [
+        ("local_sgd(sync_every=4)", 0, "before step 1"),
+        ("async(sync_interval_ms=1)", 0, "before step 1"),
+        ("decentralized(warmup_steps=3)", 3, "before step 4"),
+        ("diloco(sync_every=2)", 5, "after step 8, part 0,"),
+    ],
+)
+def test_weights_that_are_loaded_on_one_rank_are_noticed(comm: str, before: int, where: str) -> None:
+    """Where the algorithm goes on from weights that are alike; elsewhere they are averaged like any others."""
+    with pytest.raises(ModelError, match=f"{where} the ranks do not hold the same weights of Quadratic"):
+        run_ranks(_loaded_on_one_rank, 2, comm, before)
+
+
+def _layer_added() -> None:
+    model = dw.wrap_model(Quadratic(), comm="local_sgd(sync_every=2)")
+    net: Any = dw.unwrap_model(model)
+    net.w.append(nn.Parameter(torch.zeros(0, dtype=torch.float64)))
+    optimizer = sgd(model.parameters())
+    (model(target(0)) + net.w[3].sum()).backward()
+    optimizer.step()
+
+
+def test_a_weight_that_came_later_is_refused() -> None:
+    """Since no exchange knows it."""
+    with pytest.raises(ModelError, match=r"'w\.3' came into Quadratic after wrap_model"):
+        run_ranks(_layer_added, 2)
