@@ -23,7 +23,7 @@ import sys
 import time
 import distwrap as dw
 
-@dw.distributed(nprocs=2, launcher=sys.argv[1], timeout=2)
+@dw.distributed(nprocs=2, launcher=sys.argv[1], timeout=int(sys.argv[2]))
 def main():
     secret = 40 + dw.rank()
     dw.breakpoint_on(1)
@@ -73,13 +73,15 @@ class Terminal:
         return code
 
 
-@pytest.mark.parametrize("launcher", ["fork", slow("forkserver", why=INTERPRETERS), slow("script", why=INTERPRETERS)])
-def test_one_rank_has_the_terminal(launcher: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("launcher", "limit"), [("fork", 2), slow("forkserver", 8, why=INTERPRETERS), slow("script", 8, why=INTERPRETERS)]
+)
+def test_one_rank_has_the_terminal(launcher: str, limit: int, tmp_path: Path) -> None:
     """The chosen rank can be looked at, stepped and changed, for longer than a collective may take."""
     (tmp_path / "program.py").write_text(PROGRAM)
-    terminal = Terminal(["program.py", launcher], tmp_path)
+    terminal = Terminal(["program.py", launcher, str(limit)], tmp_path)
     terminal.wait_for("(Pdb)")
-    time.sleep(3)  # the time limit of a collective, and of a rank that does not move, is 2 s
+    time.sleep(limit + 1)  # the time limit of a collective, and of a rank that does not move
     terminal.type("p secret, dw.rank()")
     terminal.wait_for("(41, 1)")
     terminal.type("secret = 1000")
