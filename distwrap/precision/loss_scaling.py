@@ -36,7 +36,7 @@ class LossScaling(RunPart):
         self.models: WeakSet[nn.Module] = WeakSet()
         self.on_skipped: list[Callable[[Optimizer], None]] = []
         self.hook: RemovableHandle | None = None
-        self._marked: list[tuple[torch.Tensor, int]] = []
+        self._marked: dict[int, tuple[torch.Tensor, int]] = {}
         self._user_scales = False
 
     def begin(self, model: nn.Module, scaler: torch.amp.GradScaler) -> None:
@@ -53,25 +53,34 @@ class LossScaling(RunPart):
             self.stepped = None
 
     def mark_gradients(self) -> None:
-        """Remember one gradient of each model as `backward` left it."""
-        self._marked = []
-        for model in self.models:
-            gradient = next((p.grad for p in model.parameters() if p.grad is not None), None)
-            if gradient is not None:
-                self._marked.append((gradient, version_of(gradient)))
+        """Remember the gradients of each model as `backward` left them."""
+        self._marked = {
+            id(parameter): (gradient, version_of(gradient))
+            for model in self.models
+            for parameter in model.parameters()
+            if (gradient := parameter.grad) is not None
+        }
 
-    def refuse_changed_gradients(self) -> None:
-        """Raise where a marked gradient was changed.
+    def refuse_changed_gradients(self, optimizer: Optimizer) -> None:
+        """Raise where a marked gradient that the optimizer is to step over was changed; zero has no scale.
 
         Raises:
-            PrecisionError: says what to do instead.
+            PrecisionError: says which, and what to do instead.
         """
-        if any(version_of(gradient) != version for gradient, version in self._marked):
-            raise PrecisionError(
-                "the gradients were changed between distwrap.backward(loss) and optimizer_step() under "
-                "precision='fp16', where they are still scaled: a clip would cut them to nothing. Use "
-                "optimizer_step(optimizer, max_norm=...), or call distwrap.unscale(optimizer) before you touch them."
-            )
+        for parameter in (each for group in optimizer.param_groups for each in group["params"]):
+            gradient, version = self._marked.get(id(parameter), (None, 0))
+            now = parameter.grad
+            changed = gradient is not None and now is not None and not (now is gradient and version_of(now) == version)
+            if changed and (now.is_sparse or now.any()):
+                models = (model.named_parameters() for model in self.models)
+                name = next((name for named in models for name, each in named if each is parameter), "")
+                raise PrecisionError(
+                    f"rank {current_world().placement.rank}: the gradients were changed between distwrap.backward(loss) "
+                    f"and optimizer_step() under precision='fp16', as that of {name!r}, where they are still scaled: a "
+                    f"clip would cut them to nothing. Use optimizer_step(optimizer, max_norm=...), or call "
+                    f"distwrap.unscale(optimizer) before you touch them."
+                )
+            self._marked.pop(id(parameter), None)  # so that zero_grad() frees it
 
     def sees_users_scaler(self) -> bool:
         """Look, until there is one, for a `GradScaler` of the user's that has scaled something."""

@@ -92,7 +92,7 @@ def optimizer_step(
         )
     scaler = scaling.scaler
     if id(optimizer) not in scaling.unscaled:
-        scaling.refuse_changed_gradients()
+        scaling.refuse_changed_gradients(optimizer)
         scaler.unscale_(optimizer)
     scaling.unscaled.discard(id(optimizer))
     _clip(strategy, optimizer, model, max_norm)
@@ -127,7 +127,7 @@ def unscale(optimizer: Optimizer) -> None:
         return
     if scaling.stepped is None or id(optimizer) in scaling.stepped | scaling.unscaled:
         raise PrecisionError("unscale(): the gradients are not scaled. Call distwrap.backward(loss) first, and once.")
-    scaling.refuse_changed_gradients()
+    scaling.refuse_changed_gradients(optimizer)
     scaling.scaler.unscale_(optimizer)
     scaling.unscaled.add(id(optimizer))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -519,6 +520,47 @@ def test_a_clip_of_scaled_gradients_is_refused(nprocs: int) -> None:
 
     for length in under("fp16", body, nprocs=nprocs):
         assert length == pytest.approx(0.1 * 0.5, rel=1e-3)
+
+
+def test_a_clip_of_any_layer_is_refused() -> None:
+    """A clip of one layer is named, whichever it is, in place or by another tensor; a gradient left out has no scale."""
+
+    def body() -> None:
+        torch.manual_seed(0)
+        model = dw.wrap_model(nn.Sequential(*(nn.Linear(4, 4) for _ in range(3))))
+        parts = [torch.optim.SGD(layers.parameters(), lr=0.1) for layers in (model[:2], model[2])]
+        current_world().part(LossScaling).scaler = torch.amp.GradScaler("cpu", init_scale=SCALE)
+
+        def replaced(layer: nn.Module) -> None:
+            layer.weight.grad = layer.weight.grad.clamp(-1, 1)  # type: ignore[operator,union-attr]
+
+        changes: list[Callable[[nn.Module], Any]] = [
+            lambda layer: nn.utils.clip_grad_norm_(layer.parameters(), 0.5),
+            lambda layer: nn.utils.clip_grad_value_(layer.parameters(), 0.5),
+            replaced,
+        ]
+        for change in changes:
+            for index, optimizer in ((0, parts[0]), (1, parts[0]), (2, parts[1])):
+                model.zero_grad()
+                dw.backward(100 * model(torch.ones(1, 4)).sum())
+                change(model[index])
+                with pytest.raises(PrecisionError, match=rf"as that of '{index}\.weight'.*max_norm="):
+                    dw.optimizer_step(optimizer)
+        model.zero_grad()
+        dw.backward(100 * model(torch.ones(1, 4)).sum())
+        before = model[1].weight.clone()
+        model[0].weight.grad = None
+        model[1].weight.grad.zero_()
+        parts[1].zero_grad(set_to_none=False)  # of another optimizer, as of a discriminator's
+        assert dw.optimizer_step(parts[0])
+        assert torch.equal(model[1].weight, before)
+        kept = weakref.ref(model[2].weight.grad.untyped_storage())
+        assert dw.optimizer_step(parts[1])
+        model.zero_grad()
+        assert kept() is None
+
+    for nprocs in (1, 2):
+        under("fp16", body, nprocs=nprocs)
 
 
 def test_unscale_is_a_no_op_elsewhere() -> None:
