@@ -22,19 +22,22 @@ def rebuilt(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tup
     changed = change(value, path)
     if changed is not value or not isinstance(value, (list, tuple, dict)):
         return changed
-    if isinstance(value, dict):
-        pairs = {key: rebuilt(item, change, (*path, key)) for key, item in value.items()}
-        if all(map(is_, pairs.values(), value.values())):
-            return value
-        copied = copy.copy(value)
-        for key, item in pairs.items():  # since update() of a Counter adds
+    pairs = value.items() if isinstance(value, dict) else enumerate(value)
+    return refilled(value, [rebuilt(item, change, (*path, key)) for key, item in pairs])
+
+
+def refilled(container: Any, items: list[Any]) -> Any:
+    """Return a list, tuple or dict with other items, or the container itself where all of them are its own."""
+    is_dict = isinstance(container, dict)
+    if all(map(is_, items, container.values() if is_dict else container)):
+        return container
+    if is_dict:
+        copied = copy.copy(container)
+        for key, item in zip(container, items, strict=True):  # since update() of a Counter adds
             copied[key] = item
         return copied
-    items = [rebuilt(item, change, (*path, index)) for index, item in enumerate(value)]
-    if all(map(is_, items, value)):
-        return value
-    if isinstance(value, list):
-        result = copy.copy(value)  # a subclass may be constructed in another way
+    if isinstance(container, list):
+        result = copy.copy(container)  # a subclass may be constructed in another way
         result[:] = items
         return result
-    return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    return type(container)(*items) if hasattr(container, "_fields") else type(container)(items)

@@ -1,26 +1,134 @@
-"""Nestings of tensors, by torch's pytree, which is private by its name.
+"""Nestings of tensors, some of them by torch's pytree, which is private by its name.
 
 Every function says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
 """
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from typing import Any
+from operator import is_
+from types import ModuleType, NoneType
+from typing import Any, Literal
 
-from distwrap.nesting import rebuilt
+import torch
+
+from distwrap.nesting import rebuilt, refilled
 
 _pytree: Any = None
 with suppress(ImportError):
     from torch.utils import _pytree
 
 
-def tree_map(change: Callable[[Any], Any], value: Any) -> Any:
-    """Rebuild a nesting with each leaf changed.
+_ATOMS = frozenset({int, float, complex, bool, str, bytes, NoneType, torch.Size, torch.dtype, torch.device})
+_CLOSED = (torch.nn.Module, torch.optim.Optimizer, type, ModuleType)
+_DEPTH = 4  # objects within objects
 
-    Relies on ``torch.utils._pytree:tree_map``.
-    Without it: tuples, lists and dicts alone count as nestings, and registered classes as leaves.
+
+def map_tensors(
+    change: Callable[[Any], Any],
+    value: Any,
+    *,
+    also: Callable[[Any], bool] | None = None,
+    objects: Literal["copied", "changed", "left"] = "copied",
+) -> Any:
+    """Return a nesting with its tensors changed; what has none that changed is returned itself.
+
+    Lists, tuples, dicts, classes that torch's pytree knows, other mappings, dataclasses and objects with attributes are
+    gone into; modules and optimizers are not.
+
+    Relies on ``torch.utils._pytree:tree_flatten``, ``torch.utils._pytree:tree_unflatten``.
+    Without it: registered classes are objects as others are.
+
+    Args:
+        change: gets each tensor once.
+        value: a tensor, or a nesting of them.
+        also: tells which other objects `change` gets.
+        objects: whether objects with other tensors are copies, or are changed in place where they are not frozen; or
+            whether objects are left alone, but for dataclasses and mappings, which are changed in place.
+
+    Example:
+        >>> map_tensors(torch.neg, {"a": [torch.ones(1), "b"]})
+        {'a': [tensor([-1.]), 'b']}
     """
-    return _pytree.tree_map(change, value) if _pytree is not None else _plain_tree_map(change, value)
+    return change(value) if isinstance(value, torch.Tensor) else _Walk(change, also, objects).visit(value, _DEPTH)
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a nesting, each once.
+
+    Relies on ``torch.utils._pytree:tree_flatten``.
+    Without it: as for map_tensors.
+    """
+    found: list[torch.Tensor] = []
+    map_tensors(lambda tensor: found.append(tensor) or tensor, value)  # type: ignore[func-returns-value]
+    return found
+
+
+class _Walk:
+    """Way through a nesting, for `map_tensors`."""
+
+    def __init__(self, change: Callable[[Any], Any], also: Callable[[Any], bool] | None, objects: str) -> None:
+        self._change, self._also, self._objects = change, also, objects
+        self._seen: dict[int, tuple[Any, Any]] = {}  # parts and what became of them; also ends cycles
+
+    def visit(self, part: Any, depth: int) -> Any:
+        kind = type(part)
+        if kind in _ATOMS:
+            return part
+        if kind is dict:
+            return refilled(part, [self.visit(item, depth) for item in part.values()])
+        if kind is list or kind is tuple:
+            return refilled(part, [self.visit(item, depth) for item in part])
+        if (known := self._seen.get(id(part))) is not None:
+            return known[1]
+        self._seen[id(part)] = part, part
+        if isinstance(part, torch.Tensor):
+            result = self._change(part)
+        elif isinstance(part, _CLOSED):
+            return part
+        else:
+            result = self._change(part) if self._also is not None and self._also(part) else self._opened(part, depth)
+        self._seen[id(part)] = part, result
+        return result
+
+    def _opened(self, part: Any, depth: int) -> Any:
+        leaves, structure = tree_flatten(part, lambda inner: inner is not part)
+        result, is_mapping = part, isinstance(part, Mapping)
+        if isinstance(part, (list, tuple, dict)):
+            items = part.values() if isinstance(part, dict) else part
+            result = refilled(part, [self.visit(item, depth) for item in items])
+        elif len(leaves) != 1 or leaves[0] is not part:  # pytree knows its class
+            new = [self.visit(leaf, depth) for leaf in leaves]
+            return part if all(map(is_, new, leaves)) else tree_unflatten(new, structure)
+        elif is_mapping and not hasattr(part, "__dict__"):  # as a mapping proxy, which cannot be copied
+            pairs = dict(part)
+            changed = self.visit(pairs, depth)
+            return part if changed is pairs else type(part)(changed)
+        is_left = self._objects == "left" and not is_mapping and not hasattr(part, "__dataclass_fields__")
+        return result if depth == 0 or is_left else self._with_attributes(part, result, depth - 1)
+
+    def _with_attributes(self, part: Any, result: Any, depth: int) -> Any:
+        changed = {name: new for name, held in _attributes(part) if (new := self.visit(held, depth)) is not held}
+        if changed and result is part:
+            if self._objects != "copied":
+                with suppress(AttributeError):  # it is frozen
+                    for name, new in changed.items():
+                        setattr(part, name, new)
+                    return part
+            result = copy.copy(part)
+        for name, new in changed.items():
+            object.__setattr__(result, name, new)
+        return result
+
+
+def _attributes(part: Any) -> Iterator[tuple[str, Any]]:
+    """Yield an object's own attributes, those in slots too."""
+    yield from [*getattr(part, "__dict__", {}).items()]
+    for cls in type(part).__mro__:
+        names = cls.__dict__.get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            with suppress(AttributeError):  # it is not set, or is a private one
+                yield name, getattr(part, name)
 
 
 def _plain_tree_map(change: Callable[[Any], Any], value: Any) -> Any:

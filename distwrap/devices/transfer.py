@@ -1,19 +1,39 @@
 """Copies of tensors, in any nesting, on a device, and of a loader's batches a step ahead."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from distwrap._internals.torch_tree import tree_leaves, tree_map
+from distwrap._internals.torch_tree import map_tensors
 from distwrap.devices.kinds import kind_of
 
 
-def to_device(value: Any, device: torch.device) -> Any:
-    """Move the tensors in any nesting to a device; costs nothing on the CPU."""
+def to_device(value: Any, device: torch.device, objects: Literal["copied", "changed", "left"] = "copied") -> Any:
+    """Move the tensors in any nesting to a device, and objects that can be moved; costs nothing on the CPU.
+
+    Args:
+        value: tensors, in any nesting. What has a ``to()`` moves itself, as a ``PackedSequence`` does.
+        device: where to.
+        objects: what becomes of other objects with tensors, as for `map_tensors`.
+    """
     if device.type == "cpu":
         return value
-    return tree_map(lambda leaf: leaf.to(device, non_blocking=True) if isinstance(leaf, torch.Tensor) else leaf, value)
+    return map_tensors(lambda part: _moved(part, device), value, also=_moves_itself, objects=objects)
+
+
+def _moves_itself(part: Any) -> bool:
+    return callable(getattr(type(part), "to", None))
+
+
+def _moved(part: Any, device: torch.device) -> Any:
+    try:
+        moved = part.to(device, non_blocking=True)
+    except TypeError:
+        if isinstance(part, torch.Tensor):
+            raise
+        moved = part.to(device)
+    return part if moved is None else moved  # where it has moved in place
 
 
 def on_device(batches: Iterable[Any], device: torch.device, ahead: bool) -> Iterator[Any]:
@@ -35,18 +55,12 @@ def on_device(batches: Iterable[Any], device: torch.device, ahead: bool) -> Iter
     side = streams.Stream(device)
     copied: list[Any] = []
     for batch in batches:
+        side.wait_stream(streams.current_stream(device))  # which may read what was in memory that is free by now
         with streams.stream(side):
             copied.append(to_device(batch, device))
         if len(copied) > 1:
-            yield _handed_over(copied.pop(0), streams.current_stream(device), side)
+            streams.current_stream(device).wait_stream(side)
+            yield copied.pop(0)
     for batch in copied:
-        yield _handed_over(batch, streams.current_stream(device), side)
-
-
-def _handed_over(batch: Any, current: torch.Stream, side: torch.Stream) -> Any:
-    """Let the step's stream wait for the copy, and keep the memory until that stream is done with it."""
-    current.wait_stream(side)
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, torch.Tensor):
-            leaf.record_stream(current)
-    return batch
+        streams.current_stream(device).wait_stream(side)
+        yield batch

@@ -1,7 +1,7 @@
 """Wrapped models: in one process, under DDP, or trained alone. What can be decided is decided when wrapping."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -48,7 +48,7 @@ class DataParallelModel(RoutedModule, DataParallel):  # type: ignore[type-arg]
         super().__init__(module, device_ids=list(device_ids))
         self.route(forward_methods, in_precision)
 
-    def _moved(self, arguments: Any) -> Any:
+    def _moved(self, arguments: Any, objects: Literal["changed", "left"] = "changed") -> Any:
         return arguments  # which DataParallel divides among the devices
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:

@@ -12,11 +12,10 @@ from functools import wraps
 from types import MethodType
 from typing import Any, Literal
 
-import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from distwrap._internals.torch_tree import tree_leaves
+from distwrap._internals.torch_tree import tensors_in
 from distwrap.devices.transfer import to_device
 from distwrap.errors import ModelError
 from distwrap.model.transparent import TransparentModule, unwrap_model
@@ -54,7 +53,7 @@ class RoutedModule(TransparentModule):
         def run(*args: Any, **kwargs: Any) -> Any:
             if self._method or not self._takes_part():
                 return method(*args, **kwargs)
-            args, kwargs = self._moved((args, kwargs))
+            args, kwargs = self._moved((args, kwargs), "left")
             self.__dict__["_method"] = name
             try:
                 with ExitStack() as inside:
@@ -69,9 +68,9 @@ class RoutedModule(TransparentModule):
         """Return whether there is anything to do for a forward now."""
         return True
 
-    def _moved(self, arguments: Any) -> Any:
-        """Return the arguments on the model's device."""
-        return to_device(arguments, self._in_precision.device)
+    def _moved(self, arguments: Any, objects: Literal["changed", "left"] = "changed") -> Any:
+        """Return the arguments on the model's device; what a forward changes in an object is for the caller to see."""
+        return to_device(arguments, self._in_precision.device, objects)
 
     def _begin(self, call: MethodCall) -> bool:
         """Do what comes before a forward, and undo on ``call.inside`` what must end with the method.
@@ -138,4 +137,4 @@ def check_forward_methods(model: nn.Module, forward_methods: ForwardMethods) -> 
 
 def has_gradient(output: Any) -> bool:
     """Say whether there is a tensor in any nesting through which a backward could come."""
-    return any(isinstance(leaf, torch.Tensor) and leaf.requires_grad for leaf in tree_leaves(output))
+    return any(tensor.requires_grad for tensor in tensors_in(output))

@@ -23,7 +23,7 @@ from distwrap._internals.torch import (
     prepare_another_average,
     remove_ddp_hooks,
 )
-from distwrap._internals.torch_tree import tree_leaves
+from distwrap._internals.torch_tree import tensors_in
 from distwrap.errors import ModelError
 from distwrap.group.world import current_world, say_once
 from distwrap.model import diagnosis
@@ -104,9 +104,9 @@ class Gradients:
 
         For the second and later forwards without a backward between them, as in a GAN's step.
         """
-        for leaf in tree_leaves(outputs):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._prepare)  # type: ignore[no-untyped-call]
+        for tensor in tensors_in(outputs):
+            if tensor.requires_grad:
+                tensor.register_hook(self._prepare)  # type: ignore[no-untyped-call]
 
     def _prepare(self, grad: torch.Tensor) -> None:
         model = self._model()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distwrap._internals.torch_tree import tree_map
+from distwrap._internals.torch_tree import map_tensors
 
 
 class Precision:
@@ -44,7 +44,7 @@ class Precision:
 
     def outputs(self, value: Any) -> Any:
         """Return a forward's outputs, in any nesting, in the type in which a loss is computed."""
-        return tree_map(_to_float32, value)
+        return map_tensors(_to_float32, value)
 
     def require_scaled(self, outputs: Any) -> None:
         """Refuse a backward from a forward's outputs whose loss nobody has scaled; not where the strategy scales."""
@@ -69,7 +69,5 @@ class FullPrecision(Precision):
         return value
 
 
-def _to_float32(value: Any) -> Any:
-    if isinstance(value, torch.Tensor) and value.dtype in (torch.bfloat16, torch.float16):
-        return value.float()
-    return value
+def _to_float32(value: torch.Tensor) -> torch.Tensor:
+    return value.float() if value.dtype in (torch.bfloat16, torch.float16) else value

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distwrap._internals.torch_tree import tree_map
+from distwrap._internals.torch_tree import map_tensors
 from distwrap.precision.base import Precision
 
 
@@ -27,8 +27,8 @@ class TrueBF16(Precision):
         return model.to(torch.bfloat16)
 
     def inputs(self, value: Any) -> Any:
-        return tree_map(_to_bfloat16, value)
+        return map_tensors(_to_bfloat16, value)
 
 
-def _to_bfloat16(value: Any) -> Any:
-    return value.bfloat16() if isinstance(value, torch.Tensor) and value.is_floating_point() else value
+def _to_bfloat16(value: torch.Tensor) -> torch.Tensor:
+    return value.bfloat16() if value.is_floating_point() else value

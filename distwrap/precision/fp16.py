@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from distwrap._internals.torch_tree import tree_leaves
+from distwrap._internals.torch_tree import tensors_in
 from distwrap.errors import PrecisionError
 from distwrap.group.world import current_world
 from distwrap.precision.base import Precision
@@ -23,8 +23,8 @@ class MixedFP16(Precision):
 
     def require_scaled(self, outputs: Any) -> None:
         if torch.is_grad_enabled():
-            for output in tree_leaves(outputs):
-                if isinstance(output, torch.Tensor) and output.requires_grad:
+            for output in tensors_in(outputs):
+                if output.requires_grad:
                     output.register_hook(_refuse_unscaled)  # type: ignore[no-untyped-call]
 
     def make_scaler(self, device: torch.device) -> torch.amp.GradScaler | None:

@@ -193,7 +193,8 @@ def test_the_nestings_without_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert leaves == [1, 2, *size, 4]
     assert torch_tree.tree_unflatten(leaves, structure) == value
     assert torch_tree.tree_leaves(value) == leaves
-    assert torch_tree.tree_map(str, [1, {"x": 2}]) == ["1", {"x": "2"}]
+    assert torch_tree.map_tensors(torch.Tensor.sum, [1, {"x": size}]) == [1, {"x": (0, 0)}]
+    assert torch_tree.tensors_in([1, {"x": size}]) == list(size)
 
 
 @pytest.mark.parametrize("operation", ["add", "add_", "addcdiv_", "addcmul_", "copy_", "div_", "lerp_", "mul_", "sqrt"])
