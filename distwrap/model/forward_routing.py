@@ -54,6 +54,8 @@ class RoutedModule(TransparentModule):
             if self._method or not self._takes_part():
                 return method(*args, **kwargs)
             args, kwargs = self._moved((args, kwargs), "left")
+            if self._forward_methods is not None:  # else it may be one that runs no forward
+                args, kwargs = self._in_precision.inputs((args, kwargs))
             self.__dict__["_method"] = name
             try:
                 with ExitStack() as inside:
@@ -82,7 +84,8 @@ class RoutedModule(TransparentModule):
 
     def _end(self, output: Any, call: MethodCall) -> Any:
         """Do what comes after a forward, and return the output."""
-        return self._in_precision.outputs(output) if call.begun else output
+        is_forward = call.begun or self._forward_methods is not None
+        return self._in_precision.outputs(output) if is_forward else output
 
 
 class MethodCall:
@@ -101,6 +104,10 @@ class MethodCall:
         self._model = model
         inside.callback(self.stop)
         self.watch()
+        inputs = model._in_precision.inputs
+        for part in unwrap_model(model).modules() if model._in_precision.changes_inputs else ():
+            handle = part.register_forward_pre_hook(lambda _, *given: inputs(given), with_kwargs=True)
+            inside.callback(handle.remove)
 
     def watch(self) -> None:
         """Wait for the next module of the model to be called; until then every module's call is looked at."""

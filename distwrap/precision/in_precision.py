@@ -21,12 +21,16 @@ class InPrecision:
         precision: a `Precision`, or the name of one.
         device: on which the forward computes.
         owns_scale: whether the strategy scales losses by itself.
+
+    Attributes:
+        changes_inputs: whether a forward's inputs may come out of `inputs` as others.
     """
 
     def __init__(self, precision: str | Precision, device: torch.device, *, owns_scale: bool = False) -> None:
         self.precision: Precision = precisions.make(precision)
         self.device, self._owns_scale = device, owns_scale
         self.is_plain, self.inputs = self.precision.is_plain, self.precision.inputs
+        self.changes_inputs = getattr(type(self.precision), "inputs", None) is not Precision.inputs
 
     def __call__(self, forward: Forward) -> Forward:
         if self.is_plain:

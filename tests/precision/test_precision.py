@@ -469,6 +469,53 @@ def test_true_bf16_trains_small_weights() -> None:
     under("bf16-true", body)
 
 
+class Parts(nn.Module):
+    """Methods that call several modules, with keywords, functions, checkpoints or nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def two(self, x: torch.Tensor) -> torch.Tensor:
+        return self.a(x) + self.b(input=x)
+
+    def functional(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.a.weight)
+
+    def fit(self, rows: list[torch.Tensor]) -> list[torch.dtype]:
+        dtypes = []
+        for row in rows:
+            output = self.a(row)
+            dtypes.append(output.dtype)
+            output = output + self.b(output)
+            dw.backward(output.sum())
+        return dtypes
+
+    def plain(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+
+@pytest.mark.parametrize("nprocs", [1, 2])
+def test_any_method_trains_in_true_bfloat16(nprocs: int) -> None:
+    """Modules that a method calls get bfloat16; one that calls none computes in float32, but where it is named."""
+
+    def body() -> None:
+        model, x = dw.wrap_model(Parts()), torch.full((2, 4), 1 + 2**-12)
+        output = model.two(x)
+        assert output.dtype == torch.float32
+        dw.backward(output.sum())
+        assert model.b.weight.grad.dtype == torch.bfloat16
+        assert model.fit([x, x]) == [torch.bfloat16] * 2
+        assert torch.equal(model.plain(x), 3 * x)
+        named = dw.wrap_model(Parts(), forward_methods=["functional"])
+        assert named.functional(x).dtype == torch.float32
+        with torch.no_grad():
+            assert model.two(x).dtype == torch.float32
+
+    under("bf16-true", body, nprocs)
+
+
 def test_a_skipped_step_skips_the_scheduler() -> None:
     """The scheduler given to ``optimizer_step`` steps with the optimizer, and not where a gradient overflowed."""
 
@@ -523,7 +570,7 @@ def test_a_clip_of_scaled_gradients_is_refused(nprocs: int) -> None:
 
 
 def test_a_clip_of_any_layer_is_refused() -> None:
-    """A clip of one layer is named, whichever it is, in place or by another tensor; a gradient left out has no scale."""
+    """A clip of one layer is named, whichever it is, in place or by another tensor; one left out has no scale."""
 
     def body() -> None:
         torch.manual_seed(0)
