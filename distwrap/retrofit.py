@@ -117,7 +117,8 @@ def wrap(
     _refuse_shared(models)
     for item in models:
         if not isinstance(item.original, TransparentModule):  # a decorated function that calls another
-            item.wrapped = wrap_model(item.original)
+            trains = any(True for _ in item.original.parameters())
+            item.wrapped = wrap_model(item.original, precision=None if trains else "32")  # a loss computes in float32
     for item in found:
         if isinstance(item.original, Optimizer):
             item.wrapped = wrap_optimizer(item.original)

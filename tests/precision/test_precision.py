@@ -516,6 +516,26 @@ def test_any_method_trains_in_true_bfloat16(nprocs: int) -> None:
     under("bf16-true", body, nprocs)
 
 
+@pytest.mark.parametrize("precision", ["bf16", "bf16-true", "fp16"])
+def test_a_retrofitted_loss_computes_in_float32(precision: str) -> None:
+    """A loss among the arguments has nothing to train, and computes as one that is made in the function does."""
+
+    class Similarity(nn.Module):
+        def forward(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            return (a @ b.T).mean()
+
+    @dw.distributed(nprocs=1, precision=precision, retrofit=True)  # type: ignore[call-overload,untyped-decorator]
+    def body(model: nn.Module, losses: list[nn.Module]) -> None:
+        output, target = model(torch.ones(2, 4)), torch.full((2, 4), 1 + 2**-12)
+        for loss, plain in zip(losses, (nn.MSELoss(), Similarity()), strict=True):
+            value = loss(output, target)
+            assert value.dtype == torch.float32
+            assert torch.equal(value, plain(output, target))
+        assert loss.training
+
+    body(nn.Linear(4, 4), [nn.MSELoss(), Similarity()])
+
+
 def test_a_skipped_step_skips_the_scheduler() -> None:
     """The scheduler given to ``optimizer_step`` steps with the optimizer, and not where a gradient overflowed."""
 
