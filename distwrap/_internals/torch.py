@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.errors import ModelError
 
 _SEEN = "2.6 to 2.15"
@@ -121,6 +122,22 @@ class DDPForwardHook(DistributedDataParallel):
 
     def _run_ddp_forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.run_module(*args, **kwargs)
+
+
+class DDPOutputs(DistributedDataParallel):
+    """A DDP model that finds the tensors of its outputs in any object, where its way through the graph needs them.
+
+    Relies on ``torch.nn.parallel:DistributedDataParallel._post_forward``.
+    Without it: outputs in objects that DDP does not know are an error under find_unused_parameters and static_graph.
+    """
+
+    def _post_forward(self, output: Any) -> Any:
+        end: Any = super()._post_forward
+        if not (self.find_unused_parameters or self.static_graph):
+            return end(output)
+        tensors = tensors_in(output)
+        after = dict(zip(map(id, tensors), end(tensors), strict=True))
+        return map_tensors(lambda tensor: after[id(tensor)], output)
 
 
 def prepare_another_average(model: DistributedDataParallel) -> None:

@@ -9,7 +9,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parallel.parallel_apply import parallel_apply
 
-from distwrap._internals.torch import begin_ddp_forward, end_ddp_forward
+from distwrap._internals.torch import DDPOutputs, begin_ddp_forward, end_ddp_forward
 from distwrap.errors import ModelError
 from distwrap.group.world import say_once
 from distwrap.model import diagnosis
@@ -57,7 +57,7 @@ class DataParallelModel(RoutedModule, DataParallel):  # type: ignore[type-arg]
         return parallel_apply(run, inputs, kwargs, self.device_ids[: len(replicas)])
 
 
-class DistributedModel(RoutedModule, DistributedDataParallel):
+class DistributedModel(RoutedModule, DDPOutputs):
     """A `DistributedDataParallel` that answers like the user's model.
 
     Without gradients the bare model runs: nothing is exchanged, so evaluation needs no lock-step.

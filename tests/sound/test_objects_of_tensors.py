@@ -258,3 +258,32 @@ def test_two_forwards_have_a_backward_each() -> None:
     for equal in run_ranks(_two_forwards, 2):
         assert [name for name, is_equal in equal.items() if not is_equal] == []
         assert len(equal) == 2 * len(KINDS)
+
+
+class Half(Net):
+    """Leaves some parameters out."""
+
+    def __init__(self, kind: str, half: bool) -> None:
+        super().__init__(kind)
+        self.unused = nn.Linear(4, 4) if half else None
+
+
+def _where_outputs_are_needed() -> dict[str, bool]:
+    equal = {}
+    for option in ("find_unused_parameters", "static_graph"):
+        for kind in KINDS:
+            model = dw.wrap_model(Half(kind, option == "find_unused_parameters"), **{option: True})
+            for method in (model, model.loss) if option == "find_unused_parameters" else (model,):
+                for value in (1, 2):
+                    model.zero_grad()
+                    first(method(torch.full((2, 4), float(value + dw.rank())))).sum().backward()
+                    gradient = model.inner.weight.grad
+                    equal[f"{option}, {kind}"] = torch.equal(gradient, torch.full((4, 4), 2.0 * value + 1))
+    return equal
+
+
+def test_ddp_finds_the_outputs_that_it_needs() -> None:
+    """``find_unused_parameters`` and ``static_graph`` average the gradients, whatever the outputs are in."""
+    for equal in run_ranks(_where_outputs_are_needed, 2):
+        assert [name for name, is_equal in equal.items() if not is_equal] == []
+        assert len(equal) == 2 * len(KINDS)
