@@ -122,17 +122,28 @@ def test_in_the_caller() -> None:
 
 
 def test_the_model_keeps_its_precision() -> None:
-    """After work of one rank its wrapped model computes as before."""
+    """In work of one rank, also one piece within another, and after it, a wrapped model computes as before."""
 
     @distributed(nprocs=2, launcher="fork", precision="bf16", returns="all")
-    def main() -> bool:
+    def main() -> list[bool]:
         model, x = dw.wrap_model(nn.Linear(8, 8)), torch.linspace(0, 1, 32).reshape(4, 8)
         before = model(x).detach()
         model(x).sum().backward()
-        dw.rank_zero_only(lambda: None)()
-        return torch.equal(model(x).detach(), before)
+        computed = []
 
-    assert main() == [True, True]
+        @dw.rank_zero_only
+        def compute() -> None:
+            with torch.no_grad():
+                computed.append(model(x))
+
+        dw.rank_zero_only(compute)()
+        compute()
+        with pytest.raises(ZeroDivisionError):
+            dw.rank_zero_only(broadcast=True)(lambda: 1 / 0)()
+        computed.append(model(x).detach())
+        return [torch.equal(each, before) for each in computed]
+
+    assert main() == [[True] * 3, [True]]
 
 
 def test_in_a_single_process() -> None:
