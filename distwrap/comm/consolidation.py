@@ -105,6 +105,6 @@ def _exchange_of(model: nn.Module) -> Exchange[Any] | None:
         raise ModelError(f"this takes the model that wrap_model() returned, not a {type(model).__name__}.")
     net = unwrap_model(model)
     for wrapped in current_world().part(WrappedModels):
-        if isinstance(wrapped, DistributedModel) and wrapped._exchange is not None and unwrap_model(wrapped) is net:
-            return wrapped._exchange  # type: ignore[no-any-return]
+        if isinstance(wrapped, DistributedModel) and wrapped._distwrap.exchange and unwrap_model(wrapped) is net:
+            return wrapped._distwrap.exchange  # type: ignore[no-any-return]
     return None

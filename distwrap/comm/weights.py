@@ -242,7 +242,7 @@ class WeightExchange(Exchange[W]):
     def _tell_model(self) -> None:
         """Keep DDP's reducer out of the backward where gradients are not averaged any more."""
         if self.model is not None:
-            self.model._trains_alone = self.node is None and self.steps >= self.algorithm.warmup_steps
+            self.model._distwrap.inner.trains_alone = self.node is None and self.steps >= self.algorithm.warmup_steps
 
     def note_load(self) -> None:
         """Take note of a ``load_state_dict`` of the model."""

@@ -14,42 +14,61 @@ from distwrap.errors import ModelError
 from distwrap.group.world import say_once
 from distwrap.model import diagnosis
 from distwrap.model.buffers import Buffers
-from distwrap.model.forward_routing import ForwardMethods, MethodCall, RoutedModule, has_gradient
+from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing, has_gradient
 from distwrap.model.gradients import Average, Gradients
+from distwrap.model.model_first import ModelFirst, put_model_first
 from distwrap.precision import InPrecision
 
 _ddp_forward: Callable[..., Any] = DistributedDataParallel.forward
 
 
-class LocalModel(RoutedModule):
-    """A model of this one process, under autocast, or on an accelerator."""
+class LocalRouting(Routing):
+    """Forward in this process alone, under autocast, or on an accelerator."""
 
     def __init__(self, module: nn.Module, in_precision: InPrecision, forward_methods: ForwardMethods) -> None:
-        super().__init__()
-        self.module = module
-        self.__dict__["_run"] = in_precision(self._locally)
-        self.route(forward_methods, in_precision)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model in its precision."""
-        return self._run(*args, **kwargs)
+        super().__init__(module, in_precision, forward_methods)
+        self.run = in_precision(self._locally)
 
     def _locally(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._moved((args, kwargs))
         return self.module(*args, **kwargs)
 
 
-class DataParallelModel(RoutedModule, DataParallel):  # type: ignore[type-arg]
+class LocalModel(ModelFirst):
+    """A model of this one process, under autocast, or on an accelerator."""
+
+    def __init__(self, module: nn.Module, in_precision: InPrecision, forward_methods: ForwardMethods) -> None:
+        super().__init__(LocalRouting(module, in_precision, forward_methods))
+
+
+class DataParallelRouting(Routing):
+    """Forward over several devices of this process."""
+
+    def __init__(
+        self, module: nn.Module, in_precision: InPrecision, device_ids: Sequence[int], forward_methods: ForwardMethods
+    ) -> None:
+        super().__init__(module, in_precision, forward_methods)
+        self.run = self.inner = _DataParallelInPrecision(module, in_precision, device_ids)
+
+    def _moved(self, arguments: Any, objects: Literal["changed", "left"] = "changed") -> Any:
+        return arguments  # which DataParallel divides among the devices
+
+
+class DataParallelModel(ModelFirst, DataParallel):  # type: ignore[type-arg]
     """A `DataParallel` over several devices of this process, in its precision in each of its threads."""
 
     def __init__(
         self, module: nn.Module, in_precision: InPrecision, device_ids: Sequence[int], forward_methods: ForwardMethods
     ) -> None:
-        super().__init__(module, device_ids=list(device_ids))
-        self.route(forward_methods, in_precision)
+        super().__init__(DataParallelRouting(module, in_precision, device_ids, forward_methods))
 
-    def _moved(self, arguments: Any, objects: Literal["changed", "left"] = "changed") -> Any:
-        return arguments  # which DataParallel divides among the devices
+
+class _DataParallelInPrecision(DataParallel):  # type: ignore[type-arg]
+    """torch's wrapper inside a `DataParallelModel`."""
+
+    def __init__(self, module: nn.Module, in_precision: InPrecision, device_ids: Sequence[int]) -> None:
+        super().__init__(module, device_ids=list(device_ids))
+        self._in_precision: Any = in_precision
 
     def parallel_apply(self, replicas: Sequence[Any], inputs: Sequence[Any], kwargs: Any) -> list[Any]:
         """Run the replicas; autocast is a thread's own, so each gets it anew."""
@@ -57,10 +76,161 @@ class DataParallelModel(RoutedModule, DataParallel):  # type: ignore[type-arg]
         return parallel_apply(run, inputs, kwargs, self.device_ids[: len(replicas)])
 
 
-class DistributedModel(RoutedModule, DDPOutputs):
-    """A `DistributedDataParallel` that answers like the user's model.
+class AveragingModel(DDPOutputs):
+    """torch's wrapper inside a `DistributedModel`, whose names are its own.
 
     Without gradients the bare model runs: nothing is exchanged, so evaluation needs no lock-step.
+
+    Args:
+        module: the user's model, on its device.
+        buffers: those of a `DistributedModel`.
+        **ddp_kwargs: for ``DistributedDataParallel``.
+
+    Attributes:
+        trains_alone: whether the gradients of a `ReplicaModel` are left alone for now.
+        needs_outputs: whether DDP must see what a forward returns.
+        gradients: the watch over them, once there is one.
+    """
+
+    trains_alone = False
+    needs_outputs: bool
+    buffers_of_rank_zero: Buffers | None
+    gradients: Gradients
+
+    def __init__(self, module: nn.Module, buffers: Buffers | None, **ddp_kwargs: Any) -> None:
+        broadcast = ddp_kwargs.pop("broadcast_buffers", buffers is None)
+        super().__init__(module, **ddp_kwargs)  # gives every rank rank 0's buffers, once
+        if "forward_sync_buffers" not in ddp_kwargs:
+            self.broadcast_buffers = broadcast
+        own = self.__dict__
+        own["module"] = module  # beside its place among the children, where each look-up costs a microsecond
+        own["buffers_of_rank_zero"] = buffers
+        own["needs_outputs"] = bool(self.find_unused_parameters or self.static_graph)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the model; with gradients on, through DDP."""
+        if not torch.is_grad_enabled():
+            outputs = self.module(*args, **kwargs)
+            self.count_forward()
+            return outputs
+        gradients = self.gradients
+        again = gradients.average is Average.DUE
+        if again and gradients.watch is not None:
+            gradients.watch.forward_again()
+        try:
+            outputs = _ddp_forward(self, *args, **kwargs)
+        except RuntimeError as error:
+            raise self.explained(error)  # noqa: B904 - which knows its cause
+        self.count_forward()
+        gradients.average = Average.DUE if self.require_backward_grad_sync else Average.LEFT_OUT
+        if again:
+            gradients.repeat(outputs)
+        return outputs
+
+    def count_forward(self) -> None:
+        """Count a forward in training."""
+        buffers = self.buffers_of_rank_zero
+        if buffers is not None and self.module.training:
+            buffers.forwards += 1
+
+    def explained(self, error: RuntimeError) -> RuntimeError:
+        """Return what an error of DDP's means."""
+        return diagnosis.unfinished(error, self.module, self.gradients.trained)
+
+    def join_hook(self, **kwargs: Any) -> JoinHook:
+        """Return what torch's ``Join`` does for a rank that is out of data, and when all are."""
+        return _Joined(super().join_hook(**kwargs), self.gradients)  # type: ignore[no-untyped-call]
+
+
+class DistributedRouting(Routing):
+    """Forward through DDP, which averages the gradients.
+
+    Args:
+        inner: torch's wrapper.
+        in_precision: how to compute, and on which device its inputs must be.
+        forward_methods: which methods may be routed.
+
+    Attributes:
+        buffers: those of a `DistributedModel`.
+        exchange: with the other ranks: an `Exchange` of distwrap.comm, under ``comm=``.
+        gradients: the watch over them.
+    """
+
+    exchange: Any = None
+    gradients: Gradients
+
+    def __init__(self, inner: AveragingModel, in_precision: InPrecision, forward_methods: ForwardMethods) -> None:
+        super().__init__(inner.module, in_precision, forward_methods)
+        self.inner, self.buffers = inner, inner.buffers_of_rank_zero
+        self._plain = in_precision.is_plain and in_precision.device.type == "cpu"
+        self.run = inner if self._plain else in_precision(self._forward_there)
+
+    def _forward_there(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._moved((args, kwargs))
+        return self.inner(*args, **kwargs)
+
+    def _takes_part(self) -> bool:
+        return torch.is_grad_enabled() or not self._plain
+
+    def _begin(self, call: MethodCall) -> bool:
+        if not call.begun:
+            super()._begin(call)
+        gradients = self.gradients
+        if not torch.is_grad_enabled() or gradients.is_in_backward():
+            return True  # a teacher's forward in no_grad(), or a checkpointed one again: the student's may come yet
+        if not call.prepared:
+            call.inside.callback(setattr, gradients, "on_average", None)
+        gradients.on_average = call.watch  # a method may be a whole loop
+        self._prepare(call)
+        return False
+
+    def _prepare(self, call: MethodCall) -> None:
+        """Do what DDP's forward does around the model's own, so far as it needs no outputs."""
+        gradients, ddp = self.gradients, self.inner
+        call.prepared, call.again = True, gradients.average is Average.DUE
+        if call.again and gradients.watch is not None:
+            gradients.watch.forward_again()
+        try:
+            begin_ddp_forward(ddp)
+            ddp.count_forward()
+            if not ddp.needs_outputs:
+                end_ddp_forward(ddp, None)
+                gradients.average = Average.DUE if ddp.require_backward_grad_sync else Average.LEFT_OUT
+        except RuntimeError as error:
+            raise ddp.explained(error)  # noqa: B904 - which knows its cause
+
+    def _end(self, output: Any, call: MethodCall) -> Any:
+        gradients, ddp = self.gradients, self.inner
+        if torch.is_grad_enabled():
+            if not call.prepared and gradients.average is Average.NONE and has_gradient(output):
+                self._prepare(call)  # it has used parameters without calling a module
+            if call.prepared and ddp.needs_outputs:
+                output = end_ddp_forward(ddp, output)
+                gradients.average = Average.DUE if ddp.require_backward_grad_sync else Average.LEFT_OUT
+            elif call.again and gradients.average is Average.DUE:
+                gradients.repeat(output)
+        return self._in_precision.outputs(output) if call.begun or call.prepared else output
+
+    def check_place(self) -> None:
+        self.gradients.check_place()
+
+    def end_exchange(self) -> None:
+        """End the exchange of an algorithm, as where the same model is wrapped anew."""
+        exchange, self.exchange = self.exchange, None
+        if exchange is not None:
+            exchange.close()
+
+    def release(self, wrapper: ModelFirst) -> None:
+        """Let go of the process group: from now on the wrapper is that of the bare model."""
+        self.gradients.forget()
+        self.end_exchange()
+        methods = "auto" if self._forward_methods is None else self._forward_methods
+        wrapper.__dict__["_distwrap"] = LocalRouting(self.module, self._in_precision, methods)
+        put_model_first(wrapper, LocalModel)
+
+
+class DistributedModel(ModelFirst, DistributedDataParallel):
+    """A `DistributedDataParallel` by its type, which answers like the user's model; DDP itself is inside.
 
     Args:
         module: the user's model, on its device.
@@ -71,9 +241,7 @@ class DistributedModel(RoutedModule, DDPOutputs):
         **ddp_kwargs: for ``DistributedDataParallel``.
     """
 
-    # Other rooms set these. What no class of a wrapper declares could land on the user's model.
-    _exchange: Any = None  # with the other ranks: an `Exchange` of distwrap.comm, under comm=
-    _trains_alone = False  # whether DDP leaves the gradients of a `ReplicaModel` alone
+    _distwrap_inner: type[AveragingModel] = AveragingModel
 
     def __init__(
         self,
@@ -83,132 +251,26 @@ class DistributedModel(RoutedModule, DDPOutputs):
         buffers: Buffers | None,
         **ddp_kwargs: Any,
     ) -> None:
-        broadcast = ddp_kwargs.pop("broadcast_buffers", buffers is None)
-        super().__init__(module, **ddp_kwargs)  # gives every rank rank 0's buffers, once
-        if "forward_sync_buffers" not in ddp_kwargs:
-            self.broadcast_buffers = broadcast
-        own = self.__dict__
-        own["_synced_buffers"] = buffers
-        own["_plain"] = in_precision.is_plain and in_precision.device.type == "cpu"
-        if not self._plain:
-            own["forward"] = in_precision(self._forward_there)
-        own["_gradients"] = Gradients(self)
-        own["module"] = module  # beside its place among the children, where each look-up costs a microsecond
-        own["_needs_outputs"] = bool(self.find_unused_parameters or self.static_graph)
-        self.route(forward_methods, in_precision)
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the model; with gradients on, through DDP."""
-        if not torch.is_grad_enabled():
-            outputs = self.module(*args, **kwargs)
-            self._count_forward()
-            return outputs
-        gradients = self._gradients
-        again = gradients.average is Average.DUE
-        if again and gradients.watch is not None:
-            gradients.watch.forward_again()
-        try:
-            outputs = _ddp_forward(self, *args, **kwargs)
-        except RuntimeError as error:
-            raise self._explained(error)  # noqa: B904 - which knows its cause
-        self._count_forward()
-        gradients.average = Average.DUE if self.require_backward_grad_sync else Average.LEFT_OUT
-        if again:
-            gradients.repeat(outputs)
-        return outputs
-
-    def _count_forward(self) -> None:
-        buffers = self._synced_buffers
-        if buffers is not None and self.training:
-            buffers.forwards += 1
-
-    def _forward_there(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = self._moved((args, kwargs))
-        return DistributedModel.forward(self, *args, **kwargs)
-
-    def _explained(self, error: RuntimeError) -> RuntimeError:
-        return diagnosis.unfinished(error, self.module, self._gradients.trained)
-
-    # Methods of the user's model
-
-    def _takes_part(self) -> bool:
-        return torch.is_grad_enabled() or not self._plain
-
-    def _begin(self, call: MethodCall) -> bool:
-        if not call.begun:
-            super()._begin(call)
-        if not torch.is_grad_enabled():
-            return True  # as a teacher's forward in no_grad(), after which the student's may come
-        gradients = self._gradients
-        if not call.prepared:
-            call.inside.callback(setattr, gradients, "on_average", None)
-        gradients.on_average = call.watch  # a method may be a whole loop
-        self._prepare(call)
-        return False
-
-    def _prepare(self, call: MethodCall) -> None:
-        """Do what DDP's forward does around the model's own, so far as it needs no outputs."""
-        gradients = self._gradients
-        call.prepared, call.again = True, gradients.average is Average.DUE
-        if call.again and gradients.watch is not None:
-            gradients.watch.forward_again()
-        try:
-            begin_ddp_forward(self)
-            self._count_forward()
-            if not self._needs_outputs:
-                end_ddp_forward(self, None)
-                gradients.average = Average.DUE if self.require_backward_grad_sync else Average.LEFT_OUT
-        except RuntimeError as error:
-            raise self._explained(error)  # noqa: B904 - which knows its cause
-
-    def _end(self, output: Any, call: MethodCall) -> Any:
-        gradients = self._gradients
-        if torch.is_grad_enabled():
-            if not call.prepared and gradients.average is Average.NONE and has_gradient(output):
-                self._prepare(call)  # it has used parameters without calling a module
-            if call.prepared and self._needs_outputs:
-                output = end_ddp_forward(self, output)
-                gradients.average = Average.DUE if self.require_backward_grad_sync else Average.LEFT_OUT
-            elif call.again and gradients.average is Average.DUE:
-                gradients.repeat(output)
-        return self._in_precision.outputs(output) if call.begun or call.prepared else output
-
-    # The model as a whole
+        inner = self._distwrap_inner(module, buffers, **ddp_kwargs)
+        super().__init__(DistributedRouting(inner, in_precision, forward_methods))
+        self._distwrap.gradients = inner.__dict__["gradients"] = Gradients(self, inner)
 
     def train(self, mode: bool = True) -> Any:
         """Set the training flag; when training pauses, take over rank 0's buffers."""
+        routing = self._distwrap
         pauses = self.training and not mode
         super().train(mode)
-        if pauses and self._synced_buffers is not None:
-            self._synced_buffers.pause(waits=not self._trains_alone)
-        if pauses and self._gradients.watch is not None:
-            self._gradients.watch.pause()
+        if pauses and routing.buffers is not None:
+            routing.buffers.pause(waits=not routing.inner.trains_alone)
+        if pauses and routing.gradients.watch is not None:
+            routing.gradients.watch.pause()
         if mode:
-            self._gradients.check_place()
+            routing.gradients.check_place()
         return self
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         _refuse_change(self.module, fn)
         return super()._apply(fn, *args, **kwargs)
-
-    def join_hook(self, **kwargs: Any) -> JoinHook:
-        """Return what torch's ``Join`` does for a rank that is out of data, and when all are."""
-        return _Joined(super().join_hook(**kwargs), self._gradients)  # type: ignore[no-untyped-call]
-
-    def end_exchange(self) -> None:
-        """End the exchange of an algorithm, as where the same model is wrapped anew."""
-        exchange, self._exchange = self._exchange, None
-        if exchange is not None:
-            exchange.close()
-
-    def release(self) -> None:
-        """Let go of the process group: from now on this is the bare model."""
-        self._gradients.forget()
-        self.end_exchange()
-        for name in ("reducer", "logger", "process_group", "forward"):
-            self.__dict__.pop(name, None)
-        object.__dict__["__class__"].__set__(self, LocalModel)  # behind the property of that name
-        self.__dict__["_run"] = self._in_precision(self._locally)
 
 
 class _Joined(JoinHook):
@@ -224,41 +286,49 @@ class _Joined(JoinHook):
             self._gradients.watch.begin_era()
 
 
-class ReplicaModel(DistributedModel):
-    """A `DistributedModel` whose gradients DDP leaves alone while ``_trains_alone``, as in its ``no_sync()``.
-
-    Prints a notice, once a run, when eval() or state_dict() sees weights that differ between ranks.
-    """
+class _AveragingReplica(AveragingModel):
+    """torch's wrapper inside a `ReplicaModel`."""
 
     _syncs = True  # as DDP sets it in no_sync()
 
     @property
     def require_backward_grad_sync(self) -> bool:
         """Whether a backward averages gradients, as DDP reads it."""
-        return self._syncs and not self._trains_alone
+        return self._syncs and not self.trains_alone
 
     @require_backward_grad_sync.setter
     def require_backward_grad_sync(self, value: bool) -> None:
         self._syncs = value
 
+
+class ReplicaModel(DistributedModel):
+    """A `DistributedModel` whose gradients DDP leaves alone while it ``trains_alone``, as in its ``no_sync()``.
+
+    Prints a notice, once a run, when eval() or state_dict() sees weights that differ between ranks.
+    """
+
+    _distwrap_inner = _AveragingReplica
+
     def train(self, mode: bool = True) -> Any:
         """Set the training flag."""
         if self.training and not mode:
-            self._note_own_weights("eval()")
+            _note_own_weights(self, "eval()")
         return super().train(mode)
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the model's own state dict, of this rank's weights."""
-        self._note_own_weights("state_dict()")
+        _note_own_weights(self, "state_dict()")
         return super().state_dict(*args, **kwargs)
 
-    def _note_own_weights(self, where: str) -> None:
-        if self._exchange is not None and not self._exchange.alike:
-            say_once(
-                "own weights",
-                f"{where} sees this rank's own weights, and under this comm= each rank has others. For the mean of "
-                f"all: with distwrap.consolidate(model): ...",
-            )
+
+def _note_own_weights(model: ReplicaModel, where: str) -> None:
+    exchange = model._distwrap.exchange
+    if exchange is not None and not exchange.alike:
+        say_once(
+            "own weights",
+            f"{where} sees this rank's own weights, and under this comm= each rank has others. For the mean of "
+            f"all: with distwrap.consolidate(model): ...",
+        )
 
 
 def _refuse_change(model: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:

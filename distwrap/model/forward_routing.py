@@ -18,51 +18,63 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from distwrap._internals.torch_tree import tensors_in
 from distwrap.devices.transfer import to_device
 from distwrap.errors import ModelError
-from distwrap.model.transparent import TransparentModule, unwrap_model
+from distwrap.model.transparent import unwrap_model
 from distwrap.precision import InPrecision
 from distwrap.wording import unknown_name
 
 ForwardMethods = Literal["auto"] | Iterable[str]
 
 
-class RoutedModule(TransparentModule):
-    """Mixin for wrappers that take part in the methods of the user's model, not in its ``forward`` alone.
+class Routing:
+    """Work of a wrapper around the methods of the user's model and its forward.
 
-    A forward computes in the model's precision; a wrapper may have more to do when it begins and when the method ends.
+    A forward computes in the model's precision; there may be more to do when it begins and when the method ends.
+
+    Args:
+        module: the user's model, or what is compiled of it.
+        in_precision: how to compute, and where.
+        forward_methods: which methods may be routed, whose names are known to be right.
+
+    Attributes:
+        run: the forward.
+        inner: torch's wrapper, if there is one.
+        method: which method is running.
     """
 
-    _forward_methods: frozenset[str] | None = None  # None: all of them
-    _method: str = ""  # which one is running
+    run: Callable[..., Any]
+    inner: Any = None
+    method: str = ""
 
-    def route(self, forward_methods: ForwardMethods, in_precision: InPrecision) -> None:
-        """Set which methods may be routed, whose names are known to be right, and how and where they compute."""
-        own = self.__dict__
-        own["_forward_methods"] = None if forward_methods == "auto" else frozenset(forward_methods)
-        own["_parts"] = {id(part) for part in unwrap_model(self).modules()}
-        own["_in_precision"] = in_precision
+    def __init__(self, module: nn.Module, in_precision: InPrecision, forward_methods: ForwardMethods) -> None:
+        self.module, self.model = module, unwrap_model(module)
+        self._forward_methods = None if forward_methods == "auto" else frozenset(forward_methods)
+        self._parts = {id(part) for part in self.model.modules()}
+        self._in_precision = in_precision
 
-    def _looked_up(self, name: str, value: Any) -> Any:
-        if type(value) is not MethodType or value.__self__ is not unwrap_model(self):
-            return value
+    def looked_up(self, name: str, method: MethodType) -> Callable[..., Any]:
+        """Return what is called for a method of the user's model."""
         if self._forward_methods is not None and name not in self._forward_methods:
-            return value
-        return self._routed(name, value)
+            return method
+        return self._routed(name, method)
+
+    def check_place(self) -> None:
+        """Refuse a model that a method has just moved, where it had to stay."""
 
     def _routed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self._method or not self._takes_part():
+            if self.method or not self._takes_part():
                 return method(*args, **kwargs)
             args, kwargs = self._moved((args, kwargs), "left")
             if self._forward_methods is not None:  # else it may be one that runs no forward
                 args, kwargs = self._in_precision.inputs((args, kwargs))
-            self.__dict__["_method"] = name
+            self.method = name
             try:
                 with ExitStack() as inside:
                     call = MethodCall(self, inside)
                     return self._end(method(*args, **kwargs), call)
             finally:
-                self.__dict__["_method"] = ""
+                self.method = ""
 
         return run
 
@@ -98,14 +110,14 @@ class MethodCall:
         inside: what ends with the method.
     """
 
-    def __init__(self, model: RoutedModule, inside: ExitStack) -> None:
+    def __init__(self, model: Routing, inside: ExitStack) -> None:
         self.begun = self.prepared = self.again = False
         self.inside = inside
         self._model = model
         inside.callback(self.stop)
         self.watch()
         inputs = model._in_precision.inputs
-        for part in unwrap_model(model).modules() if model._in_precision.changes_inputs else ():
+        for part in model.model.modules() if model._in_precision.changes_inputs else ():
             handle = part.register_forward_pre_hook(lambda _, *given: inputs(given), with_kwargs=True)
             inside.callback(handle.remove)
 

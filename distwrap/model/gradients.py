@@ -45,7 +45,8 @@ class Gradients:
     """Watch over the gradients of one wrapped model.
 
     Args:
-        model: a ``DistributedDataParallel``; it is not kept alive.
+        model: the wrapper; it is not kept alive.
+        ddp: torch's ``DistributedDataParallel`` in it.
 
     Attributes:
         average: the state of the average that the next backward takes.
@@ -54,13 +55,13 @@ class Gradients:
         watch: told of averages, where the ranks' weights are compared.
     """
 
-    def __init__(self, model: nn.parallel.DistributedDataParallel) -> None:
-        self._model = weakref.ref(model)
+    def __init__(self, model: nn.Module, ddp: nn.parallel.DistributedDataParallel) -> None:
+        self._model, self._ddp = weakref.ref(model), weakref.ref(ddp)
         self.average = Average.NONE
         self.on_average: Callable[[], None] | None = None
         self.watch: ModelWatch | None = None
         self._task: int | None = -1
-        net = model.module
+        net = ddp.module
         self._names = {id(parameter): name for name, parameter in net.named_parameters()}
         ignored = names_ddp_ignores(net)
         named = [(name, parameter) for name, parameter in net.named_parameters() if name not in ignored]
@@ -81,12 +82,19 @@ class Gradients:
             ModelError: names the first one.
         """
         for parameter, accumulator in self._accumulators:
-            if _accumulator(parameter) is not accumulator:
+            if parameter.requires_grad and _accumulator(parameter) is not accumulator:
                 raise ModelError(
                     f"the parameter {self._names[id(parameter)]!r} has been moved, or changed its type, since "
                     f"wrap_model(), and DDP has lost it: the ranks would train apart. Move the model before "
                     f"wrap_model(), or wrap again: model = wrap_model(unwrap_model(model))."
                 )
+
+    def is_in_backward(self) -> bool:
+        """Return whether this thread runs a backward whose average is prepared, as where checkpointing recomputes."""
+        if current_backward() in (-1, None):
+            return False
+        ddp = self._ddp()
+        return self.average is not Average.NONE or (ddp is not None and is_averaging(ddp, otherwise=True))
 
     def knows(self, parameter: torch.Tensor) -> bool:
         """Return whether the model had this parameter when it was wrapped."""
@@ -95,9 +103,9 @@ class Gradients:
     def forget(self) -> None:
         """Take the hooks away, and DDP's: the model is wrapped anew, or its process group is gone."""
         _remove(self._handles)
-        model = self._model()
-        if model is not None:
-            remove_ddp_hooks(model)
+        ddp = self._ddp()
+        if ddp is not None:
+            remove_ddp_hooks(ddp)
 
     def repeat(self, outputs: Any) -> None:
         """Let each of several forwards have a backward of its own: prepare anew when one comes through these outputs.
@@ -109,11 +117,11 @@ class Gradients:
                 tensor.register_hook(self._prepare)  # type: ignore[no-untyped-call]
 
     def _prepare(self, grad: torch.Tensor) -> None:
-        model = self._model()
-        if self.average is not Average.NONE or model is None or not model.require_backward_grad_sync:
+        ddp: Any = self._ddp()
+        if self.average is not Average.NONE or ddp is None or not ddp.require_backward_grad_sync:
             return
-        if not model._needs_outputs and not is_averaging(model, otherwise=False):  # else it is of this very backward
-            prepare_another_average(model)
+        if not ddp.needs_outputs and not is_averaging(ddp, otherwise=False):  # else it is of this very backward
+            prepare_another_average(ddp)
             self.average = Average.DUE
 
     def _on_gradient(self, parameter: torch.Tensor) -> None:
@@ -122,10 +130,10 @@ class Gradients:
         if task == self._task is not None:
             return
         self._task = task
-        model = self._model()
-        if model is None:
+        model, ddp = self._model(), self._ddp()
+        if model is None or ddp is None:
             return
-        syncs = model.require_backward_grad_sync
+        syncs = ddp.require_backward_grad_sync
         if self.average is Average.DUE:
             self.average = Average.NONE
             if self.watch is not None:
@@ -141,13 +149,13 @@ class Gradients:
         elif self.average is Average.LEFT_OUT:
             if syncs:
                 raise ModelError(diagnosis.flipped(model))
-        elif syncs and not self._is_expected(model, task):
-            raise ModelError(diagnosis.skipped(model, str(model._method)))
+        elif syncs and not self._is_expected(model, ddp, task):
+            raise ModelError(diagnosis.skipped(model, model.__dict__["_distwrap"].method))
 
-    def _is_expected(self, model: nn.parallel.DistributedDataParallel, task: int | None) -> bool:
-        if task is None or (model.static_graph and self.on_average is None):
+    def _is_expected(self, model: nn.Module, ddp: nn.parallel.DistributedDataParallel, task: int | None) -> bool:
+        if task is None or (ddp.static_graph and self.on_average is None):
             return True  # it may come back to a parameter in a backward within the backward
-        return is_averaging(model, otherwise=True) or _averaged_elsewhere(model, task)
+        return is_averaging(ddp, otherwise=True) or _averaged_elsewhere(model, task)
 
     def _averages(self, parameter: torch.Tensor) -> bool:
         return any(parameter is own for own, _ in self._accumulators)

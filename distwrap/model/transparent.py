@@ -14,8 +14,9 @@ from distwrap.model.state_dict import strip_module_prefix
 # In a wrapper that knows nothing of this module, the user's model.
 _USERS_MODEL = "_distwrap_users_model"
 
-# What DistributedDataParallel keeps but reads no more once it is built, and user's models often have themselves.
-_IDLE = ("dim", "device")
+# Special methods of the user's class that a wrapper has in its own way, or not at all.
+_WRAPPERS_SPECIALS = {"__getnewargs__", "__getnewargs_ex__", "__class_getitem__", "__del__"}
+_USERS_SPECIALS = {"__repr__", "__str__", "__format__"}
 
 
 class TransparentModule(nn.Module):
@@ -31,9 +32,6 @@ class TransparentModule(nn.Module):
         super().__init__(*args, **kwargs)
         # Until here a wrapper's constructor sets what is its own; none of it may land on the user's model.
         self.__dict__["_built"] = True
-        for name in _IDLE:
-            if name in self.__dict__ and hasattr(self.module, name):
-                del self.__dict__[name]
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -51,20 +49,20 @@ class TransparentModule(nn.Module):
     def __class__(self) -> type:
         # By which ``isinstance(wrapped, UsersClass)`` holds, beside what the wrapper is itself.
         own = self.__dict__
-        if "_users_class" not in own and "_built" in own and "module" in submodules(self):
-            own["_users_class"] = type(unwrap_model(self))
-        users: type = own.get("_users_class", type(self))
+        if "_distwrap_class" not in own and "_built" in own and "module" in submodules(self):
+            own["_distwrap_class"] = type(unwrap_model(self))
+        users: type = own.get("_distwrap_class", type(self))
         return users
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if type(value) is bool and name in self.__dict__:
-            self.__dict__[name] = value  # as DDP does in every forward
-        elif self._is_the_models(name):
+        if self._is_the_models(name):
             if isinstance(self, nn.parallel.DistributedDataParallel):
-                _refuse_unknown_parameters(self.module, name, value)
+                refuse_unknown_parameters(self.module, name, value)
             setattr(self.module, name, value)
         else:
             super().__setattr__(name, value)
+            if name == "module":
+                take_special_methods(self, type(self), unwrap_model(value))
 
     def _is_the_models(self, name: str) -> bool:
         if "_built" not in self.__dict__ or name == "module" or name in self.__dict__ or hasattr(type(self), name):
@@ -80,15 +78,6 @@ class TransparentModule(nn.Module):
     def __dir__(self) -> list[str]:
         own = super().__dir__()  # type: ignore[no-untyped-call]
         return sorted({*own, *dir(self.module)})
-
-    def __getitem__(self, index: Any) -> Any:
-        return self.module[index]  # type: ignore[index]
-
-    def __len__(self) -> int:
-        return len(self.module)  # type: ignore[arg-type]
-
-    def __bool__(self) -> bool:
-        return True  # also where the model has no length
 
     def __copy__(self) -> nn.Module:
         return copy.copy(unwrap_model(self))
@@ -156,7 +145,35 @@ class TransparentModule(nn.Module):
 WRAPPERS = (TransparentModule, nn.parallel.DistributedDataParallel, nn.DataParallel)
 
 
-def _refuse_unknown_parameters(model: nn.Module, name: str, value: Any) -> None:
+def take_special_methods(wrapper: nn.Module, kind: type, model: nn.Module) -> None:
+    """Make a wrapper one of its kind that has the special methods of the model's class too, as ``__iter__``."""
+    mine = (set(dir(TransparentModule)) | _WRAPPERS_SPECIALS) - _USERS_SPECIALS
+    methods = {
+        name: _special_method(name)
+        for users in type(model).__mro__
+        for name, value in (vars(users).items() if users not in nn.Module.__mro__ else ())
+        if name.startswith("__") and name.endswith("__") and name not in mine and callable(value)
+    }
+    # Behind the property of that name.
+    object.__dict__["__class__"].__set__(wrapper, subclass(kind, methods) if methods else kind)
+
+
+def subclass(kind: type, attributes: dict[str, Any]) -> type:
+    """Make a class of the same name with more attributes."""
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), {**names, **attributes})
+
+
+def _special_method(name: str) -> Callable[..., Any]:
+    def run(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        model = unwrap_model(self)
+        result = getattr(model, name)(*args, **kwargs)
+        return self if result is model else result
+
+    return run
+
+
+def refuse_unknown_parameters(model: nn.Module, name: str, value: Any) -> None:
     """Refuse what DDP, which took stock when it was built, would not average."""
     new = [value] if isinstance(value, nn.Parameter) else value.parameters() if isinstance(value, nn.Module) else []
     known = set(map(id, model.parameters()))

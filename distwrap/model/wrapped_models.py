@@ -55,12 +55,12 @@ class WrappedModels(RunPart):
     def add(self, model: nn.Module) -> None:
         """Note a model that was wrapped just now."""
         self._models = [ref(other) for other in self if other is not model] + [ref(model)]
-        self._guard.models.add(model)
+        self._guard.models.add(under_ddp(model) or model)
 
     def close(self) -> None:
         """Let the models go on as bare ones, without the process group, unless that is the user's, which stays."""
         for model in list(self.gradients) if self._world.group is not None else ():
-            model.release()  # type: ignore[operator]
+            model.__dict__["_distwrap"].release(model)
 
 
 def bind(thing: nn.Module | Optimizer, strategy: Strategy, *, own: bool = False) -> None:
@@ -102,7 +102,8 @@ def parameters_of(optimizer: Optimizer) -> dict[int, nn.Parameter]:
 
 
 def under_ddp(model: Any) -> DistributedDataParallel | None:
-    """Return the DDP in a model that may be compiled around it; ``None`` where there is none."""
+    """Return torch's DDP in a model that may be compiled around it; ``None`` where there is none."""
     while model is not None and not issubclass(type(model), DistributedDataParallel):
         model = compiled_module(model)
-    return model  # type: ignore[no-any-return]
+    routing = getattr(model, "__dict__", {}).get("_distwrap")
+    return model if routing is None else routing.inner  # type: ignore[no-any-return]

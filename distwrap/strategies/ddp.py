@@ -61,7 +61,7 @@ class DDPStrategy(Strategy):
         models = world.part(WrappedModels)
         for other in models:
             if isinstance(other, DistributedModel) and unwrap_model(other) is unwrap_model(model):
-                other.end_exchange()
+                other._distwrap.end_exchange()
         options = {**self.ddp_options, **wrapping.options}
         if wrapping.device.type != "cpu":
             options = {**self.devices(wrapping), **options}
@@ -75,7 +75,7 @@ class DDPStrategy(Strategy):
         kind = self.wrapper(comm)
         wrapped = kind(model, wrapping.in_precision, wrapping.forward_methods, buffers, **options)
         if comm is not None:
-            wrapped._exchange = comm.attach(wrapped, world)
+            wrapped._distwrap.exchange = comm.attach(wrapped, world)
         bind(wrapped, self)
         models.add(wrapped)  # here, since a subclass may return something around it, as torch.compile does
         return wrapped
@@ -99,8 +99,8 @@ class DDPStrategy(Strategy):
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
         for wrapped in current_world().part(WrappedModels).of_optimizer(optimizer):
-            if isinstance(wrapped, DistributedModel) and wrapped._exchange is not None:
-                optimizer = wrapped._exchange.prepare_optimizer(optimizer)
+            if isinstance(wrapped, DistributedModel) and wrapped._distwrap.exchange is not None:
+                optimizer = wrapped._distwrap.exchange.prepare_optimizer(optimizer)
         return optimizer
 
 

@@ -14,7 +14,7 @@ from distwrap.comm.base import Algorithm
 from distwrap.devices.selection import visible_devices
 from distwrap.errors import OptionError
 from distwrap.group.world import World
-from distwrap.model.distributed import DistributedModel
+from distwrap.model.distributed import AveragingModel, DistributedModel
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp import DDPStrategy
 
@@ -33,16 +33,22 @@ class DDP2Strategy(DDPStrategy):
         return super().prepare_model(model, world, wrapping)
 
     def wrapper(self, comm: Algorithm | None) -> type[DistributedModel]:
-        return super().wrapper(comm) if visible_devices().count < 2 else _OverDevices
+        return super().wrapper(comm) if visible_devices().count < 2 else _ModelOverDevices
 
     def devices(self, wrapping: Wrapping) -> dict[str, Any]:
         return super().devices(wrapping) if visible_devices().count < 2 else {}
 
 
-class _OverDevices(DDPForwardHook, DistributedModel):
+class _OverDevices(DDPForwardHook, AveragingModel):
     """DDP model whose forward runs on all devices of this process; DDP sees the gradients on the first."""
 
     def run_module(self, *inputs: Any, **kwargs: Any) -> Any:
         """Run the model on all devices of this process."""
         devices = list(range(visible_devices().count))
         return data_parallel(self.module, inputs, devices, module_kwargs=kwargs or None)
+
+
+class _ModelOverDevices(DistributedModel):
+    """Wrapped model whose forward runs on all devices of this process."""
+
+    _distwrap_inner = _OverDevices

@@ -150,8 +150,8 @@ def _watch_for_drift(model: nn.Module | None, world: World) -> None:
     if isinstance(model, ReplicaModel):
         pass  # each rank has weights of its own
     elif isinstance(model, DistributedModel):
-        ranks = dist.get_process_group_ranks(model.process_group)
-        model._gradients.watch = world.part(Drift).watch(model, ranks)
+        ranks = dist.get_process_group_ranks(model._distwrap.inner.process_group)
+        model._distwrap.gradients.watch = world.part(Drift).watch(model, ranks)
     else:
         world.part(Drift).watch(model, list(range(world.placement.world_size)), by_steps=True)
     world.part(Optimizers)

@@ -152,7 +152,7 @@ def _steps_at_own_pace(interval_ms: int, steps: Sequence[int], pauses: bool) -> 
                 before = flat(model)
                 time.sleep(0.02)
                 assert np.array_equal(flat(model), before)
-    exchange: Any = model.__dict__["_exchange"]
+    exchange: Any = model._distwrap.exchange
     consolidate(model)
     return flat(model), exchange.rounds
 
@@ -332,7 +332,7 @@ def _consolidated_in_a_pause() -> list[bool]:
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(torch.ones(101, dtype=torch.float64)).backward()
     optimizer.step()
-    exchange: Any = model.__dict__["_exchange"]
+    exchange: Any = model._distwrap.exchange
     running = [exchange._runs]
     with pause(model):
         with consolidate(model):

@@ -313,7 +313,7 @@ class Counting(AllReduce):
 def _count() -> int:
     model, optimizer = prepared(Counting())
     train(model, optimizer, range(1))
-    exchange: Any = model.__dict__["_exchange"]
+    exchange: Any = model._distwrap.exchange
     return int(exchange.buckets)
 
 
@@ -346,7 +346,7 @@ def _report(value: float, scaled: bool) -> tuple[str, int, bool]:
             if rank() == 1:
                 loss = loss + model.odd.weight[0, 0] * value
             loss.backward()
-    exchange: Any = model.__dict__["_exchange"]
+    exchange: Any = model._distwrap.exchange
     return told.getvalue(), exchange.reports, bool(torch.isfinite(model.odd.weight.grad).all())
 
 
@@ -373,7 +373,7 @@ def _several() -> tuple[int, int, int]:
         gc.collect()
         dist.barrier()
     last, _ = prepared("bytegrad")  # ends what is left of the others
-    before += len(last.__dict__["_exchange"]._groups)
+    before += len(last._distwrap.exchange._groups)
     dist.barrier()  # nobody leaves while another one is still making the group
     return threading.active_count() - threads, groups() - before, len(current_world().part(RunExchanges).of_weights)
 

@@ -199,7 +199,7 @@ def test_a_large_buffer_that_never_changes_does_not_travel() -> None:
         net.register_buffer("table", torch.randn(1000, 1000))
         model: Any = dw.wrap_model(net)
         train(model, 1)
-        return len(model._synced_buffers._packed())
+        return len(model._distwrap.buffers._packed())
 
     assert max(run_ranks(on_rank, 2)) < 20_000
 

@@ -133,7 +133,7 @@ def _in_phases(comm: str) -> list[tuple[torch.Tensor, int]]:
     for parts in ([model.w[2:]], [model.w[:2], model.w[2:]], [model.w[:1]]):
         optimizers = [sgd(part) for part in parts]
         descend(model, lambda: [optimizer.step() for optimizer in optimizers], 8)  # noqa: B023
-        found.append((flat(model), model.__dict__["_exchange"].steps))
+        found.append((flat(model), model._distwrap.exchange.steps))
     return found
 
 

@@ -63,7 +63,7 @@ def _train(**how: Any) -> str:
         optimizer.step()
     consolidate(model)
     assert_in_sync(model)
-    exchange: Any = model.__dict__["_exchange"]
+    exchange: Any = model._distwrap.exchange
     return repr(exchange.algorithm)
 
 
