@@ -1,5 +1,6 @@
 """Checks of what a user gives: each takes the name and the value, and returns the value or raises OptionError."""
 
+import ast
 import numbers
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -84,6 +85,27 @@ def one_of(what: str, known: Iterable[str]) -> Callable[[str, Any], str]:
         return str(value)
 
     return check
+
+
+def parsed(kind: str, text: str) -> tuple[str, dict[str, Any]]:
+    """Split a name and its options, which are plain values.
+
+    Example:
+        >>> parsed("algorithm", "diloco(sync_every=64, compression='8bit')")
+        ('diloco', {'sync_every': 64, 'compression': '8bit'})
+    """
+    name, opened, arguments = text.strip().partition("(")
+    if not opened:
+        return name, {}
+    try:
+        call = ast.parse(f"options({arguments}", mode="eval").body
+        if not isinstance(call, ast.Call) or call.args:
+            raise ValueError(arguments)
+        return name.strip(), {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
+    except (SyntaxError, ValueError):
+        raise OptionError(
+            f"{kind} {text!r}: write it as a name, or as name(option=value, …) with plain values."
+        ) from None
 
 
 def fraction(low: float = 0.0, high: float = 1.0, *, with_low: bool = False) -> Check:

@@ -4,13 +4,13 @@ A package adds its own by an entry point in the group ``distwrap.strategies`` or
 
 from __future__ import annotations
 
-import ast
 import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 from distwrap import entry_points
+from distwrap.checks import parsed
 from distwrap.errors import OptionError
 from distwrap.wording import unknown_name
 
@@ -28,19 +28,6 @@ class _Row(NamedTuple):
     factory: Factory | tuple[str, ...]  # or "module:name", imported when it is chosen; of each package that has one
     description: str
     defaults: dict[str, Any] = {}  # never written to
-
-
-class NotSent(NamedTuple):
-    """Factory in place of one that a process has registered and that cannot be sent to its ranks."""
-
-    name: str
-    why: str
-
-    def __call__(self, **_: object) -> NoReturn:
-        raise OptionError(
-            f"{self.name!r} was registered in the caller, and its factory cannot be sent to the ranks ({self.why}). "
-            f"Define it at the top level of a module, or use launcher='fork' or 'script', which send nothing."
-        )
 
 
 class Registry(Generic[Thing]):
@@ -138,7 +125,7 @@ class Registry(Generic[Thing]):
                 thing = f"{chosen.__name__}(…), an object of the class" if isinstance(chosen, type) else "an object"
                 raise OptionError(f"{self._kind} {chosen!r}: give a name, or {thing}.")
             return chosen  # type: ignore[return-value]
-        spelling, options = _parsed(self._kind, text)
+        spelling, options = parsed(self._kind, text)
         name = self.name_of(spelling)
         row = self._row(name)
         factory = row.factory if callable(row.factory) else entry_points.load(f"{self._kind} {name!r}", row.factory)
@@ -183,27 +170,6 @@ class Registry(Generic[Thing]):
             found = entry_points.of_packages(self._group).items()
             self._installed = {name: _Row(places, f"of {places[0].partition(':')[0]}") for name, places in found}
         return self._installed
-
-
-def _parsed(kind: str, text: str) -> tuple[str, dict[str, Any]]:
-    """Split a name and its options, which are plain values.
-
-    Example:
-        >>> _parsed("algorithm", "diloco(sync_every=64, compression='8bit')")
-        ('diloco', {'sync_every': 64, 'compression': '8bit'})
-    """
-    name, opened, arguments = text.strip().partition("(")
-    if not opened:
-        return name, {}
-    try:
-        call = ast.parse(f"options({arguments}", mode="eval").body
-        if not isinstance(call, ast.Call) or call.args:
-            raise ValueError(arguments)
-        return name.strip(), {str(item.arg): ast.literal_eval(item.value) for item in call.keywords}
-    except (SyntaxError, ValueError):
-        raise OptionError(
-            f"{kind} {text!r}: write it as a name, or as name(option=value, …) with plain values."
-        ) from None
 
 
 # A strategy and a launcher in one word: spellings of ours, of Lightning ("ddp_notebook") and of people in a hurry.

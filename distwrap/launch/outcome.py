@@ -57,7 +57,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Exit:
-    """What stands for the value of a rank that left the function by ``sys.exit(0)``, early or not, as by a return."""
+    """Value of a rank that left the function by ``sys.exit(0)``, early or not, as by a return."""
 
 
 def success(rank: int, value: bytes | None) -> Outcome:

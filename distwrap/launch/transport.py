@@ -9,12 +9,12 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
-from distwrap.errors import SerializationError
+from distwrap.errors import OptionError, SerializationError
 from distwrap.launch.pickling import by_value, dumps, find_decorated, loads
 from distwrap.launch.task import Task
-from distwrap.registry import REGISTRIES, NotSent
+from distwrap.registry import REGISTRIES
 
 _DEPTH = 8  # how far down an object that cannot be pickled is looked for
 
@@ -44,6 +44,19 @@ def unpack(data: bytes) -> Task:
     task = Task(*parts)
     _adopt_main(task.function)
     return task
+
+
+class NotSent(NamedTuple):
+    """Factory in place of one that a process has registered and that cannot be sent to its ranks."""
+
+    name: str
+    why: str
+
+    def __call__(self, **_: object) -> NoReturn:
+        raise OptionError(
+            f"{self.name!r} was registered in the caller, and its factory cannot be sent to the ranks ({self.why}). "
+            f"Define it at the top level of a module, or use launcher='fork' or 'script', which send nothing."
+        )
 
 
 def _sendable(rows: dict[str, Any]) -> dict[str, Any]:

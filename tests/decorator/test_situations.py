@@ -143,7 +143,7 @@ def test_a_failure_while_the_ranks_meet_is_told(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(launch.setup, "join", fails)
     monkeypatch.setattr(launch.failures, "tell", done.append)
-    monkeypatch.setattr(launch.setup, "abandon_process_group", lambda: done.append("left"))
+    monkeypatch.setattr(launch.setup, "abandon_process_group", lambda **_: done.append("left"))
     for name, value in zip(("RANK", "LOCAL_RANK"), "00", strict=True):
         monkeypatch.setenv(name, value)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
