@@ -200,17 +200,17 @@ def compared_step(rounds: int, calls: int) -> dict[str, Samples]:
     steps, optimizers, watch = (
         per_call(_step(model, x, y), calls),
         current_world().part(Optimizers),
-        model._gradients.watch,
+        model._distwrap.gradients.watch,
     )
 
     def without() -> float:
         optimizers.close()
-        model._gradients.watch = None
+        model._distwrap.gradients.watch = None
         try:
             return steps()
         finally:
             optimizers.listen()
-            model._gradients.watch = watch
+            model._distwrap.gradients.watch = watch
 
     ways = {"with": steps, "without": without}
     in_turns(ways, 1 if rounds < 10 else 6)  # looks are frequent at first
@@ -221,7 +221,7 @@ def look(rounds: int) -> dict[str, Samples]:
     """Time what one comparison of 10^8 weights costs, beside a step of them."""
     model: Any = wrap_model(nn.Linear(10_000, 10_000, bias=False))
     x, y = torch.randn(BATCH, 10_000), torch.randint(10_000, (BATCH,))
-    watch = model._gradients.watch
+    watch = model._distwrap.gradients.watch
 
     def one() -> None:
         held = watch.held()

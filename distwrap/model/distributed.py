@@ -107,6 +107,12 @@ class AveragingModel(DDPOutputs):
         own["buffers_of_rank_zero"] = buffers
         own["needs_outputs"] = bool(self.find_unused_parameters or self.static_graph)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if type(value) is bool and name in self.__dict__:
+            self.__dict__[name] = value  # as DDP does in every forward, where a module's way takes microseconds
+        else:
+            super().__setattr__(name, value)
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model; with gradients on, through DDP."""
         if not torch.is_grad_enabled():
