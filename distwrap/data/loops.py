@@ -32,11 +32,11 @@ def batches_left(loader: Any) -> int | None:
         return None
     try:
         whole = len(loader)
+        if not isinstance(inner, ShardedLoader) or whole != len(inner):
+            return whole
     except TypeError:
         return None
-    if not isinstance(loader, ShardedLoader):
-        return whole
-    start, batches = loader._sharding.position.next.start, loader.batch_sampler
+    start, batches = inner._sharding.position.next.start, inner.batch_sampler
     if isinstance(batches, ExactBatches):
         return batches.count(start)
-    return whole - start // loader._sharding.items_per_step
+    return whole - start // inner._sharding.items_per_step

@@ -182,7 +182,18 @@ class Stream(IterableDataset[int]):
         return iter(range(self.n))
 
 
-@pytest.mark.parametrize("kind", ["list", "loader", "generator", "iterable", "resumed"])
+class Bar:
+    def __init__(self, iterable: Any) -> None:
+        self.iterable = iterable
+
+    def __len__(self) -> int:
+        return len(self.iterable)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.iterable)
+
+
+@pytest.mark.parametrize("kind", ["list", "loader", "generator", "iterable", "resumed", "resumed in a bar"])
 def test_windows_of_any_loader(kind: str) -> None:
     """The size is known from the length, by looking ahead where there is none, and in an epoch gone on with."""
     loader: Any = list(range(7))
@@ -192,13 +203,14 @@ def test_windows_of_any_loader(kind: str) -> None:
         loader = (number for number in range(7))
     elif kind == "iterable":
         loader = DataLoader(Stream(7), batch_size=None)
-    elif kind == "resumed":
+    elif kind.startswith("resumed"):
         loader = dw.shard_loader(DataLoader(TensorDataset(torch.arange(10))), seed=1)
         for _ in zip(range(3), loader, strict=False):
             pass
         state = loader.state_dict()
         loader = dw.shard_loader(DataLoader(TensorDataset(torch.arange(10))), seed=1)
         loader.load_state_dict(state)
+        loader = Bar(loader) if kind == "resumed in a bar" else loader
     windows = [(window.size, window.index, window.last) for _, window in dw.accumulate(loader, 3, nn.Linear(1, 1))]
     assert windows == [
         (3, 0, False), (3, 1, False), (3, 2, True),
