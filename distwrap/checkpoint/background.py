@@ -60,10 +60,6 @@ class Writer(RunPart):
         if error is not None:
             raise error
 
-    def settle(self) -> None:
-        """Wait, and raise the failure of what could not be written."""
-        self.wait()
-
     def close(self) -> None:
         """Wait without raising an error: it ends the program, where nobody has waited for it."""
         if self._thread is not None:

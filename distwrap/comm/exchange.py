@@ -194,7 +194,6 @@ class RunExchanges(RunPart):
             exchange.wait()
 
     def settle(self) -> None:
-        self.wait()
         for exchange in list(self.of_weights):
             exchange.settle()
 

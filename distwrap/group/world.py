@@ -45,7 +45,7 @@ class RunPart(Protocol):
         return
 
     def settle(self) -> None:
-        """Bring to an end what is under way, at the orderly end of a run; every rank calls it."""
+        """Bring to an end what is under way, at the orderly end of a run, after `wait`; every rank calls it."""
         return
 
     def close(self) -> None:
@@ -167,6 +167,7 @@ class World:
 
     def settle(self) -> None:
         """Let all parts bring to an end what is under way; every rank calls it, and it may be called again."""
+        self.wait()
         for part in list(self._parts.values()):
             part.settle()
 

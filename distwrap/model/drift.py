@@ -153,9 +153,7 @@ class ModelWatch(Watch):
     def average(self) -> None:
         """Count an average that begins now, in which all ranks use the same weights."""
         version = self._version_now()
-        change = version - self._version
-        if change not in self._changes:
-            self._changes.add(change)
+        self._changes.add(version - self._version)
         self._version = version
         super().average()
         self._stepped.clear()
@@ -336,9 +334,6 @@ class Drift(RunPart):
             watch.end()
         for watch in watches:
             watch.comparison.finish()
-
-    def settle(self) -> None:
-        self.wait()
 
     def close(self) -> None:
         for finalizer in self._finalizers:

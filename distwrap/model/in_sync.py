@@ -41,8 +41,8 @@ class Held(NamedTuple):
 def assert_in_sync(model: nn.Module) -> None:
     """Prove that all ranks hold the same weights and buffers, bit by bit; a collective, and a no-op in one process.
 
-    Running statistics of norms are left out: each rank has its own while it trains. Only fingerprints travel. The same
-    is checked by itself after the first optimizer step.
+    Running statistics of norms are left out: each rank has its own while it trains. Only fingerprints travel.
+    Weights are compared by themselves too, all along.
 
     Args:
         model: wrapped or not.

@@ -96,7 +96,7 @@ class Windows(RunPart):
     """The accumulation windows of one run.
 
     Attributes:
-        under_way: the window of each `accumulate` that is under way, the one that began last at the end.
+        under_way: the window of each `accumulate` that is under way.
     """
 
     def __init__(self, world: World) -> None:
@@ -107,19 +107,14 @@ class Windows(RunPart):
         """Remove the hook."""
         self._handle.remove()
 
-    @property
-    def current(self) -> Window | None:
-        """The window whose micro-batch came last, or ``None``."""
-        return next(reversed(self.under_way.values()), None)
-
     def of_loss(self, loss: torch.Tensor) -> Window | None:
-        """Return the window of the models that a loss was computed with.
+        """Return the window of the models that a loss was computed with; ``None`` where none is under way.
 
         Raises:
             ModelError: it is of none of several windows, or of more than one.
         """
         if len(self.under_way) < 2:
-            return self.current
+            return next(iter(self.under_way.values()), None)
         reached = _parameters_under(loss)
         found = [window for window in self.under_way.values() if window.has_any(reached)]
         if len(found) != 1:

@@ -60,7 +60,7 @@ def wrap_model(
     Raises:
         ModelError: it is no module, or is wrapped already, or has no method of that name, or its batch norms cannot be
             synchronised here, or the strategy returns none. Later: gradients that would not be averaged, parameters
-            without one, parameters moved, frozen or unfrozen since, ranks that differ after the first optimizer step.
+            without one, parameters moved, frozen or unfrozen since, ranks that train apart.
         OptionError: an unknown strategy, precision or algorithm, or the strategy refuses the run's options.
 
     Example:
@@ -147,14 +147,13 @@ def _watch_for_drift(model: nn.Module | None, world: World) -> None:
     """Compare a model's weights with the other ranks' from now on, unless its algorithm lets each have its own."""
     if model is None:
         return
-    if isinstance(model, ReplicaModel):
-        pass  # each rank has weights of its own
-    elif isinstance(model, DistributedModel):
-        ranks = dist.get_process_group_ranks(model._distwrap.inner.process_group)
-        model._distwrap.gradients.watch = world.part(Drift).watch(model, ranks)
-    else:
-        world.part(Drift).watch(model, list(range(world.placement.world_size)), by_steps=True)
     world.part(Optimizers)
+    drift = world.part(Drift)
+    if not isinstance(model, DistributedModel):
+        drift.watch(model, list(range(world.placement.world_size)), by_steps=True)
+    elif not isinstance(model, ReplicaModel):
+        routing = model._distwrap
+        routing.gradients.watch = drift.watch(model, dist.get_process_group_ranks(routing.inner.process_group))
 
 
 class StepHooks(RunPart):
