@@ -71,7 +71,7 @@ def setup_process_group(
     See https://docs.pytorch.org/docs/stable/distributed.html#initialization.
     """
     selection.check_backend(backend)
-    switched_on(os.environ, "DISTWRAP_QUIET")
+    switched_on(os.environ, "DISTWRAP_QUIET")  # refuses a wrong value now, and not with the first line
     if active_world() is not None or dist.is_initialized():
         return JoinedGroup(ours=False)
     found = detect(os.environ)

@@ -107,9 +107,8 @@ def _reduce(obj: Any) -> Any:
     if isinstance(obj, BaseException):
         return _reduce_error(obj)
     if type(obj) is not types.ModuleType and isinstance(obj, types.ModuleType) and obj is sys.modules.get(obj.__name__):
-        return importlib.import_module, (
-            obj.__name__,
-        )  # as torch.backends.cudnn, which pickle would take for any object
+        # As torch.backends.cudnn, which pickle would take for any object.
+        return importlib.import_module, (obj.__name__,)
     if isinstance(obj, wrapt.FunctionWrapper):  # cloudpickle would take the proxy for the function inside it
         return obj.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
     if type(obj) is not types.FunctionType or obj.__module__ is None or (obj.__module__ == "__main__" and by_value()):

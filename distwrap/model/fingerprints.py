@@ -43,11 +43,11 @@ def fold(tensor: torch.Tensor) -> torch.Tensor:
         data = data.resolve_conj().resolve_neg().contiguous().reshape(-1)
         raw = data.view(torch.uint8) if data.numel() else data.to(torch.uint8)
         words = raw.numel() // 8
-        parts = [raw.new_zeros(8)]
-        parts[0][: raw.numel() - 8 * words] = raw[8 * words :]
+        rest = raw.new_zeros(8)
+        rest[: raw.numel() - 8 * words] = raw[8 * words :]
         if raw.data_ptr() % 8:
             raw = raw.clone()
-        return _sum(raw[: 8 * words].view(torch.int64), parts[0].view(torch.int64))
+        return _sum(raw[: 8 * words].view(torch.int64), rest.view(torch.int64))
 
 
 def _sum(words: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
