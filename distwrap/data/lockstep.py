@@ -241,7 +241,7 @@ class Lockstep(Generic[Batch]):
             listener.close()
 
     def _ends(self, seen: list[int], world: World, status: LockstepStatus, listener: Listener) -> bool:
-        """Return whether all ranks end here, after what is to be done before."""
+        """Return whether all ranks end here, once what comes before that is done."""
         if seen[_Flag.EMPTY] == _IN_WINDOW:
             raise _parted()
         if seen[_Flag.PREEMPTED]:
