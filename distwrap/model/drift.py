@@ -118,7 +118,7 @@ class Watch:
         where, _, rest = position.partition(" ")
         if rest.startswith("end"):
             return "at the end"
-        if rest.startswith("by hand"):
+        if rest.startswith("by hand") or where.endswith("/-1"):
             return f"after {rest.rpartition(' ')[2]} updates by hand"
         return f"after {where.partition('/')[2]} {self.unit}"
 
@@ -141,7 +141,8 @@ class ModelWatch(Watch):
         self._inner = net if net is not model else None
         self._strategy = bound_strategy(model)
         self._sentinel = next((p for p in model.parameters() if p.requires_grad), None)
-        self._version = self._last_version = self._version_now()
+        self._version = self._version_now()
+        self._last_seen = self._version, 0  # the sentinel's version and the averages, as a forward came without one
         self._at_first = [version_of(parameter) - self._version for parameter in net.parameters()]
         self._changes = {0}  # of the sentinel's version, from one average to the next
         self._stepped: dict[int, weakref.ref[Optimizer]] = {}  # since the last average
@@ -167,14 +168,21 @@ class ModelWatch(Watch):
         self._stepped[id(optimizer)] = weakref.ref(optimizer)
 
     def forward_again(self) -> None:
-        """Note a forward for which the one before had no average; the weights may have changed in between."""
-        version = self._version_now()
-        if version != self._last_version:
-            self._last_version = version
+        """Note a forward for which the one before had no average; the weights may have changed in between.
+
+        A change through ``.data`` leaves no trace, so a second one in a row counts too. Inside a ``functional_call`` the
+        model holds other tensors than its own, which may differ.
+        """
+        if self._net is None or not any(own is self._sentinel for own in self._net.parameters()):
+            return
+        seen = self._version_now(), self.averages
+        if seen[0] != self._last_seen[0] or seen == self._last_seen:
             self._by_hand += 1
-            if _is_power_of_two(self._by_hand):
+            if self.comparison:
                 self.comparison.advance()
+            if _is_power_of_two(self._by_hand):
                 self.comparison.tell(f"{self._position()} by hand {self._by_hand}", self.held())
+        self._last_seen = seen
 
     def pause(self) -> None:
         """Look as training pauses, in ``eval()`` or before a checkpoint; it is compared later."""
@@ -182,10 +190,13 @@ class ModelWatch(Watch):
             return
         began = time.monotonic()
         cost = self._spent / max(1, self._looks)
-        if self.averages and (self._pauses < _FREE_PAUSES or cost < _SHARE * (began - self._paused_at)):
+        moved = self.averages or self._by_hand
+        if moved and (self._pauses < _FREE_PAUSES or cost < _SHARE * (began - self._paused_at)):
             self._pauses, self._paused_at = self._pauses + 1, began
+            if not self.averages:  # no step will compare what was told before
+                self.comparison.advance()
             change = self._version_now() - self._version
-            self.comparison.tell(f"{self._position()} paused, {change}, {self._uneven()}", self.held())
+            self.comparison.tell(f"{self._position()} paused, {change}, {self._uneven()}, {self._by_hand}", self.held())
             self._due = self.averages + 1
 
     def end(self) -> None:

@@ -13,7 +13,9 @@ from torch.func import functional_call
 
 import distwrap as dw
 from distwrap.errors import ModelError
-from distwrap.group.world import active_world
+from distwrap.group.world import active_world, current_world
+from distwrap.model.comparison import Comparison
+from distwrap.model.in_sync import Held
 from distwrap.testing import run_ranks
 
 STEPS = 12
@@ -66,6 +68,17 @@ def gradients_by_hand() -> None:
         with torch.no_grad():
             for parameter, gradient in zip(model.parameters(), gradients, strict=True):
                 parameter -= 0.05 * gradient
+
+
+def gradients_by_hand_through_data() -> None:
+    """The same through ``.data``, which leaves no trace on the weights; it is seen while the loop goes on."""
+    model = dw.wrap_model(Net())
+    for step in range(STEPS):
+        gradients = torch.autograd.grad(loss_of(model, step), list(model.parameters()))
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            parameter.data = parameter.data - 0.05 * gradient
+        dw.barrier()
+    raise AssertionError("the ranks have trained apart to the end")
 
 
 def functional_gradients() -> None:
@@ -301,6 +314,7 @@ def unwrapped_partner() -> None:
 
 WRONG: list[Callable[[], None]] = [
     gradients_by_hand,
+    gradients_by_hand_through_data,
     functional_gradients,
     gradients_set_by_hand,
     step_in_a_hook,
@@ -434,6 +448,20 @@ def closure_of_a_twin() -> None:
         optimizer.step()
 
 
+def tasks_of_their_own() -> None:
+    """As MAML does: each rank adapts to its own tasks, and calls the model with the adapted weights."""
+    model = dw.wrap_model(Net())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        weights = dict(model.named_parameters())
+        loss = (functional_call(model, weights, batch(step)) - 1).pow(2).mean()
+        gradients = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+        adapted = {name: value - 0.1 * grad for (name, value), grad in zip(weights.items(), gradients, strict=True)}
+        optimizer.zero_grad()
+        (functional_call(model, adapted, batch(step)) - 2).pow(2).mean().backward()
+        optimizer.step()
+
+
 RIGHT: list[Callable[[], None]] = [
     rewrapped_and_dropped,
     two_models,
@@ -445,6 +473,7 @@ RIGHT: list[Callable[[], None]] = [
     adversaries,
     probe_on_rank_zero,
     closure_of_a_twin,
+    tasks_of_their_own,
 ]
 
 
@@ -490,6 +519,30 @@ def seen(pause: str, folder: Path) -> None:
     step, text = seen_after(pause, folder)
     assert step == 1
     raise ModelError(text)
+
+
+def compared_late() -> None:
+    """Rank 0 forgets what it had while rank 1 asks for it."""
+    world = current_world()
+    channel: Any = world.channel
+    comparison = Comparison(channel, "late", dw.rank(), [0, 1], "cpu", lambda *parts: " ".join(parts))
+    comparison.tell("first", [Held("weight", "", float(dw.rank()))])
+    dw.barrier()
+    if dw.rank() == 0:
+        for number in range(8):
+            comparison.tell(str(number), [])
+        dw.barrier()
+    else:
+        ask = channel.work.ask
+        channel.work.ask = lambda *args: (dw.barrier(), ask(*args))[1]
+        comparison.advance()
+    dw.barrier()
+
+
+def test_a_difference_counts_though_the_other_rank_has_gone_on() -> None:
+    """It cannot be said any more in which tensor, but it is no agreement."""
+    with pytest.raises(ModelError, match="ranks 0 and 1 differ"):
+        run_ranks(compared_late, 2)
 
 
 def test_the_end_of_a_group_tells_too() -> None:
