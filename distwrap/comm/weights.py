@@ -122,6 +122,7 @@ class WeightExchange(Exchange[W]):
         self._places = {id(parameter): place for place, parameter in enumerate(self.weights.parameters)}
         self._stepped: frozenset[int] = frozenset()  # the places of the weights that have changed in this step
         self._usual = frozenset(self._places.values())  # and in the one before
+        self._latest = 0  # the id of the optimizer that began a step last
         self._by_hand, self._seen = 0, ""
         self._comparison: Comparison | None = None
         if world.channel is not None:
@@ -162,6 +163,8 @@ class WeightExchange(Exchange[W]):
     def before(self, optimizer: Optimizer) -> None:
         """Act before any optimizer's step."""
         held = self._held_by(optimizer)
+        if held:
+            self._latest = id(optimizer)
         if not self._stepped.isdisjoint(held):
             self._end_step()
         if held and not self._stepped and self.steps >= self.algorithm.warmup_steps:
@@ -175,7 +178,7 @@ class WeightExchange(Exchange[W]):
     def after(self, optimizer: Optimizer) -> None:
         """Act after any optimizer's step."""
         held = self._held_by(optimizer)
-        if not held:
+        if not held or self._latest != id(optimizer):  # the latter has stepped by another one, which was counted
             return
         self._stepped, self._by_hand, self._seen = self._stepped | held, 0, ""
         self.alike = self.alike and self.steps < self.algorithm.warmup_steps

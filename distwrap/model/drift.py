@@ -170,8 +170,8 @@ class ModelWatch(Watch):
     def forward_again(self) -> None:
         """Note a forward for which the one before had no average; the weights may have changed in between.
 
-        A change through ``.data`` leaves no trace, so a second one in a row counts too. Inside a ``functional_call`` the
-        model holds other tensors than its own, which may differ.
+        A change through ``.data`` leaves no trace, so a second one in a row counts too. Inside a ``functional_call``
+        the model holds other tensors than its own, which may differ.
         """
         if self._net is None or not any(own is self._sentinel for own in self._net.parameters()):
             return
@@ -255,7 +255,7 @@ class ModelWatch(Watch):
 
 
 class OutsiderWatch(Watch):
-    """Watch over an optimizer that holds nothing of any wrapped model."""
+    """Watch over what an optimizer holds that is in no wrapped model."""
 
     unit = "steps"
 
@@ -264,12 +264,17 @@ class OutsiderWatch(Watch):
         super().__init__(drift, name, key, ranks)
 
     def held(self) -> list[Held]:
-        """Return the learning rates, and the tensors that have had a gradient."""
+        """Return the tensors that have had a gradient, and the learning rates if no wrapped model has them too."""
         optimizer = self.optimizer()
         assert optimizer is not None
-        tensors = enumerate(parameters_of(optimizer).values())
-        trained = [Held(f"tensor {number}", "", tensor) for number, tensor in tensors if tensor.grad is not None]
-        return [*_learning_rates([optimizer]), *trained]
+        held, known = parameters_of(optimizer), self._drift.known()
+        rates = [] if held.keys() & known else _learning_rates([optimizer])
+        trained = [
+            Held(f"tensor {number}", "", tensor)
+            for number, (key, tensor) in enumerate(held.items())
+            if key not in known and tensor.grad is not None
+        ]
+        return [*rates, *trained]
 
     def end(self) -> None:
         """Look once more, where the optimizer is still there."""
@@ -322,11 +327,11 @@ class Drift(RunPart):
             self._outsiders[optimizer].average()
 
     def watch_outsider(self, optimizer: Optimizer) -> None:
-        """Watch over an optimizer that holds nothing of any wrapped model, where other ranks have one like it."""
+        """Watch over what an optimizer holds that is in no wrapped model, where other ranks have one like it."""
         if self.world.channel is not None:
             tensors = parameters_of(optimizer).values()
             kind = f"{type(optimizer).__name__} {mix(*(str(tensor.shape) for tensor in tensors)):x}"
-            name = f"a {type(optimizer).__name__} that holds nothing of a wrapped model"
+            name = f"what {type(optimizer).__name__} holds outside of wrapped models"
             ranks = list(range(self.world.placement.world_size))
             self._outsiders[optimizer] = OutsiderWatch(optimizer, self, name, self._name(kind), ranks)
 

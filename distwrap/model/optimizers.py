@@ -8,6 +8,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from distwrap.errors import ModelError
 from distwrap.group.world import RunPart, World
+from distwrap.model.distributed import ReplicaModel
 from distwrap.model.drift import Drift
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
@@ -43,7 +44,8 @@ class Optimizers(RunPart):
             models = self._models.of_optimizer(optimizer)
             for model in models:
                 self._refuse_newcomers(held, model)
-            if not models and not held.keys() & self._drift.known():
+            # Of a model whose ranks differ on purpose nobody compares what is trained beside it.
+            if held.keys() - self._drift.known() and all(isinstance(model, ReplicaModel) for model in models):
                 self._drift.watch_outsider(optimizer)
         else:
             for model in self._models:

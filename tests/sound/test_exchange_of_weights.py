@@ -109,10 +109,25 @@ def overlapping(model: Any) -> Step:
     return step
 
 
+class Around(torch.optim.Optimizer):
+    """An optimizer that steps by another one, as those of sharpness-aware minimisation do."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner = inner
+
+    def step(self, closure: Any = None) -> None:
+        self.inner.step()
+
+
+def around_another(model: Any) -> Step:
+    return Around(sgd(model.parameters())).step
+
+
 def _by_each() -> dict[tuple[str, str], list[torch.Tensor]]:
     found = {}
     for comm in WEIGHTS:
-        for make in (one, anew, two, two_anew, two_in_changing_order, overlapping):
+        for make in (one, anew, two, two_anew, two_in_changing_order, overlapping, around_another):
             model = dw.wrap_model(Quadratic(), comm=comm)
             found[comm, make.__name__] = descend(model, make(model))
     return found
@@ -124,6 +139,26 @@ def test_weights_are_exchanged_whatever_optimizers_hold_them() -> None:
         for (comm, name), history in found.items():
             for step, (got, wanted) in enumerate(zip(history, found[comm, "one"], strict=True)):
                 assert torch.allclose(got, wanted, rtol=0, atol=1e-12), (comm, name, step)
+
+
+def _beside(comm: str) -> None:
+    """The optimizer also holds a parameter that is in no model."""
+    model = dw.wrap_model(Quadratic(), comm=comm)
+    shift = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    optimizer = sgd([*model.parameters(), shift])
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        (model(target(dw.rank())) + dw.rank() * shift.sum()).backward()
+        optimizer.step()
+        dw.barrier()
+    raise AssertionError("the ranks have trained it apart to the end")
+
+
+@pytest.mark.parametrize("comm", ["local_sgd(sync_every=2)", "decentralized"])
+def test_a_parameter_outside_that_ranks_train_apart_is_noticed(comm: str) -> None:
+    """Nothing brings it together."""
+    with pytest.raises(ModelError, match="the same weights of what SGD holds outside of wrapped models: 'tensor 3'"):
+        run_ranks(_beside, 2, comm)
 
 
 def _in_phases(comm: str) -> list[tuple[torch.Tensor, int]]:
