@@ -24,6 +24,7 @@ from distwrap.data.loader import next_epoch, shard_loader
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import current_world
 from distwrap.model import TransparentModule
+from distwrap.model.optimizers import Optimizers
 from distwrap.model.wrapped_models import bound_strategy
 from distwrap.nesting import rebuilt
 from distwrap.strategies import Strategy, wrap_model, wrap_optimizer
@@ -56,7 +57,8 @@ class Retrofitted:
             return next_epoch(self.wrapped)
         state = self.original.state_dict() if self.trained is None else self.trained
         if isinstance(self.original, nn.Module):
-            return state, [module.training for module in self.original.modules()]
+            flags = [parameter.requires_grad for parameter in self.original.parameters()]
+            return state, [module.training for module in self.original.modules()], flags
         return state
 
     def load(self, state: Any) -> None:
@@ -65,7 +67,7 @@ class Retrofitted:
             self.original.__dict__[_EPOCH] = state
             return
         if isinstance(self.original, nn.Module):
-            weights, training = state
+            weights, training, trained = state
             differing = sorted(_shapes(weights) ^ _shapes(self.original.state_dict()))
             if differing:
                 raise ModelError(
@@ -76,6 +78,8 @@ class Retrofitted:
             self.original.load_state_dict(weights)
             for module, flag in zip(self.original.modules(), training, strict=False):
                 module.training = flag
+            for parameter, flag in zip(self.original.parameters(), trained, strict=False):
+                parameter.requires_grad_(flag)
         else:
             self.original.load_state_dict(state)
 
@@ -115,6 +119,8 @@ def wrap(
     found = find(function, args, kwargs)
     models = [item for item in found if isinstance(item.original, nn.Module)]
     _refuse_shared(models)
+    if current_world().placement.world_size > 1:
+        current_world().part(Optimizers)  # which notices what is trained and was not found, as out of a closure
     for item in models:
         if not isinstance(item.original, TransparentModule):  # a decorated function that calls another
             trains = any(True for _ in item.original.parameters())

@@ -331,3 +331,30 @@ def test_shuffles_go_on_from_call_to_call(launcher: str) -> None:
     run = dw.distributed(nprocs=2, launcher=launcher, retrofit=True)(orders)
     mine = loader()
     assert run(mine, 1) + run(mine, 2) == run(loader(), 3)
+
+
+def test_a_model_that_is_not_found_is_no_silence() -> None:
+    """One out of a closure would be trained apart, on each rank's share of a loader that was found."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def fit(loader: DataLoader[Any]) -> None:
+        for (x,) in loader:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+
+    with pytest.raises(ModelError, match="the same weights of what SGD holds outside of wrapped models"):
+        over_two_ranks(fit, "fork")(DataLoader(TensorDataset(torch.randn(16, 2)), batch_size=2))
+
+
+def test_what_the_function_freezes_is_frozen_in_the_caller() -> None:
+    """As its training flags, the model's parameters come home as the function has left them."""
+
+    def freeze(model: nn.Module) -> None:
+        model[0].requires_grad_(False)
+        model[1].requires_grad_(True)
+
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1).requires_grad_(False))
+    over_two_ranks(freeze)(model)
+    assert [parameter.requires_grad for parameter in model.parameters()] == [False, False, True, True]
