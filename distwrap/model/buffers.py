@@ -44,7 +44,7 @@ class Buffers:
         self._at_first = {key: fingerprint(value) for key, value in _others(model).items()}
         self._last = dict(model.named_buffers()) if rank == 0 else {}  # for who asks when rank 0's model is gone
         self._kept: dict[str, torch.Tensor] | None = None
-        self._kept_at = self.forwards = 0
+        self._kept_at = self.forwards = self._pauses = 0
         self.agreed_at = -1
         if rank == 0:
             channel.work.serve(self._name, self._packed)
@@ -59,13 +59,15 @@ class Buffers:
         assert model is not None
         if self.agreed_at == self.forwards:
             return
+        self._pauses += 1
         if self._rank == 0:
             self._kept = {key: value.clone() for key, value in self._trained(model).items()}
             self._kept_at = self.forwards
             return
         data = self._channel.work.ask(self._name, 0, [self.forwards, PATIENCE if waits else 0.0])
-        at, answer = torch.load(io.BytesIO(data), weights_only=True)
-        self.forwards = at if at >= 0 else self.forwards  # ranks that have counted apart are together here
+        at, pauses, answer = torch.load(io.BytesIO(data), weights_only=True)
+        if 0 <= at < self.forwards or (at >= 0 and pauses == self._pauses):
+            self.forwards = at  # ranks that have counted apart are together here, unless rank 0 is at a later pause
         own = dict(model.named_buffers())
         with torch.no_grad():
             for key, value in answer.items():
@@ -79,8 +81,8 @@ class Buffers:
             waited: seconds for which it has waited.
 
         Returns:
-            Where training has paused on rank 0, its number of forwards then, and else -1; and the buffers by name.
-            ``None`` while that rank is ahead.
+            Where training has paused on rank 0, its number of forwards then, and else -1; how often training has paused
+            there; and the buffers by name. ``None`` while that rank is ahead.
         """
         model, values, at = self._model(), self._kept, self._kept_at
         forwards, patience = asked or (self.forwards, 0.0)
@@ -97,7 +99,7 @@ class Buffers:
                 at = -1
             values = self._last if model is None else self._trained(model)
         file = io.BytesIO()
-        torch.save((at, {key: value.detach().cpu() for key, value in values.items()}), file)
+        torch.save((at, self._pauses, {key: value.detach().cpu() for key, value in values.items()}), file)
         return file.getvalue()
 
     def _trained(self, model: nn.Module) -> dict[str, torch.Tensor]:

@@ -275,6 +275,33 @@ def test_a_rank_for_which_rank_zero_waits_is_not_held_up(
     assert "eval() of Net on another rank, after 2 forwards in training, takes over" in capfd.readouterr().err
 
 
+def test_evaluations_without_an_exchange_between_them_hold_nobody_up(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a window of `accumulate`: rank 0 may be evaluations ahead, and the other rank counts on from its own."""
+    monkeypatch.setenv("DISTWRAP_QUIET", "0")
+
+    def on_rank() -> None:
+        buffers.PATIENCE = 0.5
+        model = dw.wrap_model(Net())
+        train(model, 1)
+        if dw.rank() == 1:
+            dw.barrier()
+        for step in range(3):
+            with torch.no_grad():
+                model(own_batch(step))
+            model.eval()
+            model.train()
+        if dw.rank() == 0:
+            with torch.no_grad():
+                model(own_batch(3))
+            dw.barrier()
+        dw.barrier()
+
+    run_ranks(on_rank, 2, timeout=20)
+    assert "it did not come further" not in capfd.readouterr().err
+
+
 def test_a_mean_of_the_buffers_stays_in_evaluation() -> None:
     """What sync_buffers() has made alike stays until training goes on, though rank 0 has older statistics at hand."""
 
