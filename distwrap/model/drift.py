@@ -181,7 +181,7 @@ class ModelWatch(Watch):
             if self.comparison:
                 self.comparison.advance()
             if _is_power_of_two(self._by_hand):
-                self.comparison.tell(f"{self._position()} by hand {self._by_hand}", self.held())
+                self.comparison.tell(f"{self._position()} by hand {self._hands()}", self.held())
         self._last_seen = seen
 
     def pause(self) -> None:
@@ -196,7 +196,7 @@ class ModelWatch(Watch):
             if not self.averages:  # no step will compare what was told before
                 self.comparison.advance()
             change = self._version_now() - self._version
-            self.comparison.tell(f"{self._position()} paused, {change}, {self._uneven()}, {self._by_hand}", self.held())
+            self.comparison.tell(f"{self._position()} paused, {change}, {self._uneven()}, {self._hands()}", self.held())
             self._due = self.averages + 1
 
     def end(self) -> None:
@@ -244,6 +244,10 @@ class ModelWatch(Watch):
         own = set(map(id, self._net.parameters() if self._net is not None else ()))
         return [optimizer for optimizer in optimizers if not own.isdisjoint(parameters_of(optimizer))]
 
+    def _hands(self) -> str:
+        """Return how often weights may have changed by hand, and when, as the averages of all models tell."""
+        return f"{sum(watch.averages for watch in self._drift.watches)} {self._by_hand}"
+
     def _version_now(self) -> int:
         return 0 if self._sentinel is None else version_of(self._sentinel)
 
@@ -288,7 +292,7 @@ class Drift(RunPart):
     def __init__(self, world: World) -> None:
         self.world, self.rank = world, world.placement.rank
         self._models = world.part(WrappedModels)
-        self._watches: list[ModelWatch] = []
+        self.watches: list[ModelWatch] = []
         self._gone: list[ModelWatch] = []
         self._finalizers: list[weakref.finalize[..., nn.Module]] = []
         self._outsiders: weakref.WeakKeyDictionary[Optimizer, OutsiderWatch] = weakref.WeakKeyDictionary()
@@ -312,8 +316,8 @@ class Drift(RunPart):
         if self.world.channel is None or len(ranks) < 2:
             return None
         kind = type(unwrap_model(model)).__name__
-        watch = ModelWatch(model, self, self._name(kind), f"model {len(self._watches)}", ranks, by_steps)
-        self._watches.append(watch)
+        watch = ModelWatch(model, self, self._name(kind), f"model {len(self.watches)}", ranks, by_steps)
+        self.watches.append(watch)
         finalizer = weakref.finalize(model, self._gone.append, watch)
         finalizer.atexit = False
         self._finalizers.append(finalizer)
@@ -321,7 +325,7 @@ class Drift(RunPart):
 
     def step(self, optimizer: Optimizer) -> None:
         """Note that an optimizer is about to step."""
-        for watch in self._watches:
+        for watch in self.watches:
             watch.step(optimizer)
         if optimizer in self._outsiders:
             self._outsiders[optimizer].average()
@@ -341,11 +345,11 @@ class Drift(RunPart):
 
     def pause(self) -> None:
         """Look at all models, as before a checkpoint."""
-        for watch in self._watches:
+        for watch in self.watches:
             watch.pause()
 
     def wait(self) -> None:
-        watches = [*self._watches, *self._outsiders.values()]
+        watches = [*self.watches, *self._outsiders.values()]
         for watch in watches:
             watch.end()
         for watch in watches:
@@ -354,7 +358,7 @@ class Drift(RunPart):
     def close(self) -> None:
         for finalizer in self._finalizers:
             finalizer.detach()
-        self._watches.clear()
+        self.watches.clear()
         self._gone.clear()
 
     def _name(self, kind: str) -> str:

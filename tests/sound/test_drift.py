@@ -462,6 +462,21 @@ def tasks_of_their_own() -> None:
         optimizer.step()
 
 
+def teacher_through_data() -> None:
+    """A wrapped teacher is moved through ``.data``, and rank 0 also runs it to look at it."""
+    model, teacher = dw.wrap_model(Net()), dw.wrap_model(Net())
+    optimizer = sgd(model)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        (model(batch(step)) - teacher(batch(step)).detach()).pow(2).mean().backward()
+        optimizer.step()
+        for slow, fast in zip(teacher.parameters(), model.parameters(), strict=True):
+            slow.data = 0.5 * slow.data + 0.5 * (fast.data + 0.1)
+        if dw.rank() == 0:
+            teacher(batch(step))
+            teacher(batch(step))
+
+
 RIGHT: list[Callable[[], None]] = [
     rewrapped_and_dropped,
     two_models,
@@ -474,6 +489,7 @@ RIGHT: list[Callable[[], None]] = [
     probe_on_rank_zero,
     closure_of_a_twin,
     tasks_of_their_own,
+    teacher_through_data,
 ]
 
 
