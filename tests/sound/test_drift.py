@@ -545,6 +545,7 @@ def compared_late() -> None:
     comparison.tell("first", [Held("weight", "", float(dw.rank()))])
     dw.barrier()
     if dw.rank() == 0:
+        dw.barrier()
         for number in range(8):
             comparison.tell(str(number), [])
         dw.barrier()
@@ -552,7 +553,8 @@ def compared_late() -> None:
         ask = channel.work.ask
 
         def late(*args: Any) -> Any:
-            dw.barrier()
+            dw.barrier()  # the digest has been read
+            dw.barrier()  # and rank 0 has gone on
             return ask(*args)
 
         channel.work.ask = late
