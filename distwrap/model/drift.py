@@ -45,6 +45,7 @@ class Watch:
     """
 
     unit = "averages of gradients"
+    way_out = ""
 
     def __init__(self, drift: "Drift", name: str, key: str, ranks: list[int]) -> None:
         self._drift, self.name = drift, name
@@ -111,7 +112,7 @@ class Watch:
             )
         return (
             f"rank {self._drift.rank}: {self._in_words(position)} the ranks do not hold the same weights of "
-            f"{self.name}: {difference}.{last} {cause}"
+            f"{self.name}: {difference}.{last} {cause}{self.way_out}"
         )
 
     def _in_words(self, position: str) -> str:
@@ -262,6 +263,7 @@ class OutsiderWatch(Watch):
     """Watch over what an optimizer holds that is in no wrapped model."""
 
     unit = "steps"
+    way_out = " If it is each rank's own on purpose, say wrap_optimizer(optimizer, apart=True)."
 
     def __init__(self, optimizer: Optimizer, drift: "Drift", name: str, key: str, ranks: list[int]) -> None:
         self.optimizer = weakref.ref(optimizer)
@@ -287,7 +289,11 @@ class OutsiderWatch(Watch):
 
 
 class Drift(RunPart):
-    """The watches over all that one run trains, on one rank."""
+    """The watches over all that one run trains, on one rank.
+
+    Attributes:
+        apart: optimizers whose tensors are each rank's own.
+    """
 
     def __init__(self, world: World) -> None:
         self.world, self.rank = world, world.placement.rank
@@ -297,6 +303,7 @@ class Drift(RunPart):
         self._finalizers: list[weakref.finalize[..., nn.Module]] = []
         self._outsiders: weakref.WeakKeyDictionary[Optimizer, OutsiderWatch] = weakref.WeakKeyDictionary()
         self._names: Counter[str] = Counter()
+        self.apart: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     @cached_property
     def processor(self) -> str:

@@ -36,7 +36,7 @@ class Optimizers(RunPart):
         self._drift.step(optimizer)
 
     def _check(self, optimizer: Optimizer) -> None:
-        if self._may_hold_shards(optimizer):
+        if optimizer in self._drift.apart or self._may_hold_shards(optimizer):
             return
         held = parameters_of(optimizer)
         if any(tensor.grad is not None for tensor in held.values()):

@@ -110,15 +110,17 @@ def wrap_model(
     return wrapped
 
 
-def wrap_optimizer(optimizer: Optimizer, model: nn.Module | None = None) -> Optimizer:
+def wrap_optimizer(optimizer: Optimizer, model: nn.Module | None = None, *, apart: bool = False) -> Optimizer:
     """Prepare an optimizer: it comes back as it is, unless the model's ``comm=`` acts on it, as ``"qadam"`` does.
 
     Args:
         optimizer: of the parameters of a wrapped model.
         model: that model; by default the one that has the optimizer's parameters.
+        apart: what it trains is this rank's own, as an attack's noise or a probe of each rank: it comes back as it is,
+            and nobody compares its tensors with other ranks'.
 
     Raises:
-        OptionError: it is no optimizer.
+        OptionError: it is no optimizer, or is to train a part of a wrapped model apart.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
@@ -128,6 +130,14 @@ def wrap_optimizer(optimizer: Optimizer, model: nn.Module | None = None) -> Opti
     if not isinstance(optimizer, Optimizer):
         raise OptionError(f"wrap_optimizer() takes a torch optimizer, not a {type(optimizer).__qualname__}.")
     world = current_world()
+    if apart:
+        if world.part(WrappedModels).of_optimizer(optimizer):
+            raise OptionError(
+                f"wrap_optimizer(apart=True): this {type(optimizer).__name__} holds parameters of a wrapped model, "
+                f"which all ranks train together. Give what is to differ by rank an optimizer of its own."
+            )
+        world.part(Drift).apart.add(optimizer)
+        return optimizer
     strategy = strategy_of(optimizer if model is None else model, world)
     prepared = strategy.prepare_optimizer(optimizer, model)
     if not callable(getattr(prepared, "step", None)):  # an engine's may be no torch Optimizer

@@ -12,7 +12,7 @@ from torch.distributed.algorithms.join import Join
 from torch.func import functional_call
 
 import distwrap as dw
-from distwrap.errors import ModelError
+from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import active_world, current_world
 from distwrap.model.comparison import Comparison
 from distwrap.model.in_sync import Held
@@ -348,6 +348,21 @@ def test_ranks_that_train_apart_are_found(program: Callable[[], None]) -> None:
 # Programs that are in order
 
 
+def noise_of_each_rank() -> None:
+    """As an attack trains it, beside the model, in an optimizer that is said to be the rank's own."""
+    model = dw.wrap_model(Net())
+    train(model, sgd(model))
+    noise = torch.zeros(5, 3, dtype=torch.float64, requires_grad=True)
+    attack = dw.wrap_optimizer(torch.optim.SGD([noise], lr=0.1 * (1 + dw.rank())), apart=True)
+    victim = copy.deepcopy(dw.unwrap_model(model)).requires_grad_(False)
+    for _ in range(STEPS):
+        attack.zero_grad()
+        (-victim(batch(0) + noise).pow(2).mean()).backward()
+        attack.step()
+    with pytest.raises(OptionError, match="parameters of a wrapped model"):
+        dw.wrap_optimizer(sgd(model), apart=True)
+
+
 def rewrapped_and_dropped() -> None:
     net = Net()
     model = dw.wrap_model(net)
@@ -490,6 +505,7 @@ RIGHT: list[Callable[[], None]] = [
     closure_of_a_twin,
     tasks_of_their_own,
     teacher_through_data,
+    noise_of_each_rank,
 ]
 
 
