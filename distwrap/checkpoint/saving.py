@@ -7,6 +7,7 @@ import shutil
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from traceback import format_exception_only
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.wrapped_models import bound_strategy
 from distwrap.nesting import rebuilt
 from distwrap.supervision.hang_report import Activity
-from distwrap.wording import first_line
 
 
 def save(
@@ -137,8 +137,9 @@ def load(
         raise
     except Exception as error:
         place = current_world().placement
+        why = format_exception_only(error)[0].splitlines()[0].rstrip(". ")  # with its type: "101" says nothing
         raise CheckpointError(
-            f"rank {place.rank} cannot load {os.fspath(path)}: {first_line(error)} "
+            f"rank {place.rank} cannot load {os.fspath(path)}: {why}. "
             f"Save it again with distwrap.save(), or, if you trust where it comes from, read it with "
             f"torch.load(path, weights_only=False)."
         ) from error

@@ -166,10 +166,12 @@ def test_loading_says_what_is_wrong_with_the_file(tmp_path: Path) -> None:
     """A missing file is FileNotFoundError; a broken or unsafe one is an error with a way out."""
     with pytest.raises(FileNotFoundError):
         dw.load(tmp_path / "missing.pt")
-    (tmp_path / "broken.pt").write_bytes(b"no checkpoint")
+    (tmp_path / "broken.pt").write_bytes(b"hello")
+    (tmp_path / "empty.pt").touch()
     torch.save(nn.Linear(1, 1), tmp_path / "unsafe.pt")
-    for name in ("broken.pt", "unsafe.pt"):
-        with pytest.raises(CheckpointError, match=rf"rank 0 cannot load .*{name}.*Save it again with distwrap\.save"):
+    for name, why in (("broken.pt", "KeyError: 101"), ("empty.pt", "EOFError"), ("unsafe.pt", ".*Weights only.*")):
+        words = rf"rank 0 cannot load .*{name}: {why}\. Save it again with distwrap\.save"
+        with pytest.raises(CheckpointError, match=words):
             dw.load(tmp_path / name)
 
 
