@@ -189,12 +189,13 @@ def _shard_iterable(
 def _shard_indices(
     loader: Loader, world: World, sharding: Sharding, mode: Modes, batch_size: BatchSize, order: Orders
 ) -> Loader:
-    shuffles = not isinstance(innermost(loader), SequentialSampler)
+    batches: Any = loader.batch_sampler
+    in_order = (SequentialSampler, list, tuple, range) if is_torchs(batches, BatchSampler) else SequentialSampler
+    shuffles = not isinstance(innermost(loader), in_order)
     whole = batch_size == "global" and getattr(loader, "drop_last", False)  # as many steps as in one process
     chosen: Mode = (("drop" if whole else "pad") if shuffles else "exact") if mode == "auto" else mode
     order_seed, world_size = sharding.order_seed, sharding.world_size
     shard = (sharding.rank, world_size, chosen)
-    batches: Any = loader.batch_sampler
     attributes: dict[str, Any] = {}
     sampler: Order | Share
     if is_torchs(batches, BatchSampler):

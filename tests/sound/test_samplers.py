@@ -263,3 +263,17 @@ def test_samples_that_do_not_go_round_are_told(
         with standing_on(0, 3):
             shard_loader(DataLoader(range(n), batch_size=6, **options), batch_size="global")  # type: ignore[arg-type]
         assert ("do not go round" in capsys.readouterr().err) is (n == 16 and not options)
+
+
+@pytest.mark.parametrize("indices", [[4, 0, 3, 1, 2], (4, 0, 3, 1, 2), range(5)])
+def test_a_list_of_indices_is_an_order_and_no_shuffle(indices: Any) -> None:
+    """An evaluation over a sampler that is a list, tuple or range takes each sample once."""
+    for loader in (
+        DataLoader(DATA, batch_size=2, sampler=indices),
+        DataLoader(DATA, batch_sampler=BatchSampler(indices, 2, drop_last=False)),
+    ):
+        taken = []
+        for one in (0, 1):
+            with standing_on(one, 2):
+                taken += torch.cat(list(shard_loader(loader))).tolist()
+        assert sorted(taken) == [0, 1, 2, 3, 4]
