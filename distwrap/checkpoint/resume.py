@@ -37,7 +37,7 @@ def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any:
         The state, on the CPU, or ``None``.
 
     Raises:
-        CheckpointError: the file is there, and cannot be loaded; on all ranks.
+        CheckpointError: the file is there, and cannot be loaded; or it is a pattern of names; on all ranks.
 
     Example:
         >>> import tempfile
@@ -49,6 +49,11 @@ def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any:
         >>> resume_from(path)
         {'epoch': 3}
     """
+    if any(sign in Path(path).name for sign in "*?"):
+        raise CheckpointError(
+            f"resume_from({str(path)!r}) takes one name and no pattern: the one that save() was given, or of a "
+            f"numbered series the link to its latest."
+        )
     path = _newest(Path(path))
     times = gather_object(_written(path))
     newest = max((time for time in times if time is not None), default=None)

@@ -347,3 +347,10 @@ def test_negated_views_as_safetensors(tmp_path: Path) -> None:
     torch.save({"module.w": view}, tmp_path / "a.pt")
     assert main(["strip", str(tmp_path / "a.pt"), str(tmp_path / "b.safetensors")]) == 0
     assert dw.load(tmp_path / "b.safetensors")["w"].tolist() == [-2.0]
+
+
+def test_a_pattern_is_no_checkpoint(tmp_path: Path) -> None:
+    """A pattern of names is refused, where None would begin the training anew."""
+    dw.save({"step": 1}, tmp_path / "step-1.pt")
+    with pytest.raises(CheckpointError, match="no pattern"):
+        dw.resume_from(tmp_path / "step*.pt")
