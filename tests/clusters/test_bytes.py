@@ -24,6 +24,10 @@ from distwrap.comm import traffic
 def kernels():
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
+def sent_again():
+    names, numbers = (line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line.startswith("Tcp:"))
+    return int(dict(zip(names, numbers))["RetransSegs"])
+
 @distributed(timeout=60)
 def main(comms):
     found = {}
@@ -33,12 +37,12 @@ def main(comms):
         for step in range(6):
             if step == 2:
                 barrier()
-                counted, seen = traffic(model).sent, kernels()
+                counted, seen, again = traffic(model).sent, kernels(), sent_again()
             optimizer.zero_grad()
             model(torch.ones(1, 1000)).sum().backward()
             optimizer.step()
         barrier()
-        found[comm] = (traffic(model).sent - counted, kernels() - seen)
+        found[comm] = (traffic(model).sent - counted, kernels() - seen, sent_again() - again)
     print("FOUND", json.dumps(found), flush=True)
 
 main(json.loads(sys.argv[1]))
@@ -74,6 +78,7 @@ def test_what_we_count_is_what_leaves_the_host(two_hosts: Hosts, tmp_path: Path)
             rank.kill()
     for text in printed:
         assert "FOUND" in text, text
-        for comm, (counted, seen) in json.loads(text.partition("FOUND ")[2].splitlines()[0]).items():
+        for comm, (counted, seen, again) in json.loads(text.partition("FOUND ")[2].splitlines()[0]).items():
             # Headers of TCP, IP and Ethernet, acknowledgements, and messages of gloo's and of our side channel.
-            assert counted <= seen <= counted * 1.1 + 60_000, comm
+            # Where all cores are busy TCP takes a slow answer for a loss, and sends segments (1514 bytes at most) again.
+            assert counted <= seen <= counted * 1.1 + 60_000 + 1514 * again, comm
