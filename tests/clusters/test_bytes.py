@@ -25,7 +25,8 @@ def kernels():
     return int(Path("/sys/class/net/eth0/statistics/tx_bytes").read_text())
 
 def sent_again():
-    names, numbers = (line.split() for line in Path("/proc/net/snmp").read_text().splitlines() if line.startswith("Tcp:"))
+    lines = Path("/proc/net/snmp").read_text().splitlines()
+    names, numbers = (line.split() for line in lines if line.startswith("Tcp:"))
     return int(dict(zip(names, numbers))["RetransSegs"])
 
 @distributed(timeout=60)
@@ -80,5 +81,5 @@ def test_what_we_count_is_what_leaves_the_host(two_hosts: Hosts, tmp_path: Path)
         assert "FOUND" in text, text
         for comm, (counted, seen, again) in json.loads(text.partition("FOUND ")[2].splitlines()[0]).items():
             # Headers of TCP, IP and Ethernet, acknowledgements, and messages of gloo's and of our side channel.
-            # Where all cores are busy TCP takes a slow answer for a loss, and sends segments (1514 bytes at most) again.
+            # Where all cores are busy TCP takes a slow answer for a loss, and sends segments of 1514 bytes again.
             assert counted <= seen <= counted * 1.1 + 60_000 + 1514 * again, comm

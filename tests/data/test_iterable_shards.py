@@ -16,6 +16,7 @@ from distwrap import gather, lockstep, rank, shard_loader, world_size
 from distwrap.errors import LoaderError
 from distwrap.testing import run_ranks
 from tests.data.ranks import standing_on
+from tests.data.streams import Resumable
 from tests.limits import INTERPRETERS
 
 N = 26
@@ -189,25 +190,6 @@ def test_data_that_nobody_divides_is_noticed(
     assert told.count("are the same: the dataset seems not to be divided") == warned
 
 
-class Resumable(Plain):
-    """Knows its own position."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.at < N:
-            self.at += 1
-            yield self.at - 1
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
-
-
 def loader_over(dataset: Any, r: int = 0, **options: Any) -> Any:
     with standing_on(r, 2):
         return shard_loader(DataLoader(dataset, batch_size=None, **options), mode="exact", split="dataset")
@@ -215,17 +197,17 @@ def loader_over(dataset: Any, r: int = 0, **options: Any) -> Any:
 
 def test_a_datasets_own_position() -> None:
     """Without workers the dataset's own state is the position, each rank's for itself."""
-    cut, again = loader_over(Resumable()), loader_over(Resumable())
+    cut, again = loader_over(Resumable(N)), loader_over(Resumable(N))
     done = list(islice(cut, 5))
     again.load_state_dict(cut.state_dict())
     assert done + list(again) == list(range(N))
     with pytest.raises(LoaderError, match=r"is rank 0's of 2, but this is rank 1 of 2"):
-        loader_over(Resumable(), 1).load_state_dict(cut.state_dict())
+        loader_over(Resumable(N), 1).load_state_dict(cut.state_dict())
 
 
 @pytest.mark.parametrize(
     ("dataset", "options", "why"),
-    [(Plain(), {}, "it has no state_dict"), (Resumable(), {"num_workers": 1}, "its workers fetch ahead of the loop")],
+    [(Plain(), {}, "it has no state_dict"), (Resumable(N), {"num_workers": 1}, "its workers fetch ahead of the loop")],
 )
 def test_a_position_that_cannot_be_told(dataset: Any, options: dict[str, Any], why: str) -> None:
     """An honest error, which says what to use."""

@@ -13,6 +13,7 @@ from torch import nn
 import distwrap as dw
 from distwrap.errors import ModelError
 from distwrap.testing import run_ranks
+from tests.one_process import assert_as_in_one_process
 
 STEPS = 3
 
@@ -119,9 +120,7 @@ def trained(way: str, options: dict[str, Any]) -> Callable[[], list[float]]:
 @pytest.mark.parametrize("way", [*WAYS, "fit"])
 def test_any_method_trains_as_one_process(way: str) -> None:
     """Weights after several steps equal those of one process, whichever methods ran the forward and the backward."""
-    [expected] = run_ranks(trained(way, {}), 1)
-    for weights in run_ranks(trained(way, {}), 2):
-        assert weights == pytest.approx(expected, rel=0, abs=1e-12)
+    assert_as_in_one_process(trained(way, {}))
 
 
 @pytest.mark.parametrize("options", [{"find_unused_parameters": True}, {"static_graph": True}])
@@ -147,9 +146,7 @@ def test_unused_parameters_of_a_method_are_found() -> None:
             model.loss(share(x)).backward()
         return torch.cat([p.grad.flatten() for p in model.parameters()]).tolist()
 
-    [expected] = run_ranks(train, 1)
-    for gradients in run_ranks(train, 2):
-        assert gradients == pytest.approx(expected, rel=0, abs=1e-12)
+    assert_as_in_one_process(train)
 
 
 def test_plain_methods_reach_the_model_as_it_is() -> None:

@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import distwrap as dw
 from distwrap.errors import ModelError
 from distwrap.testing import run_ranks
+from tests.one_process import assert_as_in_one_process
 from tests.strategies.wrappers import Copy
 
 KINDS = ["ddp", "local"]
@@ -118,9 +119,7 @@ def test_a_namesake_of_ddp_trains_as_in_one_process(options: dict[str, Any]) -> 
         dw.assert_in_sync(model)
         return weights(net)
 
-    [expected] = run_ranks(train, 1)
-    for found in run_ranks(train, 2):
-        assert found == pytest.approx(expected, rel=0, abs=1e-12)
+    assert_as_in_one_process(train)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -421,9 +420,7 @@ def test_checkpointing_in_a_method_that_calls_backward(method: str, reentrant: b
         dw.assert_in_sync(model)
         return weights(net)
 
-    [expected] = run_ranks(train, 1)
-    for found in run_ranks(train, 2):
-        assert found == pytest.approx(expected, rel=0, abs=1e-12)
+    assert_as_in_one_process(train)
 
 
 def test_ddps_own_names_act_on_ddp() -> None:

@@ -16,6 +16,7 @@ import distwrap as dw
 from distwrap.errors import LoaderError, ModelError
 from distwrap.group.world import deactivate
 from distwrap.testing import run_ranks
+from tests.data.streams import Resumable
 
 N = 24
 
@@ -242,24 +243,6 @@ def test_a_bar_on_one_rank() -> None:
     assert run_ranks(on_rank, 2, False) == [sizes, sizes]
     for rank, message in enumerate(run_ranks(on_rank, 2, True)):
         assert f"noticed on rank {rank}" in message
-
-
-class Resumable(Stream):
-    """Knows its own position."""
-
-    at = 0
-
-    def __iter__(self) -> Iterator[int]:
-        while self.at < self.n:
-            self.at += 1
-            yield self.at - 1
-        self.at = 0
-
-    def state_dict(self) -> dict[str, int]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        self.at = state["at"]
 
 
 @pytest.mark.parametrize("kind", ["alone", "around", "inside", "plain"])
