@@ -8,6 +8,8 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+# How many tests run at a time; each starts two or three processes of its own. `pytest -n 0` is one after the other.
+JOBS ?= -n logical --maxprocesses 4
 # More words for pip, for example where a CPU build of torch is to be found.
 PIP_FLAGS ?=
 
@@ -20,10 +22,10 @@ demo: $(VENV)/.installed-demo
 	$(bin)/python examples/digits.py --nprocs 2
 
 test: $(VENV)/.installed-test
-	$(bin)/python -m pytest -m "not slow"
+	$(bin)/python -m pytest $(JOBS) -m "not slow"
 
 test-all: $(VENV)/.installed-test
-	$(bin)/python -m pytest
+	$(bin)/python -m pytest $(JOBS)
 
 faults: $(VENV)/.installed-test
 	FAULTS_LAUNCHES=1000 $(bin)/python -m pytest tests/faults/test_scale.py

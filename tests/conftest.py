@@ -74,5 +74,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 raise pytest.UsageError(f'{item.nodeid} is slow without a reason: @pytest.mark.slow("500 launches")')
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep the tests of a file on one worker, which share warm ranks, and those of tests/clusters/, whose daemons are one."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):  # type: ignore[misc]
+        def _split_scope(self, nodeid: str) -> str:
+            return "tests/clusters" if nodeid.startswith("tests/clusters/") else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
+
+
 def pytest_report_header() -> str:
     return f"distwrap: torch {torch.__version__}, {os.cpu_count()} CPUs, {shutil.disk_usage('/').free >> 30} GiB free"

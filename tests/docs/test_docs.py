@@ -93,6 +93,7 @@ def test_programs_about_models_run(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow(INTERPRETERS)
 def test_programs_about_extensions_run(tmp_path: Path) -> None:
     """The Python blocks of docs/extending.md are a program that ends well: each plug-in is registered, and used."""
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)

@@ -170,6 +170,7 @@ for module, owner, name in json.loads(sys.argv[1]):
 """
 
 
+@pytest.mark.slow("imports the package a hundred times")
 def test_importing_distwrap_needs_none_of_them() -> None:
     """With any of the names hidden, distwrap and all of its modules can be imported."""
     pytest.importorskip("cloudpickle")

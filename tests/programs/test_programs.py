@@ -2,7 +2,9 @@
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -23,7 +25,8 @@ def run_all(programs: Sequence[Program], folder: Path) -> list[Found | str]:
     torch.set_num_threads(1)
     found: list[Found | str] = []
     for number, program in enumerate(programs):
-        place = folder / f"{dw.world_size()}-{number}"
+        place = folder / str(number)
+        place.mkdir(exist_ok=True)
         try:
             found.append(program.run(place))
         except dw.DistwrapError as error:
@@ -31,12 +34,17 @@ def run_all(programs: Sequence[Program], folder: Path) -> list[Found | str]:
     return found
 
 
+@cache
+def in_one_process(programs: tuple[Program, ...]) -> list[Found | str]:
+    """Run programs on one rank, once for all numbers of ranks that are compared to it."""
+    with TemporaryDirectory() as folder:
+        [found] = run_ranks(run_all, 1, programs, Path(folder), timeout=LIMIT)
+    return found
+
+
 def compare(programs: Sequence[Program], folder: Path, nprocs: int) -> list[str]:
     """Return in words where ranks find other numbers than one process does."""
-    for number in range(len(programs)):
-        for ranks in (1, nprocs):
-            (folder / f"{ranks}-{number}").mkdir(exist_ok=True)
-    [alone] = run_ranks(run_all, 1, programs, folder, timeout=LIMIT)
+    alone = in_one_process(tuple(programs))
     together = run_ranks(run_all, nprocs, programs, folder, timeout=LIMIT)
     wrong = []
     for number, program in enumerate(programs):
