@@ -82,9 +82,7 @@ def run(cell: Cell, *, slack: float = 1.0) -> Seen:
             seen.wrong.append(traceback.format_exc())
         seen.wrong += [f"left: process {line}" for line in gone]
         seen.wrong += [f"left: file {path.name}" for path in temporary.iterdir() if not _is_torchs(path, cell)]
-        seen.wrong += [
-            f"left: shared memory {name}" for name in set(os.listdir("/dev/shm")) - shared if "torch" in name
-        ]
+        seen.wrong += [f"left: shared memory {name}" for name in _abandoned(shared)]
     return seen
 
 
@@ -205,6 +203,18 @@ def _wait(pid: int, deadline: float) -> int | None:
     os.kill(pid, signal.SIGKILL)
     os.waitpid(pid, 0)
     return None
+
+
+def _abandoned(before: set[str]) -> list[str]:
+    """Return torch's shared memory of processes that are gone; what runs beside us has some too, for moments."""
+    names: list[str] = []
+    for pause in (0, 0.5):
+        time.sleep(pause)
+        new = set(os.listdir("/dev/shm")) - before
+        names = [name for name in new if name.startswith("torch_") and not Path("/proc", name.split("_")[1]).exists()]
+        if not names:
+            break
+    return names
 
 
 def _wait_for_descendants(deadline: float) -> list[str]:
