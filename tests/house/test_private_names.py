@@ -249,6 +249,7 @@ def test_what_cannot_be_done_without_says_so(monkeypatch: pytest.MonkeyPatch) ->
         torch_names.end_ddp_forward(model, None)
     with pytest.raises(ModelError, match=r"has no Reducer\._rebuild_buckets any more .*let a backward follow"):
         torch_names.prepare_another_average(model)
+    monkeypatch.setattr(torch.utils.data._utils.worker, "_worker_info", None)
     monkeypatch.setattr("distwrap._internals.torch_data.get_worker_info", lambda: None)
     with pytest.raises(LoaderError, match="keeps a worker's information elsewhere"):
         torch_data.show_worker_info(3)
