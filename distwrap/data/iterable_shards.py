@@ -15,6 +15,7 @@ import inspect
 import sys
 import textwrap
 from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import nullcontext
 from itertools import chain, islice
 from types import SimpleNamespace
 from typing import Any, Literal
@@ -57,8 +58,8 @@ class IterableShard(IterableDataset[Any]):
         self.generators: Set[str] = GENERATORS
         self._in_worker = False
         # Behind the global generators while items are made; in a worker its own ones are there anyway.
-        self._own: list[BorrowedRandomness] = []
-        self._alike: list[BorrowedRandomness] = []
+        self._own: BorrowedRandomness | None = None
+        self._alike: BorrowedRandomness | None = None
 
     def enter_worker(self, info: Any, seed_of: Callable[[int], int]) -> None:
         """Note the seeds of this worker's epochs."""
@@ -69,43 +70,42 @@ class IterableShard(IterableDataset[Any]):
         if self._in_worker:
             seed_generators(self._seed_of(epoch), self.generators)
         else:
-            self._own = [BorrowedRandomness(self._seed_of(epoch))]
+            self._own = BorrowedRandomness(self._seed_of(epoch))
         getattr(self.dataset, "set_epoch", lambda _: None)(epoch)
         return self._items()
 
     def _items(self) -> Iterator[Any]:
-        if self._in_worker:
+        if self._own is None:
             return iter(self.dataset)
-        with self._own[0].lent():
+        with self._own.lent():
             items = iter(self.dataset)
         return items if hasattr(items, "state_dict") else self._drawn(items)
 
     def _drawn(self, items: Iterator[Any]) -> Iterator[Any]:
         """Yield items with the random numbers that they are made with, which `collate` gives back."""
-        own, alike = self._own, self._alike
+        own = self._own
         try:
             while True:
-                for stream in (*own, *alike):
-                    stream.take()
+                if own is not None:
+                    own.take()
+                if self._alike is not None:
+                    self._alike.take()
                 item = next(items, _NOTHING)
                 if item is _NOTHING:
                     return
                 yield item
         finally:
-            for stream in (*alike, *own):
-                stream.give_back()
+            if self._alike is not None:
+                self._alike.give_back()
+            if own is not None:
+                own.give_back()
 
     def collate(self, items: Any) -> Any:
         """Collate items with random numbers of this rank's own."""
-        for stream in self._alike:
-            stream.give_back()
-        for stream in self._own:
-            stream.take()
-        try:
+        if self._alike is not None:
+            self._alike.give_back()
+        with nullcontext() if self._own is None else self._own.lent():
             return self._collate(items)
-        finally:
-            for stream in self._own:
-                stream.give_back()
 
 
 class StatefulShard(IterableShard):
@@ -163,14 +163,15 @@ class SplitShard(IterableShard):
         if self._is_divided is None:
             self._is_divided = workers.was_asked  # in the init function
         workers.was_asked = self._is_divided
-        self._alike = [] if self._is_divided else [BorrowedRandomness(mix("items", self._seed, epoch))]
+        self._alike = None if self._is_divided else BorrowedRandomness(mix("items", self._seed, epoch))
         items = self._drawn(_items_shown(self.dataset, workers))
         first = next(items, _NOTHING)
         if first is _NOTHING:
             return
         divides = workers.was_asked
-        while divides and self._alike:
-            self._alike.pop().give_back()
+        if divides and self._alike is not None:
+            self._alike.give_back()
+            self._alike = None
         step, place = (1, 0) if divides else (workers.count, workers.id)
         items = chain([first], items)
         # A round is read to its end before its item is given: the dataset's own position is then alike on all ranks.
