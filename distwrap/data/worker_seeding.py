@@ -63,11 +63,10 @@ class SeededIndices(Sampler[Any]):
         self._seed, self._rank, self._world_size = seed, rank, world_size
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
-        begun, world_size = self._position.next, self._world_size
+        begun = self._position.next
         epoch = begun.epoch if self._epoch is None else int(self._epoch)
-        base = batch_seed(self._seed, epoch, self._rank, world_size, 0)
         for step, indices in enumerate(self._sampler, -(-begun.start // self._items_per_step)):
-            yield (base + step * world_size) & _MASK, indices  # as batch_seed has it for this step
+            yield batch_seed(self._seed, epoch, self._rank, self._world_size, step), indices
 
     def __len__(self) -> int:
         return len(self._sampler)
