@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -48,7 +48,7 @@ class Sharding:
         endless: whether the user's class goes on over one iterator for ever, and this one has epochs in its place.
         epoch_check: of the ranks' loops.
         epoch: the epoch that begins, int64; in shared memory where workers outlive an epoch.
-        own_state: where the loop is by a dataset's or loader's own telling, while that is ahead of the loop.
+        own_state: the loop's position as the dataset or loader tells it, or why it could not, while that is ahead.
     """
 
     device: torch.device
@@ -66,7 +66,7 @@ class Sharding:
     endless: bool = False
     epoch_check: EpochCheck | None = None
     epoch: torch.Tensor | None = None
-    own_state: dict[str, Any] | None = None
+    own_state: dict[str, Any] | Exception | None = None
 
 
 class ShardedLoader(IteratorHook):
@@ -137,8 +137,10 @@ class ShardedLoader(IteratorHook):
         sharding.own_state = None
         while True:
             if sharding.own_state is None and is_ahead():
-                with suppress(AttributeError):  # a dataset that has no state before its first item
+                try:
                     sharding.own_state = copy.deepcopy(self._own_state())
+                except Exception as error:  # noqa: BLE001 - raised where somebody asks: most loops never do
+                    sharding.own_state = error
             batch = next(stream, nothing)
             move(partial(setattr, sharding, "own_state", None))
             if batch is nothing:
@@ -147,8 +149,11 @@ class ShardedLoader(IteratorHook):
 
     def _own_state(self) -> dict[str, Any] | None:
         """Return the position that a StatefulDataLoader or an iterable dataset tells itself; ``None`` of others."""
-        if self._sharding.own_state is not None:
-            return self._sharding.own_state
+        remembered = self._sharding.own_state
+        if isinstance(remembered, Exception):
+            raise remembered
+        if remembered is not None:
+            return remembered
         theirs = getattr(super(), "state_dict", None)
         if theirs is not None:
             return {"loader": theirs()}

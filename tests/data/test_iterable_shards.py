@@ -215,6 +215,22 @@ def test_a_position_that_cannot_be_told(dataset: Any, options: dict[str, Any], w
         loader_over(dataset, **options).state_dict()
 
 
+class Speechless(Resumable):
+    """Fails to tell its position."""
+
+    def state_dict(self) -> dict[str, int]:
+        return {"at": self.index}  # type: ignore[attr-defined]
+
+
+def test_a_dataset_that_fails_to_tell_its_position() -> None:
+    """Its error is raised where the position is asked for, also in lockstep, which goes on where nobody asks."""
+    loader = loader_over(Speechless(4))
+    assert list(lockstep(loader)) == [0, 1, 2, 3]
+    asking = lockstep(loader, skip=lambda item: bool(loader.state_dict()))
+    with pytest.raises(AttributeError, match="no attribute 'index'"):
+        list(asking)
+
+
 @pytest.mark.parametrize(
     ("option", "message"),
     [
