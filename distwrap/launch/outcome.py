@@ -14,6 +14,7 @@ from distwrap.decorated import find_by_name
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError, WorkerTraceback
 from distwrap.group import failures
 from distwrap.launch import transport
+from distwrap.launch.pickling import make_error
 from distwrap.launch.processes import describe_exit
 from distwrap.wording import named_ranks, print_notice
 
@@ -151,22 +152,28 @@ def to_json(error: BaseException) -> dict[str, Any]:
     """Return what `from_json` needs of an exception, with what is known of the rank that raised it.
 
     Callers on other nodes raise it in its own type where they know that type. Nothing is unpickled there, and nothing
-    is imported: only a class that is loaded already, and that is an exception, is called, with plain arguments.
+    is imported or called: a class that is loaded already, and that is an exception, gets plain arguments and
+    attributes.
     """
-    cause = error.__cause__
-    plain: list[Any] | None = None
-    with suppress(TypeError, ValueError):
-        plain = json.loads(json.dumps(error.args))
+    cause, args = error.__cause__, list(error.args)
     return {
         **{name: getattr(error, name, None) for name in _ATTRIBUTES},
         "host": getattr(error, "host", None) or socket.gethostname(),
         "type": [type(error).__module__, type(error).__qualname__],
-        "args": plain if plain == list(error.args) else None,
+        "args": args if _is_plain(args) else None,
+        "attributes": {name: value for name, value in vars(error).items() if _is_plain(value)},
         "summary": f"{type(error).__name__}: {error}",
         "is_secondary": getattr(cause, "is_secondary", False),
         "traceback": str(cause).partition("raised:\n\n")[2] if cause is not None else "",
         "time": time.time(),
     }
+
+
+def _is_plain(value: Any) -> bool:
+    """Return whether JSON gives a value back as it is."""
+    with suppress(TypeError, ValueError):
+        return bool(json.loads(json.dumps(value)) == value)
+    return False
 
 
 def from_json(message: dict[str, Any]) -> BaseException:
@@ -181,7 +188,8 @@ def from_json(message: dict[str, Any]) -> BaseException:
     error: BaseException | None = None
     if isinstance(found, type) and issubclass(found, Exception) and message["args"] is not None:
         with suppress(Exception):
-            error = found(*message["args"])
+            error = make_error(found, message["args"])
+            vars(error).update(message["attributes"])
     if error is None:
         error = WorkerError(f"on {message['host']}: {message['summary']}")
     for name in _ATTRIBUTES:

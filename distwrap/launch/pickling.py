@@ -124,18 +124,24 @@ def _reduce_error(error: BaseException) -> Any:
     pickle would call ``Error("code 3")`` for what was raised as ``Error(code=3)``.
     """
     cls = type(error)
-    builtin: Any = next(base for base in cls.__mro__ if base.__module__ == "builtins")
+    builtin = _builtin_base(cls)
     own_way = cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not builtin.__reduce__
     if cls is builtin or own_way:
         return None
     _, args, *state = list(error.__reduce__())
-    return (_make_error, (cls, builtin, args), *state)
+    return (make_error, (cls, args), *state)
 
 
-def _make_error(cls: type, builtin: Any, args: tuple[Any, ...]) -> BaseException:
+def make_error(cls: type[BaseException], args: Sequence[Any]) -> BaseException:
+    """Return an exception with the arguments that it holds; only its builtin base is called, and not its class."""
+    builtin = _builtin_base(cls)
     error: BaseException = builtin.__new__(cls, *args)
     builtin.__init__(error, *args)
     return error
+
+
+def _builtin_base(cls: type[BaseException]) -> Any:
+    return next(base for base in cls.__mro__ if base.__module__ == "builtins")
 
 
 def _reduce_class_of_caller(cls: type) -> Any:

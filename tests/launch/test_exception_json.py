@@ -16,11 +16,11 @@ class Custom(Exception):
 
 
 class Picky(Exception):
-    """One that cannot be made of its arguments."""
+    """One that takes other arguments than it holds, and has an attribute that JSON cannot hold."""
 
-    def __init__(self, what: str, *, detail: int) -> None:
-        super().__init__(what)
-        self.detail = detail
+    def __init__(self, *, detail: int) -> None:
+        super().__init__(f"detail {detail}")
+        self.detail, self.place = detail, object()
 
 
 def told(error: BaseException) -> dict[str, Any]:
@@ -30,17 +30,26 @@ def told(error: BaseException) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "error",
-    [ValueError("x"), KeyError("k", 3), Custom("a", 1), CollectiveError("c"), WorkerDiedError("d"), OSError(2, "no")],
+    [
+        ValueError("x"),
+        KeyError("k", 3),
+        Custom("a", 1),
+        Picky(detail=1),
+        CollectiveError("c"),
+        WorkerDiedError("d"),
+        OSError(2, "no"),
+    ],
 )
 def test_an_exception_comes_in_its_own_type(error: Exception) -> None:
     """One whose type is known here, and whose arguments are plain, is made again, with rank and host."""
     made = outcome.from_json(told(error))
     assert type(made) is type(error)
-    assert made.args == error.args
+    assert (made.args, str(made)) == (error.args, str(error))
+    assert getattr(made, "detail", None) == getattr(error, "detail", None)
     assert (made.rank, made.host) == (3, "n2")  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("error", [Picky("x", detail=1), ValueError(object()), KeyboardInterrupt(), SystemExit(3)])
+@pytest.mark.parametrize("error", [ValueError(object()), KeyboardInterrupt(), SystemExit(3)])
 def test_what_cannot_be_made_again_is_told_in_words(error: BaseException) -> None:
     """Others, and what is no exception to raise elsewhere, come as a WorkerError that quotes them."""
     made = outcome.from_json(told(error))
