@@ -45,8 +45,8 @@ class Logs:
         try:
             os.makedirs(folder, exist_ok=True)
             for rank in ranks:
-                for console, name in ((1, "stdout"), (2, "stderr")):
-                    self._copies.append(_Copy(os.path.join(folder, f"rank_{rank}.{name}.log"), console))
+                for console, path in _files(folder, rank):
+                    self._copies.append(_Copy(path, console))
         except OSError as error:
             self.close()
             raise OptionError(f"log_dir={folder!r} cannot be written: {error}.") from error
@@ -178,10 +178,9 @@ def copied(folder: str | None, rank: int) -> Iterator[None]:
         yield
         return
     tees, pipes = [], []
-    for console, name in ((1, "stdout"), (2, "stderr")):
+    for console, path in _files(folder, rank):
         readable, writable = os.pipe()
-        command = ["tee", "-ai", os.path.join(folder, f"rank_{rank}.{name}.log")]
-        tees.append(subprocess.Popen(command, stdin=readable, stdout=console, start_new_session=True))
+        tees.append(subprocess.Popen(["tee", "-ai", path], stdin=readable, stdout=console, start_new_session=True))
         pipes.append(writable)
         os.close(readable)
     # In a fork the caller's own may lead elsewhere, as in a notebook.
@@ -195,6 +194,12 @@ def copied(folder: str | None, rank: int) -> Iterator[None]:
         for tee in tees:
             with suppress(subprocess.TimeoutExpired):
                 tee.wait(DRAIN_SECONDS)
+
+
+def _files(folder: str, rank: int) -> Iterator[tuple[int, str]]:
+    """Yield the descriptors of standard output and error, each with the file of what a rank writes there."""
+    for console, name in ((1, "stdout"), (2, "stderr")):
+        yield console, os.path.join(folder, f"rank_{rank}.{name}.log")
 
 
 def _descriptor(stream: TextIO) -> int:
