@@ -303,4 +303,4 @@ class OtherCallers:
             rank = message["first"]  # the caller has failed, and stands for its first rank
         outcome = of_error(rank, host, 0, from_json(message), trace, message["time"])
         with suppress(OSError):
-            self._pipe.send(replace(outcome, lost_peer=message["is_secondary"]))
+            self._pipe.send(replace(outcome, is_secondary=message["is_secondary"]))

@@ -32,7 +32,7 @@ class Outcome:
         error: the pickled exception, or ``None`` after success and where the exception cannot be pickled.
         summary: the exception in one line; empty after success.
         traceback: the exception in full; empty after success and where the rank ended without a report.
-        lost_peer: whether the rank failed only because it had lost another rank; ``None`` where the summary tells.
+        is_secondary: whether the rank failed only because it had lost another rank.
     """
 
     rank: int
@@ -43,17 +43,12 @@ class Outcome:
     error: bytes | None = None
     summary: str = ""
     traceback: str = ""
-    lost_peer: bool | None = None
+    is_secondary: bool = False
 
     @property
     def failed(self) -> bool:
         """Whether the rank failed."""
         return bool(self.summary)
-
-    @property
-    def is_secondary(self) -> bool:
-        """Whether the rank failed only because it had lost another rank."""
-        return failures.is_secondary_failure(self.summary) if self.lost_peer is None else self.lost_peer
 
 
 @dataclass(frozen=True)
@@ -74,7 +69,7 @@ def failure(rank: int, error: BaseException) -> Outcome:
         step = step.tb_next  # the frames of the launcher explain nothing, where the user's code follows
     lines = traceback.format_exception(type(error), error, step or start)
     outcome = of_error(rank, socket.gethostname(), os.getpid(), error, "".join(lines))
-    return replace(outcome, lost_peer=failures.is_secondary(error))
+    return replace(outcome, is_secondary=failures.is_secondary(error))
 
 
 def death(rank: int, pid: int, exitcode: int | None, oom_kills: int | None = None, last_seen: str = "") -> Outcome:

@@ -15,6 +15,7 @@ import torch
 import distwrap as dw
 from distwrap import distributed
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError, WorkerTimeoutError
+from distwrap.group import failures
 from distwrap.launch.outcome import Outcome, death, first_cause
 from distwrap.testing import run_ranks
 from tests.limits import INTERPRETERS, SOON, slow
@@ -24,7 +25,7 @@ QUICK = ["fork", "forkserver", slow("spawn", why=INTERPRETERS)]
 
 
 def told(rank: int, moment: float, summary: str) -> Outcome:
-    return Outcome(rank, "host", 1, moment, summary=summary)
+    return Outcome(rank, "host", 1, moment, summary=summary, is_secondary=failures.is_secondary_failure(summary))
 
 
 def test_the_earliest_failure_is_the_cause() -> None:
