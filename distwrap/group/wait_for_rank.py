@@ -1,12 +1,11 @@
 """Waits of the other ranks for the work of one: as long as it takes, while that rank lives, and no longer."""
 
-import time
-
 from distwrap._internals.torch import default_store
 from distwrap.errors import CollectiveError
 from distwrap.group.collectives import gather_object
 from distwrap.group.setup import require_group
 from distwrap.group.world import current_world
+from distwrap.network.waiting import wait_until
 from distwrap.supervision.hang_report import Activity
 
 USERS_GROUP_SECONDS = 1800.0  # as torch's own limit for a collective: there nobody tells whether a rank lives
@@ -55,10 +54,6 @@ def _share_in_users_group(key: str, worker: int, result: bytes | None) -> bytes:
     if result is not None:
         store.set(key, result.hex())  # torch's stores take text
         return result
-    deadline, pause = time.monotonic() + USERS_GROUP_SECONDS, 0.0005
-    while not store.check([key]):
-        if time.monotonic() > deadline:
-            raise CollectiveError(f"{key!r} of rank {worker} did not come within {USERS_GROUP_SECONDS:.0f} s.")
-        time.sleep(pause)
-        pause = min(2 * pause, 0.02)
+    if not wait_until(lambda: store.check([key]), USERS_GROUP_SECONDS):
+        raise CollectiveError(f"{key!r} of rank {worker} did not come within {USERS_GROUP_SECONDS:.0f} s.")
     return bytes.fromhex(store.get(key).decode())
