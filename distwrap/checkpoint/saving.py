@@ -92,10 +92,7 @@ def wait_for_saves() -> None:
     Raises:
         CheckpointError: it could not be written; on every rank.
     """
-    alone = bool(current_world().part(CollectiveGuard).function)
-    _do_on_ranks(
-        current_world().part(Writer).wait, "a checkpoint written in the background", "wait for saves", alone=alone
-    )
+    _do_on_ranks(current_world().part(Writer).wait, "a checkpoint written in the background", "wait for saves")
 
 
 def load(
@@ -192,8 +189,7 @@ def _save_file(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, ba
             writer.wait()  # a later state must not be overtaken by an earlier one
             write(plain_state, place)
 
-    alone = bool(current_world().part(CollectiveGuard).function)
-    _do_on_ranks(work, f"the checkpoint {path}", f"save {path}", alone=alone)
+    _do_on_ranks(work, f"the checkpoint {path}", f"save {path}")
 
 
 def _save_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO) -> None:
@@ -220,17 +216,16 @@ def _save_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO) -> N
     _do_on_ranks(finish, what, name)
 
 
-def _do_on_ranks(
-    work: Callable[[], object], what: str, name: str, workers: Sequence[int] = (0,), *, alone: bool = False
-) -> None:
+def _do_on_ranks(work: Callable[[], object], what: str, name: str, workers: Sequence[int] = (0,)) -> None:
     """Do some work on some ranks, and raise a failure of one of them on every rank.
+
+    Where only some ranks are, as in `rank_zero_only`, the others learn of nothing.
 
     Args:
         work: writes something.
         what: is written, for the error.
         name: of the work, alike on every rank. The ranks meet in calls of one line and one name.
         workers: the ranks that do it.
-        alone: whether this rank has called without the others, which then learn of nothing.
 
     Raises:
         CheckpointError: names the rank and the host; or this rank's name has its rank in it.
@@ -247,13 +242,12 @@ def _do_on_ranks(
             problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
             cause = error
     for worker in workers:
-        its_name, its_host, its_problem = name, host, problem
-        if not alone:
+        its_host, its_problem = host, problem
+        if not current_world().part(CollectiveGuard).function:
             mine = json.dumps([name, host, problem]).encode() if rank == worker else None
-            its_name, its_host, its_problem = _told_by(worker, mine, name, activity.site)
-            while its_name != name:  # which that rank has saved alone
-                _refuse_own_name(rank, name, worker, its_name)
-                its_name, its_host, its_problem = _told_by(worker, mine, name, activity.site)
+            while (told := _told_by(worker, mine, name, activity.site))[0] != name:  # which that rank has saved alone
+                _refuse_own_name(rank, name, worker, told[0])
+            _, its_host, its_problem = told
         if cause is not None and not isinstance(cause, Exception):
             raise cause
         if its_problem:
