@@ -238,7 +238,7 @@ def _as_it_was() -> Iterator[None]:
     environ = dict(os.environ)
     # A store of each round's own, so that a rank never reads what an earlier round has left.
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
-    os.environ.setdefault("PYTHONHASHSEED", ONE_HASH)
+    os.environ.update({**ONE_HASH, **os.environ})
     levels = {name: logging.getLogger(name).level for name in _loggers()}
     try:
         with preserved():  # the agents number themselves at random

@@ -97,7 +97,7 @@ class ForkServer:
         self._process = subprocess.Popen(
             python_command(f"from distwrap.launch.server import main; main({theirs.fileno()})"),
             pass_fds=(theirs.fileno(),),
-            env={"PYTHONHASHSEED": ONE_HASH, **os.environ},  # for the ranks of several nodes
+            env={**ONE_HASH, **os.environ},  # for the ranks of several nodes
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             start_new_session=True,

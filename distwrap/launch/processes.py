@@ -16,7 +16,8 @@ from multiprocessing.connection import Connection, Pipe
 from distwrap._internals.python import interpreter_flags
 from distwrap.launch.logs import Streams
 
-ONE_HASH = "0"  # for ranks that are fresh interpreters: a set of strings has one order on all of them
+# For ranks that are fresh interpreters: a set of strings has one order on all of them.
+ONE_HASH = {"PYTHONHASHSEED": "0"}
 
 _HINTS = {
     signal.SIGKILL: "most likely for want of memory, if nobody killed it by hand",
@@ -67,7 +68,7 @@ class CommandProcess(Process):
     Args:
         rank: the rank.
         command: makes the command line, given the descriptor of the far end of the connection.
-        env: its environment; by default this process's.
+        env: its environment; by default this process's, and `ONE_HASH`.
         directory: its working directory; by default this process's.
         streams: its standard output and error; by default this process's.
     """
@@ -82,7 +83,7 @@ class CommandProcess(Process):
     ) -> None:
         self.rank = rank
         if env is None:
-            env = {"PYTHONHASHSEED": ONE_HASH, **os.environ}
+            env = {**ONE_HASH, **os.environ}
         self.conn, theirs = Pipe()
         fd = theirs.fileno()
         stdout, stderr = streams or (None, None)
