@@ -61,7 +61,7 @@ class Writer(RunPart):
             raise error
 
     def close(self) -> None:
-        """Wait without raising an error: it ends the program, where nobody has waited for it."""
+        """Wait without raising an error; one of which nobody has been told makes the program end with it."""
         if self._thread is not None:
             self._thread.join()
         if self._error is None:

@@ -58,7 +58,7 @@ def write_atomically(path: Path, write: Callable[[Path], None], before: Callable
 
 
 def put_folder(temporary: Path, path: Path) -> None:
-    """Give a complete folder its name; a folder that had the name stays as `previous_of` until then.
+    """Give a complete folder its name; a folder that had the name stays as `_previous` until then.
 
     Raises:
         CheckpointError: the folder that has the name is no checkpoint of this format.
@@ -69,7 +69,7 @@ def put_folder(temporary: Path, path: Path) -> None:
     for file in temporary.rglob("*"):
         _sync(file)
     _sync(temporary)
-    previous = previous_of(path)
+    previous = _previous(path)
     if path.exists():
         shutil.rmtree(previous, ignore_errors=True)
         os.rename(path, previous)
@@ -78,14 +78,14 @@ def put_folder(temporary: Path, path: Path) -> None:
     shutil.rmtree(previous, ignore_errors=True)
 
 
-def previous_of(path: Path) -> Path:
+def _previous(path: Path) -> Path:
     """Return where a folder is for the moment in which its successor takes its name."""
     return path.parent / f".{path.name}.previous"
 
 
 def found(path: Path) -> Path:
     """Return where what was last written to a path lies: its folder may have been about to take its name."""
-    previous = previous_of(Path(os.path.realpath(path)))
+    previous = _previous(Path(os.path.realpath(path)))
     return previous if not path.exists() and previous.exists() else path
 
 

@@ -39,7 +39,6 @@ _OF_ANOTHER = re.compile(
 # What torch says when not all ranks came to a collective in time.
 _TIMEOUTS = ("Timed out waiting", "wait timeout after", "monitoredBarrier", "Timeout waiting for key")
 
-
 # Where Python reads what a loader's worker sends.
 _PIPES = tuple(os.path.join("multiprocessing", file) for file in ("connection.py", "reduction.py"))
 

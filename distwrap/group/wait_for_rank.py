@@ -15,8 +15,8 @@ def share_result(name: str, worker: int, result: bytes | None, *, turn: str | No
     """Return the result of one rank's work, on every rank that waits for it.
 
     This is no collective, and no time limit applies: the other ranks look for the result on the side channel, and raise
-    an error at once when the working rank ends. In a group that the user made there is no side channel, and the store
-    in which its ranks met is used instead.
+    an error at once when the working rank ends. In a group that the user made there is no side channel: there they look
+    into the store in which its ranks met, for `USERS_GROUP_SECONDS`.
 
     Args:
         name: of the work, for the hang report.
@@ -26,7 +26,7 @@ def share_result(name: str, worker: int, result: bytes | None, *, turn: str | No
 
     Raises:
         WorkerDiedError: the rank that works died.
-        CollectiveError: it left the function without doing it.
+        CollectiveError: it left the function without doing it, or in the user's group was not done in time.
     """
     world = current_world()
     if world.placement.world_size == 1:

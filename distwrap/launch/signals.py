@@ -69,7 +69,7 @@ class PassedOn:
         self._unheeded = any(-number in codes for number in self._heard)
 
 
-def end_in_one_line(interrupt: KeyboardInterrupt) -> None:
+def end_in_one_line(interrupt: BaseException) -> None:
     """Let Python say in one line that a Ctrl-C has ended the program, if nobody catches the exception.
 
     Its traceback would only show how this process waited for the ranks.

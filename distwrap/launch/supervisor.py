@@ -60,7 +60,7 @@ def supervise(
             raise _timed_out(late, seconds, met)
     except BaseException as error:
         by_hand = isinstance(error, KeyboardInterrupt) and not hasattr(error, "rank")  # else a rank has raised it
-        if isinstance(error, KeyboardInterrupt) and by_hand:
+        if by_hand:
             end_in_one_line(error)
         try:
             if met.others is not None and not by_hand:  # a Ctrl-C first ends the ranks here
