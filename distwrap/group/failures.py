@@ -48,17 +48,17 @@ def is_secondary(error: BaseException) -> bool:
 
     Only torch's own words count, and those of our errors. What is raised while such an error is handled follows too.
     """
-    if is_secondary_failure(in_words(error)) and (isinstance(error, DistwrapError) or _is_torchs(error)):
+    if words_are_secondary(in_words(error)) and (isinstance(error, DistwrapError) or _is_torchs(error)):
         return True
     earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
     return earlier is not None and not isinstance(error, DistwrapError) and is_secondary(earlier)
 
 
-def is_secondary_failure(summary: str) -> bool:
+def words_are_secondary(words: str) -> bool:
     """Return whether the words of an error of torch's, or of ours, tell of a lost peer or another rank's failure."""
-    if _OF_ANOTHER.match(summary):
+    if _OF_ANOTHER.match(words):
         return True
-    return not summary.startswith("distwrap.") and any(words in summary for words in _LOST_PEER)
+    return not words.startswith("distwrap.") and any(lost in words for lost in _LOST_PEER)
 
 
 def explained(error: BaseException) -> BaseException:
@@ -86,7 +86,7 @@ def explained(error: BaseException) -> BaseException:
             f"{channel.reporter.ask_all()}\nEvery rank must call the same collectives in the same order. For work of "
             f"one rank that takes longer use rank_zero_first() or rank_zero_only(broadcast=True), or raise timeout=."
         )
-    elif is_secondary_failure(text) and not channel.supervised:
+    elif words_are_secondary(text) and not channel.supervised:
         first = channel.failures.wait_for_cause(FIRST_FAILURE_SECONDS)
         if first is None:
             return error
@@ -131,7 +131,7 @@ def tell(error: BaseException) -> None:
 def in_words(error: BaseException) -> str:
     """Return an exception as Python prints it: our own types with their module.
 
-    `is_secondary_failure` knows them by it.
+    `words_are_secondary` knows them by it.
     """
     return "".join(traceback.format_exception_only(type(error), error)).strip() or type(error).__name__
 

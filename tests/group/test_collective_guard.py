@@ -197,4 +197,4 @@ def test_a_collective_in_rank_zero_first() -> None:
 )
 def test_the_word_of_another_ranks_failure_is_no_first_cause(words: str, echo: bool) -> None:
     """What a rank raises only because another has failed gives way to that one's own error, whichever comes first."""
-    assert failures.is_secondary_failure(words) is echo
+    assert failures.words_are_secondary(words) is echo

@@ -25,7 +25,7 @@ QUICK = ["fork", "forkserver", slow("spawn", why=INTERPRETERS)]
 
 
 def told(rank: int, moment: float, summary: str) -> Outcome:
-    return Outcome(rank, "host", 1, moment, summary=summary, is_secondary=failures.is_secondary_failure(summary))
+    return Outcome(rank, "host", 1, moment, summary=summary, is_secondary=failures.words_are_secondary(summary))
 
 
 def test_the_earliest_failure_is_the_cause() -> None:
