@@ -122,7 +122,7 @@ class WeightExchange(Exchange[W]):
         self._places = {id(parameter): place for place, parameter in enumerate(self.weights.parameters)}
         self._stepped: frozenset[int] = frozenset()  # the places of the weights that have changed in this step
         self._usual = frozenset(self._places.values())  # and in the one before
-        self._latest = 0  # the id of the optimizer that began a step last
+        self._latest, self._held = 0, self._stepped  # the id of the optimizer that began to step last, and its places
         self._by_hand, self._seen = 0, ""
         self._comparison: Comparison | None = None
         if world.channel is not None:
@@ -162,9 +162,10 @@ class WeightExchange(Exchange[W]):
 
     def before(self, optimizer: Optimizer) -> None:
         """Act before any optimizer's step."""
-        held = self._held_by(optimizer)
+        keys = parameters_of(optimizer) if self.model is not None else ()
+        held = frozenset(self._places[key] for key in keys if key in self._places)
         if held:
-            self._latest = id(optimizer)
+            self._latest, self._held = id(optimizer), held
         if not self._stepped.isdisjoint(held):
             self._end_step()
         if held and not self._stepped and self.steps >= self.algorithm.warmup_steps:
@@ -177,19 +178,13 @@ class WeightExchange(Exchange[W]):
 
     def after(self, optimizer: Optimizer) -> None:
         """Act after any optimizer's step."""
-        held = self._held_by(optimizer)
-        if not held or self._latest != id(optimizer):  # the latter has stepped by another one, which was counted
+        if self._latest != id(optimizer):  # it holds no weights, or has stepped by another one, which was counted
             return
-        self._stepped, self._by_hand, self._seen = self._stepped | held, 0, ""
+        self._latest = 0
+        self._stepped, self._by_hand, self._seen = self._stepped | self._held, 0, ""
         self.alike = self.alike and self.steps < self.algorithm.warmup_steps
         if self._stepped >= self._usual:
             self._end_step()
-
-    def _held_by(self, optimizer: Optimizer) -> frozenset[int]:
-        """Return the places of the weights that an optimizer holds."""
-        if self.model is None:
-            return frozenset()
-        return frozenset(self._places[key] for key in parameters_of(optimizer) if key in self._places)
 
     def _end_step(self) -> None:
         self._usual, self._stepped = self._stepped, frozenset()
