@@ -124,7 +124,7 @@ class WeightExchange(Exchange[W]):
         self._usual = frozenset(self._places.values())  # and in the one before
         self._latest, self._held = 0, self._stepped  # the id of the optimizer that began to step last, and its places
         self._by_hand, self._seen = 0, ""
-        self._comparison: Comparison | None = None
+        self._comparison: Comparison[str] | None = None
         if world.channel is not None:
             key, processor = f"exchange {world.count('exchange of weights')}", world.part(Drift).processor
             everybody = list(range(self.world_size))
@@ -200,7 +200,7 @@ class WeightExchange(Exchange[W]):
         if self._comparison is not None:
             self._comparison.tell(position, held)
 
-    def _apart(self, position: str, difference: str, agreed: str) -> str:
+    def _apart(self, position: str, difference: str, agreed: str | None) -> str:
         return (
             f"rank {self.rank}: {position} the ranks do not hold the same weights of {self._kind}, from which "
             f"{type(self.algorithm).__name__} goes on: {difference}. What is loaded, or set by hand, must be the same "

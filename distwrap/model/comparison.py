@@ -9,6 +9,7 @@ import json
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Generic, TypeVar
 
 import torch
 
@@ -20,20 +21,22 @@ from distwrap.supervision.channel import Channel
 _KEPT = 4  # looks whose marks are still known
 _TRIES = 4  # after which a rank that has not come to a position will not
 
+P = TypeVar("P")  # a position: its string is the same on ranks that have come equally far, and on no others
+
 
 @dataclass
-class Look:
+class Look(Generic[P]):
     """This rank's tensors at one position.
 
     Attributes:
-        position: the same on ranks that have come equally far.
+        position: to which the rank has come.
         held: the tensors, until they are told.
         numbers: those of `in_sync.numbers_of`, on the tensors' device.
         marks: what is told.
         tries: how often another rank's were not there yet.
     """
 
-    position: str
+    position: P
     held: list[Held]
     numbers: torch.Tensor = field(init=False)
     marks: list[Mark] | None = None
@@ -43,7 +46,7 @@ class Look:
         self.numbers = in_sync.numbers_of(self.held)
 
 
-class Comparison:
+class Comparison(Generic[P]):
     """One set of tensors on this rank, compared with those of other ranks.
 
     Args:
@@ -62,24 +65,24 @@ class Comparison:
         rank: int,
         ranks: list[int],
         processor: str,
-        explain: Callable[[str, str, str], str],
+        explain: Callable[[P, str, P | None], str],
     ) -> None:
         self._channel, self._key, self._rank, self._ranks = channel, f"alike/{key}", rank, ranks
         self._processor, self._explain = processor, explain
-        self._open: list[Look] = []
-        self._told: list[Look] = []
-        self._agreed = ""
+        self._open: list[Look[P]] = []
+        self._told: list[Look[P]] = []
+        self._agreed: P | None = None
         channel.work.serve(f"{self._key}/{rank}", self._packed)
 
     def __bool__(self) -> bool:
         """Return whether there is something left to tell or to compare."""
         return bool(self._open)
 
-    def look(self, position: str, held: list[Held]) -> None:
+    def look(self, position: P, held: list[Held]) -> None:
         """Look at tensors now, without waiting for their device; `advance` tells of them."""
         self._open.append(Look(position, held))
 
-    def tell(self, position: str, held: list[Held]) -> None:
+    def tell(self, position: P, held: list[Held]) -> None:
         """Look at tensors, and tell of them at once."""
         if position not in [look.position for look in self._told]:
             self.look(position, held)
@@ -115,14 +118,14 @@ class Comparison:
         """Leave uncompared what is not compared yet."""
         self._open.clear()
 
-    def _tell(self, look: Look) -> None:
+    def _tell(self, look: Look[P]) -> None:
         look.marks, look.held = in_sync.marks(look.held, look.numbers), []
         self._told = [*self._told[1 - _KEPT :], look]
-        digests = {told.position: _digest(told.marks) for told in self._told}
+        digests = {str(told.position): _digest(told.marks) for told in self._told}
         self._channel.note(f"{self._key}/{self._rank}", json.dumps([self._processor, digests]))
 
     def _packed(self, request: object, waited: float) -> bytes:
-        return zlib.compress(json.dumps({look.position: look.marks for look in self._told}).encode())
+        return zlib.compress(json.dumps({str(look.position): look.marks for look in self._told}).encode())
 
     def _told_by(self, rank: int) -> tuple[str, dict[str, str]]:
         """Return what a rank computes on, and the digests that it has told last."""
@@ -130,12 +133,13 @@ class Comparison:
         processor, digests = json.loads(note) if note else ("", {})
         return processor, digests
 
-    def _compare(self, look: Look, other: int) -> bool:
+    def _compare(self, look: Look[P], other: int) -> bool:
         """Compare a look with another rank's; return whether that was there."""
         processor, digests = self._told_by(other)
-        if look.position not in digests:
+        digest = digests.get(str(look.position))
+        if digest is None:
             return False
-        if digests[look.position] != _digest(look.marks):
+        if digest != _digest(look.marks):
             marks = {rank: found for rank in self._ranks if (found := self._marks_of(rank, look)) is not None}
             exact = processor == self._processor
             difference = in_sync.first_difference(list(marks.values()), exact=exact, ranks=list(marks))
@@ -148,13 +152,13 @@ class Comparison:
         self._agreed = look.position
         return True
 
-    def _marks_of(self, rank: int, look: Look) -> list[Mark] | None:
+    def _marks_of(self, rank: int, look: Look[P]) -> list[Mark] | None:
         if rank == self._rank:
             return look.marks
-        if look.position not in self._told_by(rank)[1]:
+        if str(look.position) not in self._told_by(rank)[1]:
             return None
         packed = self._channel.work.ask(f"{self._key}/{rank}", rank)
-        found: list[Mark] | None = json.loads(zlib.decompress(packed)).get(look.position)
+        found: list[Mark] | None = json.loads(zlib.decompress(packed)).get(str(look.position))
         return found
 
 

@@ -20,108 +20,13 @@ from distwrap._internals.torch import version_of
 from distwrap.devices.kinds import kind_of
 from distwrap.group.world import RunPart, World
 from distwrap.model import in_sync
-from distwrap.model.comparison import Comparison
 from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model
+from distwrap.model.watch import SHARE, Watch, is_power_of_two
 from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
 from distwrap.seeding import mix
 
-_SHARE = 0.001  # of the time, which looks may take after the first few
 _FREE_PAUSES = 8  # which may take any time
-_MOST = 2**20  # averages from one look to the next
-
-
-class Watch:
-    """Watch over tensors that are trained on several ranks; it decides when to look at them.
-
-    Args:
-        drift: of the run.
-        name: of the tensors, for messages.
-        key: of the tensors on the side channel, alike on all ranks.
-        ranks: that train them together.
-
-    Attributes:
-        averages: how many averages of their gradients have begun, or steps where nothing tells of averages.
-    """
-
-    unit = "averages of gradients"
-    way_out = ""
-
-    def __init__(self, drift: "Drift", name: str, key: str, ranks: list[int]) -> None:
-        self._drift, self.name = drift, name
-        channel = drift.world.channel
-        assert channel is not None
-        self.comparison = Comparison(channel, key, drift.rank, ranks, drift.processor, self._message)
-        self._spent = 0.0
-        self._looks, self._era = 0, -1
-        self.begin_era()
-
-    def begin_era(self) -> None:
-        """Count anew from here, where ranks that took different numbers of averages are together again."""
-        self._era, self.averages, self._due, self._every = self._era + 1, 0, 2, 1
-        self._began = time.monotonic()
-        self.comparison.forget()
-
-    def average(self) -> None:
-        """Count an average that begins now, in which all ranks use the same weights."""
-        self.averages += 1
-        if self.averages >= self._due:
-            self._look_around()
-
-    def end(self) -> None:
-        """Look once more, as the run ends or a call in it."""
-
-    def held(self) -> list[Held]:
-        """Return the tensors."""
-        raise NotImplementedError
-
-    def _position(self) -> str:
-        return f"{self._era}/{self.averages - 1}"
-
-    def _look_around(self) -> None:
-        began = time.monotonic()
-        self.comparison.advance()
-        position = self.averages - 1
-        time_to_spend = _SHARE * (began - self._began) * self._looks / position
-        while self._every < _MOST and self._spent > time_to_spend * self._every:
-            self._every *= 2
-        if _is_power_of_two(position) or position % self._every == 0:
-            self._looks += 1
-            self.comparison.look(self._position(), self.held())
-        power, multiple = 1 << position.bit_length(), (position // self._every + 1) * self._every
-        self._due = self.averages + 1 if self.comparison else min(power, multiple) + 1
-        self._spent += time.monotonic() - began
-
-    def _message(self, position: str, difference: str, agreed: str) -> str:
-        last = f" They last agreed {self._in_words(agreed)}." if agreed else ""
-        if "learning rate" in difference:
-            cause = (
-                "A scheduler that looks at a metric must see the same one on every rank, as "
-                "scheduler.step(distwrap.mean(loss, count))."
-            )
-        elif "by hand" in position or not self.averages:
-            cause = (
-                "Weights that are updated by hand, from autograd.grad or func.grad or in a hook, go past DDP: average "
-                "each gradient before, by distwrap.reduce(gradient, 'mean')."
-            )
-        else:
-            cause = (
-                "Every rank must start alike (wrap_model() sees to it), average the gradients of all that it trains "
-                "(what is outside of a wrapped model, or came into it later, is not), and take the same steps with "
-                "the same learning rate."
-            )
-        return (
-            f"rank {self._drift.rank}: {self._in_words(position)} the ranks do not hold the same weights of "
-            f"{self.name}: {difference}.{last} {cause}{self.way_out}"
-        )
-
-    def _in_words(self, position: str) -> str:
-        where, _, rest = position.partition(" ")
-        if rest.startswith("end"):
-            return "at the end"
-        if rest.startswith("by hand") or where.endswith("/-1"):
-            return f"after {rest.rpartition(' ')[2]} updates by hand"
-        return f"after {where.partition('/')[2]} {self.unit}"
 
 
 class ModelWatch(Watch):
@@ -181,8 +86,8 @@ class ModelWatch(Watch):
             self._by_hand += 1
             if self.comparison:
                 self.comparison.advance()
-            if _is_power_of_two(self._by_hand):
-                self.comparison.tell(f"{self._position()} by hand {self._hands()}", self.held())
+            if is_power_of_two(self._by_hand):
+                self._tell("by hand", self._by_hand, self._drift.averages)
         self._last_seen = seen
 
     def pause(self) -> None:
@@ -192,12 +97,12 @@ class ModelWatch(Watch):
         began = time.monotonic()
         cost = self._spent / max(1, self._looks)
         moved = self.averages or self._by_hand
-        if moved and (self._pauses < _FREE_PAUSES or cost < _SHARE * (began - self._paused_at)):
+        if moved and (self._pauses < _FREE_PAUSES or cost < SHARE * (began - self._paused_at)):
             self._pauses, self._paused_at = self._pauses + 1, began
             if not self.averages:  # no step will compare what was told before
                 self.comparison.advance()
             change = self._version_now() - self._version
-            self.comparison.tell(f"{self._position()} paused, {change}, {self._uneven()}, {self._hands()}", self.held())
+            self._tell("paused", self._by_hand, change, self._uneven(), self._drift.averages)
             self._due = self.averages + 1
 
     def end(self) -> None:
@@ -214,7 +119,7 @@ class ModelWatch(Watch):
         gone = self._model() is None
         if not (gone and self._strategy is not None and self._strategy.shards):
             self._stepped.clear()  # some are gone by now, on some ranks
-            self.comparison.tell(f"{self._position()} end, {how}, {self._uneven()}", self.held())
+            self._tell("end", 0, how, self._uneven())
         if gone:
             self._inner = self._sentinel = None
 
@@ -244,10 +149,6 @@ class ModelWatch(Watch):
         """Return those of some optimizers that hold parameters of the model."""
         own = set(map(id, self._net.parameters() if self._net is not None else ()))
         return [optimizer for optimizer in optimizers if not own.isdisjoint(parameters_of(optimizer))]
-
-    def _hands(self) -> str:
-        """Return how often weights may have changed by hand, and when, as the averages of all models tell."""
-        return f"{sum(watch.averages for watch in self._drift.watches)} {self._by_hand}"
 
     def _version_now(self) -> int:
         return 0 if self._sentinel is None else version_of(self._sentinel)
@@ -285,7 +186,7 @@ class OutsiderWatch(Watch):
     def end(self) -> None:
         """Look once more, where the optimizer is still there."""
         if self.optimizer() is not None:
-            self.comparison.tell(f"{self._position()} end", self.held())
+            self._tell("end", 0)
 
 
 class Drift(RunPart):
@@ -309,6 +210,11 @@ class Drift(RunPart):
     def processor(self) -> str:
         """Name of what this rank computes on."""
         return kind_of(self.world.device).processor(self.world.device)
+
+    @property
+    def averages(self) -> int:
+        """Number of averages of all models, which tells when an update by hand was."""
+        return sum(watch.averages for watch in self.watches)
 
     def watch(self, model: nn.Module, ranks: list[int], *, by_steps: bool = False) -> ModelWatch | None:
         """Watch over a wrapped model from now on; ``None`` where there is no rank to compare with, or no side channel.
@@ -380,7 +286,3 @@ def _learning_rates(optimizers: list[Optimizer]) -> list[Held]:
         for number, group in enumerate(optimizer.param_groups)
         if (rate := group.get("lr")) is not None
     ]
-
-
-def _is_power_of_two(number: int) -> bool:
-    return number > 0 and number & (number - 1) == 0

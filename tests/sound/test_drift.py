@@ -557,7 +557,7 @@ def compared_late() -> None:
     """Rank 0 forgets what it had while rank 1 asks for it."""
     world = current_world()
     channel: Any = world.channel
-    comparison = Comparison(channel, "late", dw.rank(), [0, 1], "cpu", lambda *parts: " ".join(parts))
+    comparison = Comparison(channel, "late", dw.rank(), [0, 1], "cpu", lambda *parts: " ".join(map(str, parts)))
     comparison.tell("first", [Held("weight", "", float(dw.rank()))])
     dw.barrier()
     if dw.rank() == 0:
