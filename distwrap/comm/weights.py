@@ -26,7 +26,6 @@ from distwrap.errors import ModelError
 from distwrap.group.world import World, active_world
 from distwrap.model.comparison import Comparison
 from distwrap.model.distributed import DistributedModel
-from distwrap.model.drift import Drift
 from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import parameters_of
@@ -126,9 +125,8 @@ class WeightExchange(Exchange[W]):
         self._by_hand, self._seen = 0, ""
         self._comparison: Comparison[str] | None = None
         if world.channel is not None:
-            key, processor = f"exchange {world.count('exchange of weights')}", world.part(Drift).processor
-            everybody = list(range(self.world_size))
-            self._comparison = Comparison(world.channel, key, self.rank, everybody, processor, self._apart)
+            key, everybody = f"exchange {world.count('exchange of weights')}", list(range(self.world_size))
+            self._comparison = Comparison(world, key, everybody, self._apart)
         hook = WeakMethod(self._on_gradient)
         self._handles: list[Any] = [
             net.register_load_state_dict_post_hook(_after_load),  # type: ignore[no-untyped-call]

@@ -9,17 +9,19 @@ import json
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
+from weakref import WeakValueDictionary
 
 import torch
 
+from distwrap.devices.kinds import kind_of
 from distwrap.errors import ModelError
+from distwrap.group.world import RunPart, World
 from distwrap.model import in_sync
 from distwrap.model.in_sync import Held, Mark
-from distwrap.supervision.channel import Channel
 
 _KEPT = 4  # looks whose marks are still known
-_TRIES = 4  # after which a rank that has not come to a position will not
+TRIES = 4  # after which a rank that has not come to a position will not
 
 P = TypeVar("P")  # a position: its string is the same on ranks that have come equally far, and on no others
 
@@ -50,29 +52,20 @@ class Comparison(Generic[P]):
     """One set of tensors on this rank, compared with those of other ranks.
 
     Args:
-        channel: over which ranks tell each other.
-        key: of these tensors there, alike on all ranks.
-        rank: this one.
+        world: of the run.
+        key: of these tensors on the side channel, alike on all ranks.
         ranks: which hold the tensors; the first is the one with which the others compare.
-        processor: what this rank computes on; between different ones the last bits of weights may differ.
         explain: makes the error's message of a position, a difference and the last position at which they agreed.
     """
 
-    def __init__(
-        self,
-        channel: Channel,
-        key: str,
-        rank: int,
-        ranks: list[int],
-        processor: str,
-        explain: Callable[[P, str, P | None], str],
-    ) -> None:
-        self._channel, self._key, self._rank, self._ranks = channel, f"alike/{key}", rank, ranks
-        self._processor, self._explain = processor, explain
+    def __init__(self, world: World, key: str, ranks: list[int], explain: Callable[[P, str, P | None], str]) -> None:
+        run = world.part(Comparisons)
+        self._channel, self._rank, self._processor = run.channel, run.rank, run.processor
+        self._key, self._ranks, self._explain = key, ranks, explain
         self._open: list[Look[P]] = []
         self._told: list[Look[P]] = []
         self._agreed: P | None = None
-        channel.work.serve(f"{self._key}/{rank}", self._packed)
+        run.by_key[key] = self
 
     def __bool__(self) -> bool:
         """Return whether there is something left to tell or to compare."""
@@ -99,7 +92,7 @@ class Comparison(Generic[P]):
                 self._tell(look)
                 continue
             look.tries += 1
-            if self._rank == self._ranks[0] or self._compare(look, self._ranks[0]) or look.tries >= _TRIES:
+            if self._rank == self._ranks[0] or self._compare(look, self._ranks[0]) or look.tries >= TRIES:
                 self._open.remove(look)
 
     def finish(self) -> None:
@@ -118,18 +111,19 @@ class Comparison(Generic[P]):
         """Leave uncompared what is not compared yet."""
         self._open.clear()
 
+    def told(self) -> dict[str, list[Mark] | None]:
+        """Return the marks of the latest looks, by their positions; runs in the channel's thread."""
+        return {str(look.position): look.marks for look in self._told}
+
     def _tell(self, look: Look[P]) -> None:
         look.marks, look.held = in_sync.marks(look.held, look.numbers), []
         self._told = [*self._told[1 - _KEPT :], look]
         digests = {str(told.position): _digest(told.marks) for told in self._told}
-        self._channel.note(f"{self._key}/{self._rank}", json.dumps([self._processor, digests]))
-
-    def _packed(self, request: object, waited: float) -> bytes:
-        return zlib.compress(json.dumps({str(look.position): look.marks for look in self._told}).encode())
+        self._channel.note(f"alike/{self._key}/{self._rank}", json.dumps([self._processor, digests]))
 
     def _told_by(self, rank: int) -> tuple[str, dict[str, str]]:
         """Return what a rank computes on, and the digests that it has told last."""
-        note = self._channel.noted(f"{self._key}/{rank}")
+        note = self._channel.noted(f"alike/{self._key}/{rank}")
         processor, digests = json.loads(note) if note else ("", {})
         return processor, digests
 
@@ -157,9 +151,33 @@ class Comparison(Generic[P]):
             return look.marks
         if str(look.position) not in self._told_by(rank)[1]:
             return None
-        packed = self._channel.work.ask(f"{self._key}/{rank}", rank)
-        found: list[Mark] | None = json.loads(zlib.decompress(packed)).get(str(look.position))
+        packed = self._channel.work.ask(f"alike/{rank}", rank, self._key)
+        found: list[Mark] | None = json.loads(zlib.decompress(packed)).get(self._key, {}).get(str(look.position))
         return found
+
+
+class Comparisons(RunPart):
+    """The comparisons of a run on one rank, of which its channel's thread tells the marks to ranks that ask.
+
+    Attributes:
+        channel: over which ranks tell each other.
+        rank: this one.
+        processor: what it computes on; between different ones the last bits of weights may differ.
+        by_key: the comparisons that somebody holds.
+    """
+
+    def __init__(self, world: World) -> None:
+        assert world.channel is not None
+        self.channel, self.rank = world.channel, world.placement.rank
+        self.processor = kind_of(world.device).processor(world.device)
+        self.by_key: WeakValueDictionary[str, Comparison[Any]] = WeakValueDictionary()
+        self.channel.work.serve(f"alike/{self.rank}", self._packed)
+
+    def _packed(self, key: str | None, waited: float) -> bytes:
+        """Return the marks of one comparison, if somebody holds it; as this rank leaves, of all."""
+        found = {each: self.by_key.get(each) for each in ([key] if key is not None else list(self.by_key))}
+        marks = {each: comparison.told() for each, comparison in found.items() if comparison is not None}
+        return zlib.compress(json.dumps(marks).encode())
 
 
 def _digest(marks: list[Mark] | None) -> str:

@@ -9,15 +9,13 @@ and at the end of the run, ranks are compared that have come to the same one.
 
 import time
 import weakref
-from collections import Counter
-from functools import cached_property
-from itertools import zip_longest
+from collections import Counter, deque
+from itertools import chain, zip_longest
 
 from torch import nn
 from torch.optim.optimizer import Optimizer
 
 from distwrap._internals.torch import version_of
-from distwrap.devices.kinds import kind_of
 from distwrap.group.world import RunPart, World
 from distwrap.model import in_sync
 from distwrap.model.in_sync import Held
@@ -27,6 +25,7 @@ from distwrap.model.wrapped_models import WrappedModels, bound_strategy, paramet
 from distwrap.seeding import mix
 
 _FREE_PAUSES = 8  # which may take any time
+_WRAPS = 8  # after which a model that is gone has been compared, and is forgotten
 
 
 class ModelWatch(Watch):
@@ -54,8 +53,8 @@ class ModelWatch(Watch):
         self._stepped: dict[int, weakref.ref[Optimizer]] = {}  # since the last average
         self._by_hand = self._pauses = 0
         self._paused_at = 0.0
-        self._by_steps = by_steps
-        super().__init__(drift, name, key, ranks)
+        self._by_steps, self._drift = by_steps, drift
+        super().__init__(drift.world, name, key, ranks)
 
     def average(self) -> None:
         """Count an average that begins now, in which all ranks use the same weights."""
@@ -92,7 +91,7 @@ class ModelWatch(Watch):
 
     def pause(self) -> None:
         """Look as training pauses, in ``eval()`` or before a checkpoint; it is compared later."""
-        if self._model() is None:
+        if self.is_gone:
             return
         began = time.monotonic()
         cost = self._spent / max(1, self._looks)
@@ -116,11 +115,10 @@ class ModelWatch(Watch):
         change = self._version_now() - self._version
         usual = "as ever" if change in self._changes else "changed since"
         how = usual if self.averages > 2 else f"{change} changes"
-        gone = self._model() is None
-        if not (gone and self._strategy is not None and self._strategy.shards):
+        if not (self.is_gone and self._strategy is not None and self._strategy.shards):
             self._stepped.clear()  # some are gone by now, on some ranks
             self._tell("end", 0, how, self._uneven())
-        if gone:
+        if self.is_gone:
             self._inner = self._sentinel = None
 
     def held(self) -> list[Held]:
@@ -139,6 +137,11 @@ class ModelWatch(Watch):
             if id(tensor) not in known and tensor.grad is not None
         ]
         return [*_learning_rates(optimizers), *weights, *strangers]
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether nobody holds the wrapped model any more."""
+        return self._model() is None
 
     @property
     def _net(self) -> nn.Module | None:
@@ -167,8 +170,8 @@ class OutsiderWatch(Watch):
     way_out = " If it is each rank's own on purpose, say wrap_optimizer(optimizer, apart=True)."
 
     def __init__(self, optimizer: Optimizer, drift: "Drift", name: str, key: str, ranks: list[int]) -> None:
-        self.optimizer = weakref.ref(optimizer)
-        super().__init__(drift, name, key, ranks)
+        self.optimizer, self._drift = weakref.ref(optimizer), drift
+        super().__init__(drift.world, name, key, ranks)
 
     def held(self) -> list[Held]:
         """Return the tensors that have had a gradient, and the learning rates if no wrapped model has them too."""
@@ -197,24 +200,19 @@ class Drift(RunPart):
     """
 
     def __init__(self, world: World) -> None:
-        self.world, self.rank = world, world.placement.rank
+        self.world = world
         self._models = world.part(WrappedModels)
         self.watches: list[ModelWatch] = []
-        self._gone: list[ModelWatch] = []
-        self._finalizers: list[weakref.finalize[..., nn.Module]] = []
+        self._gone: deque[list[ModelWatch]] = deque(maxlen=_WRAPS)  # those that went from one wrap to the next
+        self._averages_of_gone = 0
         self._outsiders: weakref.WeakKeyDictionary[Optimizer, OutsiderWatch] = weakref.WeakKeyDictionary()
         self._names: Counter[str] = Counter()
         self.apart: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
-    @cached_property
-    def processor(self) -> str:
-        """Name of what this rank computes on."""
-        return kind_of(self.world.device).processor(self.world.device)
-
     @property
     def averages(self) -> int:
         """Number of averages of all models, which tells when an update by hand was."""
-        return sum(watch.averages for watch in self.watches)
+        return self._averages_of_gone + sum(watch.averages for watch in self.watches)
 
     def watch(self, model: nn.Module, ranks: list[int], *, by_steps: bool = False) -> ModelWatch | None:
         """Watch over a wrapped model from now on; ``None`` where there is no rank to compare with, or no side channel.
@@ -224,16 +222,13 @@ class Drift(RunPart):
             ranks: that train it together.
             by_steps: whether optimizer steps show how far it has come, since nothing tells of its averages.
         """
-        while self._gone:
-            self._gone.pop().end()
+        self._part_with_gone()
         if self.world.channel is None or len(ranks) < 2:
             return None
         kind = type(unwrap_model(model)).__name__
-        watch = ModelWatch(model, self, self._name(kind), f"model {len(self.watches)}", ranks, by_steps)
+        key = f"model {self.world.count('watch over a model')}"
+        watch = ModelWatch(model, self, self._name(kind), key, ranks, by_steps)
         self.watches.append(watch)
-        finalizer = weakref.finalize(model, self._gone.append, watch)
-        finalizer.atexit = False
-        self._finalizers.append(finalizer)
         return watch
 
     def step(self, optimizer: Optimizer) -> None:
@@ -262,17 +257,26 @@ class Drift(RunPart):
             watch.pause()
 
     def wait(self) -> None:
-        watches = [*self.watches, *self._outsiders.values()]
+        watches = [*self.watches, *chain(*self._gone), *self._outsiders.values()]
         for watch in watches:
             watch.end()
         for watch in watches:
             watch.comparison.finish()
 
     def close(self) -> None:
-        for finalizer in self._finalizers:
-            finalizer.detach()
         self.watches.clear()
         self._gone.clear()
+
+    def _part_with_gone(self) -> None:
+        """Look for the last time at models that are gone, and compare those that went before."""
+        for watch in chain(*self._gone):
+            watch.comparison.advance()
+        gone = [watch for watch in self.watches if watch.is_gone]
+        for watch in gone:
+            watch.end()
+            self.watches.remove(watch)
+            self._averages_of_gone += watch.averages
+        self._gone.append(gone)
 
     def _name(self, kind: str) -> str:
         self._names[kind] += 1

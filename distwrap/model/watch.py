@@ -1,15 +1,11 @@
 """Watch over tensors that several ranks train: when to look at them, and what to say where they differ."""
 
-from __future__ import annotations
-
 import time
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
+from distwrap.group.world import World
 from distwrap.model.comparison import Comparison
 from distwrap.model.in_sync import Held
-
-if TYPE_CHECKING:
-    from distwrap.model.drift import Drift
 
 SHARE = 0.001  # of the time, which looks may take after the first few
 _MOST = 2**20  # averages from one look to the next
@@ -45,7 +41,7 @@ class Watch:
     """Watch over tensors that are trained on several ranks; it decides when to look at them.
 
     Args:
-        drift: of the run.
+        world: of the run.
         name: of the tensors, for messages.
         key: of the tensors on the side channel, alike on all ranks.
         ranks: that train them together.
@@ -57,11 +53,9 @@ class Watch:
     unit = "averages of gradients"
     way_out = ""
 
-    def __init__(self, drift: Drift, name: str, key: str, ranks: list[int]) -> None:
-        self._drift, self.name = drift, name
-        channel = drift.world.channel
-        assert channel is not None
-        self.comparison = Comparison(channel, key, drift.rank, ranks, drift.processor, self._message)
+    def __init__(self, world: World, name: str, key: str, ranks: list[int]) -> None:
+        self._rank, self._name = world.placement.rank, name
+        self.comparison = Comparison(world, key, ranks, self._message)
         self._spent = 0.0
         self._looks, self._era = 0, -1
         self.begin_era()
@@ -122,8 +116,8 @@ class Watch:
                 "the same learning rate."
             )
         return (
-            f"rank {self._drift.rank}: {position.in_words(self.unit)} the ranks do not hold the same weights of "
-            f"{self.name}: {difference}.{last} {cause}{self.way_out}"
+            f"rank {self._rank}: {position.in_words(self.unit)} the ranks do not hold the same weights of "
+            f"{self._name}: {difference}.{last} {cause}{self.way_out}"
         )
 
 

@@ -1,21 +1,28 @@
 """Ranks that train apart are found, however they came to it and however late; and ranks that do not are left alone."""
 
 import copy
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from torch.func import functional_call
 
 import distwrap as dw
+from distwrap.environments import Placement
 from distwrap.errors import ModelError, OptionError
-from distwrap.group.world import active_world, current_world
+from distwrap.group.world import World, active_world, current_world
 from distwrap.model.comparison import Comparison
+from distwrap.model.drift import Drift, ModelWatch
 from distwrap.model.in_sync import Held
+from distwrap.supervision.channel import Channel
+from distwrap.supervision.hang_report import Activity
 from distwrap.testing import run_ranks
 
 STEPS = 12
@@ -312,6 +319,13 @@ def unwrapped_partner() -> None:
             optimizer.step()
 
 
+def models_gone_since() -> None:
+    """The weights differ of a model that is gone, and many others came after it."""
+    last_step_left_out()
+    for _ in range(20):
+        train(dw.wrap_model(net := Net()), sgd(net), range(2))
+
+
 WRONG: list[Callable[[], None]] = [
     gradients_by_hand,
     gradients_by_hand_through_data,
@@ -335,6 +349,7 @@ WRONG: list[Callable[[], None]] = [
     part_past_the_wrapper,
     bare_model_trained,
     unwrapped_partner,
+    models_gone_since,
 ]
 
 
@@ -557,7 +572,7 @@ def compared_late() -> None:
     """Rank 0 forgets what it had while rank 1 asks for it."""
     world = current_world()
     channel: Any = world.channel
-    comparison = Comparison(channel, "late", dw.rank(), [0, 1], "cpu", lambda *parts: " ".join(map(str, parts)))
+    comparison = Comparison(world, "late", [0, 1], lambda *parts: " ".join(map(str, parts)))
     comparison.tell("first", [Held("weight", "", float(dw.rank()))])
     dw.barrier()
     if dw.rank() == 0:
@@ -582,6 +597,28 @@ def test_a_difference_counts_though_the_other_rank_has_gone_on() -> None:
     """It cannot be said any more in which tensor, but it is no agreement."""
     with pytest.raises(ModelError, match="ranks 0 and 1 differ"):
         run_ranks(compared_late, 2)
+
+
+def test_models_that_are_gone_are_forgotten() -> None:
+    """Where models come one after another, each rank watches the present one, and its channel serves one name."""
+    placement, served = Placement(world_size=2), []
+    channel = Channel(dist.HashStore(), placement, Activity(None), supervised=True, timeout=10)
+    channel.work.serve = lambda name, make: served.append(name)  # type: ignore[method-assign]
+    drift = World(placement, torch.device("cpu"), channel=channel).part(Drift)
+    watches = weakref.WeakSet[ModelWatch]()
+    for _ in range(50):
+        model = nn.Linear(1, 1)
+        watch = drift.watch(model, [0, 1])
+        assert watch is not None
+        watches.add(watch)
+        for _ in range(3):
+            watch.average()
+    del watch
+    gc.collect()
+    assert len(drift.watches) == 1
+    assert len(watches) < 10
+    assert served == ["alike/0"]
+    assert drift.averages == 150
 
 
 def test_the_end_of_a_group_tells_too() -> None:
