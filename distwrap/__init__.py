@@ -79,8 +79,9 @@ if typing.TYPE_CHECKING:
         wrap_model as wrap_model,
         wrap_optimizer as wrap_optimizer,
     )
-    from distwrap.strategies.accumulation import Window as Window, accumulate as accumulate, scale_loss as scale_loss
+    from distwrap.strategies.accumulation import accumulate as accumulate
     from distwrap.strategies.steps import backward as backward, optimizer_step as optimizer_step, unscale as unscale
+    from distwrap.strategies.windows import Window as Window, scale_loss as scale_loss
 
 # The same for the interpreter, which imports a module when one of its names is first asked for.
 _MODULES = {
@@ -106,8 +107,9 @@ _MODULES = {
     "register_launcher register_precision register_strategy",
     "seeding": "seed_everything",
     "strategies": "DDPStrategy Strategy wrap_model wrap_optimizer",
-    "strategies.accumulation": "Window accumulate scale_loss",
+    "strategies.accumulation": "accumulate",
     "strategies.steps": "backward optimizer_step unscale",
+    "strategies.windows": "Window scale_loss",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 __all__ = sorted([*_MODULE_OF, "__version__"])

@@ -14,8 +14,8 @@ from distwrap.group.world import World, current_world
 from distwrap.model.diagnosis import explained
 from distwrap.model.wrapped_models import WrappedModels, parameters_of, strategy_of
 from distwrap.precision import LossScaling
-from distwrap.strategies.accumulation import Windows
 from distwrap.strategies.base import Strategy
+from distwrap.strategies.windows import Windows
 
 
 def backward(loss: torch.Tensor) -> None:

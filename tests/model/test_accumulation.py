@@ -14,7 +14,7 @@ import distwrap as dw
 from distwrap.errors import LoaderError, ModelError, OptionError
 from distwrap.group.world import current_world
 from distwrap.precision import LossScaling
-from distwrap.strategies.accumulation import Windows
+from distwrap.strategies.windows import Windows
 from distwrap.testing import run_ranks
 from tests.limits import MORE_RANKS, slow
 

@@ -1,0 +1,199 @@
+"""Windows of micro-batches: when their optimizer may step, and by what a loss in one is divided."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from distwrap._internals.torch import foreach
+from distwrap.errors import ModelError, OptionError
+from distwrap.group.collectives import total
+from distwrap.group.world import RunPart, World, current_world
+from distwrap.model.wrapped_models import bound_strategy, parameters_of
+from distwrap.strategies.base import Strategy
+
+
+class Window:
+    """The micro-batches of one optimizer step.
+
+    Attributes:
+        size: how many they are: fewer than asked for in the last window of an epoch.
+        index: which of them is at hand, from 0.
+        last: whether it is the last one: step the optimizer then.
+    """
+
+    def __init__(self, size: int, models: Sequence[nn.Module]) -> None:
+        self.size, self.index, self.is_displaced = size, 0, False
+        self._models = models
+        self._counted = 0.0
+        self._divisor = 0.0
+        self._scaled = -1
+
+    def concerns(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer steps over the gradients of this window's models."""
+        return self.has_any(parameters_of(optimizer))
+
+    def has_any(self, parameters: Iterable[int]) -> bool:
+        """Return whether parameters of this window's models are among some, which are told by their id."""
+        return not {id(own) for model in self._models for own in model.parameters()}.isdisjoint(parameters)
+
+    def shares_model(self, other: Window) -> bool:
+        """Return whether two windows have a model in common."""
+        return not set(map(id, self._models)).isdisjoint(map(id, other._models))
+
+    @property
+    def last(self) -> bool:
+        """Whether this is the last micro-batch of the window."""
+        return self.index == self.size - 1
+
+    def __repr__(self) -> str:
+        return f"Window(size={self.size}, index={self.index})"
+
+    def scaled(self, loss_sum: torch.Tensor, count: float, world_size: int) -> torch.Tensor:
+        """Divide by the count of the whole window on all ranks, though it is known with the last micro-batch only.
+
+        Earlier micro-batches are divided by an estimate; the last one rescales the gradients to the true count.
+        """
+        if self._scaled == self.index:
+            raise ModelError(
+                "scale_loss() was called twice for one micro-batch of accumulate(): add the sums of the losses first."
+            )
+        self._scaled = self.index
+        self._counted += count
+        if not self.last:
+            self._divisor = self._divisor or max(count, 1.0) * self.size * world_size
+            return loss_sum * (world_size / self._divisor)
+        everything = total(self._counted)
+        if not everything:
+            return loss_sum * 0.0
+        if self._divisor:
+            self._rescale(self._divisor / everything)
+        return loss_sum * (world_size / everything)
+
+    def _rescale(self, factor: float) -> None:
+        gradients = [grad for model in self._models for grad in (bound_strategy(model) or Strategy()).gradients(model)]
+        if gradients:
+            with torch.no_grad():
+                foreach("mul_", gradients, factor)
+
+
+class Windows(RunPart):
+    """The accumulation windows of one run.
+
+    Attributes:
+        under_way: the window of each `accumulate` that is under way.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.under_way: dict[object, Window] = {}
+        self._handle = register_optimizer_step_pre_hook(lambda optimizer, *_: self.refuse_half(optimizer))
+
+    def close(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+
+    def of_loss(self, loss: torch.Tensor) -> Window | None:
+        """Return the window of the models that a loss was computed with; ``None`` where none is under way.
+
+        Raises:
+            ModelError: it is of none of several windows, or of more than one.
+        """
+        if len(self.under_way) < 2:
+            return next(iter(self.under_way.values()), None)
+        reached = _parameters_under(loss)
+        found = [window for window in self.under_way.values() if window.has_any(reached)]
+        if len(found) != 1:
+            raise ModelError(
+                f"scale_loss(): {len(self.under_way)} loops of accumulate() are under way, and the loss was computed "
+                f"with the models of {len(found)} of them. Say whose micro-batch it is: scale_loss(loss, count, "
+                f"window=window)."
+            )
+        return found[0]
+
+    def begin(self, place: object, window: Window) -> None:
+        """Note a micro-batch's window; those of loops that were left before their end, and never closed, are over.
+
+        Raises:
+            ModelError: such a loop goes on.
+        """
+        if window.is_displaced:
+            raise ModelError(
+                f"accumulate(): before micro-batch {window.index + 1} of {window.size} another accumulate() with the "
+                f"same model has begun, so the gradients of both are mixed. End one loop before the next, or go "
+                f"through both loaders in one: accumulate(zip(loader, other), steps, model)."
+            )
+        self.under_way.pop(place, None)
+        for other, left in list(self.under_way.items()):
+            if left.shares_model(window):
+                left.is_displaced = True
+                del self.under_way[other]
+        self.under_way[place] = window
+
+    def refuse_half(self, optimizer: Optimizer) -> None:
+        """Refuse to step over gradients in the middle of the window of a model.
+
+        Raises:
+            ModelError: says when to step.
+        """
+        for window in self.under_way.values():
+            if not window.last and window.concerns(optimizer):
+                raise ModelError(
+                    f"optimizer step after micro-batch {window.index + 1} of {window.size} in accumulate(): the "
+                    f"gradients are this rank's own until the last. Step where window.last is true; if the loop was "
+                    f"left, call close() on what is held of it."
+                )
+
+
+def scale_loss(loss_sum: torch.Tensor, count: float | torch.Tensor, *, window: Window | None = None) -> torch.Tensor:
+    """Turn a sum over tokens or samples into the loss whose gradient is that of the mean over all of them.
+
+    All ranks, and all micro-batches of an `accumulate` window, count by what they hold: a mean of means would weigh the
+    tokens of a short batch more. DDP averages over ranks, so the result is loss_sum · world size / total count. Each
+    step costs one small all-reduce; gradients must be zero before a window begins.
+
+    Args:
+        loss_sum: this micro-batch's losses, summed; a scalar.
+        count: over how many tokens or samples; 0 where it has none.
+        window: whose micro-batch this is; by default that of the model with which the loss was computed.
+
+    Returns:
+        What to call ``backward`` on. It is no mean of this rank's; for a log divide `loss_sum` by `count`.
+
+    Raises:
+        ModelError: called twice for one micro-batch of `accumulate`; or several of its loops are under way, and whose
+            micro-batch it is cannot be seen.
+        OptionError: the loss is no scalar, or the count is negative.
+
+    Example:
+        >>> scale_loss(torch.tensor(6.0), 3)
+        tensor(2.)
+    """
+    number = float(count)
+    if loss_sum.dim() != 0:
+        raise OptionError(
+            f"scale_loss() takes the sum of the losses, a scalar, not a tensor of {tuple(loss_sum.shape)}."
+        )
+    if not number >= 0:
+        raise OptionError(f"scale_loss(count={number:g}): it must be 0 or more.")
+    world = current_world()
+    window = window or world.part(Windows).of_loss(loss_sum)
+    world_size = world.layout.size
+    if window is not None:
+        return window.scaled(loss_sum, number, world_size)
+    everything = total(number)
+    return loss_sum * (world_size / everything if everything else 0.0)
+
+
+def _parameters_under(loss: torch.Tensor) -> set[int]:
+    """Return the ids of the parameters with which a loss was computed, from its graph."""
+    found, seen, nodes = set(), set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            found.add(id(getattr(node, "variable", None)))
+            nodes += [before for before, _ in node.next_functions]
+    return found
