@@ -124,10 +124,21 @@ def around_another(model: Any) -> Step:
     return Around(sgd(model.parameters())).step
 
 
+class Derived(torch.optim.SGD):
+    """An optimizer whose step calls its base's, for which torch runs the hooks of steps twice."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def derived(model: Any) -> Step:
+    return Derived(model.parameters(), lr=LR).step
+
+
 def _by_each() -> dict[tuple[str, str], list[torch.Tensor]]:
     found = {}
     for comm in WEIGHTS:
-        for make in (one, anew, two, two_anew, two_in_changing_order, overlapping, around_another):
+        for make in (one, anew, two, two_anew, two_in_changing_order, overlapping, around_another, derived):
             model = dw.wrap_model(Quadratic(), comm=comm)
             found[comm, make.__name__] = descend(model, make(model))
     return found
