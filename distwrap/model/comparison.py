@@ -136,11 +136,12 @@ class Comparison(Generic[P]):
         if digest != _digest(look.marks):
             marks = {rank: found for rank in self._ranks if (found := self._marks_of(rank, look)) is not None}
             exact = processor == self._processor
-            difference = in_sync.first_difference(list(marks.values()), exact=exact, ranks=list(marks))
-            if other not in marks:  # it has gone on, and no longer knows them
-                if not exact:
-                    return False
+            if other in marks:
+                difference = in_sync.first_difference(list(marks.values()), exact=exact, ranks=list(marks))
+            elif exact:  # it has gone on, and no longer knows them
                 difference = f"which tensor is no longer known, but ranks {other} and {self._rank} differ"
+            else:
+                return False
             if difference is not None:
                 raise ModelError(self._explain(look.position, difference, self._agreed))
         self._agreed = look.position

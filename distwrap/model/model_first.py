@@ -61,7 +61,7 @@ class ModelFirst(TransparentModule):
             return value
         if name in _CHANGES and value.__func__ is getattr(nn.Module, name):
             return MethodType(value.__func__, self)
-        return _fluent(self, routing, value if hasattr(nn.Module, name) else routing.looked_up(name, value))
+        return _fluent(self, value if hasattr(nn.Module, name) else routing.looked_up(name, value))
 
     def __setattr__(self, name: str, value: Any) -> None:
         model, inner = self._distwrap.model, self._distwrap.inner
@@ -116,8 +116,9 @@ def _of_model(name: str) -> property:
     return property(lambda wrapper: wrapper.__getattr__(name))
 
 
-def _fluent(wrapper: ModelFirst, routing: Routing, method: Callable[..., Any]) -> Callable[..., Any]:
+def _fluent(wrapper: ModelFirst, method: Callable[..., Any]) -> Callable[..., Any]:
     """Return a method of the model that returns the wrapper where it would return the model."""
+    routing = wrapper._distwrap
 
     @wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -15,19 +15,15 @@ from distwrap.model.wrapped_models import WrappedModels, bound_strategy, paramet
 
 
 class Optimizers(RunPart):
-    """The optimizers that have stepped in a run, each with how many groups of parameters it had then."""
+    """The optimizers that have stepped in a run, each looked at once for each number of its groups of parameters."""
 
     def __init__(self, world: World) -> None:
         self._rank, self._models, self._drift = world.placement.rank, world.part(WrappedModels), world.part(Drift)
         self._groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
-        self.listen()
-
-    def listen(self) -> None:
-        """Look at steps from now on."""
         self._handle = register_optimizer_step_pre_hook(self._before)
 
     def close(self) -> None:
-        """Stop listening."""
+        """Remove the hook."""
         self._handle.remove()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -59,12 +55,13 @@ class Optimizers(RunPart):
 
     def _refuse_newcomers(self, held: dict[int, nn.Parameter], model: nn.Module) -> None:
         """Refuse to train what came into a model after it was wrapped: nobody averages its gradients."""
-        gradients = self._models.gradients.get(model)
-        for name, parameter in unwrap_model(model).named_parameters():
-            new = gradients is not None and not gradients.knows(parameter)
-            if new and id(parameter) in held and parameter.grad is not None:
+        gradients, net = self._models.gradients.get(model), unwrap_model(model)
+        if gradients is None:
+            return
+        for name, parameter in net.named_parameters():
+            if id(parameter) in held and parameter.grad is not None and not gradients.knows(parameter):
                 raise ModelError(
-                    f"rank {self._rank}: the parameter {name!r} came into {type(unwrap_model(model)).__name__} after "
+                    f"rank {self._rank}: the parameter {name!r} came into {type(net).__name__} after "
                     f"wrap_model(), so that DDP does not average its gradients: the ranks would train it apart. Change "
                     f"the model before wrap_model(), or wrap again: model = wrap_model(unwrap_model(model))."
                 )
