@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ class LossScaling(RunPart):
         is_scaled: whether `backward` ran since the last `optimizer_step`, so that the gradients are scaled.
         stepped: ids of the optimizers that have stepped since `backward`; ``None`` before the first.
         unscaled: ids of the optimizers whose gradients were unscaled since `backward`.
-        models: in fp16, each with the parameters that it had when it was wrapped, by their names.
+        models: in fp16.
         on_skipped: called with an optimizer whose step was skipped, because a gradient overflowed.
         hook: of the check before each optimizer step.
     """
@@ -33,7 +33,7 @@ class LossScaling(RunPart):
         self.is_scaled = False
         self.stepped: set[int] | None = None
         self.unscaled: set[int] = set()
-        self.models: WeakKeyDictionary[nn.Module, dict[str, nn.Parameter]] = WeakKeyDictionary()
+        self.models: WeakSet[nn.Module] = WeakSet()
         self.on_skipped: list[Callable[[Optimizer], None]] = []
         self.hook: RemovableHandle | None = None
         self._marked: dict[int, tuple[torch.Tensor, int]] = {}
@@ -41,7 +41,7 @@ class LossScaling(RunPart):
 
     def begin(self, model: nn.Module, scaler: torch.amp.GradScaler) -> None:
         """Scale the losses of a model from now on; the first scaler is that of all models."""
-        self.models[model] = dict(model.named_parameters())
+        self.models.add(model)
         if self.scaler is None:
             self.scaler = scaler
             self.hook = register_optimizer_step_pre_hook(_refuse_scaled_step)
@@ -56,8 +56,8 @@ class LossScaling(RunPart):
         """Remember the gradients of each model as `backward` left them."""
         self._marked = {
             id(parameter): (gradient, version_of(gradient))
-            for parameters in self.models.values()
-            for parameter in parameters.values()
+            for model in self.models
+            for parameter in model.parameters()
             if (gradient := parameter.grad) is not None
         }
 
@@ -72,8 +72,8 @@ class LossScaling(RunPart):
             now = parameter.grad
             changed = gradient is not None and now is not None and not (now is gradient and version_of(now) == version)
             if changed and (now.is_sparse or now.any()):
-                named = (each for parameters in self.models.values() for each in parameters.items())
-                name = next((name for name, each in named if each is parameter), "")
+                models = (model.named_parameters() for model in self.models)
+                name = next((name for named in models for name, each in named if each is parameter), "")
                 raise PrecisionError(
                     f"rank {current_world().placement.rank}: the gradients were changed between backward(loss) and "
                     f"optimizer_step() under precision='fp16', as that of {name!r}, where they are still scaled: a "

@@ -92,14 +92,14 @@ def wrap_model(
     wrapping = Wrapping(where, in_precision, forward_methods, algorithm, dict(ddp_kwargs))
     if not chosen.places_model:
         model = in_precision.precision.weights(model.to(where))
+    if (scaler := in_precision.make_scaler()) is not None:
+        world.part(LossScaling).begin(model, scaler)
     world.part(StepHooks).add(precision, in_precision.precision, model)
     models = world.part(WrappedModels)
     last = models.last
     wrapped = chosen.prepare_model(model, world, wrapping)
     if not isinstance(wrapped, nn.Module):
         raise _of_no_use(wrapped, chosen, "prepare_model", "the module")
-    if (scaler := in_precision.make_scaler()) is not None:
-        world.part(LossScaling).begin(model, scaler)
     bind(wrapped, chosen, own=wrapped is model)
     see_through(wrapped, model)
     if chosen.shards or any(parameter.requires_grad for parameter in wrapped.parameters()):
