@@ -9,6 +9,7 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 
 import torch
@@ -28,16 +29,23 @@ Line = tuple[str, int, str]  # file, line number, function
 
 
 def frame_of(ident: int | None = None) -> FrameType | None:
-    """Return the frame in which a thread is, by default the main thread.
+    """Return the frame in which a thread is, by default the main thread."""
+    with _no_collection():
+        return frames_of_threads().get(ident or threading.main_thread().ident or 0)
 
-    Before Python 3.11.9 a garbage collection inside ``sys._current_frames`` may lock the interpreter for good.
-    Source: https://github.com/python/cpython/issues/106883
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Look at another thread's frames: where the look makes a frame's object, Python 3.11 may collect garbage.
+
+    In ``sys._current_frames`` that may lock the interpreter for good. In ``f_back`` it may let the other thread return
+    from the very frame meanwhile, and crash. Source: https://github.com/python/cpython/issues/106883
     """
-    collects = sys.version_info < (3, 11, 9) and gc.isenabled()
+    collects = sys.version_info < (3, 12) and gc.isenabled()
     if collects:
         gc.disable()
     try:
-        return frames_of_threads().get(ident or threading.main_thread().ident or 0)
+        yield
     finally:
         if collects:
             gc.enable()
@@ -50,7 +58,8 @@ def of_thread(ident: int | None = None) -> list[Line]:
 
 def of_frame(frame: FrameType | None) -> list[Line]:
     """Return a frame's stack, the outermost frame first."""
-    return _lines(traceback.walk_stack(frame))[::-1]
+    with _no_collection():
+        return _lines(traceback.walk_stack(frame))[::-1]
 
 
 def of_traceback(trace: TracebackType | None) -> list[Line]:
@@ -80,8 +89,9 @@ def users_frame() -> FrameType | None:
     With an accelerator a backward runs in a thread of its own.
     """
     for frame in (inspect.currentframe(), frame_of()):
-        while frame is not None and frame.f_code.co_filename.startswith((OURS, _TORCH)):
-            frame = frame.f_back
+        with _no_collection():
+            while frame is not None and frame.f_code.co_filename.startswith((OURS, _TORCH)):
+                frame = frame.f_back
         if frame is not None and not frame.f_code.co_filename.startswith(_LIBRARIES):
             return frame
     return None

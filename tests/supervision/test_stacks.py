@@ -119,3 +119,33 @@ def _looks_while_garbage_is_collected() -> bool:
 
 def test_a_collection_while_somebody_looks_does_not_lock_the_interpreter() -> None:
     assert run_ranks(_looks_while_garbage_is_collected, 1, timeout=20) == [True]
+
+
+def _look_from_below(depth: int) -> None:
+    if depth:
+        _look_from_below(depth - 1)
+    else:
+        of_thread(threading.get_ident())
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="there a collection never comes while a frame's object is made")
+def test_no_collection_while_frames_are_walked() -> None:
+    """A frame whose object is being made may be gone after a collection, which lets its thread go on."""
+    collected_in = []
+
+    def note(phase: str, info: dict[str, int]) -> None:
+        interrupted = sys._getframe(1)
+        if phase == "start" and interrupted.f_code.co_name == "walk_stack":
+            collected_in.append(interrupted.f_lineno)
+
+    thresholds = gc.get_threshold()
+    gc.callbacks.append(note)
+    gc.set_threshold(1, 1, 1)
+    try:
+        for depth in range(40):
+            _look_from_below(depth)
+    finally:
+        gc.set_threshold(*thresholds)
+        gc.callbacks.remove(note)
+    assert not collected_in
+    assert gc.isenabled()
