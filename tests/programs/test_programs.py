@@ -16,6 +16,7 @@ from tests.limits import MORE_RANKS, slow
 from tests.programs.parts import BETWEEN, CALLS, DATA, LOOPS, MODELS, OPTIMIZERS, SCHEDULERS, Found, Program, chosen
 
 PROGRAMS = chosen(160)
+PARTS = 8
 TOLERANCE = 1e-9
 LIMIT = 100.0
 
@@ -71,13 +72,13 @@ def _words(found: Found | str) -> str:
     ("part", "nprocs"),
     [
         (0, 2),
-        *(slow(part, 2, why="forty programs more") for part in (1, 2, 3)),
-        *(slow(part, 3, why=MORE_RANKS) for part in range(4)),
+        *(slow(part, 2, why="twenty programs more") for part in range(1, PARTS)),
+        *(slow(part, 3, why=MORE_RANKS) for part in range(PARTS)),
     ],
 )
 def test_programs_give_the_numbers_of_one_process(part: int, nprocs: int, tmp_path: Path) -> None:
     """160 programs, in which each pair of parts comes up."""
-    assert not compare(PROGRAMS[part::4], tmp_path, nprocs)
+    assert not compare(PROGRAMS[part::PARTS], tmp_path, nprocs)
 
 
 def test_pairs_of_parts() -> None:
