@@ -7,6 +7,7 @@ supervises the ranks (torchrun, srun), and notices when no rank moves any more. 
 Messages are JSON: nothing that comes over the store is unpickled here.
 """
 
+import atexit
 import contextlib
 import os
 import threading
@@ -58,6 +59,8 @@ class Channel:
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
+        # Where nobody stops it before, the interpreter's end would find it in the store's native code, and abort.
+        atexit.register(self._halt)
 
     def stop(self, *, failed: bool = False) -> None:
         """Tell the others that this rank leaves, or that it has failed, and end the thread."""
@@ -65,8 +68,13 @@ class Channel:
         with contextlib.suppress(RuntimeError):
             self.work.leave()
             self._store.set(f"left/{self._place.rank}", "failed" if failed else "")
+        self._halt()
+
+    def _halt(self) -> None:
+        self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(2 * hang_report.ANSWER_SECONDS)
+        atexit.unregister(self._halt)
 
     def note(self, key: str, text: str) -> None:
         """Leave a text for any rank that looks; whether the store fails is told elsewhere."""

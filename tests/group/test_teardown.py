@@ -67,3 +67,31 @@ def test_nothing_is_said(how: str, tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+FORGETS = """
+import distwrap as dw
+from distwrap.supervision import channel
+
+channel.TICK_SECONDS = 1e-6  # so that its thread is in the store's native code nearly always
+dw.setup_process_group()
+dw.barrier()
+"""
+
+
+@pytest.mark.slow(INTERPRETERS)
+def test_who_forgets_the_teardown_ends_well(tmp_path: Path) -> None:
+    """The interpreter's end does not find the side channel's thread in native code, which would abort the rank."""
+    program = tmp_path / "program.py"
+    program.write_text(FORGETS)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program],
+        cwd=tmp_path,
+        env={**os.environ, "DISTWRAP_QUIET": "1", "OMP_NUM_THREADS": "1"},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
