@@ -7,6 +7,7 @@ import atexit
 import ctypes
 import multiprocessing
 import multiprocessing.util
+import pickle
 import random
 import subprocess
 import sys
@@ -17,6 +18,15 @@ from typing import Any
 
 # The module that a pickled path names in Python 3.13.
 PATH_MODULES = ("pathlib", "pathlib._local")
+
+
+def unpickler() -> type[pickle.Unpickler]:
+    """Return the unpickler that is written in Python, which makes no room for what a pickle only claims to hold.
+
+    Relies on ``pickle:_Unpickler``.
+    Without it: a sharded checkpoint of a few bytes, made to do so, can take all memory.
+    """
+    return getattr(pickle, "_Unpickler", pickle.Unpickler)
 
 
 def frames_of_threads() -> dict[int, FrameType]:

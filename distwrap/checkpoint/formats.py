@@ -9,6 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 
 from distwrap.checkpoint.files import SKELETON
+from distwrap.checkpoint.untrusted import check_regular, load_file
 from distwrap.errors import CheckpointError
 
 
@@ -39,8 +40,8 @@ class FileIO:
         torch.save(state, path)
 
     def load(self, path: Path, map_location: Any) -> Any:
-        """Read with ``torch.load(weights_only=True)``."""
-        return torch.load(path, map_location=map_location, weights_only=True)
+        """Read with torch's safe loader."""
+        return load_file(path, map_location)
 
 
 class SafetensorsIO:
@@ -71,6 +72,7 @@ class SafetensorsIO:
 
     def load(self, path: Path, map_location: Any) -> Any:
         """Read with safetensors, memory-mapped."""
+        check_regular(path)
         device = "cpu" if map_location is None else str(torch.device(map_location))
         return dict(safetensors().load_file(path, device=device))
 

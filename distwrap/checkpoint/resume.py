@@ -16,7 +16,7 @@ from distwrap.checkpoint import files, retention
 from distwrap.checkpoint.saving import load, load_into
 from distwrap.comm.exchange import RunExchanges
 from distwrap.devices.kinds import kind_of
-from distwrap.errors import CheckpointError
+from distwrap.errors import CheckpointError, DistwrapError
 from distwrap.group.collectives import broadcast, gather_object
 from distwrap.group.world import current_world
 from distwrap.precision import LossScaling
@@ -100,9 +100,16 @@ class RunState:
         Raises:
             CheckpointError: it is no run's state, or was saved in another precision.
         """
+        try:
+            self._go_on_from(state)
+        except DistwrapError:
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            raise CheckpointError(f"this is not what run_state() has saved ({why}).") from error
+
+    def _go_on_from(self, state: dict[str, Any]) -> None:
         world = current_world()
-        if "random" not in state:
-            raise CheckpointError("this is not what run_state() has saved: it has no 'random'.")
         mine = state["random"][world.placement.rank if world.placement.rank < len(state["random"]) else 0]
         _restore(mine)
         world.options = replace(world.options, seed=state["seed"])
@@ -169,6 +176,8 @@ def _restore(found: dict[str, Any]) -> None:
     numpy = None
     if "numpy" in found and "numpy" in sys.modules:
         name, keys, *rest = found["numpy"]
+        if not 0 <= rest[0] <= len(keys):  # numpy reads there without a look
+            raise ValueError(f"numpy's random state has no place {rest[0]}")
         numpy = (name, sys.modules["numpy"].array(keys.tolist(), dtype="uint32"), *rest)
     python = (version, tuple(words.tolist()), gauss)
     replace(RandomState.capture(), torch=found["torch"].cpu(), python=python, numpy=numpy).restore()

@@ -6,6 +6,7 @@ ranks reads them back, whole. The folder must be on a disk that all nodes see.
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
+import io
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
@@ -19,13 +20,16 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 from torch.distributed.tensor import DTensor
+from torch.futures import Future
 
-from distwrap._internals.python import PATH_MODULES
+from distwrap._internals.python import PATH_MODULES, unpickler
 from distwrap._internals.torch import LAYOUT_FUNCTION
 from distwrap.checkpoint.files import SKELETON
+from distwrap.checkpoint.untrusted import check_regular, load_file, load_tensor
 from distwrap.errors import CheckpointError
 from distwrap.group.collectives import gather_object
 from distwrap.model.in_sync import Held, fingerprints, first_difference, left_to_ranks
@@ -47,11 +51,19 @@ class ShardedIO:
 
     def load(self, path: Path, map_location: Any) -> Any:
         """Read everything, on every rank."""
-        skeleton = torch.load(path / SKELETON, weights_only=True)
+        skeleton = load_file(path / SKELETON)
+        needed = sum(leaf.nbytes for leaf in _separated(skeleton, lambda leaf: (leaf, leaf))[1].values())
+        held = sum(file.stat().st_size for file in path.iterdir())
+        if needed > held:
+            raise CheckpointError(f"cannot load {path}: it should hold {needed} bytes of numbers, and has {held}.")
         device = torch.device("cpu" if map_location is None else map_location)
         state, tensors = _separated(skeleton, lambda leaf: (torch.empty_like(leaf, device=device),) * 2)
+        reader = _SafeReader(path, tensors)
         with _as_checkpoint_error():
-            load_parts(tensors, storage_reader=_SafeReader(path))
+            load_parts(tensors, storage_reader=reader)
+        for name, count in reader.missing.items():
+            if count:
+                raise CheckpointError(f"cannot load {path}: it lacks {count} numbers of {name}.")
         return state
 
 
@@ -123,30 +135,81 @@ def _as_checkpoint_error() -> Iterator[None]:
 
 
 class _SafeReader(FileSystemReader):
-    """Reader of torch's pickled table of contents that runs nothing that is in it."""
+    """Reader of a folder that a stranger may have made.
+
+    It runs nothing that is in torch's pickled table of contents, and reads no number that is not in the folder.
+
+    Attributes:
+        missing: how many numbers of each tensor have not been read.
+    """
+
+    def __init__(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(path)
+        self._folder = path
+        self._contents = _Contents(io.BytesIO(self._inside(".metadata").read_bytes())).load()
+        if type(self._contents) is not Metadata:
+            raise CheckpointError(f"cannot load {path}: its .metadata is no table of contents.")
+        self.missing = {name: tensor.numel() for name, tensor in tensors.items()}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        with open(Path(self.path) / ".metadata", "rb") as file:
-            metadata: Metadata = _Contents(file).load()
+        metadata: Metadata = self._contents
         if getattr(metadata, "storage_meta", None) is None:
             metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = self.load_id  # type: ignore[union-attr]
+        metadata.storage_meta.load_id = self.load_id
         return metadata
 
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            if getattr(info, "transform_descriptors", None):
+                raise CheckpointError(f"cannot load {self._folder}: it is compressed, as distwrap.save() writes none.")
+            path = self._inside(info.relative_path)
+            with open(path, "rb") as file:
+                tensor = load_tensor(file, info.offset, info.length, path)
+            for dimension, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                tensor = tensor.narrow(dimension, begin, length)
+            target = planner.resolve_tensor(item).detach()
+            if target.shape != tensor.shape:
+                shapes = f"{tuple(tensor.shape)}, not {tuple(target.shape)}"
+                raise CheckpointError(f"cannot load {path}: a piece of {item.dest_index.fqn} is {shapes}.")
+            target.copy_(tensor)
+            planner.commit_tensor(item, target)
+            self.missing[item.dest_index.fqn] -= target.numel()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
-class _Contents(pickle.Unpickler):
+    def _inside(self, name: str) -> Path:
+        """Return the path of a file in the folder.
+
+        Raises:
+            CheckpointError: the name, or a symbolic link of this name, leads out of it.
+        """
+        path = (self._folder / name).resolve()
+        if path.parent != self._folder.resolve():
+            raise CheckpointError(f"cannot load {self._folder}: its {name} is {path}, outside of it. Copy it there.")
+        check_regular(path)
+        return path
+
+
+class _Contents(unpickler()):  # type: ignore[misc]
     """Unpickler that knows the classes of a table of contents, and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if module in ("torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"):
-            found = super().find_class(module, name)
-            if isinstance(found, type):
-                return found
-        if module == "torch" and (name == "Size" or isinstance(getattr(torch, name, None), torch.dtype)):
-            return getattr(torch, name)
-        if (module, name) in _ALLOWED:
+        if name in _CLASSES.get(module, ()) or (module == "torch" and isinstance(vars(torch).get(name), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's table of contents")
 
 
-_ALLOWED = {LAYOUT_FUNCTION, ("collections", "OrderedDict"), *((module, "PosixPath") for module in PATH_MODULES)}
+_METADATA = Metadata.__module__
+_CLASSES = {
+    _METADATA: {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    },
+    FileSystemReader.__module__: {"_StorageInfo", "_StoragePrefix"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    LAYOUT_FUNCTION[0]: {LAYOUT_FUNCTION[1]},
+    **{module: {"PosixPath"} for module in PATH_MODULES},
+}

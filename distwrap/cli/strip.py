@@ -11,6 +11,7 @@ import torch
 
 from distwrap.checkpoint import files
 from distwrap.checkpoint.formats import FileIO, SafetensorsIO, safetensors
+from distwrap.checkpoint.untrusted import check_regular, load_file
 from distwrap.errors import CheckpointError, DistwrapError
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.nesting import rebuilt
@@ -82,13 +83,17 @@ def read(path: Path, *, unsafe: bool = False) -> tuple[Any, dict[str, str] | Non
         CheckpointError: it is no checkpoint, or only an unsafe load would take it.
         FileNotFoundError: it is not there.
     """
-    if path.suffix == SAFETENSORS:
-        with safetensors().safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
     try:
-        can_map = is_zipfile(path)  # as torch's files are, but for those from before 1.6
-        return torch.load(path, map_location="cpu", mmap=can_map, weights_only=not unsafe), None
-    except FileNotFoundError:
+        if path.suffix == SAFETENSORS:
+            unsafe = True  # the format has no code, so that the hint would be none
+            check_regular(path)
+            with safetensors().safe_open(path, framework="pt") as file:
+                return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
+        if unsafe:
+            can_map = is_zipfile(path)  # as torch's files are, but for those from before 1.6
+            return torch.load(path, map_location="cpu", mmap=can_map, weights_only=False), None
+        return load_file(path, "cpu", mapped=True), None
+    except (FileNotFoundError, CheckpointError):
         raise
     except Exception as error:
         hint = "" if unsafe else " If you trust where it comes from, say --unsafe: reading it may run code in it."

@@ -1,0 +1,202 @@
+"""Reading of torch's files that a stranger may have made: nothing in one is run, or gets more memory than the file has.
+
+torch's safe loader runs nothing, but it believes lengths: it makes room for whatever a file says, and takes numbers to
+be as many as the pickle says, though their record is shorter.
+
+Source of the archive's layout: https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT, section 4.3
+"""
+
+import io
+import os
+import stat
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from struct import unpack, unpack_from
+from typing import IO, Any
+
+import torch
+
+from distwrap.errors import CheckpointError
+
+_on_device: Callable[[torch.UntypedStorage, str], Any] = torch.serialization.default_restore_location
+_HEADER = 30 + 2 * 65_535  # bytes before a record, at most
+_DEEPEST = 250  # no state that torch.save can write is nested so deep
+_PARTS = 1_000_000  # beside as many as the file has bytes
+
+
+def load_file(path: Path, map_location: Any = None, *, mapped: bool = False) -> Any:
+    """Return what is in a file of ``torch.save``, by torch's safe loader.
+
+    Args:
+        path: the file.
+        map_location: as for ``torch.load``.
+        mapped: leave the numbers in the file, memory-mapped, where the format allows it.
+
+    Raises:
+        CheckpointError: the file claims to hold more than it does, or is compressed.
+        Exception: torch's own, where it is no file of ``torch.save``, or holds what its safe loader refuses.
+    """
+    check_regular(path)
+    with open(path, "rb") as file:
+        length = os.fstat(file.fileno()).st_size
+        is_archive = file.read(4) == b"PK\3\4"  # else it is of torch before 1.6, and one pickle with its numbers
+        records = _records(file, 0, length, path) if is_archive else {b"data.pkl": (0, length)}
+        for begin, size in (record for name, record in records.items() if name.endswith(b"data.pkl")):
+            file.seek(begin)
+            if b"bytearray\n" in file.read(size + _HEADER):
+                raise CheckpointError(f"cannot load {path}: it holds a bytearray, which can be of any length.")
+
+    def read(location: Any) -> Any:  # mapped, where no number can be read from beyond the file's end
+        with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
+            return torch.load(path, map_location=location, mmap=is_archive, weights_only=True)
+
+    own = (lambda new: new if mapped else new.clone()) if is_archive else (lambda new: new.fill_(0))
+    try:
+        state = read(_restorer(map_location, length, path, own))
+    except RuntimeError as error:
+        if "Callable map_location" not in str(error) or not is_archive:
+            raise
+        state = read(map_location)  # a DTensor: torch takes no function there, and the numbers stay mapped
+    _check_state(state, length, path)
+    return state
+
+
+def load_tensor(file: IO[bytes], start: int, length: int, path: Path) -> torch.Tensor:
+    """Return the tensor that ``torch.save`` has written to a part of a file, on the CPU.
+
+    Raises:
+        CheckpointError: the part is not in the file, is no tensor, or claims to hold more than it does.
+    """
+    records = _records(file, start, length, path)
+    for name, (at, size) in records.items():
+        if name.endswith(b"byteorder"):  # numbers in the other order are turned before anything can be checked
+            file.seek(start + at + 26)
+            file.seek(sum(unpack("<HH", file.read(4))), os.SEEK_CUR)
+            if file.read(size) != sys.byteorder.encode():
+                raise CheckpointError(f"cannot load {path}: it is of a machine with another order of bytes.")
+    numbers = [size for name, (_, size) in records.items() if b"/data/" in name]
+    file.seek(start)
+    part = io.BytesIO(file.read(length))
+    restore = _restorer("cpu", min(numbers, default=0), path)
+    tensor = torch.load(part, map_location=restore, weights_only=True)
+    if not isinstance(tensor, torch.Tensor) or len(numbers) != 1:
+        raise CheckpointError(f"cannot load {path}: a {type(tensor).__name__} is where a tensor should be.")
+    return tensor
+
+
+def check_regular(path: Path) -> None:
+    """Refuse a FIFO, which would be waited for, a device, which has no end, and a folder.
+
+    Raises:
+        CheckpointError: the path is one of these.
+    """
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise CheckpointError(f"cannot load {path}: it is no file, and no folder that distwrap.save() has written.")
+
+
+def _records(file: IO[bytes], start: int, length: int, path: Path) -> dict[bytes, tuple[int, int]]:
+    """Return where an archive's records begin, and how long they are; together no longer than the archive.
+
+    It must end as torch's archives do, so that no reader can find another table of contents in it.
+
+    Raises:
+        CheckpointError: they are longer, or compressed.
+    """
+    problem = f"cannot load {path}: it is damaged, or was not written by torch.save(). Its archive"
+    size = os.fstat(file.fileno()).st_size
+    if not 0 <= start <= start + length <= size:
+        raise CheckpointError(f"{problem} should be at {start} to {start + length}, and the file has {size} bytes.")
+    file.seek(start + max(0, length - 98))
+    tail = file.read(min(length, 98)).rjust(98, b"\0")
+    end, table_size, table_at = length - 22, *unpack("<LL", tail[88:96])
+    if tail[56:60] == b"PK\6\7":
+        end, table_size, table_at = length - 98, *unpack("<QQ", tail[40:56])
+        if tail[:4] != b"PK\6\6" or unpack("<Q", tail[64:72])[0] != end:
+            raise CheckpointError(f"{problem} has two ends.")
+    if tail[76:80] != b"PK\5\6" or tail[96:] != b"\0\0" or table_at + table_size != end:
+        raise CheckpointError(f"{problem} has no end. Was the file cut off?")
+    file.seek(start + table_at)
+    table, at, held = file.read(table_size), 0, 0
+    records: dict[bytes, tuple[int, int]] = {}
+    while at < table_size:
+        method, room, name_length, extra_length, comment_length, begin = unpack_from("<10xH12xL3H8xL", table, at)
+        name = table[at + 46 : at + 46 + name_length].lower()
+        if table[at : at + 4] != b"PK\1\2" or name in records:
+            raise CheckpointError(f"{problem} has a broken table of contents.")
+        if method:
+            raise CheckpointError(f"cannot load {path}: it is compressed. Unpack it, and pack it again with 'zip -0'.")
+        if room == 0xFFFFFFFF:
+            field = at + 46 + name_length
+            while unpack_from("<H", table, field)[0] != 1:  # the field of sizes that need 8 bytes
+                field += 4 + unpack_from("<2xH", table, field)[0]
+            room = unpack_from("<4xQ", table, field)[0]
+        records[name] = begin, room
+        held += room
+        at += 46 + name_length + extra_length + comment_length
+    if held > length:
+        raise CheckpointError(f"{problem} claims to hold {held} bytes, and has {length}.")
+    return records
+
+
+def _restorer(
+    map_location: Any,
+    limit: int,
+    path: Path,
+    own: Callable[[torch.UntypedStorage], torch.UntypedStorage] = lambda new: new,
+) -> Any:
+    """Return what ``torch.load`` is to do with each list of numbers: as for a `map_location`, where it has the room.
+
+    Args:
+        map_location: as for ``torch.load``.
+        limit: how many bytes there are for all of them.
+        path: the file, for the error.
+        own: makes one the state's own.
+    """
+    held = 0
+
+    def restore(storage: torch.UntypedStorage, location: str) -> Any:
+        nonlocal held
+        held += storage.nbytes()
+        if held > limit:
+            raise CheckpointError(f"cannot load {path}: it claims to hold {held} bytes of numbers, and has {limit}.")
+        storage = own(storage)
+        if callable(map_location):
+            restored = map_location(storage, location)
+            return _on_device(storage, location) if restored is None else restored
+        if isinstance(map_location, Mapping):
+            location = map_location.get(location, location)
+        elif map_location is not None:
+            location = str(torch.device(map_location))
+        return _on_device(storage, location)
+
+    return restore
+
+
+def _check_state(state: Any, length: int, path: Path) -> None:
+    """Check that a state takes no more memory than its file, and that there is an end to its parts.
+
+    Raises:
+        CheckpointError: a list holds itself, or tensors were made without numbers in the file.
+    """
+    memory: dict[int, int] = {}
+    parts = 0
+
+    def check(part: Any, depth: int) -> None:
+        nonlocal parts
+        parts += 1
+        if depth > _DEEPEST or parts > _PARTS + length:
+            raise CheckpointError(f"cannot load {path}: a list or dict in it holds itself, or is nested endlessly.")
+        if isinstance(part, (list, tuple, set, dict)):
+            for item in part:
+                check(item, depth + 1)
+            for item in part.values() if isinstance(part, dict) else ():
+                check(item, depth + 1)
+        elif type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout is torch.strided and not part.is_meta:
+            memory[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
+        elif isinstance(part, (torch.UntypedStorage, torch.TypedStorage)):
+            memory[part.data_ptr()] = part.nbytes()
+
+    check(state, 0)
+    if sum(memory.values()) > length:
+        raise CheckpointError(f"cannot load {path}: it claims to hold {sum(memory.values())} bytes, and has {length}.")
