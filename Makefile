@@ -3,6 +3,7 @@
 # make test-all: all tests, as CI runs them: those marked slow too, in at most 25 minutes.
 # make check: ruff, mypy, and that the documentation agrees with the code.
 # make faults: the whole fault matrix, of which make test-all runs a tenth; takes the better part of an hour.
+# make soak: ten minutes of training with all that runs beside a loop: does what it takes grow?
 # make bench: the benchmarks.  make clean: remove what was built.
 # Each of them builds the virtual environment that it needs first.
 
@@ -16,7 +17,7 @@ PIP_FLAGS ?=
 bin := $(VENV)/bin
 install := $(bin)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 
-.PHONY: demo test test-all check faults bench clean
+.PHONY: demo test test-all check faults soak bench clean
 
 demo: $(VENV)/.installed-demo
 	$(bin)/python examples/digits.py --nprocs 2
@@ -30,6 +31,9 @@ test-all: $(VENV)/.installed-test
 faults: $(VENV)/.installed-test
 	FAULTS_LAUNCHES=1000 $(bin)/python -m pytest tests/faults/test_scale.py
 	$(bin)/python -m tests.faults.run --jobs 2 --write benchmarks/faults-matrix.md
+
+soak: $(VENV)/.installed-test
+	$(bin)/python -m tests.guarded.soak --seconds 600
 
 check: $(VENV)/.installed-dev
 	$(bin)/ruff check .
