@@ -18,12 +18,22 @@ def rebuilt(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tup
     Example:
         >>> rebuilt({"a": [1, 2]}, lambda part, path: "two" if path == ("a", 1) else part)
         {'a': [1, 'two']}
+
+    Raises:
+        RecursionError: a container holds itself, or they are nested deeper than Python can follow.
     """
-    changed = change(value, path)
-    if changed is not value or not isinstance(value, (list, tuple, dict)):
-        return changed
-    pairs = value.items() if isinstance(value, dict) else enumerate(value)
-    return refilled(value, [rebuilt(item, change, (*path, key)) for key, item in pairs])
+    try:
+        changed = change(value, path)
+        if changed is not value or not isinstance(value, (list, tuple, dict)):
+            return changed
+        pairs = value.items() if isinstance(value, dict) else enumerate(value)
+        return refilled(value, [rebuilt(item, change, (*path, key)) for key, item in pairs])
+    except RecursionError as error:
+        if path:
+            raise
+        raise RecursionError(
+            "a list, tuple or dict holds itself, or is nested deeper than Python can follow: give a flatter one."
+        ) from error
 
 
 def refilled(container: Any, items: list[Any]) -> Any:

@@ -332,7 +332,11 @@ def _alone(what: str) -> bool:
 
 def _tensors(value: Any, what: str) -> tuple[list[Any], Any, list[torch.Tensor]]:
     """Return a value's leaves, its structure, and the leaves as tensors; raise on all ranks where one cannot be."""
-    leaves, spec = tree_flatten(value, lambda part: isinstance(part, PackedSequence))  # a named tuple to pytree
+    try:
+        leaves, spec = tree_flatten(value, lambda part: isinstance(part, PackedSequence))  # a named tuple to pytree
+    except RecursionError:
+        _everyones("", [], f"{what}() cannot follow containers that are nested so deep, or hold themselves.")
+        raise
     tensors = []
     for leaf in leaves:
         problem = f"not a {type(leaf).__qualname__}. For other objects there is gather_object()"
