@@ -20,7 +20,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 Returns = Literal["rank0", "all"]
 
-SWITCHES = {"DISTWRAP_DISABLE": "run the function in this process", "DISTWRAP_QUIET": "silence the line at the start"}
+SWITCHES = {
+    "DISTWRAP_DISABLE": "run the function in this process",
+    "DISTWRAP_QUIET": "silence the line at the start",
+    "DISTWRAP_TRUST_NETWORK": "unpickle objects of other ranks also where no secret tells who sent them",
+}
+SECRET_FILE = "DISTWRAP_SECRET_FILE"
+PATHS = {SECRET_FILE: "a file that all nodes have, and no other user, so that ranks know each other"}
 
 
 class Text(NamedTuple):
@@ -177,8 +183,9 @@ class Options:
         from distwrap.environments.distwrap_environment import LAUNCHER, SCRIPT, STORE  # not needed to decorate
 
         for variable in env:
-            if variable.startswith("DISTWRAP_") and variable not in (*VARIABLES, *SWITCHES, STORE, LAUNCHER, SCRIPT):
-                raise OptionError(unknown_name("variable", variable, (*VARIABLES, *SWITCHES)))
+            known = (*VARIABLES, *SWITCHES, *PATHS)
+            if variable.startswith("DISTWRAP_") and variable not in (*known, STORE, LAUNCHER, SCRIPT):
+                raise OptionError(unknown_name("variable", variable, known))
         for switch in SWITCHES:
             switched_on(env, switch)
         found = {variable: name for variable, name in VARIABLES.items() if env.get(variable)}

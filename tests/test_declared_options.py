@@ -11,7 +11,7 @@ import pytest
 
 from distwrap import distributed
 from distwrap.decorator import GivenOptions
-from distwrap.options import DECLARATIONS, SWITCHES, VARIABLES, Options
+from distwrap.options import DECLARATIONS, PATHS, SWITCHES, VARIABLES, Options
 
 ROOT = Path(__file__).parents[1]
 FIELDS = {field.name: field for field in dataclasses.fields(Options)}
@@ -26,7 +26,8 @@ def options_table() -> list[str]:
         default = int(default) if isinstance(default, float) else default
         shown = f'"{default}"' if isinstance(default, str) else repr(default)
         lines.append(f"| `{name}` | `{shown}` | {variables.get(name, '')} | {declared.line} |")
-    return [*lines, *(f"| | | `{switch}=1` | {line} |" for switch, line in SWITCHES.items())]
+    lines += [f"| | | `{switch}=1` | {line} |" for switch, line in SWITCHES.items()]
+    return [*lines, *(f"| | | `{variable}` | {line} |" for variable, line in PATHS.items())]
 
 
 def test_types_of_the_decorator() -> None:

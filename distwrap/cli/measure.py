@@ -63,7 +63,7 @@ def measure(asked: tuple[int, float | None] | None = None) -> Measured:
     facts = look()
     facts.rank, facts.local_rank = world.placement.rank, world.placement.local_rank
     facts.device = kind_of(world.device).unique_name(world.device)
-    everybody = gather_object(facts)
+    everybody = [Facts(**each) for each in gather_object(vars(facts))]
     if len(everybody) == 1:
         return Measured(everybody, [])
     return Measured(everybody, [_time_all_reduce(size) for size in SIZES], None if asked is None else advise(*asked))

@@ -3,7 +3,6 @@
 Values may be tensors, numbers, or lists, tuples and dicts of them in any nesting.
 """
 
-from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -15,17 +14,16 @@ from distwrap.checks import one_of
 from distwrap.errors import CollectiveError, OptionError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.setup import require_group
-from distwrap.group.signing import sign, verify
+from distwrap.group.signing import only_plain, run_secret, sign, verify
 from distwrap.group.tensor_exchange import (
     Op,
-    as_bytes,
     device_for,
     exchange_device,
     gather_tensor,
     ranks_of_shares,
     reduce_tensor,
 )
-from distwrap.group.tensors_apart import is_dense, put_together, take_apart
+from distwrap.group.tensors_apart import as_bytes, bytes_of, is_dense, put_together, take_apart
 from distwrap.group.world import current_world, say_once
 from distwrap.supervision.hang_report import Activity
 
@@ -118,13 +116,15 @@ class _Gathered(torch.autograd.Function):
 def gather_object(value: Value) -> list[Value]:
     """Return every rank's value, in rank order, on every rank; anything that can be pickled.
 
+    Only plain data where the ranks have no secret: see docs/security.md.
+
     Example:
         >>> gather_object("here")
         ['here']
     """
     if _alone("gather_object"):
         return [value]
-    secret = current_world().secret
+    secret = run_secret()
     mine = _tensor_of(_signed(value, secret))
     sizes = [torch.zeros(1, dtype=torch.int64, device=mine.device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([mine.numel()], device=mine.device))
@@ -133,28 +133,22 @@ def gather_object(value: Value) -> list[Value]:
     padded[: mine.numel()] = mine
     received = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(received, padded)
-    values = [
-        verify(_bytes_of(message[: int(size)]), secret, rank)
+    messages = [
+        verify(bytes_of(message[: int(size)]), secret, rank)
         for rank, (message, size) in enumerate(zip(received, sizes, strict=True))
     ]
-    for rank, theirs in enumerate(values):
-        if isinstance(theirs, _Unsent):
-            raise CollectiveError(f"rank {rank}: {theirs.why}")
-    return values
-
-
-@dataclass(frozen=True)
-class _Unsent:
-    """Stand-in for an object that cannot be pickled, so that all ranks raise, and none waits for it."""
-
-    why: str
+    for rank, (problem, _) in enumerate(messages):
+        if problem:
+            raise CollectiveError(f"rank {rank}: {problem}")
+    return [value for _, value in messages]
 
 
 def _signed(value: Any, secret: bytes) -> bytes:
+    """Return the message with a value, or with why it cannot be sent: all ranks raise then, and none waits for it."""
     try:
-        return sign(value, secret)
+        return sign(("", value), secret)
     except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
-        return sign(_Unsent(_cannot_be_sent(value, error)), secret)
+        return sign((_cannot_be_sent(value, error), None), secret)
 
 
 def _cannot_be_sent(value: Any, error: Exception) -> str:
@@ -229,7 +223,8 @@ def broadcast(value: Any, src: int = 0) -> Any:
     """Return rank `src`'s value on every rank; what the others pass is ignored.
 
     Args:
-        value: a tensor, or anything that can be pickled, with tensors in any nesting.
+        value: a tensor, or anything that can be pickled, with tensors in any nesting; only plain data where the ranks
+            have no secret (docs/security.md).
         src: the rank whose value it is.
 
     Example:
@@ -244,13 +239,14 @@ def broadcast(value: Any, src: int = 0) -> Any:
     mine = world.placement.rank == src
     tensors: list[torch.Tensor] = []
     message: tuple[str, bytes, list[_Described]] = ("", b"", [])
+    secret = run_secret()
     if mine:
         try:
-            data, tensors = take_apart(value)
-            message = ("", data, [_Described(each.dtype, each.shape, each.device.type) for each in tensors])
+            data, tensors = take_apart(value, plain=only_plain(secret))
+            message = ("", data, [(each.dtype, each.shape, each.device.type) for each in tensors])
         except Exception as error:  # noqa: BLE001 - whatever it is, the others must hear of it
             message = (f"rank {src}: {_cannot_be_sent(value, error)}", b"", [])
-    problem, data, described = _broadcast_object(message, src)
+    problem, data, described = _broadcast_object(message, src, secret)
     if problem:
         raise CollectiveError(problem)
     if mine:
@@ -258,11 +254,11 @@ def broadcast(value: Any, src: int = 0) -> Any:
             plain = tensor.detach().to(device_for(tensor)).resolve_conj().resolve_neg()
             dist.broadcast(as_bytes(plain.contiguous()), src=src)
         return value
-    for what in described:
-        tensor = torch.empty(what.shape, dtype=what.dtype, device=exchange_device())
+    for dtype, shape, device in described:
+        tensor = torch.empty(shape, dtype=dtype, device=exchange_device())
         dist.broadcast(as_bytes(tensor), src=src)
-        tensors.append(tensor.cpu() if what.device == "cpu" else tensor)
-    return put_together(data, tensors)
+        tensors.append(tensor.cpu() if device == "cpu" else tensor)
+    return put_together(data, tensors, plain=only_plain(secret))
 
 
 def agree(flag: bool, how: Literal["any", "all"] = "any") -> bool:
@@ -289,35 +285,22 @@ def total(number: float) -> float:
     return value.item()
 
 
-@dataclass(frozen=True)
-class _Described:
-    """Description of a tensor, from which the other ranks make one to receive it."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    device: str
+_Described = tuple[torch.dtype, torch.Size, str]  # dtype, shape and device of a tensor that the others are to receive
 
 
-def _broadcast_object(value: Any, src: int) -> Any:
-    world = current_world()
-    mine = world.placement.rank == src
-    message = _tensor_of(sign(value, world.secret)) if mine else torch.empty(0)
+def _broadcast_object(value: Any, src: int, secret: bytes) -> Any:
+    mine = current_world().placement.rank == src
+    message = _tensor_of(sign(value, secret)) if mine else torch.empty(0)
     size = torch.tensor([message.numel()], device=exchange_device())
     dist.broadcast(size, src=src)
     if not mine:
         message = torch.empty(int(size), dtype=torch.uint8, device=exchange_device())
     dist.broadcast(message, src=src)
-    return value if mine else verify(_bytes_of(message), world.secret, src)
+    return value if mine else verify(bytes_of(message), secret, src)
 
 
 def _tensor_of(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(exchange_device())
-
-
-def _bytes_of(tensor: torch.Tensor) -> bytes:
-    data = bytearray(tensor.numel())
-    torch.frombuffer(data, dtype=torch.uint8).copy_(tensor)
-    return bytes(data)
 
 
 def _alone(what: str) -> bool:

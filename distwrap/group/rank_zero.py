@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, overload
@@ -12,6 +11,7 @@ from distwrap.decorated import DecoratedFunction
 from distwrap.errors import OptionError, WorkerError
 from distwrap.group.collective_guard import check_collectives_allowed, guard_collectives
 from distwrap.group.collectives import broadcast, gather_object
+from distwrap.group.signing import run_secret, sign, verify
 from distwrap.group.wait_for_rank import share_result
 from distwrap.group.world import current_world
 
@@ -197,16 +197,24 @@ def _everywhere(name: str, run: Callable[[], Any], chosen: bool, local: bool) ->
 
 
 def _shared(result: tuple[Any, BaseException | None], local: bool) -> tuple[Any, BaseException | None]:
-    place = current_world().placement
+    place, secret = current_world().placement, run_secret()
     try:
-        data = pickle.dumps(result)
-        pickle.loads(data)
+        data = sign(("", *result), secret)
+        verify(data, secret, place.rank)
     except Exception as error:  # noqa: BLE001 - whatever is raised, the others must hear of it
         kind = type(result[1] if result[1] is not None else result[0]).__qualname__
-        text = f"rank {place.rank}'s {kind} cannot be sent to the other ranks: {type(error).__name__}: {error}"
-        data = pickle.dumps((None, TypeError(text if result[1] is None else f"{text}\n{result[1]!r}")))
+        text = f"rank {place.rank}'s {kind} cannot be sent to the other ranks: {_cause(error)}"
+        data = sign((text if result[1] is None else f"{text}\n{result[1]!r}", None, None), secret)
     if not local:
-        return pickle.loads(broadcast(data))  # type: ignore[no-any-return]
-    everyone = gather_object((place.node_rank, place.local_rank, data))
-    mine = next(sent for node, index, sent in everyone if (node, index) == (place.node_rank, 0))
-    return pickle.loads(mine)  # type: ignore[no-any-return]
+        data = broadcast(data)
+    else:
+        everyone = gather_object((place.node_rank, place.local_rank, data))
+        data = next(sent for node, index, sent in everyone if (node, index) == (place.node_rank, 0))
+    problem, value, their_error = verify(data, secret, _worker(local))
+    return value, TypeError(problem) if problem else their_error
+
+
+def _cause(error: Exception) -> str:
+    """Return in words why an object could not be pickled, or not be unpickled here."""
+    error = error.__cause__ if isinstance(error.__cause__, Exception) else error
+    return f"{type(error).__name__}: {error}"

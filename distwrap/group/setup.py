@@ -18,9 +18,8 @@ from distwrap.environments import Node, Placement, detect, distwrap_environment
 from distwrap.errors import LaunchError, PlacementError
 from distwrap.group import failures
 from distwrap.group.resources import assign_resources
-from distwrap.group.signing import agree_on_secret
 from distwrap.group.world import World, activate, active_world, current_world, deactivate, say
-from distwrap.network import interfaces
+from distwrap.network import interfaces, secret
 from distwrap.network.rendezvous import await_all_joined, meet, say_goodbye
 from distwrap.options import Options, switched_on
 from distwrap.supervision.channel import Channel
@@ -112,8 +111,17 @@ def import_before_group() -> None:
     import torch.distributed.nn.functional  # noqa: F401
 
 
-def join(placement: Placement, options: Options, *, device: torch.device | None = None) -> World:
-    """Meet the other ranks and make their world the current one."""
+def join(
+    placement: Placement, options: Options, *, device: torch.device | None = None, inherited: bytes = b""
+) -> World:
+    """Meet the other ranks and make their world the current one.
+
+    Args:
+        placement: this rank's place.
+        options: of the run.
+        device: this rank's device; by default the one of its local rank.
+        inherited: the secret that its launcher has given each rank, if any.
+    """
     import_before_group()
     SECONDS("timeout", options.timeout)
     chosen, device = device, device or selection.choose_device(placement, selection.visible_devices())
@@ -151,12 +159,13 @@ def join(placement: Placement, options: Options, *, device: torch.device | None 
             options=options,
             group=dist.group.WORLD,
             store=store,
-            secret=agree_on_secret(store, placement.rank),
+            secret=inherited or secret.agree(store, placement),
             cleanup=cleanup.pop_all(),
         )
     activate(world)
     supervised = distwrap_environment.STORE in os.environ
-    world.channel = Channel(side, placement, world.part(Activity), supervised, options.timeout)
+    activity = world.part(Activity)
+    world.channel = Channel(side, placement, activity, supervised, options.timeout, world.secret or b"")
     world.channel.start()
     world.arrange()
     return world

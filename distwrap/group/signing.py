@@ -1,33 +1,47 @@
 """Signed objects between ranks: nothing is unpickled that did not come from a rank of this run.
 
-Each run has a secret, which its ranks find in the store where they meet; for ranks that distwrap started, nobody else
-can read that. gloo's sockets ask nobody who they are, so an object that came through them is unpickled only if its
-signature (HMAC-SHA256, RFC 2104) was made with the secret.
+gloo's sockets ask nobody who they are, so an object that came through them is unpickled only if its signature was made
+with the run's secret. Where the ranks have no secret, only plain data travels, in pickles that name no function.
 """
 
 import hmac
+import itertools
+import os
 import pickle
-import secrets
 from typing import Any
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
+from distwrap._internals.torch import default_store
 from distwrap.errors import CollectiveError
+from distwrap.group import tensors_apart
+from distwrap.group.world import current_world
+from distwrap.network.secret import agree, signature
+from distwrap.options import switched_on
 
 _SIZE = 32
+_agreements = itertools.count()
 
 
-def agree_on_secret(store: Store, rank: int) -> bytes:
-    """Return the run's secret: rank 0 makes it, the others wait for it."""
-    if rank == 0:
-        store.set("secret", secrets.token_hex(_SIZE))
-    return bytes.fromhex(store.get("secret").decode())
+def run_secret() -> bytes:
+    """Return the run's secret, empty where there is none. Ranks in a group that the user made agree on it here."""
+    world = current_world()
+    if world.secret is None:
+        store, number = default_store(), next(_agreements)
+        world.secret = b"" if store is None else agree(PrefixStore(f"distwrap/secret/{number}", store), world.placement)
+    return world.secret
+
+
+def only_plain(secret: bytes) -> bool:
+    """Return whether only plain data may travel: nobody can tell who sent it, and the user has not allowed more."""
+    return not secret and not switched_on(os.environ, "DISTWRAP_TRUST_NETWORK")
 
 
 def sign(value: Any, secret: bytes) -> bytes:
     """Return a pickled object with its HMAC signature in front."""
-    data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
-    return _signature(data, secret) + data
+    plain = only_plain(secret)
+    data = tensors_apart.dump_plain(value) if plain else pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    return signature(data, secret) + data
 
 
 def verify(message: bytes, secret: bytes, source: int) -> Any:
@@ -35,25 +49,21 @@ def verify(message: bytes, secret: bytes, source: int) -> Any:
 
     Args:
         message: what was received.
-        secret: the run's.
+        secret: the run's; empty where there is none.
         source: the rank it is said to come from, for the error.
 
     Raises:
         CollectiveError: the signature is not of this run, or the object cannot be unpickled here.
     """
     given, data = message[:_SIZE], message[_SIZE:]
-    if not hmac.compare_digest(given, _signature(data, secret)):
+    if not hmac.compare_digest(given, signature(data, secret)):
         raise CollectiveError(
             f"what came in place of rank {source}'s object was not made by a rank of this run, and was not read: "
             f"another process writes to this machine's ports, or a collective was not called on every rank."
         )
     try:
-        return pickle.loads(data)
+        return tensors_apart.load_plain(data) if only_plain(secret) else pickle.loads(data)
     except Exception as error:
         raise CollectiveError(
             f"rank {source}'s object cannot be unpickled on the other ranks: {type(error).__name__}: {error}"
         ) from error
-
-
-def _signature(data: bytes, secret: bytes) -> bytes:
-    return hmac.digest(secret, data, "sha256")

@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 
 from distwrap.errors import CollectiveError
+from distwrap.group.tensors_apart import as_bytes
 from distwrap.group.world import current_world
 
 Op = Literal["mean", "sum", "min", "max"]
@@ -39,11 +40,6 @@ def gather_tensor(leaf: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     # As bytes, since gloo knows neither int16 nor the new float types.
     dist.all_gather([as_bytes(part) for part in received], as_bytes(padded), group=current_world().layout.group)
     return torch.cat([part[:size] for part, size in zip(received, sizes, strict=True)]).to(leaf.device)
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the bytes of a tensor, in the same memory."""
-    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # one number may have any stride
 
 
 def reduce_tensor(leaf: torch.Tensor, op: Op) -> torch.Tensor:

@@ -1,11 +1,19 @@
-"""Objects pickled with their tensors apart, which then travel by themselves, wherever in an object they are."""
+"""Objects pickled with their tensors apart, which then travel by themselves, wherever in an object they are.
+
+Plain data is pickled so that its pickle names nothing but a few types, whoever has made it: nothing in it is called.
+"""
 
 import io
+import math
 import pickle
 from collections.abc import Sequence
 from typing import Any
 
 import torch
+
+# Types of plain data that a pickle has to name, by module and name; beside them there are torch's dtypes.
+_NAMED = {("collections", "OrderedDict"), ("torch", "Size"), ("torch", "device"), ("builtins", "complex")}
+_NUMBERS = "biufcmMSU"  # numpy's kinds of arrays that are no more than their bytes
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -19,24 +27,71 @@ def is_dense(tensor: torch.Tensor) -> bool:
     return plain and not tensor.is_quantized and not tensor.is_nested
 
 
-def take_apart(value: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Return an object as bytes, and the tensors in it; of a sparse tensor, those that it consists of."""
+def take_apart(value: Any, *, plain: bool = False) -> tuple[bytes, list[torch.Tensor]]:
+    """Return an object as bytes, and the tensors in it; of a sparse tensor, those that it consists of.
+
+    Args:
+        value: the object.
+        plain: refuse what is no plain data.
+
+    Raises:
+        TypeError: it is no plain data; names the type.
+    """
     file = io.BytesIO()
-    pickler = _TensorPickler(file, pickle.HIGHEST_PROTOCOL)
+    pickler = (_PlainPickler if plain else _TensorPickler)(file, pickle.HIGHEST_PROTOCOL)
     pickler.dump(value)
     return file.getvalue(), pickler.tensors
 
 
-def put_together(data: bytes, tensors: Sequence[torch.Tensor]) -> Any:
+def put_together(data: bytes, tensors: Sequence[torch.Tensor], *, plain: bool = False) -> Any:
     """Return the object of which `take_apart` made these bytes and tensors.
 
     Example:
         >>> put_together(*take_apart({"lr": 0.1, "w": torch.ones(1)}))
         {'lr': 0.1, 'w': tensor([1.])}
     """
-    unpickler = _TensorUnpickler(io.BytesIO(data))
+    unpickler = (_PlainUnpickler if plain else _TensorUnpickler)(io.BytesIO(data))
     unpickler.tensors = tensors
     return unpickler.load()
+
+
+def dump_plain(value: Any) -> bytes:
+    """Return plain data, with its tensors, as bytes.
+
+    Raises:
+        TypeError: it is no plain data; names the type.
+    """
+    data, tensors = take_apart(value, plain=True)
+    return take_apart((data, [(each.dtype, each.shape, bytes_of(each)) for each in tensors]), plain=True)[0]
+
+
+def load_plain(data: bytes) -> Any:
+    """Return the plain data of which `dump_plain` made these bytes, with its tensors on the CPU.
+
+    Example:
+        >>> load_plain(dump_plain({"loss": 0.5, "shape": torch.Size([2])}))
+        {'loss': 0.5, 'shape': torch.Size([2])}
+    """
+    data, described = put_together(data, [], plain=True)
+    tensors = []
+    for dtype, shape, raw in described:
+        flat = torch.frombuffer(bytearray(raw), dtype=dtype) if math.prod(shape) else torch.empty(0, dtype=dtype)
+        tensors.append(flat.reshape(shape))
+    return put_together(data, tensors, plain=True)
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of a tensor, in the same memory."""
+    return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # one number may have any stride
+
+
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return a copy of a tensor's bytes."""
+    plain = as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())
+    data = bytearray(plain.numel())
+    if data:
+        torch.frombuffer(data, dtype=torch.uint8).copy_(plain)
+    return bytes(data)
 
 
 class _TensorPickler(pickle.Pickler):
@@ -45,7 +100,7 @@ class _TensorPickler(pickle.Pickler):
         self.tensors: list[torch.Tensor] = []
         self._numbers: dict[int, int] = {}
 
-    def persistent_id(self, obj: Any) -> int | None:
+    def persistent_id(self, obj: Any) -> Any:
         if type(obj) is not torch.Tensor or not is_dense(obj):
             return None
         if id(obj) not in self._numbers:
@@ -59,3 +114,39 @@ class _TensorUnpickler(pickle.Unpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         return self.tensors[pid]
+
+
+class _PlainPickler(_TensorPickler):
+    def persistent_id(self, obj: Any) -> Any:
+        if type(obj).__module__ == "numpy" and getattr(getattr(obj, "dtype", None), "kind", "") in _NUMBERS:
+            return obj.dtype.str, obj.shape, obj.ndim > 0 or type(obj).__name__ == "ndarray", obj.tobytes()
+        return super().persistent_id(obj)
+
+    def reducer_override(self, obj: Any) -> Any:
+        kind = obj if isinstance(obj, type) else type(obj)
+        if isinstance(obj, torch.dtype) or (kind.__module__, kind.__qualname__) in _NAMED:
+            return NotImplemented
+        raise TypeError(
+            f"a {kind.__module__}.{kind.__qualname__} is no plain data (numbers, texts, bytes, tensors, arrays, in "
+            f"lists, tuples, dicts, sets), and these ranks have no secret by which to tell whose objects to unpickle. "
+            f"Give DISTWRAP_SECRET_FILE to all of them, or, where nobody else can reach them, DISTWRAP_TRUST_NETWORK=1"
+        )
+
+
+class _PlainUnpickler(_TensorUnpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        named = (module, name) in _NAMED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
+        if not named:
+            raise pickle.UnpicklingError(f"{module}.{name} is no plain data, and these ranks have no secret")
+        return super().find_class(module, name)
+
+    def persistent_load(self, pid: Any) -> Any:
+        if not isinstance(pid, tuple):
+            return super().persistent_load(pid)
+        import numpy  # torch itself can do without
+
+        kind, shape, is_array, raw = pid
+        if numpy.dtype(kind).kind not in _NUMBERS:
+            raise pickle.UnpicklingError(f"an array of {kind!r} is no plain data")
+        array = numpy.frombuffer(bytearray(raw), dtype=kind).reshape(shape)
+        return array if is_array else array[()]

@@ -91,7 +91,8 @@ class World:
         group: the process group. It is held here so that no model of the user's is the last to hold it: torch would
             end it then with the interpreter's lock taken, for which gloo's threads wait forever.
         store: where the ranks met.
-        secret: of the run, with which its ranks sign objects.
+        secret: of the run, with which its ranks sign objects; empty where there is none, ``None`` until ranks in a
+            group that the user made need one.
         channel: the side channel to the other ranks, where distwrap made the group.
         cleanup: undoes what joining has changed in this process.
     """
@@ -103,7 +104,7 @@ class World:
     layout: Layout = field(init=False)
     group: object = None
     store: Store | None = None
-    secret: bytes = b""
+    secret: bytes | None = field(default=None, repr=False)
     channel: Channel | None = None
     cleanup: ExitStack = field(default_factory=ExitStack)
     _parts: dict[type[RunPart], RunPart] = field(default_factory=dict)

@@ -147,11 +147,15 @@ def _in_process(task: Task) -> Any:
 
 def _in_users_group(task: Task) -> Any:
     ambient = current_world()
-    world = World(ambient.placement, ambient.device, backend=ambient.backend, options=task.options)
+    world = World(
+        ambient.placement, ambient.device, backend=ambient.backend, options=task.options, secret=ambient.secret
+    )
     with setup.temporary_world(world):
         _say_what_is_left_to(world.placement, task.options)
         world.arrange()
-        return _here(task)
+        value = _here(task)
+    ambient.secret = world.secret
+    return value
 
 
 def _joining(task: Task, placement: Placement) -> Any:

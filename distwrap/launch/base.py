@@ -14,6 +14,7 @@ from distwrap.launch import pickling, transport
 from distwrap.launch.other_callers import NodeSummary
 from distwrap.launch.outcome import Exit, Outcome, raise_failure
 from distwrap.launch.task import Assignment, NodePlan, Surroundings, Task
+from distwrap.network import secret
 from distwrap.wording import named_ranks
 
 
@@ -95,7 +96,8 @@ class Launcher:
 
     def plan_in_place(self, job: Job) -> Assignment:
         """Return the plan for ranks that have the call and the caller's surroundings already."""
-        return Assignment(self.name, job.returns, choose_threads(job.nprocs))
+        inherited = b"" if job.nodes.several else secret.new()
+        return Assignment(self.name, job.returns, choose_threads(job.nprocs), secret=inherited)
 
     def run(self, job: Job, plan: Assignment) -> Sequence[Outcome]:
         """Start the ranks, hand each the plan with its placement, wait for all, and leave none behind.

@@ -22,8 +22,9 @@ from distwrap.environments import Placement
 from distwrap.errors import ArrivalError, WorkerDiedError
 from distwrap.launch.outcome import Outcome, from_json, of_error, raise_failure, to_json
 from distwrap.launch.task import NodePlan
-from distwrap.network import interfaces, stores
+from distwrap.network import interfaces, secret, stores
 from distwrap.network.rendezvous import check_versions, registration, registrations, wait_for_all
+from distwrap.network.secret import SignedTexts
 from distwrap.wording import first_line, named_ranks
 
 BEAT_SECONDS = 0.5
@@ -93,6 +94,8 @@ class OtherCallers:
         self.world_size = sum(self._counts)
         first = sum(self._counts[: self.node_rank])
         self.ranks = tuple(range(first, first + nprocs))
+        given = secret.of_file()
+        self._texts = SignedTexts(self._store, given and secret.signature(self._store.get("here/0"), given))
         mine, zero = callers[self.node_rank], callers[0]
         try:
             check_versions(mine, f"node {self.node_rank} on {mine['host']}", zero, f"node 0 on {zero['host']}")
@@ -219,7 +222,7 @@ class OtherCallers:
     def tell(self, error: BaseException) -> None:
         """Tell the other nodes of a failure here; the first that is told is believed to be the cause."""
         with suppress(RuntimeError):
-            self._store.compare_set("failure", "", json.dumps(self._message(error)))
+            self._texts.set_first("failure", json.dumps(self._message(error)))
 
     def _message(self, error: BaseException) -> dict[str, Any]:
         return {**to_json(error), "first": self.ranks[0]}
@@ -230,7 +233,7 @@ class OtherCallers:
         Raises:
             BaseException: the exception of a rank elsewhere.
         """
-        self._store.set(f"done/{self.node_rank}", "")
+        self._texts.set(f"done/{self.node_rank}", "")
         failed: Outcome | None = self.news.recv()
         if failed is not None:
             raise_failure([failed])
@@ -258,10 +261,10 @@ class OtherCallers:
         while not self._stopped.is_set():
             try:
                 self._store.set(f"beat/{self.node_rank}", str(time.monotonic()))
-                if failure := stores.read(self._store, "failure"):
+                if failure := self._texts.read("failure"):
                     self._report(json.loads(failure))
                     return
-                if self._store.check(done):
+                if self._store.check(done) and all(self._texts.read(key) is not None for key in done):
                     with suppress(OSError):
                         self._pipe.send(None)
                     return

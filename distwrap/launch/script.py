@@ -86,7 +86,7 @@ class ScriptLauncher(Launcher):
     def _run_rank_zero(self, job: Job, plan: Assignment) -> list[Outcome]:
         # One store for all calls of this process: the parked ranks still hold it when the next call begins.
         met = store_file.on_one_node(_ranks.store or _store_until_exit(), job.nprocs)
-        _wake_or_start(job, met)
+        _wake_or_start(job, met, plan)
         plan = replace(plan, placement=met.placement(0), store=met.store)
         watch = _Watch(list(_ranks.parked), met)
         with (
@@ -144,7 +144,7 @@ def _store_until_exit() -> str:
     return _ranks.store
 
 
-def _wake_or_start(job: Job, met: store_file.Meeting) -> None:
+def _wake_or_start(job: Job, met: store_file.Meeting, plan: Assignment) -> None:
     """Let the parked ranks run on to this call, or start them."""
     if _ranks.parked:
         data = transport.pack_result(_ranks.last_value, "what the last decorated call returned")
@@ -164,7 +164,7 @@ def _wake_or_start(job: Job, met: store_file.Meeting) -> None:
             raise
         _ranks.logs.start(keep=1)
     for process in _ranks.parked:
-        process.conn.send((met.store, job.task.name))
+        process.conn.send((met.store, job.task.name, plan.secret))
 
 
 def _start(rank: int, command: list[str], env: dict[str, str]) -> CommandProcess:

@@ -28,9 +28,10 @@ def run(job: Job, plan: Assignment) -> Any:
     """Take part in rank 0's call, park at its end, and return rank 0's value when rank 0 makes another."""
     conn = _connection()
     link, rank = PipeLink(conn), int(os.environ["RANK"])
-    store, name = _message(conn)
+    store, name, secret = _message(conn)
     os.environ[distwrap_environment.STORE] = store
-    plan = replace(plan, placement=distwrap_environment.on_one_node(rank, int(os.environ["WORLD_SIZE"])))
+    placement = distwrap_environment.on_one_node(rank, int(os.environ["WORLD_SIZE"]))
+    plan = replace(plan, placement=placement, secret=secret)
     try:
         if name != job.task.name:
             raise LaunchError(

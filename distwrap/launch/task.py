@@ -86,6 +86,8 @@ class Assignment:
         placement: the rank's place among the others.
         store: where the ranks meet: a file, or ``"tcp://host:port/launch"``. Empty where they meet at the placement's
             address, as torchrun's do; nobody then stands by to end them all when one fails.
+        secret: of the run, which the ranks inherit; empty where callers on several nodes start them, each without the
+            others'.
     """
 
     launcher: str
@@ -98,6 +100,7 @@ class Assignment:
     main_module: str | None = None
     placement: Placement = field(default_factory=Placement)
     store: str = ""
+    secret: bytes = field(default=b"", repr=False)
 
 
 @dataclass(frozen=True)

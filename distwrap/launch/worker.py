@@ -159,7 +159,7 @@ def take_part(assignment: Assignment, task: Task, on_stall: Callable[[str], None
     Returns:
         The function's value, or the list of all ranks' where they gather them; and what was retrofitted.
     """
-    world = join(assignment.placement, task.options)
+    world = join(assignment.placement, task.options, inherited=assignment.secret)
     announce(world, assignment.launcher)
     assert world.channel is not None
     world.channel.on_stall = on_stall

@@ -4,7 +4,8 @@ The thread looks at the store four times a second. It answers who asks where the
 they wait for, ends this rank, which would else wait in a collective, where another has failed and no launcher of ours
 supervises the ranks (torchrun, srun), and notices when no rank moves any more. It never joins a collective.
 
-Messages are JSON: nothing that comes over the store is unpickled here.
+Messages are JSON: nothing that comes over the store is unpickled here. What can end a run, or change what it does, is
+signed where the run has a secret.
 """
 
 import atexit
@@ -16,7 +17,7 @@ from collections.abc import Callable
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap.environments import Placement
-from distwrap.network.stores import read
+from distwrap.network.secret import SignedTexts
 from distwrap.supervision import hang_report
 from distwrap.supervision.failure_news import NEWS_SECONDS, FailureNews, end_process, store_is_gone
 from distwrap.supervision.hang_report import Activity, Reporter
@@ -35,6 +36,7 @@ class Channel:
         activity: the last helper that ran on this rank.
         supervised: whether a launcher of ours waits for the ranks' processes, and tells of their ends.
         timeout: seconds without any rank moving after which the run counts as stalled.
+        secret: of the run; empty where there is none, and whoever reaches the store is believed.
 
     Attributes:
         reporter: answers where this rank is, and asks where the others are.
@@ -44,15 +46,18 @@ class Channel:
         on_stall: called with the hang report on the rank that finds the run stalled; by default it ends the process.
     """
 
-    def __init__(self, store: Store, placement: Placement, activity: Activity, supervised: bool, timeout: float):
+    def __init__(
+        self, store: Store, placement: Placement, activity: Activity, supervised: bool, timeout: float, secret: bytes
+    ) -> None:
         self.supervised = supervised
         self._store, self._place, self._timeout = store, placement, timeout
+        self._texts = SignedTexts(store, secret)
         self._stopped = threading.Event()
         self._parent = os.getppid() if supervised or "TORCHELASTIC_RUN_ID" in os.environ else None
         self.reporter = Reporter(store, placement, activity)
-        self.failures = FailureNews(store, placement, supervised, self._stopped)
+        self.failures = FailureNews(store, placement, supervised, self._stopped, secret)
         self.stalls = StallDetector(store, placement, timeout, self._report_stall)
-        self.work = SharedWork(store, placement, self.stalls, supervised)
+        self.work = SharedWork(store, placement, self.stalls, supervised, secret)
         self.on_stall: Callable[[str], None] = self._end_stalled
         self._thread = threading.Thread(target=self._run, name="distwrap-channel", daemon=True)
 
@@ -67,7 +72,7 @@ class Channel:
         self._stopped.set()
         with contextlib.suppress(RuntimeError):
             self.work.leave()
-            self._store.set(f"left/{self._place.rank}", "failed" if failed else "")
+            self._texts.set(f"left/{self._place.rank}", "failed" if failed else "")
         self._halt()
 
     def _halt(self) -> None:
@@ -79,12 +84,12 @@ class Channel:
     def note(self, key: str, text: str) -> None:
         """Leave a text for any rank that looks; whether the store fails is told elsewhere."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"note/{key}", text)
+            self._texts.set(f"note/{key}", text)
 
     def noted(self, key: str) -> str:
         """Return the text that was left; empty where there is none."""
         with contextlib.suppress(RuntimeError):
-            return read(self._store, f"note/{key}").decode()
+            return self._texts.read(f"note/{key}") or ""
         return ""
 
     def _run(self) -> None:

@@ -19,7 +19,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from distwrap._internals.python import multiprocessing_settings
 from distwrap.environments import Placement
 from distwrap.environments.identity import lives, node
-from distwrap.network.stores import read
+from distwrap.network.secret import SignedTexts
 from distwrap.network.waiting import wait_until
 from distwrap.supervision import hang_report
 from distwrap.wording import first_line, print_notice
@@ -50,17 +50,21 @@ class FailureNews:
         placement: this rank's place.
         supervised: whether a launcher of ours waits for the ranks' processes, and tells of their ends.
         stopped: set once this rank leaves in order.
+        secret: of the run, by which to know what its ranks have written; empty where there is none.
     """
 
-    def __init__(self, store: Store, placement: Placement, supervised: bool, stopped: threading.Event) -> None:
+    def __init__(
+        self, store: Store, placement: Placement, supervised: bool, stopped: threading.Event, secret: bytes
+    ) -> None:
         self._store, self._place, self._supervised, self._stopped = store, placement, supervised, stopped
+        self._texts = SignedTexts(store, secret)
         self._neighbour = None if supervised else self._find_neighbour()
 
     def tell(self, summary: str, traceback: str) -> None:
         """Tell the other ranks that this one has failed; the first failure is believed to be the cause."""
         mine = Failure(self._place.rank, socket.gethostname(), os.getpid(), summary, traceback, time.time())
         with contextlib.suppress(RuntimeError):
-            self._store.compare_set("failure", "", json.dumps(mine))
+            self._texts.set_first("failure", json.dumps(mine))
 
     def wait_for_cause(self, seconds: float) -> Failure | None:
         """Wait a moment for the failure of another rank that came first; ``None`` where this rank's is the first."""
@@ -85,7 +89,7 @@ class FailureNews:
         """Return the failure that came first, once it was seen whether the neighbour lives."""
         self._look_after_neighbour()
         with contextlib.suppress(RuntimeError):
-            news = read(self._store, "failure")
+            news = self._texts.read("failure")
             return Failure(*json.loads(news)) if news else None
         return None
 
@@ -102,11 +106,11 @@ class FailureNews:
         if self._neighbour is None:
             return
         rank, process = self._neighbour
-        if lives(process) or self._store.check([f"left/{rank}"]):
+        if lives(process) or self._texts.read(f"left/{rank}") is not None:
             return
         summary = f"its process ended without a word{hang_report.last_seen(self._store, rank)}"
         news = Failure(rank, process["host"], process["pid"], summary, "", time.time())
-        self._store.compare_set("failure", "", json.dumps(news))
+        self._texts.set_first("failure", json.dumps(news))
 
 
 def store_is_gone(placement: Placement, error: Exception) -> Failure:

@@ -16,6 +16,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from distwrap.environments import Placement
 from distwrap.environments.identity import lives, node
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError
+from distwrap.network.secret import SignedTexts
 from distwrap.network.stores import count, read
 from distwrap.supervision.failure_news import store_is_gone
 from distwrap.supervision.stall_detection import StallDetector
@@ -36,19 +37,23 @@ class SharedWork:
         placement: this rank's place.
         stalls: told of waits, which may take as long as they like.
         supervised: whether a launcher of ours ends all ranks when one dies.
+        secret: of the run, by which to know what its ranks have written; empty where there is none.
     """
 
-    def __init__(self, store: Store, placement: Placement, stalls: StallDetector, supervised: bool) -> None:
+    def __init__(
+        self, store: Store, placement: Placement, stalls: StallDetector, supervised: bool, secret: bytes = b""
+    ) -> None:
         self._store, self._place, self._stalls, self._supervised = store, placement, stalls, supervised
+        self._texts = SignedTexts(store, secret)
         # The store of ranks on one node is a file, and keeps what is deleted in it.
-        self._store_is_file = supervised and placement.master_addr is None
+        self._store_is_file = placement.master_addr is None
         self._served: list[tuple[str, Make]] = []
         self._seen: Counter[str] = Counter()
         self._open: list[tuple[str, Make, float]] = []
 
     def publish(self, key: str, data: bytes) -> None:
         """Give others the bytes for which they `wait_for`."""
-        self._store.set(f"work/{key}", data.hex())  # torch's stores take text
+        self._texts.set(f"work/{key}", data.hex())  # torch's stores take text
 
     def wait_for(self, key: str, worker: int) -> bytes:
         """Wait for the bytes that another rank publishes: as long as it takes, while that rank lives.
@@ -58,7 +63,7 @@ class SharedWork:
             WorkerError: that rank failed.
             CollectiveError: that rank left the function without publishing them.
         """
-        return self._wait(lambda: f"work/{key}" if self._store.check([f"work/{key}"]) else "", worker)
+        return self._wait((f"work/{key}",), worker)
 
     def serve(self, name: str, make: Make) -> None:
         """Give other ranks from now on what they `ask` for; made in the channel's thread, within a quarter second.
@@ -86,7 +91,7 @@ class SharedWork:
         with tempfile.TemporaryFile() as file:
             path = f"/proc/{os.getpid()}/fd/{file.fileno()}" if self._store_is_file else ""
             self._store.set(f"ask/{question}", json.dumps([request, path]))
-            data = self._wait(lambda: next((key for key in (answer, last) if self._store.check([key])), ""), worker)
+            data = self._wait((answer, last), worker)
             for key in (f"ask/{question}", answer):
                 self._store.delete_key(key)
             answered = data or file.read()
@@ -116,10 +121,11 @@ class SharedWork:
         data = make(request, time.monotonic() - since)
         if data is None:
             return False
-        with suppress(OSError):  # there is no such file, or no place on its disk
-            with open(path, "r+b") as file:
-                file.write(data)
-            data = b""
+        if self._store_is_file:  # else anybody may have named the path
+            with suppress(OSError):  # there is no such file, or no place on its disk
+                with open(path, "r+b") as file:
+                    file.write(data)
+                data = b""
         self.publish(question, data)
         return True
 
@@ -130,26 +136,29 @@ class SharedWork:
             if data is not None:
                 self.publish(f"{name}/last", data)
 
-    def _wait(self, find_key: Callable[[], str], worker: int) -> bytes:
-        """Wait until `find_key` names the key of what another rank has published, and return it."""
+    def _wait(self, keys: tuple[str, ...], worker: int) -> bytes:
+        """Wait until another rank has published one of the keys, and return what."""
         self._stalls.excuse(True)
         waits = f"rank {self._place.rank} waits for the work of rank {worker}"
         try:
-            self._wait_while_it_lives(find_key, worker, waits)
-            return bytes.fromhex(self._store.get(find_key()).decode())
+            return bytes.fromhex(self._wait_while_it_lives(keys, worker, waits))
         except dist.DistNetworkError as error:
             raise WorkerDiedError(f"{waits}, but {store_is_gone(self._place, error)}") from None
         finally:
             self._stalls.excuse(False)
 
-    def _wait_while_it_lives(self, find_key: Callable[[], str], worker: int, waits: str) -> None:
+    def _find(self, keys: tuple[str, ...]) -> str | None:
+        return next((text for key in keys if (text := self._texts.read(key)) is not None), None)
+
+    def _wait_while_it_lives(self, keys: tuple[str, ...], worker: int, waits: str) -> str:
         process = json.loads(self._store.get(f"here/{worker}"))
         pause, note, noted = 0.0005, b"", time.monotonic()
-        while not find_key():
+        while (found := self._find(keys)) is None:
             time.sleep(pause)
             pause = min(2 * pause, 0.02)
-            if self._store.check([f"left/{worker}"]) and not find_key():
-                if self._store.get(f"left/{worker}"):
+            left = self._texts.read(f"left/{worker}")
+            if left is not None and self._find(keys) is None:
+                if left:
                     raise WorkerError(f"{waits}, which has failed.", rank=worker, host=process["host"])
                 raise CollectiveError(
                     f"{waits}, which has left the function already. Every rank must make the same calls, in the same "
@@ -171,6 +180,7 @@ class SharedWork:
                     rank=worker,
                     host=process["host"],
                 )
+        return found
 
 
 def _with_failures(make: Make) -> Make:

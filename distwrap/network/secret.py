@@ -1,0 +1,197 @@
+"""The secret of a run, which its ranks have and no other user, and what is signed with it (HMAC-SHA256, RFC 2104).
+
+It is never in a store, where anybody who connects could read it. Ranks that one of our launchers starts on one node
+inherit it. Others take it from the file that DISTWRAP_SECRET_FILE names, from rank 0's memory, which the kernel shows
+to processes of the same user, or, under Slurm, from a credential of munge's, which the same user alone can decode.
+"""
+
+import hmac
+import os
+import re
+import secrets
+import shutil
+import socket
+import subprocess
+from contextlib import ExitStack, suppress
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from distwrap.environments import Placement
+from distwrap.errors import ArrivalError, OptionError
+from distwrap.options import SECRET_FILE
+from distwrap.wording import print_notice
+
+_SIZE = 32
+_MUNGE_SECONDS = 10.0
+_REPLAYED = 17  # munge's word for a credential that another rank of this node has decoded before
+_PREFIX = "distwrap-secret"
+
+
+def new() -> bytes:
+    """Return a fresh secret."""
+    return secrets.token_bytes(_SIZE)
+
+
+def signature(data: bytes, secret: bytes) -> bytes:
+    """Return the HMAC signature of data, which is 32 bytes."""
+    return hmac.digest(secret, data, "sha256")
+
+
+def of_file() -> bytes:
+    """Return what the user's file of a secret holds; empty where the user has named none.
+
+    Raises:
+        OptionError: the file cannot be read, is not this user's alone, or is too short.
+    """
+    path = os.environ.get(SECRET_FILE)
+    if not path:
+        return b""
+    try:
+        with open(path, "rb") as file:
+            status, content = os.fstat(file.fileno()), file.read(4096).strip()
+    except OSError as error:
+        raise OptionError(f"{SECRET_FILE}={path!r} cannot be read: {error.strerror}.") from error
+    problem = ""
+    if status.st_uid not in (0, os.geteuid()):
+        problem = f"it belongs to another user (number {status.st_uid})"
+    elif status.st_mode & 0o077:
+        problem = f"others may read or write it (mode {status.st_mode & 0o777:o}). Say `chmod 600 {path}`"
+    elif len(content) < 16:
+        problem = f"it holds {len(content)} bytes, where at least 16 are needed. Say `openssl rand -hex 32 > {path}`"
+    if problem:
+        raise OptionError(f"{SECRET_FILE}={path!r} keeps no secret: {problem}.")
+    return content
+
+
+def agree(store: Store, placement: Placement) -> bytes:
+    """Return a secret that only ranks of this run have; empty where not all of them can have it. Every rank calls it.
+
+    What goes through the store is no secret: a random number that makes runs of one file differ, the place in rank 0's
+    memory, or the credential; and a proof by which each rank sees that it has the same secret.
+
+    Raises:
+        OptionError: the user's file of a secret keeps none.
+        ArrivalError: not all ranks have the same one; on every rank.
+    """
+    given, rank = of_file(), placement.rank
+    with ExitStack() as stack:
+        if rank == 0:
+            secret, offer = _offer(placement, given, stack)
+            store.set("secret/offer", f"{offer} {signature(b'proof', secret).hex()}")
+        else:
+            offer = store.get("secret/offer").decode()
+            secret = _taken(offer, given)
+        zeros = offer.startswith("file ")
+        if not secret:
+            mine = "none" if not given else "another" if zeros else "one"
+            differs = f"rank {rank} on {socket.gethostname()} has {mine}, rank 0 has {'one' if zeros else 'none'}"
+            store.set("secret/lacking", differs if given or zeros else "")
+        if store.add("secret/seen", 1) == placement.world_size:
+            store.set("secret/agreed", "no" if store.check(["secret/lacking"]) else "yes")
+        if store.get("secret/agreed") == b"yes":
+            return secret
+    if differs := store.get("secret/lacking").decode():
+        raise ArrivalError(f"{SECRET_FILE} must name the same secret on all ranks: {differs}.")
+    return b""
+
+
+def _offer(placement: Placement, given: bytes, stack: ExitStack) -> tuple[bytes, str]:
+    """Return a secret, and where the other ranks find it as long as the stack is open."""
+    secret = new()
+    if given:
+        return signature(secret, given), f"file {secret.hex()}"
+    if placement.nnodes == 1 and hasattr(os, "memfd_create"):
+        fd = os.memfd_create(_PREFIX)
+        stack.callback(os.close, fd)
+        os.fchmod(fd, 0o600)
+        os.write(fd, secret)
+        return secret, f"memory {os.getpid()}/fd/{fd}"
+    if placement.nnodes > 1 and "SLURM_JOB_ID" in os.environ and shutil.which("munge"):
+        done = _run(["munge", f"--restrict-uid={os.geteuid()}"], f"{_PREFIX} {secret.hex()}")
+        if done.returncode == 0:
+            return secret, f"munge {done.stdout.strip()}"
+    return b"", "none -"
+
+
+def _taken(offer: str, given: bytes) -> bytes:
+    """Return the secret that rank 0 offers; empty where this process cannot have it, or another user offers it."""
+    secret = b""
+    with suppress(OSError, ValueError, subprocess.TimeoutExpired):
+        way, place, proof = offer.split(" ")
+        if given:  # which no word of the store can make this rank do without
+            secret = signature(bytes.fromhex(place), given) if way == "file" else b""
+        elif way == "memory" and re.fullmatch(r"\d+/fd/\d+", place):
+            secret = _from_memory(f"/proc/{place}")
+        elif way == "munge":
+            secret = _from_munge(place)
+        if secret and hmac.compare_digest(signature(b"proof", secret).hex(), proof):
+            return secret
+    return b""
+
+
+def _from_memory(path: str) -> bytes:
+    """Read a file in the memory of another process of this user's; of any other file nothing."""
+    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    try:
+        mine = os.fstat(fd).st_uid == os.geteuid()
+        return (
+            os.read(fd, _SIZE) if mine and os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_PREFIX}") else b""
+        )
+    finally:
+        os.close(fd)
+
+
+def _from_munge(credential: str) -> bytes:
+    """Decode a credential that this user has encoded; of another user's nothing."""
+    done = _run(["unmunge"], credential)
+    user = re.search(r"^UID:.*\((\d+)\)$", done.stdout, re.MULTILINE)
+    content = re.search(rf"^{_PREFIX} (\w+)$", done.stdout, re.MULTILINE)
+    if done.returncode not in (0, _REPLAYED) or user is None or content is None or int(user[1]) != os.geteuid():
+        return b""
+    return bytes.fromhex(content[1])
+
+
+def _run(command: list[str], text: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=_MUNGE_SECONDS)
+
+
+class SignedTexts:
+    """Texts in a store, of which those that no rank of this run has written are ignored, where the run has a secret.
+
+    Args:
+        store: the store.
+        secret: the run's; empty where there is none, and anybody's text is believed.
+    """
+
+    def __init__(self, store: Store, secret: bytes) -> None:
+        self._store, self._secret = store, secret
+        self._ignored: set[str] = set()
+
+    def set(self, key: str, text: str) -> None:
+        """Write a text."""
+        self._store.set(key, self._signed(key, text))
+
+    def set_first(self, key: str, text: str) -> None:
+        """Write a text where no rank has written one before."""
+        self._store.compare_set(key, "", self._signed(key, text))
+        if self.read(key) is None:
+            self.set(key, text)
+
+    def read(self, key: str) -> str | None:
+        """Return a text; ``None`` where no rank has written it."""
+        if not self._store.check([key]):
+            return None
+        found = self._store.get(key).decode(errors="replace")
+        text = found[2 * _SIZE :]
+        if hmac.compare_digest(found.encode(), self._signed(key, text).encode()):
+            return text
+        if key not in self._ignored:
+            self._ignored.add(key)
+            print_notice(
+                f"{key!r} in the ranks' store was not written by a rank of this run, and is ignored: another program "
+                f"writes to the port at which the ranks meet"
+            )
+        return None
+
+    def _signed(self, key: str, text: str) -> str:
+        return signature(f"{key} {text}".encode(), self._secret).hex() + text
