@@ -23,7 +23,8 @@ class Placement:
         master_port: port there; ``None`` where it is derived from `job`.
         source: name of the launcher that said so: ``"single"``, ``"distwrap"``, ``"torchrun"``, ``"slurm"``, …; a
             detector of another package that gives none gets its own name here.
-        job: text that no other run on the same nodes has, where no port is given.
+        job: text that no other run on the same nodes has, where no port is given; the file in which the ranks meet,
+            where there is no address either.
     """
 
     rank: int = 0

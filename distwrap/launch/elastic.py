@@ -180,6 +180,9 @@ class _FolderLink:
             surroundings = replace(surroundings, environ={**surroundings.environ, **agents})
         placement = detect(os.environ if surroundings is None else surroundings.environ)
         assert isinstance(placement, Placement)
+        if self._plan.secret:  # all ranks are of this caller, and need no port to meet
+            file = str(self._folder / f"store-{self._attempt}")
+            placement = replace(placement, master_addr=None, master_port=None, job=file)
         self._placement = placement
         if placement.rank == 0 and self._attempt > 0:
             self._tell_of_restart()

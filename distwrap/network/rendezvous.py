@@ -211,7 +211,7 @@ def await_all_joined(store: Store, placement: Placement) -> None:
 
 def say_goodbye(store: Store, placement: Placement) -> None:
     """Tell the others that this rank leaves; rank 0 waits for them where its process holds the store."""
-    if stores.held_elsewhere():
+    if stores.held_elsewhere(placement):
         return
     with suppress(dist.DistError):
         store.set(f"gone/{placement.rank}", "")

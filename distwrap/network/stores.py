@@ -31,14 +31,15 @@ _ROUND_TRIP_SECONDS = 15.0
 _MPI_LAUNCHERS = ("hydra", "pmi_proxy", "mpirun", "mpiexec", "orted", "prted", "palsd", "mpispawn")
 
 
-def held_elsewhere() -> bool:
-    """Return whether the store outlives the ranks, in their launcher's process."""
-    return distwrap_environment.STORE in os.environ or (os.environ.get(_AGENT) == "True" and not _may_restart())
+def held_elsewhere(placement: Placement) -> bool:
+    """Return whether the store outlives the ranks, in a file or in their launcher's process."""
+    is_file = placement.master_addr is None or distwrap_environment.STORE in os.environ
+    return is_file or (os.environ.get(_AGENT) == "True" and not _may_restart())
 
 
 def where(placement: Placement) -> str:
     """Return in words where the ranks meet."""
-    if distwrap_environment.STORE in os.environ and placement.master_addr is None:
+    if placement.master_addr is None:
         return "the launching process"
     return f"{placement.master_addr}:{placement.master_port or 'a port of the job'}"
 
@@ -50,8 +51,8 @@ def open_store(placement: Placement, seconds: float) -> Store:
         ArrivalError: nobody answers at the meeting place, or another program does.
     """
     limit = timedelta(seconds=seconds)
-    if distwrap_environment.STORE in os.environ and placement.master_addr is None:
-        return FileStore(_opened(os.environ[distwrap_environment.STORE]), placement.world_size)
+    if placement.master_addr is None:
+        return FileStore(_opened(os.environ.get(distwrap_environment.STORE, placement.job)), placement.world_size)
     try:
         if os.environ.get(_AGENT) == "True":
             store: Store = next(iter(rendezvous("env://", placement.rank, placement.world_size, timeout=limit)))[0]
