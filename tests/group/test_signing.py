@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from distwrap.errors import CollectiveError
 from distwrap.group.signing import sign, verify
+from distwrap.supervision.failure_news import NEWS_SECONDS
 from tests.limits import INTERPRETERS, slow
+
+ROOT = Path(__file__).parents[2]
 
 LIMIT = 60.0
 
@@ -53,14 +58,22 @@ def main(folder):
     open(os.path.join(folder, f"pid{{dw.rank()}}"), "w").write(str(os.getpid()))
     while not os.path.exists(os.path.join(folder, "go")):
         time.sleep(0.05)
-    return [dw.gather_object(("from", dw.rank())) for _ in range(20)][-1]
+    with dw.rank_zero_first():
+        pass
+    done = [late() for _ in range(4)]
+    return [dw.gather_object(("from", dw.rank())) for _ in range(20)][-1], done
+
+@dw.rank_zero_only(broadcast=True)
+def late():
+    time.sleep(0.1)
+    return 0
 
 if __name__ == "__main__":
-    print("result", main(os.getcwd()))
+    print("result", *main(os.getcwd()))
 """
 
 STRANGER = """
-import glob, os, socket, sys, time
+import glob, json, os, socket, struct, sys, time
 "".encode("idna")  # is read from disk, where a stranger may not look
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 ports, pids = eval(sys.argv[1]), eval(sys.argv[2])
@@ -70,6 +83,40 @@ for port in ports:
         s = socket.create_connection(("127.0.0.1", port), timeout=5)
         s.sendall(junk)
         sockets.append(s)
+
+def text(data):
+    return struct.pack("<Q", len(data)) + data
+
+stores, secrets = [], []  # of torch's, which let anybody in: those that answer a ping
+for port in ports:
+    s = socket.create_connection(("127.0.0.1", port), timeout=1)
+    s.sendall(struct.pack("<BIBI", 0, 0x3C85F7CE, 13, 4711))
+    try:
+        if s.recv(4) != struct.pack("<I", 4711):
+            continue
+    except OSError:
+        continue
+    stores.append(s)
+    for key in (b"/distwrap/1/secret", b"/distwrap/1/secret/offer"):
+        s.sendall(b"\\x05" + struct.pack("<Q", 1) + text(key))
+        if s.recv(1) == b"\\0":  # it is there
+            s.sendall(b"\\x03" + text(key))
+            value = s.recv(struct.unpack("<Q", s.recv(8, socket.MSG_WAITALL))[0], socket.MSG_WAITALL).decode()
+            if key.endswith(b"secret"):
+                secrets.append(value)
+            elif value.startswith("memory"):
+                try:
+                    secrets.append(open("/proc/" + value.split()[1], "rb").read())
+                except OSError:
+                    pass
+    for key, value in (
+        (b"failure", json.dumps([1, "evil", 1, 64 * "0" + "made up", "", 0.0]).encode()),
+        (b"left/1", 64 * b"0" + b"failed"),
+        (b"left/0", b"failed"),
+        (b"work/late()/0/1", b"00"),
+        (b"stalled", b"0"),
+    ):
+        s.sendall(b"\\x01" + text(b"/distwrap/1/" + key) + text(value))
 opened = []
 for pid in pids:
     for path in (f"/proc/{pid}/environ", f"/proc/{pid}/mem", *glob.glob(f"/proc/{pid}/fd/*")):
@@ -83,7 +130,7 @@ for pid in pids:
             opened.append(f"/proc/{pid}/fd")
     except OSError:
         pass
-print("opened", opened, flush=True)
+print("opened", opened, "secrets", secrets, "stores", len(stores), flush=True)
 time.sleep(60)
 """
 
@@ -109,16 +156,48 @@ def _listening(pids: set[int]) -> dict[int, str]:
     return ports
 
 
+def _documented(launcher: str) -> Counter[str]:
+    """How many ports docs/security.md says that a run of two ranks opens, by address."""
+    rows = [row.split(" | ") for row in (ROOT / "docs" / "security.md").read_text().splitlines() if " | " in row]
+    [ports] = [row[-1] for row in rows if f"`{launcher}`" in row[0]]
+    opened: Counter[str] = Counter()
+    for each in ports.removesuffix(" |").split("; "):
+        who, _, where = each.partition(": ")
+        opened[where.removeprefix("one a rank, ")] += 2 if "one a rank" in where else 1
+        assert who in ("gloo", "rank 0's store", "torchrun's stores")
+    return opened
+
+
+ADDRESSES = {"0100007F": "127.0.0.1", "00000000": "all addresses", 32 * "0": "all addresses"}
+STARTED_BY = {
+    "torchrun": [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"],
+    "mpirun": ["mpirun.mpich", "-np", "2", sys.executable],
+}
+
+
 @pytest.mark.skipif(sys.platform != "linux" or os.getuid() != 0, reason="needs Linux, and root to become a stranger")
-@pytest.mark.parametrize("launcher", ["fork", slow("script", why=INTERPRETERS)])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "fork",
+        "elastic",
+        *(slow(name, why=INTERPRETERS) for name in ("forkserver", "spawn", "script", "torchrun", "mpirun")),
+    ],
+)
 def test_a_stranger_on_this_machine(launcher: str, tmp_path: Path) -> None:
-    """Another user can open no file or memory of a run, only connect to loopback, and what it sends changes nothing."""
+    """Another user can open no file or memory of a run, and finds no secret; what it says and sends changes nothing.
+
+    It can only connect to the ports that docs/security.md lists.
+    """
+    command = STARTED_BY.get(launcher, [sys.executable])
+    if shutil.which(command[0]) is None:
+        pytest.skip(f"not installed: {command[0]}")
     program = tmp_path / "program.py"
-    program.write_text(RUN.format(launcher=launcher))
+    program.write_text(RUN.format(launcher="auto" if launcher in STARTED_BY else launcher))
     temporary = tmp_path / "temporary"
-    temporary.mkdir()
+    temporary.mkdir(mode=0o777)
     run = subprocess.Popen(
-        [sys.executable, program],
+        [*command, program],
         cwd=tmp_path,
         env={**os.environ, "TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,
@@ -134,9 +213,14 @@ def test_a_stranger_on_this_machine(launcher: str, tmp_path: Path) -> None:
             assert run.poll() is None, run.communicate()[0]
             time.sleep(0.05)
         pids = {run.pid, *(int(note.read_text()) for note in notes)}
-        ports = _listening(pids)
-        assert set(ports.values()) <= {"0100007F"}, "something listens beyond loopback"
-        assert not list(temporary.iterdir())
+        mpiruns = _listening({run.pid}) if launcher == "mpirun" else {}  # which its children hold too
+        ports = {port: address for port, address in _listening(pids).items() if port not in mpiruns}
+        seen = Counter(ADDRESSES.get(address, address) for address in ports.values())
+        documented = _documented(launcher)
+        assert seen["127.0.0.1"] == documented["127.0.0.1"], ports
+        assert set(seen) == set(documented), ports  # torchrun has one store or two
+        for path in temporary.iterdir():
+            assert path.stat().st_mode & 0o077 == 0, f"others can look into {path}"
         stranger = subprocess.Popen(
             [sys.executable, "-S", "-c", STRANGER, repr(sorted(ports)), repr(sorted(pids))],
             cwd="/",
@@ -145,10 +229,15 @@ def test_a_stranger_on_this_machine(launcher: str, tmp_path: Path) -> None:
             text=True,
         )
         assert stranger.stdout is not None
-        assert (line := stranger.stdout.readline()) == "opened []\n", line + stranger.communicate(timeout=LIMIT)[0]
+        line = stranger.stdout.readline()
+        stores = len(ports) - 2
+        assert line == f"opened [] secrets [] stores {stores}\n", line
+        time.sleep(2 * NEWS_SECONDS if stores else 0)  # for what it has told of to end a run that believes it
         (tmp_path / "go").touch()
-        assert "result [('from', 0), ('from', 1)]" in run.communicate(timeout=LIMIT)[0]
-        assert run.returncode == 0
+        output = run.communicate(timeout=LIMIT)[0]
+        assert "result [('from', 0), ('from', 1)] [0, 0, 0, 0]" in output
+        assert run.returncode == 0, output
+        assert ("'failure' in the ranks' store was not written by a rank of this run" in output) == bool(stores)
     finally:
         for process in (run, stranger):
             if process is not None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,3 +53,17 @@ def test_answers_come_when_it_is_time_and_leave_nothing_in_the_store(on_one_node
     assert taken == [2, 1]
     assert found == {1: bytes([1]) * 1000, 2: bytes([2]) * 1000}
     assert store.num_keys() <= 4  # the job's name, who is here, the count of questions; torch counts one of its own
+
+
+def test_no_file_is_written_that_a_question_names(tmp_path: Path) -> None:
+    """Where ranks meet at a port, whoever connects could name any file of the user's for the answer."""
+    store, _ = stores.serve("127.0.0.1", [0], "mine", 10)
+    work = SharedWork(store, Placement(world_size=2, master_addr="127.0.0.1"), Excused(), supervised=True)  # type: ignore[arg-type]
+    file = tmp_path / "of the user"
+    file.write_text("precious")
+    work.serve("thing", lambda request, waited: b"harmful")
+    store.set("ask/thing/1", json.dumps([0, str(file)]))
+    store.add("asked/thing", 1)
+    work.look()
+    assert file.read_text() == "precious"
+    assert store.check(["work/thing/1"])
