@@ -22,6 +22,9 @@ DistributedDataParallel = nn.parallel.DistributedDataParallel
 
 # Functions by which torch pickles what is no tensor in a checkpoint's table of contents.
 LAYOUT_FUNCTION = ("torch.serialization", "_get_layout")
+# Classes of which the state of torch elastic's agents consists.
+_RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
+RENDEZVOUS_STATE = ((_RENDEZVOUS, "_RendezvousState"), (_RENDEZVOUS, "_NodeDesc"))
 
 
 def _refuse(name: str, consequence: str) -> NoReturn:

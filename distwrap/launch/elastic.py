@@ -91,6 +91,9 @@ class ElasticLauncher(Launcher):
         from torch.distributed.elastic.rendezvous import api
         from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+        from distwrap.launch import agents
+
+        agents.register()
         _hush()
         oom_kills, nodes = OomCount(), job.nodes
         rendezvous, local_addr = _rendezvous(nodes, folder)
@@ -99,7 +102,7 @@ class ElasticLauncher(Launcher):
             max_nodes=nodes.max_nodes,
             nproc_per_node=job.nprocs,
             run_id="distwrap",
-            rdzv_backend="c10d",
+            rdzv_backend=agents.NAME,
             max_restarts=nodes.max_restarts,
             monitor_interval=MONITOR_SECONDS,
             start_method=self.start_method,
@@ -119,7 +122,7 @@ class ElasticLauncher(Launcher):
             if error.sigval == signal.SIGINT:
                 raise KeyboardInterrupt from None
             raise SystemExit(128 + error.sigval) from None
-        except (api.RendezvousTimeoutError, api.RendezvousConnectionError, api.RendezvousClosedError) as error:
+        except api.RendezvousError as error:
             _raise_failure(folder)
             raise ArrivalError(
                 f"{socket.gethostname()}: the nodes did not come together at {nodes.host}:{nodes.port} "
