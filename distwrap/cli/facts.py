@@ -72,7 +72,7 @@ def look(nprocs: int | None = None) -> Facts:
         nprocs: how many ranks the real test starts; by default as many as ``@distributed`` would.
     """
     env = dict(os.environ)
-    versions = {"distwrap": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions = {"distwrap": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
     facts = Facts(socket.gethostname(), versions=versions | kind_of_torch().versions(), launchers=explain(env))
     facts.variables = {name: env[name] for name in sorted(env) if name.startswith(_PREFIXES)}
     found: Placement | Node = Placement()
