@@ -147,15 +147,11 @@ def _in_process(task: Task) -> Any:
 
 def _in_users_group(task: Task) -> Any:
     ambient = current_world()
-    world = World(
-        ambient.placement, ambient.device, backend=ambient.backend, options=task.options, secret=ambient.secret
-    )
+    world = World(ambient.placement, ambient.device, backend=ambient.backend, options=task.options)
     with setup.temporary_world(world):
         _say_what_is_left_to(world.placement, task.options)
         world.arrange()
-        value = _here(task)
-    ambient.secret = world.secret
-    return value
+        return _here(task)
 
 
 def _joining(task: Task, placement: Placement) -> Any:
