@@ -13,7 +13,6 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-_NAME = "distwrap-locked-"
 _held: dict[Path, int] = {}  # the descriptor that holds the lock
 
 
@@ -25,7 +24,7 @@ def make(kind: str) -> Path:
     """
     _let_go_in_forks()
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=f"{_NAME}{kind}-"))
+        folder = Path(tempfile.mkdtemp(prefix=f"distwrap-{kind}-"))
         with contextlib.suppress(FileNotFoundError):
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             taken = _lock(fd) is not False  # where the file system has no locks, nobody else can have one either
@@ -50,7 +49,7 @@ def remove_abandoned(kind: str, first: Callable[[Path], object] = lambda folder:
         kind: as at `make`.
         first: called with each before it is removed.
     """
-    for folder in Path(tempfile.gettempdir()).glob(f"{_NAME}{kind}-*"):
+    for folder in Path(tempfile.gettempdir()).glob(f"distwrap-{kind}-*"):
         with contextlib.suppress(OSError):  # another user's, a link, or already gone
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

@@ -81,7 +81,7 @@ def test_a_link_is_left_alone(temporary: Path) -> None:
     target = temporary / "precious"
     target.mkdir()
     (target / "file").touch()
-    (temporary / "distwrap-locked-x-1").symlink_to(target)
+    (temporary / "distwrap-x-1").symlink_to(target)
     locked_folder.remove_abandoned("x")
     assert (target / "file").exists()
 

@@ -13,7 +13,6 @@ import resource
 import shutil
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -21,12 +20,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from distwrap import locked_folder
 from distwrap._internals.python import multiprocessing_settings
-from distwrap.environments import distwrap_environment
+from distwrap.environments.identity import has_ended, node
 from distwrap.errors import LoaderError
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.wording import first_line
 
+_KIND = "workers"  # of temporary folders
 _PID = "pid-"  # files named after the workers
 _KEY = "tempdir"  # where multiprocessing keeps the folder's name
 _LOOK_SECONDS = 0.5
@@ -39,17 +40,17 @@ class WorkerFolder(RunPart):
         self._settings = multiprocessing_settings()
         self._orphan: _Orphan | None = None
         if self._settings.get(_KEY) is None:
-            folder = tempfile.mkdtemp(prefix=_prefix(os.environ.get(distwrap_environment.STORE, "")))
-            self._settings[_KEY] = folder
+            remove_what_is_left()
+            folder = locked_folder.make(_KIND)
+            self._settings[_KEY] = str(folder)
             self._orphan = _Orphan(folder, os.getpid())
             multiprocessing.util.register_after_fork(self._orphan, _Orphan.watch)
             atexit.register(self._remove_folder)
 
     def close(self) -> None:
         """Remove the folder; at the end of the process where a worker still runs, which would complain at its own."""
-        folder = Path(self._orphan.folder) if self._orphan is not None else None
-        if folder is not None and not any(
-            (folder / f"{_PID}{child.pid}").exists() for child in multiprocessing.active_children()
+        if self._orphan is not None and not any(
+            (self._orphan.folder / f"{_PID}{child.pid}").exists() for child in multiprocessing.active_children()
         ):
             self._remove_folder()
 
@@ -57,7 +58,8 @@ class WorkerFolder(RunPart):
         orphan, self._orphan = self._orphan, None  # multiprocessing holds it weakly
         if orphan is not None:
             self._settings.pop(_KEY, None)
-            _remove(orphan.folder)
+            _remove_batches(orphan.folder)
+            locked_folder.remove(orphan.folder)
             atexit.unregister(self._remove_folder)
 
 
@@ -97,39 +99,33 @@ def _advice(text: str) -> str:
     return ""
 
 
-def remove_what_is_left(launch: str) -> None:
-    """Remove what the workers of a launch have left, when all its ranks have ended.
-
-    Args:
-        launch: a name of the launch, as its ranks have it in their environment.
-    """
-    for folder in Path(tempfile.gettempdir()).glob(f"{_prefix(launch)}*"):
-        _remove(folder)
+def remove_what_is_left() -> None:
+    """Remove what the workers of ranks have left that have ended, of whatever launch."""
+    locked_folder.remove_abandoned(_KIND, first=_remove_batches)
 
 
-def _prefix(launch: str) -> str:
-    return f"distwrap-{'-'.join(filter(str.isdigit, launch.split('/')))}-"
-
-
-def _remove(folder: str | Path) -> None:
-    for name in Path(folder).glob(f"{_PID}*"):
-        # A worker that is killed while it passes a batch on leaves the batch's name.
-        for batch in Path("/dev/shm").glob(f"torch_{name.name.removeprefix(_PID)}_*"):
-            batch.unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
+def _remove_batches(folder: Path, *, all_end: bool = False) -> None:
+    """Remove what the workers have put into shared memory, if they are gone or, as they say themselves, all end."""
+    for note in folder.glob(f"{_PID}*"):
+        pid = int(note.name.removeprefix(_PID))
+        # A number means something in its own container alone, and there it may be another's by now.
+        if note.read_text() == node() and (all_end or has_ended(pid)):
+            # A worker that is killed while it passes a batch on leaves the batch's name.
+            for batch in Path("/dev/shm").glob(f"torch_{pid}_*"):
+                batch.unlink(missing_ok=True)
 
 
 class _Orphan:
     """Thread in a worker that removes the folder and ends the worker when its rank is gone."""
 
-    def __init__(self, folder: str, rank: int) -> None:
+    def __init__(self, folder: Path, rank: int) -> None:
         self.folder, self._rank = folder, rank
 
     def watch(self) -> None:
         """Start the thread in a worker, and in nothing that the worker starts."""
         if os.getppid() == self._rank:
             with contextlib.suppress(OSError):
-                Path(self.folder, f"{_PID}{os.getpid()}").touch()
+                (self.folder / f"{_PID}{os.getpid()}").write_text(node())
             threading.Thread(target=self._run, name="distwrap-orphan", daemon=True).start()
             sys.excepthook = self._complain
 
@@ -141,5 +137,6 @@ class _Orphan:
     def _run(self) -> None:
         while os.getppid() == self._rank:
             time.sleep(_LOOK_SECONDS)
-        _remove(self.folder)
+        _remove_batches(self.folder, all_end=True)
+        remove_what_is_left()
         os._exit(1)

@@ -50,6 +50,11 @@ def lives(process: dict[str, Any]) -> bool:
     return pid_exists(process["pid"]) and bool(_born(process["pid"]) == process["born"])
 
 
+def has_ended(pid: int) -> bool:
+    """Return whether no process on this node has that number, but for one that has ended and is not waited for yet."""
+    return not pid_exists(pid) or not _born(pid)
+
+
 def process_status(pid: int) -> tuple[str, list[str]]:
     """Return a process's name, and the fields that follow it in Linux's list of processes. See proc_pid_stat(5).
 

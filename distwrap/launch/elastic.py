@@ -6,23 +6,23 @@ launchers. Source: https://docs.pytorch.org/docs/stable/elastic/agent.html.
 """
 
 import contextlib
+import functools
 import logging
 import os
 import pickle
-import shutil
 import signal
 import socket
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from distwrap import locked_folder
 from distwrap.environments import Placement, detect
-from distwrap.environments.identity import pid_exists
 from distwrap.errors import ArrivalError
 from distwrap.group.world import say
 from distwrap.launch import fork_safety, worker
@@ -40,7 +40,7 @@ JOIN_SECONDS = 120.0  # for as many nodes to come as are needed
 LAST_CALL_SECONDS = 5.0  # for more nodes than these
 MONITOR_SECONDS = 0.1
 
-_PREFIX = "distwrap-elastic-"
+_KIND = "restarts"  # of our temporary folders
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
 _AGENTS = ("TORCHELASTIC_", "TORCH_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")  # its variables
 
@@ -72,9 +72,11 @@ class ElasticLauncher(Launcher):
 
     def run(self, job: Job, plan: Assignment) -> list[Outcome]:
         began = time.monotonic()
-        _remove_what_the_killed_left()
-        with tempfile.TemporaryDirectory(prefix=f"{_PREFIX}{os.getpid()}-") as name, _as_it_was():
-            folder = Path(name)
+        locked_folder.remove_abandoned(_KIND)  # of callers that were killed before they could
+        with ExitStack() as stack:
+            folder = locked_folder.make(_KIND)
+            stack.callback(locked_folder.remove, folder)
+            stack.enter_context(_as_it_was())
             self._run(job, plan, folder)
             # Where nodes came, torch counts no new attempt, and ranks that had to end may have left how they did.
             reports = [report for report in _reports(folder) if not report[0].failed]
@@ -228,14 +230,6 @@ def _raise_failure(folder: Path, death: Outcome | None = None) -> None:
         raise_failure(failed)
 
 
-def _remove_what_the_killed_left() -> None:
-    """Remove the folders of earlier callers that were killed before they could."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
-        pid = folder.name.removeprefix(_PREFIX).partition("-")[0]
-        if pid.isdecimal() and not pid_exists(int(pid)):
-            shutil.rmtree(folder, ignore_errors=True)
-
-
 @contextlib.contextmanager
 def _as_it_was() -> Iterator[None]:
     """Give the caller back what torch's agent changes: signal handlers, variables, random numbers and log levels."""
@@ -246,6 +240,7 @@ def _as_it_was() -> Iterator[None]:
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     os.environ.update({**ONE_HASH, **os.environ})
     levels = {name: logging.getLogger(name).level for name in _loggers()}
+    _end_forks_plainly()
     try:
         with preserved():  # the agents number themselves at random
             yield
@@ -256,6 +251,18 @@ def _as_it_was() -> Iterator[None]:
             signal.signal(number, handler)
         os.environ.clear()
         os.environ.update(environ)
+
+
+@functools.cache
+def _end_forks_plainly() -> None:
+    """Give forked ranks the usual signals: of what the agent's handlers raise there, torch leaves a file in /tmp."""
+
+    def plainly() -> None:
+        for number in _SIGNALS:
+            if getattr(signal.getsignal(number), "__module__", "").startswith("torch.distributed.elastic"):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
+    os.register_at_fork(after_in_child=plainly)
 
 
 def _hush() -> None:

@@ -66,4 +66,4 @@ class LocalLauncher(Launcher):
         try:
             return supervise(processes, met, seconds=job.seconds, signals=signals)
         finally:
-            workers.remove_what_is_left(met.store)
+            workers.remove_what_is_left()

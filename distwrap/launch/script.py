@@ -182,7 +182,7 @@ def _end(watch: _Watch) -> None:
             stop(_ranks.parked, all_they_started=True, interrupt=watch.interrupted)
     finally:
         _ranks.parked.clear()
-        workers.remove_what_is_left(_ranks.store)
+        workers.remove_what_is_left()
         teardown_process_group()
 
 
@@ -193,7 +193,7 @@ def _let_the_parked_leave() -> None:
     if any(process.exitcode(_LEAVE_SECONDS) is None for process in _ranks.parked):
         stop(_ranks.parked)
     _ranks.parked.clear()
-    workers.remove_what_is_left(_ranks.store)
+    workers.remove_what_is_left()
     _ranks.logs.close()
 
 

@@ -26,6 +26,7 @@ def standing_on(rank: int, world_size: int, *, seed: int | None = None) -> Itera
         yield world
     finally:
         deactivate()
+        world.close()
 
 
 def on_each_rank(world_size: int, do: Callable[[], T], *, seed: int | None = None) -> list[T]:

@@ -3,6 +3,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +33,7 @@ def seeds(rank: int, *, seed: int | None = 7, loaders: int = 1, **options: Any) 
     with standing_on(rank, 2, seed=seed):
         for _ in range(loaders):
             loader = shard_loader(DataLoader(WorkerSeeds(), batch_size=2, num_workers=2, **options))
-    return [int(seed) for batch in loader for seed in batch[:1]]
+        return [int(seed) for batch in loader for seed in batch[:1]]
 
 
 def test_workers_of_different_ranks_draw_apart() -> None:
@@ -113,3 +115,53 @@ def test_too_little_shared_memory(tmp_path: Path) -> None:
         pytest.skip("only root can give a process a /dev/shm of its own")
     told = limited("memory", tmp_path, "unshare", "--mount", "sh", "-c", small, "sh")
     assert "of 4 MiB are free: give a container more (docker run --shm-size=8g" in told
+
+
+CONTAINER = """
+import os, pathlib, sys, time
+import torch
+from torch.utils.data import DataLoader
+import distwrap
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 32
+    def __getitem__(self, index):
+        if sys.argv[1] == "first" and index >= 16:
+            pathlib.Path("midway").touch()
+            while not os.path.exists("go on"):
+                time.sleep(0.01)
+        return torch.zeros(1)
+
+@distwrap.distributed(nprocs=2, launcher="fork", timeout=30)
+def main():
+    return len([batch for batch in distwrap.shard_loader(DataLoader(Data(), batch_size=2, num_workers=1))])
+
+print(main())
+"""
+
+
+def test_two_containers_that_share_tmp(tmp_path: Path) -> None:
+    """Where two runs have the same process numbers neither takes the other's folder of workers for a dead one's."""
+    apart = ["unshare", "--pid", "--mount-proc", "--fork"]
+    if os.geteuid() != 0 or subprocess.run([*apart, "true"], capture_output=True).returncode:
+        pytest.skip("only root can give a process numbers of its own")
+    (tmp_path / "program.py").write_text(CONTAINER)
+    shared = Path(tempfile.mkdtemp())  # a short name, as for sockets it must be
+    (shared / "distwrap-workers-killed").mkdir()  # nobody holds its lock
+    env = {**ENV, "TMPDIR": str(shared), "DISTWRAP_QUIET": "1"}
+
+    def start(which: str) -> subprocess.Popen[str]:
+        command = [*apart, sys.executable, "program.py", which]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        return subprocess.Popen(command, cwd=tmp_path, env=env, text=True, **pipes)  # type: ignore[call-overload]
+
+    with start("first") as first:
+        while not (tmp_path / "midway").exists():
+            assert first.poll() is None, first.communicate()
+            time.sleep(0.02)
+        with start("second") as second:
+            assert second.communicate(timeout=60)[0] == "8\n"
+        (tmp_path / "go on").touch()
+        assert first.communicate(timeout=60)[0] == "8\n"
+    shared.rmdir()  # there is nothing in it

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import subprocess
 import tempfile
 import threading
 import time
@@ -19,7 +18,7 @@ from torch import nn
 
 from distwrap import barrier, distributed, placement, rank, reduce
 from distwrap.errors import ForkError, WorkerDiedError, WorkerTimeoutError
-from distwrap.launch import worker
+from distwrap.launch import elastic, worker
 from tests.clusters.running import JOB, ended, started, wait_for_line
 from tests.limits import INTERPRETERS, SOON
 
@@ -137,15 +136,28 @@ def test_the_caller_is_as_it_was() -> None:
 def test_no_file_is_left(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither ours nor torch's, and what a killed caller has left is removed by the next."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    killed = subprocess.Popen(["true"])
-    killed.wait(10)
-    (tmp_path / f"distwrap-elastic-{killed.pid}-x").mkdir()
+    (tmp_path / "distwrap-restarts-x").mkdir()
     work(kind)
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_rank_that_is_ended_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch's agent may end a rank before our worker has begun there, and leaves no file then either."""
+
+    def begin_late(*_: object) -> None:
+        if os.environ["RANK"] == "0":
+            time.sleep(60)
+        os._exit(3)
+
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(elastic, "be_a_rank", begin_late)
+    with pytest.raises(WorkerDiedError, match=r"rank 1 on .* exit code 3"):
+        work.options(max_restarts=0, launcher="elastic")("")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_of_somebody_elses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder whose name has no process number is left alone, and is no reason to fail."""
+    """A folder that is none of ours under a lock is left alone, and is no reason to fail."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     theirs = [tmp_path / f"distwrap-elastic-{number}-x" for number in ("\N{SUPERSCRIPT TWO}", "")]
     for folder in theirs:
