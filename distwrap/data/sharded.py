@@ -21,7 +21,7 @@ from distwrap.data.samplers import ExactBatches, Order, RememberedShuffle, Share
 from distwrap.data.worker_seeding import SeededFetch, SeededIndices, WorkerInit, worker_seed
 from distwrap.devices.transfer import on_device
 from distwrap.errors import LoaderError
-from distwrap.group.world import current_world
+from distwrap.group.world import active_world, current_world
 from distwrap.seeding import preserved
 from distwrap.supervision.hang_report import Activity
 
@@ -103,7 +103,7 @@ class ShardedLoader(IteratorHook):
         sharding, world = self._sharding, current_world()
         position = sharding.position
         if sharding.world_size > 1:
-            if self.num_workers:
+            if self.num_workers and active_world() is not None:  # else nobody would remove it
                 world.part(workers.WorkerFolder)
             self._tell_epoch()
         resumes = sharding.sampler is None and position.next.start > 0

@@ -2,6 +2,7 @@
 
 python -m tests.faults.run                  the whole matrix, as a table
 python -m tests.faults.run --only fork SIGKILL --jobs 2 --write benchmarks/faults-matrix.md
+python -m tests.faults.run --times 100 --busy   each launcher and fault a hundred times, with all cores busy
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ import sys
 import tempfile
 import time
 import traceback
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
+from itertools import cycle, islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,8 @@ from tests.faults.cells import LIMIT, WHEN, Cell, all_cells, expected, meaningle
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = Path(__file__).parent / "program.py"
 PATIENCE = 60.0  # seconds for a program to end, from its start
+
+LATE = "known after"
 
 PR_SET_CHILD_SUBREAPER = 36
 
@@ -53,6 +58,12 @@ class Seen:
     def entry(self) -> str:
         """A word for the table."""
         return f"{self.seconds:.1f} s" if not self.wrong else "**fails**"
+
+    @property
+    def verdict(self) -> str:
+        """Right; late, where that is all that is wrong; or wrong."""
+        late = [words for words in self.wrong if words.startswith(LATE)]
+        return "right" if not self.wrong else "late" if late == self.wrong else "wrong"
 
 
 def run(cell: Cell, *, slack: float = 1.0) -> Seen:
@@ -100,7 +111,7 @@ def _judge(seen: Seen, code: int | None, folder: Path, ended: float, slack: floa
     known = told["time"] if "raises" in told else ended
     seen.seconds = max(0.0, known - float(struck.read_text()))
     if seen.seconds > slack * wanted.seconds:
-        seen.wrong.append(f"known after {seen.seconds:.1f} s, not within {wanted.seconds:g} s")
+        seen.wrong.append(f"{LATE} {seen.seconds:.1f} s, not within {wanted.seconds:g} s")
     if cell.launcher != "torchrun" and told.get("raises", "") not in wanted.raises.split("|"):
         seen.wrong.append(f"raised {told.get('raises') or 'nothing'}, not {wanted.raises or 'nothing'}")
     if cell.launcher != "torchrun" and not wanted.raises and wanted.code == 0 and told.get("value") != "whole":
@@ -263,6 +274,41 @@ def table(results: Sequence[Seen]) -> str:
     return "\n".join(lines)
 
 
+def counts(results: Sequence[Seen]) -> str:
+    """The table of runs under load: a row for launcher and fault, and how many of its runs were right."""
+    rows: dict[tuple[str, str], list[Seen]] = {}
+    for seen in results:
+        rows.setdefault((seen.cell.launcher, seen.cell.fault), []).append(seen)
+    lines = ["| launcher | fault | right | late | wrong | median | slowest |", "|---" * 7 + "|"]
+    for (launcher, fault), runs in rows.items():
+        number = Counter(seen.verdict for seen in runs)
+        seconds = sorted(seen.seconds for seen in runs)
+        numbers = f"{number['right']} | {number['late']} | {number['wrong']}"
+        lines.append(f"| {launcher} | {fault} | {numbers} | {seconds[len(runs) // 2]:.1f} s | {seconds[-1]:.1f} s |")
+    return "\n".join(lines)
+
+
+def in_turns(cells: Sequence[Cell], times: int) -> list[Cell]:
+    """Each launcher and fault so many times: who fails, and when, in turns."""
+    rows: dict[tuple[str, str], list[Cell]] = {}
+    for cell in cells:
+        rows.setdefault((cell.launcher, cell.fault), []).append(cell)
+    return [cell for row in rows.values() for cell in islice(cycle(row), times)]
+
+
+@contextlib.contextmanager
+def busy_cores() -> Iterator[None]:
+    """Keep every core busy, each with a process that ends with this one."""
+    code = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: pass"
+    burners = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(os.cpu_count() or 1)]
+    try:
+        yield
+    finally:
+        for burner in burners:
+            burner.kill()
+            burner.wait()
+
+
 def _passed_before(path: Path | None, cells: Sequence[Cell]) -> list[Seen]:
     if path is None or not path.exists():
         return []
@@ -277,16 +323,21 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--write", type=Path, help="write the table there")
     parser.add_argument("--resume", type=Path, help="keep results there, and run only what has not passed before")
+    parser.add_argument("--times", type=int, help="run each launcher and fault so many times, and count")
+    parser.add_argument("--busy", action="store_true", help="keep all cores busy meanwhile")
     options = parser.parse_args()
     cells = [cell for cell in all_cells() if not meaningless(cell)]
     cells = [cell for cell in cells if all(word in str(cell).replace(" | ", "|").split("|") for word in options.only)]
     results = _passed_before(options.resume, cells)
     cells = [cell for cell in cells if cell not in {seen.cell for seen in results}]
+    if options.times:
+        cells = in_turns(cells, options.times)
     # Each worker has its own orphans, and forks callers of its own.
-    with ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
+    load = busy_cores() if options.busy else contextlib.nullcontext()
+    with load, ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for seen in pool.map(run, cells):
             results.append(seen)
-            print(f"{'fails' if seen.wrong else 'ok':5} {seen.seconds:5.1f} s  {seen.cell}", flush=True)
+            print(f"{seen.verdict:5} {seen.seconds:5.1f} s  {seen.cell}", flush=True)
             if options.resume:
                 kept = [[*vars(seen.cell).values(), seen.seconds] for seen in results if not seen.wrong]
                 options.resume.write_text(json.dumps(kept))
@@ -298,10 +349,12 @@ def main() -> int:
         f"{len(results)} cells, of which {len(failed)} fail; the caller knew after "
         f"{sorted(seen.seconds for seen in results)[len(results) // 2]:.1f} s (median), {slowest:.1f} s at most."
     )
-    print(table(results))
+    text = counts(results) if options.times else table(results)
+    print(text)
     print(summary)
     if options.write:
-        options.write.write_text(f"{HEAD}\n\n{summary}\n\n{table(results)}\n")
+        head = HEAD_OF_COUNTS.format(times=options.times, load=", all cores busy" * options.busy)
+        options.write.write_text(f"{head if options.times else HEAD}\n\n{summary}\n\n{text}\n")
     return bool(failed)
 
 
@@ -312,6 +365,13 @@ entry is the time from the fault until the caller knew, with the exception or ex
 expects (rank and first cause named), at most {LIMIT:g} s, and nothing left behind: no process, file, shared memory or
 variable (under torchrun its log folder, and the sockets of loader workers that it ends, are not counted). An infinite
 loop is known {3:g} s later than other faults, since that is the time limit of its collectives."""
+
+HEAD_OF_COUNTS = f"""# Faults under load
+
+Written by `python -m tests.faults.run --times {{times}} --busy`: each launcher and fault {{times}} times{{load}}, with
+who fails and when in turns. Right is what the fault matrix asks for: the exception or exit code, the rank, the first
+cause, nothing left behind, within {LIMIT:g} s at most. Late is right but for the time; wrong is anything else, a hang
+included."""
 
 
 if __name__ == "__main__":
