@@ -212,11 +212,12 @@ def _teardown(*, destroy: bool) -> None:
             world.group = None
 
 
-def abandon_process_group(*, failed: bool = True) -> None:
+def abandon_process_group(*, failed: bool = True, destroy: bool = False) -> None:
     """Forget the group without waiting for the others: after a failure that could block.
 
     Args:
         failed: what the others are told of this rank: that it has failed, or that it has left.
+        destroy: give the group's connections back too, which is safe when the others have ended.
     """
     world = active_world()
     deactivate()
@@ -225,6 +226,9 @@ def abandon_process_group(*, failed: bool = True) -> None:
             world.channel.stop(failed=failed)
         with world.cleanup:
             world.close()
+            if destroy and dist.is_initialized():
+                dist.destroy_process_group()
+                world.group = None
 
 
 @contextmanager

@@ -12,8 +12,11 @@ import os
 import signal
 import socket
 import threading
-from contextlib import ExitStack, suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from multiprocessing.connection import Pipe
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,14 +27,14 @@ from distwrap.environments import distwrap_environment
 from distwrap.environments.variables import variables_set
 from distwrap.errors import LaunchError, WorkerTimeoutError
 from distwrap.group import failures
-from distwrap.group.setup import teardown_process_group
+from distwrap.group.setup import abandon_process_group, teardown_process_group
 from distwrap.launch import command_line, script_rank, store_file, transport
 from distwrap.launch.base import Job, Launcher
 from distwrap.launch.logs import Logs, redirected
-from distwrap.launch.outcome import Outcome, failure
-from distwrap.launch.processes import CommandProcess
+from distwrap.launch.outcome import Outcome, failure, success
+from distwrap.launch.processes import CommandProcess, Process
 from distwrap.launch.signals import hear_interrupts
-from distwrap.launch.supervisor import INTERRUPT_SECONDS, SETTLE_SECONDS, print_where_all_are, stop, supervise
+from distwrap.launch.supervisor import CAUSE_SECONDS, INTERRUPT_SECONDS, print_where_all_are, stop, supervise
 from distwrap.launch.task import Assignment
 from distwrap.launch.worker import take_part, use_threads
 
@@ -88,22 +91,25 @@ class ScriptLauncher(Launcher):
         met = store_file.on_one_node(_ranks.store or _store_until_exit(), job.nprocs)
         _wake_or_start(job, met, plan)
         plan = replace(plan, placement=met.placement(0), store=met.store)
-        watch = _Watch(list(_ranks.parked), met)
+        zero = _RankZero()
+        watch = _Watch(zero, list(_ranks.parked), met)
         with (
             variables_set(distwrap_environment.variables(plan.placement, self.name, met.store)),
             ExitStack() as stack,
             redirected(_ranks.logs.streams(0)),
             hear_interrupts(watch.interrupt, lambda: print_where_all_are(met)),
+            zero.hear_of_failures(),
         ):
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             watch.start()
             try:
                 use_threads(plan)
-                value, found = take_part(plan, job.task, watch.stall)
+                with zero.working():
+                    value, found = take_part(plan, job.task, zero.stalled)
                 self._value = _ranks.last_value = retrofit.unwrapped(value, found)
-                watch.rank_zero_is_done.set()
+                zero.report(success(0, None))
                 teardown_process_group()
-                return watch.wait()
+                return watch.outcomes()
             except BaseException as error:
                 _ranks.failed = job.task.name
                 try:
@@ -183,7 +189,7 @@ def _end(watch: _Watch) -> None:
     finally:
         _ranks.parked.clear()
         workers.remove_what_is_left()
-        teardown_process_group()
+        abandon_process_group(destroy=True)
 
 
 def _let_the_parked_leave() -> None:
@@ -197,63 +203,127 @@ def _let_the_parked_leave() -> None:
     _ranks.logs.close()
 
 
-class _Watch(threading.Thread):
-    """Thread that watches the other ranks while rank 0 works in the main thread, and interrupts it when one fails."""
+class _AnotherFailed(BaseException):
+    """Interruption of rank 0's function, since another rank has failed, or none moves; never seen outside."""
 
-    def __init__(self, processes: list[CommandProcess], met: store_file.Meeting) -> None:
+
+class _RankZero(Process):
+    """This process as a rank like the others, which the supervisor waits for and ends.
+
+    Its function runs in the main thread. What ends it is an exception out of a signal's handler, which wakes the thread
+    from a sleep or a read as well. The signal is one that nobody else sends and that does nothing without our handler,
+    and the handler does nothing outside of the function: so it is never taken for a Ctrl-C, and never comes late.
+    """
+
+    _SIGNAL = signal.SIGURG
+
+    def __init__(self) -> None:
+        self.rank, self.pid = 0, os.getpid()
+        self.conn, self._word = Pipe(duplex=False)
+        self._reporting = threading.Lock()
+        self._outcome: Outcome | None = None
+        self.has_left = threading.Event()
+        self._in_function = False
+
+    @contextmanager
+    def hear_of_failures(self) -> Iterator[None]:
+        """Install the handler for the time of a ``with``."""
+        before = signal.signal(self._SIGNAL, self._leave_function)
+        try:
+            yield
+        finally:
+            signal.signal(self._SIGNAL, before)
+            self.conn.close()
+            self._word.close()
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """Be in the function, and so open to interruption, for the time of a ``with``."""
+        self._in_function = True
+        try:
+            yield
+        finally:
+            self._in_function = False
+            self.has_left.set()
+
+    def _leave_function(self, number: int, frame: FrameType | None) -> None:
+        if self._in_function:
+            raise _AnotherFailed
+
+    def report(self, outcome: Outcome) -> bool:
+        """Hand the supervisor the outcome, if it is the first; return whether it is."""
+        with self._reporting:
+            if self._outcome is not None:
+                return False
+            self._outcome = outcome
+            with suppress(OSError):  # the supervisor has found another failure, and is done
+                self._word.send(outcome)
+        return True
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether a failure is what was reported."""
+        return self._outcome is not None and self._outcome.failed
+
+    def stalled(self, report: str) -> None:
+        """End the run, in which no rank moves."""
+        self.report(failure(0, WorkerTimeoutError(report, rank=0, host=socket.gethostname())))
+
+    def signal(self, number: int, *, with_children: bool = True) -> None:
+        main = threading.main_thread().ident
+        assert main is not None
+        if not self.has_left.is_set():
+            signal.pthread_kill(main, self._SIGNAL)
+
+    def exitcode(self, seconds: float) -> int | None:
+        return 0 if self.has_left.wait(seconds) else None
+
+
+class _Watch(threading.Thread):
+    """Thread that supervises all ranks, of which rank 0 works in the main thread."""
+
+    def __init__(self, zero: _RankZero, others: list[CommandProcess], met: store_file.Meeting) -> None:
         super().__init__(name="distwrap-script-watch", daemon=True)
-        self._processes, self._met = processes, met
-        self.rank_zero_is_done = threading.Event()
-        self.error: BaseException | None = None
+        self._zero, self._others, self._met = zero, others, met
         self.interrupted = False
+        self._error: BaseException | None = None
         self._outcomes: list[Outcome] = []
 
     def run(self) -> None:
         try:
-            self._outcomes = supervise(self._processes, self._met, rank_zero_is_done=self.rank_zero_is_done)
+            self._outcomes = supervise([self._zero, *self._others], self._met, rank_zero_is_caller=True)
         except BaseException as error:  # noqa: BLE001 - it is raised in the main thread
-            self._fail(error)
-
-    def stall(self, report: str) -> None:
-        """End the run, in which no rank moves."""
-        self._fail(WorkerTimeoutError(report, rank=0, host=socket.gethostname()))
-
-    def _fail(self, error: BaseException) -> None:
-        if self.error is not None or self.interrupted:
-            return
-        self.error = error
-        if not self.rank_zero_is_done.is_set():
-            main = threading.main_thread().ident
-            assert main is not None
-            signal.pthread_kill(main, signal.SIGINT)  # wakes it from a sleep or a read as well
+            self._error = error
 
     def interrupt(self) -> None:
         """End a collective that keeps rank 0 from seeing a Ctrl-C, by ending the other ranks."""
-        if self.error is not None:
-            return  # it was our own
         seconds = 0.0 if self.interrupted else INTERRUPT_SECONDS
         self.interrupted = True
         threading.Thread(target=self._leave_it_alone, args=(seconds,), daemon=True).start()
 
     def _leave_it_alone(self, seconds: float) -> None:
-        if not self.rank_zero_is_done.wait(seconds):
-            for process in self._processes:
+        if not self._zero.has_left.wait(seconds):
+            for process in self._others:
                 process.signal(signal.SIGKILL)
 
-    def wait(self) -> list[Outcome]:
+    def outcomes(self) -> list[Outcome]:
         """Wait for the others' reports, after rank 0's own work."""
         self.join()
-        if self.error is not None:
-            raise self.error
+        if self._error is not None:
+            raise self._error
         return self._outcomes
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return, after a failure of rank 0, another rank's instead where that came first and caused it."""
+        """Return, after a failure of rank 0, the one that came first and caused it, which may be this one."""
         try:
             error = failures.explained(error)
-            self.rank_zero_is_done.set()
-            self.join(SETTLE_SECONDS)
-        except KeyboardInterrupt as pending:  # of a Ctrl-C not heard inside a collective, or our own that came late
-            error = pending
-        an_effect = isinstance(error, KeyboardInterrupt) or failure(0, error).is_secondary
-        return self.error if self.error is not None and an_effect else error
+            is_told = self._zero.report(failure(0, error))
+            by_hand = isinstance(error, KeyboardInterrupt)
+            # Of a failure the supervisor hears and makes an end; else rank 0 had done its work.
+            self.join(None if self._zero.has_failed else 0 if by_hand else CAUSE_SECONDS)
+        except KeyboardInterrupt as pending:  # it was not heard inside a collective
+            return pending
+        if self.interrupted and not by_hand:
+            return KeyboardInterrupt()
+        mine = by_hand or (is_told and getattr(self._error, "rank", None) == 0)
+        return error if mine or self._error is None else self._error

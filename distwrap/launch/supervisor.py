@@ -3,7 +3,6 @@
 import math
 import signal
 import socket
-import threading
 import time
 import warnings
 from collections.abc import Sequence
@@ -32,7 +31,7 @@ def supervise(
     *,
     seconds: float | None = None,
     signals: PassedOn | None = None,
-    rank_zero_is_done: threading.Event | None = None,
+    rank_zero_is_caller: bool = False,
 ) -> list[Outcome]:
     """Wait until every rank has reported and ended, and return the outcomes in rank order.
 
@@ -41,8 +40,8 @@ def supervise(
         met: where the ranks meet. Callers on other nodes may have news of a failure there.
         seconds: time limit for the ranks; ``None`` is none.
         signals: is told the exit codes of the ranks.
-        rank_zero_is_done: given where rank 0 is no process of these, but a thread of this one that sets the event.
-            The processes then go on running after their reports, for the next call.
+        rank_zero_is_caller: whether the first of these is this process itself. The others then go on running after
+            their reports, for the next call.
 
     Raises:
         BaseException: the exception of the rank that failed first, in its own type, caused by a `WorkerTraceback`.
@@ -54,12 +53,12 @@ def supervise(
         failed = [outcome for outcome in outcomes if outcome.failed]
         if failed:
             finished = [outcome.rank for outcome in outcomes if not outcome.failed]
-            zero_is_done = rank_zero_is_done is not None and rank_zero_is_done.is_set()
-            raise_failure(failed, [0, *finished] if zero_is_done else finished)
+            raise_failure(failed, finished)
         if late:
             raise _timed_out(late, seconds, met)
     except BaseException as error:
-        by_hand = isinstance(error, KeyboardInterrupt) and not hasattr(error, "rank")  # else a rank has raised it
+        raised_by = getattr(error, "rank", 0 if rank_zero_is_caller else None)  # a rank, where it was not by hand
+        by_hand = isinstance(error, KeyboardInterrupt) and raised_by == (0 if rank_zero_is_caller else None)
         if by_hand:
             end_in_one_line(error)
         try:
@@ -68,7 +67,7 @@ def supervise(
         finally:
             stop(processes, all_they_started=True, interrupt=by_hand)
         raise
-    if rank_zero_is_done is None:
+    if not rank_zero_is_caller:
         codes = _wait_for_ends(processes)
         if signals is not None:
             signals.ended(codes)

@@ -215,3 +215,55 @@ def test_a_start_that_fails_midway(tmp_path: Path) -> None:
         code, _, errors = run.ended()
     assert code == 1
     assert "OSError: no more processes" in errors
+
+
+@pytest.mark.parametrize("how", ["return", slow("sys.exit(0)", why=INTERPRETERS)])
+def test_a_rank_that_leaves_early(how: str, tmp_path: Path) -> None:
+    """A rank that returns, or exits cleanly, before the others is named by rank 0, which waits for it in a collective."""
+    program = tmp_path / "leaves.py"
+    program.write_text(
+        "import sys, distwrap as dw\n"
+        "def main():\n"
+        "    dw.barrier()\n"
+        f"    if dw.rank() == 1: {how}\n"
+        "    dw.barrier()\n"
+        "dw.distributed(nprocs=2, launcher='script')(main)()\n"
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 1
+    assert re.search("CollectiveError: rank 0 on .* waited in a collective for rank 1, which had left", done.stderr)
+
+
+SWALLOWS = """
+import time
+import distwrap as dw
+
+class Swallows:
+    def __del__(self):  # what is raised here is printed, and ignored
+        end = time.monotonic() + 1
+        while time.monotonic() < end:
+            pass
+
+@dw.distributed(nprocs=2, launcher="script", timeout=100)
+def main():
+    dw.barrier()
+    if dw.rank() == 1:
+        time.sleep(0.2)
+        raise ValueError("the first cause")
+    Swallows()
+    time.sleep(100)
+
+main()
+"""
+
+
+@pytest.mark.slow(INTERPRETERS)
+def test_an_interruption_that_python_ignores(tmp_path: Path) -> None:
+    """The news of another's failure may come where Python ignores exceptions: it comes again then."""
+    program = tmp_path / "swallows.py"
+    program.write_text(SWALLOWS)
+    start = time.monotonic()
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("ValueError: the first cause"), done.stderr
+    assert time.monotonic() - start < SOON
