@@ -10,6 +10,7 @@ import os
 import socket
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -221,8 +222,8 @@ class OtherCallers:
 
     def tell(self, error: BaseException) -> None:
         """Tell the other nodes of a failure here; the first that is told is believed to be the cause."""
-        with suppress(RuntimeError):
-            self._texts.set_first("failure", json.dumps(self._message(error)))
+        texts, message = self._texts, json.dumps(self._message(error))
+        _briefly(lambda: texts.set_first("failure", message), _NEWS_SECONDS)
 
     def _message(self, error: BaseException) -> dict[str, Any]:
         return {**to_json(error), "first": self.ranks[0]}
@@ -244,12 +245,16 @@ class OtherCallers:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join(2 * BEAT_SECONDS)
-        with suppress(RuntimeError):
-            self._store.set("over", "")
-            self._store.set(f"bye/{self.node_rank}", "")
-            if self.node_rank == 0:
-                seconds = _NEWS_SECONDS if self._store.check(["failure"]) else _LEAVE_SECONDS
-                self._store.wait([f"bye/{number}" for number in range(self._size)], timedelta(seconds=seconds))
+        store, is_zero, all_left = self._store, self.node_rank == 0, [f"bye/{number}" for number in range(self._size)]
+
+        def leave() -> None:
+            store.set("over", "")
+            store.set(f"bye/{self.node_rank}", "")
+            if is_zero:
+                seconds = _NEWS_SECONDS if store.check(["failure"]) else _LEAVE_SECONDS
+                store.wait(all_left, timedelta(seconds=seconds))
+
+        _briefly(leave, _NEWS_SECONDS + _LEAVE_SECONDS * is_zero)
         self.news.close()
         self._pipe.close()
         del self._store  # the port must be free before the traceback of a failure is gone
@@ -258,13 +263,14 @@ class OtherCallers:
         """Show the other nodes that this one lives, and read their news."""
         beats: dict[int, tuple[bytes, float]] = {}
         done = [f"done/{number}" for number in range(self._size)]
+        store, texts = self._store, self._texts  # which it may outlive, where the network is gone
         while not self._stopped.is_set():
             try:
-                self._store.set(f"beat/{self.node_rank}", str(time.monotonic()))
-                if failure := self._texts.read("failure"):
+                store.set(f"beat/{self.node_rank}", str(time.monotonic()))
+                if failure := texts.read("failure"):
                     self._report(json.loads(failure))
                     return
-                if self._store.check(done) and all(self._texts.read(key) is not None for key in done):
+                if store.check(done) and all(texts.read(key) is not None for key in done):
                     with suppress(OSError):
                         self._pipe.send(None)
                     return
@@ -307,3 +313,15 @@ class OtherCallers:
         outcome = of_error(rank, host, 0, from_json(message), trace, message["time"])
         with suppress(OSError):
             self._pipe.send(replace(outcome, is_secondary=message["is_secondary"]))
+
+
+def _briefly(work: Callable[[], object], seconds: float) -> None:
+    """Do something with the store, or give it up: torch waits long for a network that is gone."""
+
+    def quietly() -> None:
+        with suppress(RuntimeError):
+            work()
+
+    thread = threading.Thread(target=quietly, name="distwrap-news", daemon=True)
+    thread.start()
+    thread.join(seconds)

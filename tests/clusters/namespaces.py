@@ -95,6 +95,10 @@ class Hosts:
         for pid in found.stdout.split():
             os.kill(int(pid), signal.SIGKILL)
 
+    def set_link(self, name: str, state: str) -> None:
+        """Pull a host's cable, ``"down"``, or put it in again, ``"up"``."""
+        _ip("link", "set", f"dwv{os.getpid()}-{self.names.index(name)}", state)
+
     def remote_shell(self, folder: Path) -> Path:
         """Write a program that stands in for ssh: ``program [-options] host command…``."""
         cases = "\n".join(

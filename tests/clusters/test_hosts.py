@@ -183,6 +183,34 @@ def test_a_lost_host_zero_is_told(two_hosts: Hosts) -> None:
     assert "node 0 (hosta) is gone" in left.output, left.output
 
 
+def test_a_link_that_is_cut_for_a_moment(two_hosts: Hosts) -> None:
+    """A run survives five seconds without a network."""
+    with running(two_hosts, *JOB, "20", JOB_SLOW="0.1", **BOTH) as (first, second):
+        wait_for_line(first, '"epoch": 1')
+        two_hosts.set_link("hostb", "down")
+        time.sleep(5)
+        two_hosts.set_link("hostb", "up")
+        both = [ended(first), ended(second)]
+    assert [each.code for each in both] == [0, 0], both
+
+
+def test_a_link_that_is_cut(two_hosts: Hosts) -> None:
+    """Without a network both hosts end, each with the other's name, though nothing tells them; none waits in torch."""
+    with running(two_hosts, *JOB, "1000", JOB_SLOW="0.1", **BOTH) as (first, second):
+        wait_for_line(first, '"epoch": 1')
+        try:
+            two_hosts.set_link("hostb", "down")
+            start = time.monotonic()
+            both = [ended(first), ended(second)]
+            seconds = time.monotonic() - start
+        finally:
+            two_hosts.set_link("hostb", "up")
+    assert [each.code for each in both] == [1, 1]
+    assert "node 1 (hostb) is gone" in both[0].output, both[0].output
+    assert "node 0 (hosta) is gone" in both[1].output, both[1].output
+    assert seconds < 2 * LOST_SECONDS
+
+
 def test_a_ctrl_c_on_one_host_ends_both(two_hosts: Hosts) -> None:
     """Who presses Ctrl-C on one host does not leave the other waiting."""
     with running(two_hosts, *JOB, "60", JOB_SLOW="0.5", **BOTH) as (first, second):

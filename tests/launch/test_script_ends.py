@@ -219,7 +219,7 @@ def test_a_start_that_fails_midway(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["return", slow("sys.exit(0)", why=INTERPRETERS)])
 def test_a_rank_that_leaves_early(how: str, tmp_path: Path) -> None:
-    """A rank that returns, or exits cleanly, before the others is named by rank 0, which waits for it in a collective."""
+    """A rank that returns or exits cleanly before the others is named by rank 0, which waits for it."""
     program = tmp_path / "leaves.py"
     program.write_text(
         "import sys, distwrap as dw\n"
