@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from distwrap.environments import Placement, distwrap_environment
 from distwrap.launch.other_callers import OtherCallers
 from distwrap.launch.task import NodePlan
+from distwrap.supervision import board
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,17 @@ def meeting(plan: NodePlan, nprocs: int, seconds: float) -> Iterator[Meeting]:
 def place() -> Iterator[str]:
     """Hold the file for torch's FileStore, and yield the path under which this user's processes find it."""
     if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
-        fd = os.memfd_create("distwrap-store")
+        fds = [os.memfd_create(name) for name in ("distwrap-store", "distwrap-board")]
+        path, beside = (f"/proc/{os.getpid()}/fd/{fd}" for fd in fds)
         try:
-            yield f"/proc/{os.getpid()}/fd/{fd}"
+            board.hold(path, beside)
+            yield path
         finally:
-            os.close(fd)
+            for fd in fds:
+                os.close(fd)
         return
     with tempfile.TemporaryDirectory(prefix="distwrap-") as folder:  # readable by this user alone
-        yield os.path.join(folder, "store")
+        path, beside = (os.path.join(folder, name) for name in ("store", "board"))
+        open(beside, "xb").close()
+        board.hold(path, beside)
+        yield path

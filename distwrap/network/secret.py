@@ -171,11 +171,12 @@ class SignedTexts:
         """Write a text."""
         self._store.set(key, self._signed(key, text))
 
-    def set_first(self, key: str, text: str) -> None:
-        """Write a text where no rank has written one before."""
+    def set_first(self, key: str, text: str) -> bool:
+        """Write a text where no rank has written one before; return whether it stands there now."""
         self._store.compare_set(key, "", self._signed(key, text))
         if self.read(key) is None:
             self.set(key, text)
+        return self.read(key) == text
 
     def read(self, key: str) -> str | None:
         """Return a text; ``None`` where no rank has written it."""

@@ -1,8 +1,9 @@
 """Side channel, on which ranks tell each other things besides collectives: a store client and a thread in each rank.
 
-The thread looks at the store four times a second. It answers who asks where the rank is, gives others the work that
-they wait for, ends this rank, which would else wait in a collective, where another has failed and no launcher of ours
-supervises the ranks (torchrun, srun), and notices when no rank moves any more. It never joins a collective.
+The thread looks four times a second at its bell and at what is to be seen on this node, and at the store when the bell
+was rung. It answers who asks where the rank is, gives others the work that they wait for, ends this rank, which would
+else wait in a collective, where another has failed and no launcher of ours supervises the ranks (torchrun, srun), and
+notices when no rank moves any more. It never joins a collective.
 
 Messages are JSON: nothing that comes over the store is unpickled here. What can end a run, or change what it does, is
 signed where the run has a secret.
@@ -12,6 +13,7 @@ import atexit
 import contextlib
 import os
 import threading
+import time
 from collections.abc import Callable
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -19,12 +21,14 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from distwrap.environments import Placement
 from distwrap.network.secret import SignedTexts
 from distwrap.supervision import hang_report
+from distwrap.supervision.bells import Bells
 from distwrap.supervision.failure_news import NEWS_SECONDS, FailureNews, end_process, store_is_gone
 from distwrap.supervision.hang_report import Activity, Reporter
 from distwrap.supervision.shared_work import SharedWork
 from distwrap.supervision.stall_detection import StallDetector
 
 TICK_SECONDS = 0.25
+LOOK_SECONDS = 60.0  # between looks at a store elsewhere without a ring: whoever was to ring may be gone
 
 
 class Channel:
@@ -52,12 +56,13 @@ class Channel:
         self.supervised = supervised
         self._store, self._place, self._timeout = store, placement, timeout
         self._texts = SignedTexts(store, secret)
-        self._stopped = threading.Event()
+        self._stopped, self._heard, self._looked = threading.Event(), -1, 0.0
         self._parent = os.getppid() if supervised or "TORCHELASTIC_RUN_ID" in os.environ else None
-        self.reporter = Reporter(store, placement, activity)
-        self.failures = FailureNews(store, placement, supervised, self._stopped, secret)
+        self._bells = bells = Bells(store, placement)
+        self.reporter = Reporter(bells, placement, activity)
+        self.failures = FailureNews(bells, placement, supervised, self._stopped, secret)
         self.stalls = StallDetector(store, placement, timeout, self._report_stall)
-        self.work = SharedWork(store, placement, self.stalls, supervised, secret)
+        self.work = SharedWork(bells, placement, self.stalls, supervised, secret)
         self.on_stall: Callable[[str], None] = self._end_stalled
         self._thread = threading.Thread(target=self._run, name="distwrap-channel", daemon=True)
 
@@ -71,14 +76,14 @@ class Channel:
         """Tell the others that this rank leaves, or that it has failed, and end the thread."""
         self._stopped.set()
         with contextlib.suppress(RuntimeError):
-            self.work.leave()
-            self._texts.set(f"left/{self._place.rank}", "failed" if failed else "")
+            self.work.leave(failed=failed)
         self._halt()
 
     def _halt(self) -> None:
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(2 * hang_report.ANSWER_SECONDS)
+        self._bells.close()
         atexit.unregister(self._halt)
 
     def note(self, key: str, text: str) -> None:
@@ -92,14 +97,23 @@ class Channel:
             return self._texts.read(f"note/{key}") or ""
         return ""
 
+    def look(self) -> None:
+        """Look once at the bell, at this node, and where there may be news at the store."""
+        if self._parent not in (None, os.getppid()):
+            # On Linux the kernel has killed a rank of ours by then.
+            end_process(self._place.rank, "whoever started it is gone")
+        heard, now = self._bells.heard(), time.monotonic()
+        rung = heard != self._heard or (not self._bells.is_held and now - self._looked > LOOK_SECONDS)
+        if rung:
+            self._heard, self._looked = heard, now
+        self._bells.listen()
+        for each in (self.reporter, self.work, self.failures, self.stalls):
+            each.look(rung)
+
     def _run(self) -> None:
         while not self._stopped.wait(TICK_SECONDS):
             try:
-                if self._parent not in (None, os.getppid()):
-                    # On Linux the kernel has killed a rank of ours by then.
-                    end_process(self._place.rank, "whoever started it is gone")
-                for each in (self.reporter, self.work, self.failures, self.stalls):
-                    each.look()
+                self.look()
             except RuntimeError as error:
                 if self.supervised or self._stopped.wait(NEWS_SECONDS):
                     return

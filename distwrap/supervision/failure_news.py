@@ -14,14 +14,13 @@ import time
 from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap._internals.python import multiprocessing_settings
 from distwrap.environments import Placement
 from distwrap.environments.identity import lives, node
 from distwrap.network.secret import SignedTexts
-from distwrap.network.waiting import wait_until
-from distwrap.supervision import hang_report
+from distwrap.supervision.bells import Bells
+from distwrap.supervision.hang_report import last_seen
 from distwrap.wording import first_line, print_notice
 
 NEWS_SECONDS = 1.0  # for a rank to end by itself once another has failed
@@ -46,7 +45,7 @@ class FailureNews:
     """Endpoint at which this rank reports its own failure and reads about others'.
 
     Args:
-        store: a client of its own.
+        bells: of the ranks.
         placement: this rank's place.
         supervised: whether a launcher of ours waits for the ranks' processes, and tells of their ends.
         stopped: set once this rank leaves in order.
@@ -54,31 +53,36 @@ class FailureNews:
     """
 
     def __init__(
-        self, store: Store, placement: Placement, supervised: bool, stopped: threading.Event, secret: bytes
+        self, bells: Bells, placement: Placement, supervised: bool, stopped: threading.Event, secret: bytes
     ) -> None:
-        self._store, self._place, self._supervised, self._stopped = store, placement, supervised, stopped
-        self._texts = SignedTexts(store, secret)
+        self._bells, self._store, self._texts = bells, bells.store, SignedTexts(bells.store, secret)
+        self._place, self._supervised, self._stopped = placement, supervised, stopped
         self._neighbour = None if supervised else self._find_neighbour()
 
     def tell(self, summary: str, traceback: str) -> None:
         """Tell the other ranks that this one has failed; the first failure is believed to be the cause."""
         mine = Failure(self._place.rank, socket.gethostname(), os.getpid(), summary, traceback, time.time())
         with contextlib.suppress(RuntimeError):
-            self._texts.set_first("failure", json.dumps(mine))
+            self._tell(mine)
 
     def wait_for_cause(self, seconds: float) -> Failure | None:
         """Wait a moment for the failure of another rank that came first; ``None`` where this rank's is the first."""
         try:
-            failure = wait_until(self._first, seconds)
+            failure = self._bells.wait_until(self._first, seconds)
         except dist.DistError as error:
             return store_is_gone(self._place, error)
         return failure if failure is not None and failure.rank != self._place.rank else None
 
-    def look(self) -> None:
-        """End this process if another rank has failed and this one, which may wait for it, does not end by itself."""
+    def look(self, rung: bool = True) -> None:
+        """End this process if another rank has failed and this one, which may wait for it, does not end by itself.
+
+        Args:
+            rung: whether there may be news of another node's rank.
+        """
         if self._supervised:
             return
-        failure = self._first()
+        self._look_after_neighbour()
+        failure = self._first() if rung else None
         if failure is None or failure.rank == self._place.rank or self._stopped.wait(NEWS_SECONDS):
             return
         first_on_another_node = self._place.local_rank == 0 and failure.host != socket.gethostname()
@@ -86,8 +90,7 @@ class FailureNews:
         end_process(self._place.rank, f"{failure}\n{trace}" if trace else str(failure))
 
     def _first(self) -> Failure | None:
-        """Return the failure that came first, once it was seen whether the neighbour lives."""
-        self._look_after_neighbour()
+        """Return the failure that came first."""
         with contextlib.suppress(RuntimeError):
             news = self._texts.read("failure")
             return Failure(*json.loads(news)) if news else None
@@ -106,11 +109,17 @@ class FailureNews:
         if self._neighbour is None:
             return
         rank, process = self._neighbour
-        if lives(process) or self._texts.read(f"left/{rank}") is not None:
+        if lives(process):
             return
-        summary = f"its process ended without a word{hang_report.last_seen(self._store, rank)}"
-        news = Failure(rank, process["host"], process["pid"], summary, "", time.time())
-        self._texts.set_first("failure", json.dumps(news))
+        self._neighbour = None
+        if self._texts.read(f"left/{rank}") is not None:
+            return
+        summary = f"its process ended without a word{last_seen(self._store, rank)}"
+        self._tell(Failure(rank, process["host"], process["pid"], summary, "", time.time()))
+
+    def _tell(self, failure: Failure) -> None:
+        if self._texts.set_first("failure", json.dumps(failure)):
+            self._bells.ring_all()
 
 
 def store_is_gone(placement: Placement, error: Exception) -> Failure:

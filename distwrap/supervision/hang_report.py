@@ -3,10 +3,13 @@
 import contextlib
 import inspect
 import json
+import math
 import os
+import secrets
 import time
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch.distributed import Store  # type: ignore[attr-defined]
@@ -16,6 +19,7 @@ from distwrap.environments import Placement
 from distwrap.network.stores import count, read
 from distwrap.network.waiting import wait_until
 from distwrap.supervision import stacks
+from distwrap.supervision.bells import Bells, replaced, ring_from_outside
 from distwrap.wording import named_ranks
 
 ANSWER_SECONDS = 1.5  # for a rank to say where it is
@@ -90,11 +94,14 @@ class Reporter:
         failed_at: where this rank failed, which is then its location, whatever it does afterwards to report it.
     """
 
-    def __init__(self, store: Store, placement: Placement, activity: Activity) -> None:
-        self._store, self._place, self._activity = store, placement, activity
+    def __init__(self, bells: Bells, placement: Placement, activity: Activity) -> None:
+        self._bells, self._store, self._place, self._activity = bells, bells.store, placement, activity
         self.failed_at: list[stacks.Line] | None = None
-        self._answered = count(store, "reports")
-        self._noted = 0.0
+        self._answered = count(self._store, "reports")
+        self._noted = -math.inf
+        # Once a second and node in a store elsewhere, and some hundred times a second in all.
+        seconds = min(30.0, max(1.0, placement.local_world_size, placement.world_size / 256))
+        self._note_seconds = 1.0 if bells.is_held else seconds
 
     def location(self) -> Location:
         """Return where this rank is."""
@@ -102,56 +109,86 @@ class Reporter:
         what, where = stacks.locate(lines)
         return Location(what, where, self._activity.step, str(self._activity))
 
-    def look(self) -> None:
-        """Answer if somebody has asked; note now and then where this rank is, for when it cannot answer."""
-        asked = count(self._store, "reports")
+    def look(self, rung: bool = True) -> None:
+        """Answer if somebody has asked; note now and then where this rank is, for when it cannot answer.
+
+        Args:
+            rung: whether somebody may have asked.
+        """
+        asked = count(self._store, "reports") if rung else 0
         if asked > self._answered:
             self._answer(asked)
         now = time.monotonic()
-        # On one node the store is a log that only grows, so each of many ranks notes it less often.
-        if now - self._noted > max(1.0, self._place.world_size / 2):
+        if now - self._noted > self._note_seconds:
             self._noted = now
-            self._store.set(f"seen/{self._place.rank}", json.dumps((time.time(), self.location())))
+            self._bells.replace("seen", [time.time(), self.location()])
 
     def ask_all(self) -> str:
         """Ask all ranks from another thread than the one that answers."""
-        return ask_all(self._store, self._place.world_size)
+        return ask_all(self._store, self._place.world_size, self._bells.ring_all)
 
     def ask_others(self) -> str:
         """Ask all ranks from the thread that answers, which answers for this rank first."""
-        return ask_all(self._store, self._place.world_size, self._answer)
+        return ask_all(self._store, self._place.world_size, self._bells.ring_all, self._answer)
 
     def _answer(self, asked: int) -> None:
         self._answered = asked
         self._store.set(f"report/{asked}/{self._place.rank}", json.dumps(self.location()))
+        if self._store.add(f"answers/{asked}", 1) == self._place.world_size:
+            self._store.set(f"answers/{asked}/all", "")
 
 
-def ask_all(store: Store, world_size: int, on_asking: Callable[[int], None] = lambda number: None) -> str:
+def ask_all(
+    store: Store,
+    world_size: int,
+    ring: Callable[[], None] | None = None,
+    on_asking: Callable[[int], None] = lambda number: None,
+) -> str:
     """Ask all ranks where they are, and return it in lines, equal ones together.
+
+    Of ranks that ask at the same time one does, and the others read what it was told: with each of a thousand ranks
+    asking all of them, none would have its answer in time.
 
     Args:
         store: the ranks'.
         world_size: number of ranks.
+        ring: lets all ranks look; by default from a process that is none of them.
         on_asking: called with the number of the question once it is asked.
 
     Raises:
         DistError: the store is gone.
     """
-    asked = store.add("reports", 1)
-    on_asking(asked)
+    asked, mine = count(store, "reports"), secrets.token_hex(8)
+    is_under_way = asked > 0 and not store.check([f"said/{asked}"])
+    asked += not is_under_way
+    if not is_under_way and store.compare_set(f"asking/{asked}", "", mine).decode() == mine:
+        store.add("reports", 1)
+        (ring or partial(ring_from_outside, store, world_size))()
+        on_asking(asked)
+        wait_until(lambda: store.check([f"answers/{asked}/all"]), ANSWER_SECONDS, longest_pause=0.05)
+    elif said := wait_until(lambda: read(store, f"said/{asked}"), 2 * ANSWER_SECONDS, longest_pause=0.25):
+        return said.decode()
+    text = _merged(store, world_size, asked)
+    store.set(f"said/{asked}", text)
+    return text
+
+
+def _merged(store: Store, world_size: int, asked: int) -> str:
     keys = [f"report/{asked}/{rank}" for rank in range(world_size)]
-    wait_until(lambda: store.check(keys), ANSWER_SECONDS)
+    if store.check([f"answers/{asked}/all"]) and store.has_extended_api():  # type: ignore[attr-defined]
+        answers = store.multi_get(keys)
+        return merge({rank: Location(*json.loads(answer)) for rank, answer in enumerate(answers)})
     return merge({rank: _answer_of(store, rank, key) for rank, key in enumerate(keys)})
 
 
 def last_seen(store: Store, rank: int) -> str:
     """Return in words where a rank was when it last noted it; empty where it never did, or the store is gone."""
-    seen = b""
+    seen = None
     with contextlib.suppress(RuntimeError):
-        seen = read(store, f"seen/{rank}")
+        seen = replaced(store, "seen", rank)
     if not seen:
         return ""
-    moment, parts = json.loads(seen)
+    moment, parts = seen
     location = Location(*parts)
     after = f", after {location.last}" if location.last else ""
     return f"; {max(0.0, time.time() - moment):.0f} s ago it was {location}{after}"

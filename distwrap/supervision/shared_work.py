@@ -11,13 +11,13 @@ from contextlib import suppress
 from typing import Any
 
 import torch.distributed as dist
-from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap.environments import Placement
 from distwrap.environments.identity import lives, node
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError
 from distwrap.network.secret import SignedTexts
 from distwrap.network.stores import count, read
+from distwrap.supervision.bells import Bells
 from distwrap.supervision.failure_news import store_is_gone
 from distwrap.supervision.stall_detection import StallDetector
 
@@ -26,6 +26,7 @@ _MADE, _FAILED = b"+", b"-"  # before an answer, and before a traceback
 # Takes what a rank asked, or None as this one leaves, and for how many seconds it waits; returns None for "not yet".
 Make = Callable[[Any, float], bytes | None]
 
+LOOK_SECONDS = 10.0  # between looks at the store without a ring
 SILENT_SECONDS = 120.0  # without a note, after which a working rank on another node counts as gone
 
 
@@ -33,7 +34,7 @@ class SharedWork:
     """Work that this rank gives to others, and its waits for theirs.
 
     Args:
-        store: a client of its own.
+        bells: of the ranks.
         placement: this rank's place.
         stalls: told of waits, which may take as long as they like.
         supervised: whether a launcher of ours ends all ranks when one dies.
@@ -41,18 +42,23 @@ class SharedWork:
     """
 
     def __init__(
-        self, store: Store, placement: Placement, stalls: StallDetector, supervised: bool, secret: bytes = b""
+        self, bells: Bells, placement: Placement, stalls: StallDetector, supervised: bool, secret: bytes = b""
     ) -> None:
-        self._store, self._place, self._stalls, self._supervised = store, placement, stalls, supervised
-        self._texts = SignedTexts(store, secret)
+        self._bells, self._store, self._texts = bells, bells.store, SignedTexts(bells.store, secret)
+        self._place, self._stalls, self._supervised = placement, stalls, supervised
         # The store of ranks on one node is a file, and keeps what is deleted in it.
         self._store_is_file = placement.master_addr is None
         self._served: list[tuple[str, Make]] = []
         self._seen: Counter[str] = Counter()
         self._open: list[tuple[str, Make, float]] = []
+        self._awaited: set[int] = set()  # ranks that this one has waited for
 
     def publish(self, key: str, data: bytes) -> None:
         """Give others the bytes for which they `wait_for`."""
+        self._publish(key, data)
+        self._bells.ring_all()
+
+    def _publish(self, key: str, data: bytes) -> None:
         self._texts.set(f"work/{key}", data.hex())  # torch's stores take text
 
     def wait_for(self, key: str, worker: int) -> bytes:
@@ -90,7 +96,8 @@ class SharedWork:
         answer, last = f"work/{question}", f"work/{name}/last"
         with tempfile.TemporaryFile() as file:
             path = f"/proc/{os.getpid()}/fd/{file.fileno()}" if self._store_is_file else ""
-            self._store.set(f"ask/{question}", json.dumps([request, path]))
+            self._store.set(f"ask/{question}", json.dumps([request, path, self._place.rank]))
+            self._bells.ring(worker)
             data = self._wait((answer, last), worker)
             for key in (f"ask/{question}", answer):
                 self._store.delete_key(key)
@@ -103,9 +110,13 @@ class SharedWork:
             )
         return answered.removeprefix(_MADE)
 
-    def look(self) -> None:
-        """Give those who have asked what they asked for."""
-        for name, make in list(self._served):
+    def look(self, rung: bool = True) -> None:
+        """Give those who have asked what they asked for.
+
+        Args:
+            rung: whether somebody may have asked.
+        """
+        for name, make in list(self._served) if rung else []:
             asked = count(self._store, f"asked/{name}")
             new = range(self._seen[name] + 1, asked + 1)
             self._open += [(f"{name}/{number}", make, time.monotonic()) for number in new]
@@ -117,7 +128,7 @@ class SharedWork:
         asked = read(self._store, f"ask/{question}")
         if not asked:
             return False  # it is about to be written
-        request, path = json.loads(asked)
+        request, path, rank = json.loads(asked)
         data = make(request, time.monotonic() - since)
         if data is None:
             return False
@@ -126,15 +137,19 @@ class SharedWork:
                 with open(path, "r+b") as file:
                     file.write(data)
                 data = b""
-        self.publish(question, data)
+        self._publish(question, data)
+        self._bells.ring(rank)
         return True
 
-    def leave(self) -> None:
-        """Publish for the last time what others may still ask for."""
+    def leave(self, *, failed: bool) -> None:
+        """Publish for the last time what others may still ask for, and tell who waits that this rank leaves."""
         for name, make in self._served:
             data = make(None, 0.0)
             if data is not None:
-                self.publish(f"{name}/last", data)
+                self._publish(f"{name}/last", data)
+        self._texts.set(f"left/{self._place.rank}", "failed" if failed else "")
+        if self._store.check([f"awaited/{self._place.rank}"]):
+            self._bells.ring_all()
 
     def _wait(self, keys: tuple[str, ...], worker: int) -> bytes:
         """Wait until another rank has published one of the keys, and return what."""
@@ -147,40 +162,54 @@ class SharedWork:
         finally:
             self._stalls.excuse(False)
 
-    def _find(self, keys: tuple[str, ...]) -> str | None:
-        return next((text for key in keys if (text := self._texts.read(key)) is not None), None)
+    def _find(self, keys: tuple[str, ...]) -> list[str]:
+        return [text for key in keys if (text := self._texts.read(key)) is not None]
 
     def _wait_while_it_lives(self, keys: tuple[str, ...], worker: int, waits: str) -> str:
         process = json.loads(self._store.get(f"here/{worker}"))
-        pause, note, noted = 0.0005, b"", time.monotonic()
-        while (found := self._find(keys)) is None:
-            time.sleep(pause)
-            pause = min(2 * pause, 0.02)
-            left = self._texts.read(f"left/{worker}")
-            if left is not None and self._find(keys) is None:
+        if worker not in self._awaited:
+            self._awaited.add(worker)
+            self._store.set(f"awaited/{worker}", "")  # so that it rings when it leaves
+        is_gone = self._watch(worker, process)
+
+        def look() -> list[str]:
+            found = self._find(keys)
+            left = None if found else self._texts.read(f"left/{worker}")
+            if left is not None and not (found := self._find(keys)):
                 if left:
                     raise WorkerError(f"{waits}, which has failed.", rank=worker, host=process["host"])
                 raise CollectiveError(
                     f"{waits}, which has left the function already. Every rank must make the same calls, in the same "
                     f"order."
                 )
-            if self._supervised:
-                continue  # whoever started the ranks ends them all when one dies
-            if process["node"] == node():
-                gone = not lives(process)
-            else:
-                latest = read(self._store, f"seen/{worker}")
-                if latest != note:
-                    note, noted = latest, time.monotonic()
-                gone = time.monotonic() - noted > SILENT_SECONDS
-            if gone:
+            return found
+
+        while not (found := self._bells.wait_until(look, LOOK_SECONDS, is_gone)):
+            if is_gone():
                 raise WorkerDiedError(
                     f"{waits} on {process['host']} (pid {process['pid']}), which is gone. Look at what it printed "
                     f"last.",
                     rank=worker,
                     host=process["host"],
                 )
-        return found
+        return found[0]
+
+    def _watch(self, worker: int, process: dict[str, Any]) -> Callable[[], bool]:
+        """Return a function that returns whether a rank is gone, and costs the store little."""
+        if self._supervised:
+            return lambda: False  # whoever started the ranks ends them all when one dies
+        if process["node"] == node():
+            return lambda: not lives(process)
+        note, changed, looked = b"", time.monotonic(), 0.0
+
+        def is_silent() -> bool:
+            nonlocal note, changed, looked
+            if time.monotonic() - looked > LOOK_SECONDS:
+                looked, latest = time.monotonic(), read(self._store, f"seen/{worker}")
+                note, changed = latest, looked if latest != note else changed
+            return time.monotonic() - changed > SILENT_SECONDS
+
+        return is_silent
 
 
 def _with_failures(make: Make) -> Make:

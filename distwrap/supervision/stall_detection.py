@@ -16,7 +16,7 @@ class StallDetector:
     """Notices that this rank stands still, and on one of the ranks that all do.
 
     Args:
-        store: where each rank notes that it stands still.
+        store: where the ranks that stand still are counted.
         placement: this rank's place.
         timeout: seconds without any rank moving after which the run counts as stalled.
         on_stall: called on the one rank that finds the run stalled.
@@ -24,7 +24,7 @@ class StallDetector:
 
     def __init__(self, store: Store, placement: Placement, timeout: float, on_stall: Callable[[], None]) -> None:
         self._store, self._timeout, self._on_stall = store, timeout, on_stall
-        self._rank, self._keys = placement.rank, [f"still/{rank}" for rank in range(placement.world_size)]
+        self._rank, self._ranks = placement.rank, placement.world_size
         self._excuses = 0  # waits under way that may take as long as they like
         self._noted = False
         self._mark: tuple[int, int] | None = None
@@ -35,22 +35,17 @@ class StallDetector:
         """Let this rank stand still from now on without being stalled, or no longer."""
         self._excuses += 1 if on else -1
 
-    def look(self) -> None:
-        """Note whether this rank stands still; call `on_stall` if all do, on the first rank to find it."""
+    def look(self, rung: bool = False) -> None:
+        """Note whether this rank stands still; call `on_stall` if all do, on the rank that is the last to."""
         if self._main_thread_moved() or self._excuses:
             self._still_since = time.monotonic()
-            self._note(False)
-        elif time.monotonic() - self._still_since >= self._timeout + COLLECTIVE_SECONDS:
-            self._note(True)
-            me = str(self._rank)
-            still = self._store.check(self._keys) and all(self._store.get(key) == b"1" for key in self._keys)
-            if still and self._store.compare_set("stalled", "", me).decode() == me:
-                self._on_stall()
-
-    def _note(self, still: bool) -> None:
-        if still != self._noted:
-            self._noted = still
-            self._store.set(f"still/{self._rank}", "1" if still else "")
+        still = time.monotonic() - self._still_since >= self._timeout + COLLECTIVE_SECONDS
+        if still == self._noted:
+            return
+        self._noted, me = still, str(self._rank)
+        count = self._store.add("still", 1 if still else -1)
+        if count == self._ranks and self._store.compare_set("stalled", "", me).decode() == me:
+            self._on_stall()
 
     def _main_thread_moved(self) -> bool:
         """Return whether the main thread is in another line than before, or the process has used CPU time."""

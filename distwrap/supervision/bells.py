@@ -1,0 +1,199 @@
+"""Bells: who has news for a rank rings it, so that no rank has to look at the store again and again.
+
+Ranks of one node share a board. Where ranks are elsewhere too, each board has a mailbox in the store, a key for which
+one of its ranks waits, which costs the store nothing; that rank then rings the bells of the board.
+"""
+
+import fcntl
+import json
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import timedelta
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from distwrap.environments import Placement
+from distwrap.environments.identity import node
+from distwrap.network.stores import count, read
+from distwrap.network.waiting import Found, wait_until
+from distwrap.supervision.board import Board, held
+
+_NO_LIMIT = timedelta(days=7)  # torch complains on standard error when a wait comes to its limit
+_POLL_SECONDS = 1.0  # between looks at the mailbox where the store cannot be waited for, and after it was lost
+
+
+class Bells:
+    """This rank's bell, and the way to those of the others.
+
+    Args:
+        store: the ranks', a client of its own.
+        placement: this rank's place.
+
+    Attributes:
+        store: the ranks'.
+        board: shared with other ranks of this node.
+        is_held: whether all ranks share the board, which their launcher holds.
+    """
+
+    def __init__(self, store: Store, placement: Placement) -> None:
+        self.store, self._rank = store, placement.rank
+        self._heard, self._lock, self._stopped = 0, threading.Lock(), threading.Event()
+        self._fd, self._waiter = -1, threading.Thread(target=self._wait_for_mail, name="distwrap-mail", daemon=True)
+        board = held(store, placement.world_size)
+        self.is_held = board is not None
+        self.board, self._box = (board, 0) if board is not None else self._share_board(placement.world_size)
+        self._texts: dict[str, Any] = {}
+        if self.is_held:
+            self.board.write(self._rank, {})
+        else:
+            store.set(f"box/{self._rank}", str(self._box))
+            self.listen()
+
+    def _share_board(self, world_size: int) -> tuple[Board, int]:
+        """Return the board of this node's ranks, made by the first that comes, and the number of its mailbox."""
+        key = f"board/{node()}"
+        box = 0
+        if hasattr(os, "memfd_create"):
+            if not self.store.check([key]):
+                box, name = int(self.store.add("boxes", 1)), f"distwrap-board-{secrets.token_hex(8)}"
+                self._fd = os.memfd_create(name)
+                mine = json.dumps([box, f"/proc/{os.getpid()}/fd/{self._fd}", name])
+                if self.store.compare_set(key, "", mine).decode() == mine:
+                    return Board(self._fd, world_size), box
+                os.close(self._fd)
+            box, path, name = json.loads(self.store.get(key))
+            with suppress(OSError):  # it may be gone, or another user's
+                self._fd = os.open(path, os.O_RDWR)
+                if os.readlink(f"/proc/self/fd/{self._fd}").startswith(f"/memfd:{name}"):
+                    return Board(self._fd, world_size), box
+                os.close(self._fd)
+            self._fd = -1
+        return Board(ranks=world_size), int(self.store.add("boxes", 1))
+
+    def heard(self) -> int:
+        """Return how often this rank was rung."""
+        with self._lock:
+            self._heard += self.board.take(self._rank)
+            return self._heard
+
+    def wait_until(
+        self, find: Callable[[], Found], seconds: float, give_up: Callable[[], bool] = lambda: False
+    ) -> Found:
+        """Call a function at once, and again when this rank is rung, until what it returns is true; return that.
+
+        Args:
+            find: called once more after the time limit.
+            seconds: time limit.
+            give_up: called often; ends the time when it returns true.
+        """
+        deadline = time.monotonic() + seconds
+        while True:
+            heard, over = self.heard(), time.monotonic() >= deadline or give_up()
+            if (found := find()) or over:
+                return found
+            wait_until(lambda: self.heard() != heard or give_up(), deadline - time.monotonic())  # noqa: B023
+
+    def ring(self, rank: int) -> None:
+        """Let a rank look for news."""
+        box = 0 if self.is_held else int(read(self.store, f"box/{rank}") or -1)  # or it looks once it is there
+        if box == self._box:
+            self.board.ring(rank)
+        elif box > 0:
+            self.store.set(f"mail/{box}", "")
+
+    def ring_all(self) -> None:
+        """Let all ranks look for news."""
+        self.board.ring_all()
+        if not self.is_held:
+            ring_boxes(self.store, besides=self._box)
+
+    def replace(self, name: str, value: Any) -> None:
+        """Say something to all ranks, in the place of what this one has said by that name before."""
+        if self.is_held:
+            with self._lock:
+                self._texts[name] = value
+                if self.board.write(self._rank, self._texts):
+                    return
+                del self._texts[name]
+        self.store.set(f"{name}/{self._rank}", json.dumps(value))
+
+    def listen(self) -> None:
+        """Wait for the board's mail from now on, unless another of its ranks does; it stops when its process ends."""
+        if self.is_held or self._waiter.ident is not None:
+            return
+        with suppress(BlockingIOError):
+            if self._fd >= 0:
+                fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._waiter.start()
+
+    def close(self) -> None:
+        """Leave the mail to another rank of the board."""
+        self._stopped.set()
+        if self._waiter.is_alive():
+            with suppress(RuntimeError):
+                self.store.set(f"mail/{self._box}", "")  # the next to listen finds it there
+            self._waiter.join(2 * _POLL_SECONDS)
+        if self._fd >= 0:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # a forked process may have it too
+            os.close(self._fd)
+            self._fd = -1
+
+    def _wait_for_mail(self) -> None:
+        mail, client = f"mail/{self._box}", None
+        # Before torch 2.8 there is no second client; a store that cannot set many keys at once is no server either.
+        waits = hasattr(self.store, "clone") and self.store.has_extended_api()  # type: ignore[attr-defined]
+        while not self._stopped.is_set():
+            try:
+                if waits:
+                    client = client or self.store.clone()  # type: ignore[attr-defined]
+                    client.wait([mail], _NO_LIMIT)
+                elif self._stopped.wait(_POLL_SECONDS) or not self.store.check([mail]):
+                    continue
+                if self._stopped.is_set():
+                    return
+                self.store.delete_key(mail)
+            except RuntimeError:  # the store is gone, which each rank finds as it looks
+                waits = False
+            self.board.ring_all()
+
+
+def replaced(store: Store, name: str, rank: int) -> Any:
+    """Return what a rank has last said by a name; ``None`` where it has not.
+
+    Args:
+        store: the ranks'.
+        name: given to `Bells.replace`.
+        rank: the other rank.
+    """
+    board = held(store, rank + 1)
+    if board is not None:
+        return board.read(rank).get(name)
+    text = read(store, f"{name}/{rank}")
+    return json.loads(text) if text else None
+
+
+def ring_from_outside(store: Store, ranks: int) -> None:
+    """Let all ranks look for news, in a process that is none of them."""
+    board = held(store, ranks)
+    if board is not None:
+        board.ring_all()
+    else:
+        ring_boxes(store)
+
+
+def ring_boxes(store: Store, besides: int = 0) -> None:
+    """Ring the ranks of all boards but one, in one operation where the store has it."""
+    _set_all(store, [f"mail/{box}" for box in range(1, count(store, "boxes") + 1) if box != besides])
+
+
+def _set_all(store: Store, keys: Sequence[str]) -> None:
+    if keys and store.has_extended_api():  # type: ignore[attr-defined]
+        store.multi_set(keys, [""] * len(keys))  # type: ignore[attr-defined]
+        return
+    for key in keys:
+        store.set(key, "")

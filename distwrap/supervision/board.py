@@ -1,0 +1,94 @@
+"""Board: memory of fixed size that ranks of one node share, with a bell for each rank, and what each writes anew."""
+
+import json
+import mmap
+import os
+from typing import Any
+
+from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
+
+from distwrap.network.stores import read
+
+_TEXT = 1 << 14  # bytes for what a rank writes, twice; the system gives only the pages that are written to
+_HELD = "distwrap board"  # key of the path to the board that a launcher on this node holds
+
+
+class Board:
+    """Shared memory with a bell for each rank, and with the texts that a rank replaces again and again.
+
+    A bell has one reader, the rank itself, which takes its ring away before it looks for the news: who has news writes
+    it first and rings then, so none is missed.
+
+    Args:
+        fd: of the memory, which grows to its size; by default this process's own memory.
+        ranks: number of bells.
+        texts: whether there is room for texts too.
+    """
+
+    def __init__(self, fd: int = -1, ranks: int = 1, *, texts: bool = False) -> None:
+        self._bells = -(-ranks // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = self._bells + 2 * _TEXT * ranks * texts
+        if fd >= 0 and os.fstat(fd).st_size < size:
+            os.ftruncate(fd, size)
+        self._memory, self._ranks = mmap.mmap(fd, size), ranks
+
+    def ring(self, rank: int) -> None:
+        """Ring one rank's bell."""
+        self._memory[rank] = 1
+
+    def ring_all(self) -> None:
+        """Ring every rank's bell."""
+        self._memory[: self._ranks] = b"\1" * self._ranks
+
+    def take(self, rank: int) -> bool:
+        """Return whether a rank's bell was rung, and take the ring away."""
+        rung = self._memory[rank] > 0
+        if rung:
+            self._memory[rank] = 0
+        return rung
+
+    def write(self, rank: int, texts: dict[str, Any]) -> bool:
+        """Replace a rank's texts; return whether there was room.
+
+        A reader never sees half of them: they come beside the last ones, and a byte then tells which are valid.
+        """
+        data = json.dumps(texts).encode()
+        if len(data) >= _TEXT - 8:
+            return False
+        start = self._bells + 2 * _TEXT * rank
+        half = 1 - self._memory[start]
+        place = start + half * _TEXT + 4
+        self._memory[place : place + 4 + len(data)] = len(data).to_bytes(4, "little") + data
+        self._memory[start] = half
+        return True
+
+    def read(self, rank: int) -> dict[str, Any]:
+        """Return a rank's texts."""
+        start = self._bells + 2 * _TEXT * rank
+        place = start + self._memory[start] * _TEXT + 4
+        length = int.from_bytes(self._memory[place : place + 4], "little")
+        found: dict[str, Any] = json.loads(self._memory[place + 4 : place + 4 + length] or b"{}")
+        return found
+
+
+def hold(path: str, board: str) -> None:
+    """Let the ranks that meet in a file find the board that their launcher holds beside it.
+
+    Args:
+        path: of the file.
+        board: path of the board, which is a file too.
+    """
+    FileStore(path).set(_HELD, board)
+
+
+def held(store: Store, ranks: int) -> Board | None:
+    """Return the board that the launcher of all ranks holds on this node; ``None`` where there is none."""
+    file = getattr(store, "underlying_store", None)
+    path = read(file, _HELD).decode() if isinstance(file, FileStore) else ""
+    if not path:
+        return None
+    fd = os.open(path, os.O_RDWR)
+    try:
+        return Board(fd, ranks, texts=True)
+    finally:
+        os.close(fd)  # the memory stays mapped

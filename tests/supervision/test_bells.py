@@ -1,0 +1,165 @@
+"""Ranks hear of news by a bell, and leave the store alone where there is none."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import Counter
+from typing import Any
+
+import pytest
+from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+
+import distwrap as dw
+from distwrap.environments import Placement
+from distwrap.network import stores
+from distwrap.network.waiting import wait_until
+from distwrap.supervision import bells as bells_module
+from distwrap.supervision.bells import Bells
+from distwrap.supervision.board import Board
+from distwrap.supervision.channel import Channel
+from distwrap.supervision.hang_report import Activity, ask_all
+from distwrap.testing import run_ranks
+
+LIMIT = 60.0
+
+
+class Counting:
+    """A store that counts what it is asked."""
+
+    def __init__(self, store: Any, asked: Counter[str]) -> None:
+        self._store, self._asked = store, asked
+
+    def clone(self) -> Counting:
+        return Counting(self._store.clone(), self._asked)
+
+    def __getattr__(self, name: str) -> Any:
+        self._asked[name] += 1
+        return getattr(self._store, name)
+
+
+def _serve() -> TCPStore:
+    return stores.serve("127.0.0.1", [0], "mine", 10)[0]
+
+
+def _clients(server: TCPStore, number: int) -> list[Any]:
+    return [PrefixStore("run", server).clone() for _ in range(number)]
+
+
+def _on_nodes(monkeypatch: pytest.MonkeyPatch, clients: list[Any], names: str) -> list[Bells]:
+    """Return the bells of ranks, each on the node of its name."""
+    found = []
+    for rank, (client, name) in enumerate(zip(clients, names, strict=True)):
+        monkeypatch.setattr(bells_module, "node", lambda name=name: name)
+        found.append(Bells(client, Placement(rank, len(names), master_addr="127.0.0.1")))
+    return found
+
+
+def _sizes() -> list[int]:
+    dw.barrier()
+    time.sleep(0.6)  # for what the barrier and the first look have left
+    sizes = []
+    for _ in range(2):
+        sizes.append(os.stat(os.environ["DISTWRAP_STORE"]).st_size)
+        time.sleep(2.5)
+    dw.barrier()
+    return sizes
+
+
+def test_the_store_of_one_node_does_not_grow() -> None:
+    """While ranks go on and nobody asks anything, nothing is added to the file in which they met."""
+    for before, after in run_ranks(_sizes, 2, timeout=LIMIT):
+        assert before == after
+
+
+def test_a_quiet_rank_leaves_the_store_alone() -> None:
+    """Ranks of one node look at the store when they start, say now and then where they are, and that is all."""
+    server = _serve()
+    asked: Counter[str] = Counter()
+    places = [Placement(rank, 4, rank, 4, master_addr="127.0.0.1") for rank in range(4)]
+    for place in places:
+        server.set(f"run/here/{place.rank}", '{"node": "another"}')
+    found = [
+        Channel(Counting(client, asked), place, Activity(None), False, 60)  # type: ignore[arg-type]
+        for client, place in zip(_clients(server, 4), places, strict=True)
+    ]
+    for channel in found:
+        channel.start()
+    time.sleep(1.0)
+    asked.clear()
+    time.sleep(2.0)
+    quiet = asked.total()
+    for channel in found:
+        channel.stop()
+    assert quiet <= 4, asked
+
+
+def test_news_reach_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ring is heard on the same node and on others, by all or by the one rank that it is for."""
+    server = _serve()
+    ranks = _on_nodes(monkeypatch, _clients(server, 4), "aabb")
+    ranks[0].ring_all()
+    assert all(wait_until(rank.heard, 5) for rank in ranks)
+    before = [rank.heard() for rank in ranks]
+    ranks[0].ring(2)
+    assert wait_until(lambda: ranks[2].heard() > before[2], 5)
+    assert [rank.heard() for rank in ranks[:2]] == before[:2]
+    for rank in ranks:
+        rank.close()
+
+
+def test_the_mail_of_a_node_outlives_who_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """When the rank that waits for its node's mail leaves, another of the node does from then on."""
+    server = _serve()
+    elsewhere, first, second = _on_nodes(monkeypatch, _clients(server, 3), "abb")
+    first.close()
+    second.listen()
+    heard = second.heard()
+    elsewhere.ring(2)
+    assert wait_until(lambda: second.heard() > heard, 5)
+    for rank in (elsewhere, second):
+        rank.close()
+
+
+def test_a_ring_while_a_rank_looks_is_not_lost() -> None:
+    """Whoever reads the bell takes the ring away before it looks, from whichever thread."""
+    board = Board(ranks=2)
+    assert not board.take(1)
+    board.ring(1)
+    assert (board.take(0), board.take(1), board.take(1)) == (False, True, False)
+
+
+def test_texts_are_read_whole() -> None:
+    """A text that is replaced is read as it was or as it is; one that is too long is refused."""
+    board, stopped = Board(ranks=3, texts=True), threading.Event()
+
+    def write() -> None:
+        for number in range(1000):
+            board.write(2, {"seen": [number] * (number % 50 + 1)})
+        stopped.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    while not stopped.is_set():
+        assert len(set(board.read(2).get("seen", []))) <= 1
+    writer.join()
+    assert not board.write(1, {"long": "x" * 100_000})
+    assert board.read(1) == {}
+
+
+def test_many_who_ask_at_once_ask_once() -> None:
+    """Of ranks that ask all others at the same time one does, and all have the same answer."""
+    server = _serve()
+    said: list[str] = []
+    asking = [
+        threading.Thread(target=lambda client=client: said.append(ask_all(client, 2)))  # type: ignore[misc]
+        for client in _clients(server, 6)
+    ]
+    for thread in asking:
+        thread.start()
+    for thread in asking:
+        thread.join()
+    assert len(said) == 6
+    assert len(set(said)) == 1
+    assert server.add("run/reports", 0) == 1
