@@ -20,8 +20,9 @@ from distwrap.group import failures
 from distwrap.group.resources import assign_resources
 from distwrap.group.world import World, activate, active_world, current_world, deactivate, say
 from distwrap.network import interfaces, secret
-from distwrap.network.rendezvous import await_all_joined, meet, say_goodbye
+from distwrap.network.rendezvous import await_all_joined, count_in, meet, say_goodbye
 from distwrap.options import Options, switched_on
+from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
 from distwrap.supervision.hang_report import Activity
 
@@ -135,6 +136,8 @@ def join(
         # Now, since the store is certainly there. Where torch cannot clone one (before 2.8) the channel's thread waits
         # now and then for the main thread's look-ups.
         side = store.clone() if hasattr(store, "clone") else store
+        bells = Bells(side, placement)  # while rank 0 is certainly there too
+        cleanup.callback(bells.close)
         # A name is that of DDP, which leaves this to torch: it need not be imported yet.
         strategy = options.strategy
         init = dist.init_process_group if isinstance(strategy, str) else strategy.init_process_group
@@ -151,7 +154,7 @@ def join(
                 f"rank {placement.rank}: init_process_group() of the strategy {strategy!r} has made no process group. "
                 f"It must call torch.distributed.init_process_group, as Strategy.init_process_group does."
             )
-        store.set(f"joined/{placement.rank}", "")
+        count_in(store, "joined", placement.world_size)
         world = World(
             placement,
             device,
@@ -165,7 +168,7 @@ def join(
     activate(world)
     supervised = distwrap_environment.STORE in os.environ
     activity = world.part(Activity)
-    world.channel = Channel(side, placement, activity, supervised, options.timeout, world.secret or b"")
+    world.channel = Channel(bells, placement, activity, supervised, options.timeout, world.secret or b"")
     world.channel.start()
     world.arrange()
     return world

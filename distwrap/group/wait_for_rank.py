@@ -54,6 +54,8 @@ def _share_in_users_group(key: str, worker: int, result: bytes | None) -> bytes:
     if result is not None:
         store.set(key, result.hex())  # torch's stores take text
         return result
-    if not wait_until(lambda: store.check([key]), USERS_GROUP_SECONDS):
+    # Not torch's own wait: it would keep the store from other threads of torch, and a Ctrl-C from Python.
+    longest_pause = min(0.5, max(0.02, current_world().placement.world_size / 4096))
+    if not wait_until(lambda: store.check([key]), USERS_GROUP_SECONDS, longest_pause):
         raise CollectiveError(f"{key!r} of rank {worker} did not come within {USERS_GROUP_SECONDS:.0f} s.")
     return bytes.fromhex(store.get(key).decode())

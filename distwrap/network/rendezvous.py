@@ -111,7 +111,8 @@ def wait_for_all(
     """
     names = [f"here/{number}" for number in range(size)]
     start, noticed = time.monotonic(), False
-    while not _all_set(store, names):
+    count_in(store, "here", size)
+    while not _is_all(store, "here", size):
         waited = time.monotonic() - start
         if waited > min(NOTICE_SECONDS, seconds) and not noticed:
             noticed = True
@@ -196,17 +197,28 @@ def _who_is_here(placement: Placement, hosts: dict[int, str]) -> str:
     return f"{len(hosts)} of {placement.world_size} ranks are here; missing: {', '.join(parts)}"
 
 
-def _all_set(store: Store, names: list[str]) -> bool:
-    """Wait a second for keys, and return whether all are set: while torch itself waits, Ctrl-C is not heard."""
-    return wait_until(lambda: store.check(names), 1.0, longest_pause=min(0.25, 0.01 * max(1.0, len(names) / 8)))
+def count_in(store: Store, what: str, size: int) -> None:
+    """Count this rank or node, and let the others know when it is the last: a key for each would be asked for by each.
+
+    Args:
+        store: store in which they are counted.
+        what: what they have done, each once.
+        size: number of ranks or nodes.
+    """
+    if store.add(f"{what}/count", 1) == size:
+        store.set(f"{what}/all", "")
+
+
+def _is_all(store: Store, what: str, size: int) -> bool:
+    """Wait a second, and return whether all are counted: while torch itself waits, Ctrl-C is not heard."""
+    return wait_until(lambda: store.check([f"{what}/all"]), 1.0, longest_pause=min(0.5, max(0.01, size / 4096)))
 
 
 def await_all_joined(store: Store, placement: Placement) -> None:
     """Wait before leaving until all ranks have joined the group: one may still be connecting to this one."""
-    joined = [f"joined/{rank}" for rank in range(placement.world_size)]
     with suppress(dist.DistError):  # a rank that is gone without a goodbye has failed, which others tell
-        if not _all_set(store, joined):
-            store.wait(joined, timedelta(seconds=_LEAVE_SECONDS))
+        if not _is_all(store, "joined", placement.world_size):
+            store.wait(["joined/all"], timedelta(seconds=_LEAVE_SECONDS))
 
 
 def say_goodbye(store: Store, placement: Placement) -> None:

@@ -16,8 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 
-from torch.distributed import Store  # type: ignore[attr-defined]
-
 from distwrap.environments import Placement
 from distwrap.network.secret import SignedTexts
 from distwrap.supervision import hang_report
@@ -35,7 +33,7 @@ class Channel:
     """This rank's endpoint of the side channel.
 
     Args:
-        store: a client of its own.
+        bells: of the ranks, with a client of the store that is the channel's own.
         placement: this rank's place.
         activity: the last helper that ran on this rank.
         supervised: whether a launcher of ours waits for the ranks' processes, and tells of their ends.
@@ -51,17 +49,16 @@ class Channel:
     """
 
     def __init__(
-        self, store: Store, placement: Placement, activity: Activity, supervised: bool, timeout: float, secret: bytes
+        self, bells: Bells, placement: Placement, activity: Activity, supervised: bool, timeout: float, secret: bytes
     ) -> None:
         self.supervised = supervised
-        self._store, self._place, self._timeout = store, placement, timeout
-        self._texts = SignedTexts(store, secret)
+        self._bells, self._place, self._timeout = bells, placement, timeout
+        self._texts = SignedTexts(bells.store, secret)
         self._stopped, self._heard, self._looked = threading.Event(), -1, 0.0
         self._parent = os.getppid() if supervised or "TORCHELASTIC_RUN_ID" in os.environ else None
-        self._bells = bells = Bells(store, placement)
         self.reporter = Reporter(bells, placement, activity)
         self.failures = FailureNews(bells, placement, supervised, self._stopped, secret)
-        self.stalls = StallDetector(store, placement, timeout, self._report_stall)
+        self.stalls = StallDetector(bells.store, placement, timeout, self._report_stall)
         self.work = SharedWork(bells, placement, self.stalls, supervised, secret)
         self.on_stall: Callable[[str], None] = self._end_stalled
         self._thread = threading.Thread(target=self._run, name="distwrap-channel", daemon=True)

@@ -57,7 +57,8 @@ class FailureNews:
     ) -> None:
         self._bells, self._store, self._texts = bells, bells.store, SignedTexts(bells.store, secret)
         self._place, self._supervised, self._stopped = placement, supervised, stopped
-        self._neighbour = None if supervised else self._find_neighbour()
+        self._neighbour: tuple[int, dict[str, Any]] | None = None
+        self._knows_neighbour = False
 
     def tell(self, summary: str, traceback: str) -> None:
         """Tell the other ranks that this one has failed; the first failure is believed to be the cause."""
@@ -106,6 +107,8 @@ class FailureNews:
         return (rank, registration) if registration["node"] == node() else None
 
     def _look_after_neighbour(self) -> None:
+        if not self._knows_neighbour:
+            self._knows_neighbour, self._neighbour = True, self._find_neighbour()
         if self._neighbour is None:
             return
         rank, process = self._neighbour

@@ -81,7 +81,7 @@ def test_a_quiet_rank_leaves_the_store_alone() -> None:
     for place in places:
         server.set(f"run/here/{place.rank}", '{"node": "another"}')
     found = [
-        Channel(Counting(client, asked), place, Activity(None), False, 60)  # type: ignore[arg-type]
+        Channel(Bells(Counting(client, asked), place), place, Activity(None), False, 60)  # type: ignore[arg-type]
         for client, place in zip(_clients(server, 4), places, strict=True)
     ]
     for channel in found:

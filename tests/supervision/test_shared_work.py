@@ -61,18 +61,17 @@ def test_answers_come_when_it_is_time_and_leave_nothing_in_the_store(on_one_node
         each.close()
 
 
-def test_no_file_is_written_that_a_question_names(tmp_path: Path) -> None:
-    """Where ranks meet at a port, whoever connects could name any file of the user's for the answer."""
+def test_no_file_is_written_that_is_named_over_a_network(tmp_path: Path) -> None:
+    """An answer goes into the asker's file only where the ranks' store is a file of their launcher's."""
     store, _ = stores.serve("127.0.0.1", [0], "mine", 10)
-    place = Placement(world_size=2, master_addr="127.0.0.1")
-    bells = Bells(store, place)
+    place = Placement(0, 2, master_addr="127.0.0.1")
+    bells, precious = Bells(store, place), tmp_path / "precious"
+    precious.write_text("mine")
     work = SharedWork(bells, place, Excused(), supervised=True)  # type: ignore[arg-type]
-    file = tmp_path / "of the user"
-    file.write_text("precious")
-    work.serve("thing", lambda request, waited: b"harmful")
-    store.set("ask/thing/1", json.dumps([0, str(file), 1]))
+    work.serve("thing", lambda request, waited: b"other")
     store.add("asked/thing", 1)
+    store.set("ask/thing/1", json.dumps([0, str(precious), 1]))
     work.look()
-    assert file.read_text() == "precious"
     assert store.check(["work/thing/1"])
+    assert precious.read_text() == "mine"
     bells.close()
