@@ -92,3 +92,11 @@ def test_imports(tmp_path: Path) -> None:
     table, rows = run_quick("imports.py", tmp_path, seconds=170)
     assert len(rows) == 2
     assert all(row in table for row in rows)
+
+
+def test_control_plane(tmp_path: Path) -> None:
+    """The benchmark of the side channel runs with 64 ranks, all of which answer."""
+    table, rows = run_quick("control_plane.py", tmp_path, seconds=170)
+    assert len(rows) == 3
+    assert all(row in table for row in rows)
+    assert "64 ranks: 64 of them had answered" in table
