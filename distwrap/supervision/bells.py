@@ -7,6 +7,7 @@ one of its ranks waits, which costs the store nothing; that rank then rings the 
 import fcntl
 import json
 import os
+import re
 import secrets
 import threading
 import time
@@ -23,6 +24,7 @@ from distwrap.network.stores import count, read
 from distwrap.network.waiting import Found, wait_until
 from distwrap.supervision.board import Board, held
 
+_BOARD = "distwrap-board-"
 _NO_LIMIT = timedelta(days=7)  # torch complains on standard error when a wait comes to its limit
 _POLL_SECONDS = 1.0  # between looks at the mailbox where the store cannot be waited for, and after it was lost
 
@@ -60,19 +62,18 @@ class Bells:
         box = 0
         if hasattr(os, "memfd_create"):
             if not self.store.check([key]):
-                box, name = int(self.store.add("boxes", 1)), f"distwrap-board-{secrets.token_hex(8)}"
+                box, name = int(self.store.add("boxes", 1)), f"{_BOARD}{secrets.token_hex(8)}"
                 self._fd = os.memfd_create(name)
                 mine = json.dumps([box, f"/proc/{os.getpid()}/fd/{self._fd}", name])
                 if self.store.compare_set(key, "", mine).decode() == mine:
                     return Board(self._fd, world_size), box
                 os.close(self._fd)
+                self._fd = -1
             box, path, name = json.loads(self.store.get(key))
             with suppress(OSError):  # it may be gone, or another user's
-                self._fd = os.open(path, os.O_RDWR)
-                if os.readlink(f"/proc/self/fd/{self._fd}").startswith(f"/memfd:{name}"):
+                if _is_board(path, name):
+                    self._fd = os.open(path, os.O_RDWR)
                     return Board(self._fd, world_size), box
-                os.close(self._fd)
-            self._fd = -1
         return Board(ranks=world_size), int(self.store.add("boxes", 1))
 
     def heard(self) -> int:
@@ -160,6 +161,12 @@ class Bells:
             except RuntimeError:  # the store is gone, which each rank finds as it looks
                 waits = False
             self.board.ring_all()
+
+
+def _is_board(path: str, name: str) -> bool:
+    """Return whether a path, which anybody who reaches the store may have named, is that of a board of this user's."""
+    named = re.fullmatch(r"/proc/\d+/fd/\d+", path) and re.fullmatch(rf"{_BOARD}\w+", name)
+    return named is not None and os.stat(path).st_uid == os.geteuid() and os.readlink(path).startswith(f"/memfd:{name}")
 
 
 def replaced(store: Store, name: str, rank: int) -> Any:

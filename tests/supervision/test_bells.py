@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -13,6 +14,7 @@ from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined
 
 import distwrap as dw
 from distwrap.environments import Placement
+from distwrap.environments.identity import node
 from distwrap.network import stores
 from distwrap.network.waiting import wait_until
 from distwrap.supervision import bells as bells_module
@@ -81,7 +83,7 @@ def test_a_quiet_rank_leaves_the_store_alone() -> None:
     for place in places:
         server.set(f"run/here/{place.rank}", '{"node": "another"}')
     found = [
-        Channel(Bells(Counting(client, asked), place), place, Activity(None), False, 60)  # type: ignore[arg-type]
+        Channel(Bells(Counting(client, asked), place), place, Activity(None), False, 60, b"")  # type: ignore[arg-type]
         for client, place in zip(_clients(server, 4), places, strict=True)
     ]
     for channel in found:
@@ -163,3 +165,18 @@ def test_many_who_ask_at_once_ask_once() -> None:
     assert len(said) == 6
     assert len(set(said)) == 1
     assert server.add("run/reports", 0) == 1
+
+
+@pytest.mark.parametrize(("name", "is_board"), [("distwrap-board-0123", True), ("of-another-program", False)])
+def test_no_memory_is_taken_for_a_board_that_is_none(name: str, is_board: bool) -> None:
+    """Whoever reaches the store may name any memory of the user's: only a board is opened, and grown to its size."""
+    server = _serve()
+    client = _clients(server, 1)[0]
+    fd = os.memfd_create(name)
+    try:
+        client.set(f"board/{node()}", json.dumps([1, f"/proc/{os.getpid()}/fd/{fd}", name]))
+        client.set("boxes", "1")
+        Bells(client, Placement(1, 2, master_addr="127.0.0.1")).close()
+        assert (os.fstat(fd).st_size > 0) is is_board
+    finally:
+        os.close(fd)
