@@ -21,6 +21,7 @@ from distwrap.group.world import World, active_world, current_world
 from distwrap.model.comparison import Comparison
 from distwrap.model.drift import Drift, ModelWatch
 from distwrap.model.in_sync import Held
+from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
 from distwrap.supervision.hang_report import Activity
 from distwrap.testing import run_ranks
@@ -602,7 +603,8 @@ def test_a_difference_counts_though_the_other_rank_has_gone_on() -> None:
 def test_models_that_are_gone_are_forgotten() -> None:
     """Where models come one after another, each rank watches the present one, and its channel serves one name."""
     placement, served = Placement(world_size=2), []
-    channel = Channel(dist.HashStore(), placement, Activity(None), supervised=True, timeout=10)
+    bells = Bells(dist.HashStore(), placement)
+    channel = Channel(bells, placement, Activity(None), supervised=True, timeout=10, secret=b"")
     channel.work.serve = lambda name, make: served.append(name)  # type: ignore[method-assign]
     drift = World(placement, torch.device("cpu"), channel=channel).part(Drift)
     watches = weakref.WeakSet[ModelWatch]()
@@ -618,6 +620,7 @@ def test_models_that_are_gone_are_forgotten() -> None:
     assert len(drift.watches) == 1
     assert len(watches) < 10
     assert served == ["alike/0"]
+    bells.close()
     assert drift.averages == 150
 
 
