@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from distwrap import locked_folder
+from distwrap.data import workers
 from distwrap.environments import Placement, detect
 from distwrap.errors import ArrivalError
 from distwrap.group.world import say
@@ -76,6 +77,7 @@ class ElasticLauncher(Launcher):
         with ExitStack() as stack:
             folder = locked_folder.make(_KIND)
             stack.callback(locked_folder.remove, folder)
+            stack.callback(workers.remove_what_is_left)
             stack.enter_context(_as_it_was())
             self._run(job, plan, folder)
             # Where nodes came, torch counts no new attempt, and ranks that had to end may have left how they did.
