@@ -2,7 +2,8 @@
 # make test: tests of everything, in at most five minutes on two cores.
 # make test-all: all tests, as CI runs them: those marked slow too, in at most 25 minutes.
 # make check: ruff, mypy, and that the documentation agrees with the code.
-# make faults: the whole fault matrix, of which make test-all runs a tenth; takes the better part of an hour.
+# make faults: each launcher and fault 100 times with busy cores, where make test-all runs a tenth of the matrix; takes
+#     hours, and goes on where it was stopped. TIMES=10 is less.
 # make soak: ten minutes of training with all that runs beside a loop: does what it takes grow?
 # make bench: the benchmarks.  make clean: remove what was built.
 # Each of them builds the virtual environment that it needs first.
@@ -28,9 +29,11 @@ test: $(VENV)/.installed-test
 test-all: $(VENV)/.installed-test
 	$(bin)/python -m pytest $(JOBS)
 
+TIMES ?= 100
 faults: $(VENV)/.installed-test
 	FAULTS_LAUNCHES=1000 $(bin)/python -m pytest tests/faults/test_scale.py
-	$(bin)/python -m tests.faults.run --jobs 2 --write benchmarks/faults-matrix.md
+	$(bin)/python -m tests.faults.run --times $(TIMES) --busy --jobs 2 --resume $(VENV)/faults.jsonl \
+		--write benchmarks/faults-matrix.md
 
 soak: $(VENV)/.installed-test
 	$(bin)/python -m tests.guarded.soak --seconds 600

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import product
 
-LAUNCHERS = ("fork", "forkserver", "spawn", "script", "torchrun")
+LAUNCHERS = ("fork", "forkserver", "spawn", "script", "elastic", "torchrun")
+FORKS = ("fork", "elastic")  # which start ranks by a fork, where this is safe
 WHO = ("rank 0", "rank 1", "caller")
 FAULTS = (
     "raise while others compute",
@@ -33,6 +35,7 @@ EXCEPTIONS = {
     "exception while unpickling": "BreaksOnArrival",
 }
 TIMEOUT = 3.0  # of a collective, where a rank loops forever
+LOOP_LIMIT = "FAULTS_TIMEOUT"  # a variable with another
 LIMIT, AT_ONCE = 10.0, 5.0  # seconds until the caller knows: with a grace for somebody, and without
 
 
@@ -76,6 +79,11 @@ class Expected:
     seconds: float = AT_ONCE
 
 
+def loop_limit() -> float:
+    """Seconds for a collective where a rank loops forever."""
+    return float(os.environ.get(LOOP_LIMIT, TIMEOUT))
+
+
 def all_cells() -> Iterator[Cell]:
     """Every combination."""
     for combination in product(LAUNCHERS, WHO, FAULTS, WHEN):
@@ -96,6 +104,8 @@ def meaningless(cell: Cell) -> str:
         return "the caller waits"
     if cell.fault == "full disk" and (in_caller or cell.launcher == "torchrun"):
         return "a file a rank" if in_caller else "torchrun's files"
+    if cell.when == "in teardown" and cell.launcher == "elastic":
+        return "multiprocessing runs no exit handlers"
     if cell.when == "in teardown" and cell.fault == "raise while others compute":
         return "the others are done"
     if cell.when == "in teardown" and cell.fault == "full disk" and cell.is_callers_own:
@@ -103,15 +113,17 @@ def meaningless(cell: Cell) -> str:
     after_the_run = cell.launcher == "torchrun" or cell.is_callers_own
     if cell.when == "in teardown" and cell.fault == "infinite loop" and after_the_run:
         return "after the run"
-    if cell.when == "before setup" and in_caller and cell.launcher == "fork":
+    if cell.when == "before setup" and in_caller and cell.launcher in FORKS:
         return "no code of the user's there"
     if cell.when == "before setup" and not in_caller:
-        if cell.launcher == "fork" and (cell.fault in EXCEPTIONS or cell.fault in ("sys.exit(3)", "Ctrl-C")):
+        if cell.launcher in FORKS and (cell.fault in EXCEPTIONS or cell.fault in ("sys.exit(3)", "Ctrl-C")):
             return "Python ignores exceptions there"
         if cell.launcher == "script" and cell.who == "rank 0":
             return "before the call"
-        if cell.launcher == "fork" and cell.fault == "full disk":
+        if cell.launcher in FORKS and cell.fault == "full disk":
             return "before its streams"
+        if cell.launcher == "elastic" and cell.fault == "SIGTERM":
+            return "as yet the agent's handler"
     return ""
 
 
@@ -124,7 +136,12 @@ def expected(cell: Cell) -> Expected:
     if cell.fault == "failing __del__":
         return Expected(words=("Exception ignored in",))
     if cell.fault == "full disk":
-        return Expected(words=(rf"rank_{cell.rank}\.stdout\.log is not complete: .*No space left",))
+        words = (
+            rf"rank_{cell.rank}\.stdout\.log'?: No space left"
+            if cell.launcher == "elastic"
+            else (rf"rank_{cell.rank}\.stdout\.log is not complete: .*No space left")
+        )
+        return Expected(words=(words,), seconds=LIMIT)
     if cell.when == "in teardown":
         return _in_teardown(cell)
     if cell.when == "before setup" and cell.launcher == "script":
@@ -171,6 +188,8 @@ def _in_the_caller(cell: Cell) -> Expected:
         return Expected("SystemExit" if cell.fault == "sys.exit(3)" else "", 3, (), LIMIT)
     if cell.fault == "Ctrl-C":
         return Expected("KeyboardInterrupt", -2, (), LIMIT)
+    if cell.fault == "SIGTERM" and cell.launcher == "elastic":
+        return Expected("SystemExit", 143, (), LIMIT)  # torch's agent hears it
     return Expected(code=-SIGNALS[cell.fault], seconds=LIMIT)
 
 

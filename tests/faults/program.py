@@ -23,7 +23,7 @@ import distwrap as dw
 if __name__ == "__main__":
     sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)))))
 
-from tests.faults.cells import SIGNALS, TIMEOUT, Cell
+from tests.faults.cells import FORKS, SIGNALS, Cell, loop_limit
 
 STRUCK = "struck"  # a file, in which the moment of the fault is written
 LINGER = 30.0  # seconds for which those who are not at fault go on, if nobody stops them
@@ -160,7 +160,7 @@ def main(cell: Cell) -> None:
     if cell.who == "caller":
         os.environ["FAULT_CALLER"] = str(os.getpid())
         signal.signal(signal.SIGUSR1, lambda *_: break_down(cell.fault))
-    if cell.when == "before setup" and cell.launcher == "fork":
+    if cell.when == "before setup" and cell.launcher in FORKS:
         _break_in_a_fork(cell)
     if cell.launcher in ("script", "torchrun"):
         at("before setup", cell, int(os.environ.get("RANK", "0")))
@@ -170,7 +170,7 @@ def main(cell: Cell) -> None:
         os.makedirs(logs, exist_ok=True)
         if not os.path.lexists(full := f"{logs}/rank_{cell.rank}.stdout.log"):
             os.symlink("/dev/full", full)
-    timeout = TIMEOUT if cell.fault == "infinite loop" else 60.0
+    timeout = loop_limit() if cell.fault == "infinite loop" else 60.0
     run = dw.distributed(nprocs=2, launcher=launcher, timeout=timeout, log_dir=logs)(body)
     environ = dict(os.environ)
     seen: dict[str, Any] = {}
