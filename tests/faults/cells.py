@@ -134,7 +134,7 @@ def expected(cell: Cell) -> Expected:
     if cell.is_callers_own:
         return _in_the_caller(cell)
     if cell.fault == "failing __del__":
-        return Expected(words=("Exception ignored in",))
+        return Expected(words=("Exception ignored in",), seconds=LIMIT)  # the run goes on, to its end
     if cell.fault == "full disk":
         words = (
             rf"rank_{cell.rank}\.stdout\.log'?: No space left"
@@ -170,9 +170,9 @@ def expected(cell: Cell) -> Expected:
 def _in_the_caller(cell: Cell) -> Expected:
     """The caller's own end: its exception, or its death; for rank 0 of the script launcher too."""
     if cell.fault == "failing __del__":
-        return Expected(words=("Exception ignored in",))
+        return Expected(words=("Exception ignored in",), seconds=LIMIT)  # the run goes on, to its end
     if cell.fault == "full disk":
-        return Expected(words=(rf"rank_{cell.rank}\.stdout\.log is not complete: .*No space left",))
+        return Expected(words=(rf"rank_{cell.rank}\.stdout\.log is not complete: .*No space left",), seconds=LIMIT)
     if cell.when == "in teardown" and cell.who == "rank 0":
         # An exit handler of its own process, after the run: what it raises Python prints and forgets.
         if cell.fault in ("SIGKILL", "SIGTERM", "SIGSEGV"):
