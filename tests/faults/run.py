@@ -373,12 +373,12 @@ def main() -> int:
 
 HEAD = f"""# The fault matrix
 
-Written by `python -m tests.faults.run`: every meaningful combination of launcher, culprit, fault and moment, on real processes. An
-entry is the time from the fault until the caller knew, with the exception or exit code that `tests/faults/cells.py`
-expects (rank and first cause named), at most {LIMIT:g} s, and nothing left behind: no process, file, shared memory or
-variable (under torchrun its log folder, and the sockets of loader workers that it ends, are not counted; nor, where the
-caller of elastic is killed, its folder, which the next launch removes). An infinite loop is known {3:g} s later than
-other faults, since that is the time limit of its collectives."""
+Written by `python -m tests.faults.run`: every meaningful combination of launcher, culprit, fault and moment, on real
+processes. An entry is the time from the fault until the caller knew, with the exception or exit code that
+`tests/faults/cells.py` expects (rank and first cause named), at most {LIMIT:g} s, and nothing left behind: no process,
+file, shared memory or variable (under torchrun its log folder, and the sockets of loader workers that it ends, are not
+counted; nor, where the caller of elastic is killed, its folder, which the next launch removes). An infinite loop is
+known {3:g} s later than other faults, since that is the time limit of its collectives."""
 
 HEAD_OF_COUNTS = f"""# The fault matrix, under load
 
