@@ -51,7 +51,7 @@ class EpochCheck:
         order: Callable[[], str] = str,
         epochs_matter: bool = True,
     ) -> None:
-        self._channel, self._rank, self._name, self._site = channel, rank, name, site
+        self._channel, self._rank, self._key, self._site = channel, rank, f"loader/{name}", site
         self._others = [other for other in range(world_size) if other != rank]
         self._position, self._order, self._epochs_matter = position, order, epochs_matter
         self._orders: dict[str, str] = {}
@@ -67,7 +67,7 @@ class EpochCheck:
                 if taken == 1:
                     epoch = self._position.epoch
                     self._orders = dict([*self._orders.items(), (str(epoch), self._order())][-_REMEMBERED:])
-                    self._channel.note(self._key(self._rank), json.dumps([epoch, self._left, self._orders]))
+                    self._channel.note(self._key, json.dumps([epoch, self._left, self._orders]))
                 if taken & (taken - 1) == 0:
                     self._check_order()
                     if taken > 1 and self._epochs_matter and not self._position.epoch_is_explicit:
@@ -80,7 +80,7 @@ class EpochCheck:
     def _check_order(self) -> None:
         """Compare with one other rank, so that each pair of neighbours is compared by somebody."""
         other = self._others[self._rank % len(self._others)]
-        theirs = json.loads(self._channel.noted(self._key(other)) or "[0, [], {}]")[2]
+        theirs = json.loads(self._channel.noted(self._key, other) or "[0, [], {}]")[2]
         for epoch, order in self._orders.items():
             if theirs.get(epoch, order) != order:
                 raise LoaderError(
@@ -93,7 +93,7 @@ class EpochCheck:
 
     def _check_others(self, epoch: int | None, taken: int) -> None:
         for other in self._others:
-            now, left, _ = json.loads(self._channel.noted(self._key(other)) or "[-1, [], {}]")
+            now, left, _ = json.loads(self._channel.noted(self._key, other) or "[-1, [], {}]")
             batches = dict(left).get(epoch)
             if batches is not None and batches < taken:
                 few = f"{batches} batch{'es' if batches > 1 else ''}"
@@ -109,13 +109,13 @@ class EpochCheck:
         """Yield batches, and print a line where the first ones of all ranks are the same."""
         for number, batch in enumerate(batches, 1):
             if number == 1:
-                self._channel.note(self._key(self._rank), _digest(batch))
+                self._channel.note(self._key, _digest(batch))
             elif number & (number - 1) == 0 and self._rank == 0 and not self._first_batches_compared:
                 self._compare_first_batches()
             yield batch
 
     def _compare_first_batches(self) -> None:
-        digests = [self._channel.noted(self._key(rank)) for rank in (self._rank, *self._others)]
+        digests = [self._channel.noted(self._key, rank) for rank in (self._rank, *self._others)]
         if all(digests):
             self._first_batches_compared = True
             if len(set(digests)) == 1:
@@ -124,9 +124,6 @@ class EpochCheck:
                     f"{self._site} are the same: the dataset seems not to be divided among the ranks. "
                     f"Let its __iter__ take every n-th item, or say shard_loader(loader, split='items')."
                 )
-
-    def _key(self, rank: int) -> str:
-        return f"loader/{self._name}/{rank}"
 
 
 def part_of(dataset: Any) -> str:

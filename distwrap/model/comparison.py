@@ -119,11 +119,11 @@ class Comparison(Generic[P]):
         look.marks, look.held = in_sync.marks(look.held, look.numbers), []
         self._told = [*self._told[1 - _KEPT :], look]
         digests = {str(told.position): _digest(told.marks) for told in self._told}
-        self._channel.note(f"alike/{self._key}/{self._rank}", json.dumps([self._processor, digests]))
+        self._channel.note(f"alike/{self._key}", json.dumps([self._processor, digests]))
 
     def _told_by(self, rank: int) -> tuple[str, dict[str, str]]:
         """Return what a rank computes on, and the digests that it has told last."""
-        note = self._channel.noted(f"alike/{self._key}/{rank}")
+        note = self._channel.noted(f"alike/{self._key}", rank)
         processor, digests = json.loads(note) if note else ("", {})
         return processor, digests
 

@@ -87,11 +87,11 @@ def _whose(world: World, unused: list[str]) -> str:
     me, everybody = world.placement.rank, range(world.placement.world_size)
     if world.channel is None:
         return f"On rank {me}"
-    world.channel.note(f"unused/{me}", json.dumps(unused))
+    world.channel.note("unused", json.dumps(unused))
     deadline, same = time.monotonic() + _OTHERS_SECONDS, [me]
     while time.monotonic() < deadline and len(same) < len(everybody):
         time.sleep(0.02)
-        same = [rank for rank in everybody if json.loads(world.channel.noted(f"unused/{rank}") or "[]") == unused]
+        same = [rank for rank in everybody if json.loads(world.channel.noted("unused", rank) or "[]") == unused]
     if len(same) == len(everybody):
         return "On every rank"
     return f"Only on {named_ranks(same)}, so the ranks went different ways through the model"

@@ -115,13 +115,24 @@ class Bells:
 
     def replace(self, name: str, value: Any) -> None:
         """Say something to all ranks, in the place of what this one has said by that name before."""
-        if self.is_held:
-            with self._lock:
-                self._texts[name] = value
-                if self.board.write(self._rank, self._texts):
-                    return
+        if not self.write(name, value):
+            self.store.set(f"{name}/{self._rank}", json.dumps(value))
+
+    def write(self, name: str, value: Any) -> bool:
+        """Say something so on the board; return whether all ranks share it, and it has room."""
+        if not self.is_held:
+            return False
+        with self._lock:
+            self._texts[name] = value
+            has_room = self.board.write(self._rank, self._texts)
+            if not has_room:
                 del self._texts[name]
-        self.store.set(f"{name}/{self._rank}", json.dumps(value))
+                self.board.write(self._rank, self._texts)  # what it said before is no longer true
+            return has_room
+
+    def read(self, name: str, rank: int) -> Any:
+        """Return what a rank has written on the board by a name; ``None`` where it has not."""
+        return self.board.read(rank).get(name) if self.is_held else None
 
     def listen(self) -> None:
         """Wait for the board's mail from now on, unless another of its ranks does; it stops when its process ends."""

@@ -50,25 +50,29 @@ class Board:
     def write(self, rank: int, texts: dict[str, Any]) -> bool:
         """Replace a rank's texts; return whether there was room.
 
-        A reader never sees half of them: they come beside the last ones, and a byte then tells which are valid.
+        A reader never sees half of them: they come beside the last ones, and a byte then counts, by which it knows.
         """
         data = json.dumps(texts).encode()
         if len(data) >= _TEXT - 8:
             return False
         start = self._bells + 2 * _TEXT * rank
-        half = 1 - self._memory[start]
-        place = start + half * _TEXT + 4
+        number = (self._memory[start] + 1) % 256
+        place = start + number % 2 * _TEXT + 4
         self._memory[place : place + 4 + len(data)] = len(data).to_bytes(4, "little") + data
-        self._memory[start] = half
+        self._memory[start] = number
         return True
 
     def read(self, rank: int) -> dict[str, Any]:
         """Return a rank's texts."""
         start = self._bells + 2 * _TEXT * rank
-        place = start + self._memory[start] * _TEXT + 4
-        length = int.from_bytes(self._memory[place : place + 4], "little")
-        found: dict[str, Any] = json.loads(self._memory[place + 4 : place + 4 + length] or b"{}")
-        return found
+        while True:
+            number = self._memory[start]
+            place = start + number % 2 * _TEXT + 4
+            length = int.from_bytes(self._memory[place : place + 4], "little")
+            data = self._memory[place + 4 : place + 4 + length]
+            if self._memory[start] == number:  # else it may have been written over meanwhile
+                found: dict[str, Any] = json.loads(data or b"{}")
+                return found
 
 
 def hold(path: str, board: str) -> None:

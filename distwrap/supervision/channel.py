@@ -83,15 +83,16 @@ class Channel:
         self._bells.close()
         atexit.unregister(self._halt)
 
-    def note(self, key: str, text: str) -> None:
-        """Leave a text for any rank that looks; whether the store fails is told elsewhere."""
-        with contextlib.suppress(RuntimeError):
-            self._texts.set(f"note/{key}", text)
+    def note(self, name: str, text: str) -> None:
+        """Leave a text for any rank that looks, in the place of the last; whether the store fails is told elsewhere."""
+        if not self._bells.write(f"note/{name}", text):
+            with contextlib.suppress(RuntimeError):
+                self._texts.set(f"note/{name}/{self._place.rank}", text)
 
-    def noted(self, key: str) -> str:
-        """Return the text that was left; empty where there is none."""
+    def noted(self, name: str, rank: int) -> str:
+        """Return the text that a rank has left; empty where there is none."""
         with contextlib.suppress(RuntimeError):
-            return self._texts.read(f"note/{key}") or ""
+            return self._bells.read(f"note/{name}", rank) or self._texts.read(f"note/{name}/{rank}") or ""
         return ""
 
     def look(self) -> None:

@@ -7,10 +7,13 @@ import os
 import threading
 import time
 from collections import Counter
+from multiprocessing import get_context
 from typing import Any
 
 import pytest
+import torch
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.utils.data import DataLoader, TensorDataset
 
 import distwrap as dw
 from distwrap.environments import Placement
@@ -61,8 +64,12 @@ def _on_nodes(monkeypatch: pytest.MonkeyPatch, clients: list[Any], names: str) -
 def _sizes() -> list[int]:
     dw.barrier()
     time.sleep(0.6)  # for what the barrier and the first look have left
+    loader = dw.shard_loader(DataLoader(TensorDataset(torch.arange(8.0)), batch_size=2))
     sizes = []
     for _ in range(2):
+        for _epoch in range(20):
+            list(loader)
+        dw.barrier()
         sizes.append(os.stat(os.environ["DISTWRAP_STORE"]).st_size)
         time.sleep(2.5)
     dw.barrier()
@@ -134,18 +141,18 @@ def test_a_ring_while_a_rank_looks_is_not_lost() -> None:
 
 def test_texts_are_read_whole() -> None:
     """A text that is replaced is read as it was or as it is; one that is too long is refused."""
-    board, stopped = Board(ranks=3, texts=True), threading.Event()
+    board = Board(ranks=3, texts=True)
 
     def write() -> None:
-        for number in range(1000):
+        for number in range(200_000):
             board.write(2, {"seen": [number] * (number % 50 + 1)})
-        stopped.set()
 
-    writer = threading.Thread(target=write)
+    writer = get_context("fork").Process(target=write)
     writer.start()
-    while not stopped.is_set():
+    while writer.is_alive():
         assert len(set(board.read(2).get("seen", []))) <= 1
-    writer.join()
+    writer.join(LIMIT)
+    assert set(board.read(2)["seen"]) == {199_999}
     assert not board.write(1, {"long": "x" * 100_000})
     assert board.read(1) == {}
 
