@@ -36,6 +36,7 @@ from distwrap.launch.processes import ONE_HASH, OomCount
 from distwrap.launch.task import Assignment, NodePlan, Task
 from distwrap.network import connectivity, interfaces
 from distwrap.seeding import preserved
+from distwrap.supervision import board
 
 JOIN_SECONDS = 120.0  # for as many nodes to come as are needed
 LAST_CALL_SECONDS = 5.0  # for more nodes than these
@@ -190,6 +191,7 @@ class _FolderLink:
         if self._plan.secret:  # all ranks are of this caller, and need no port to meet
             file = str(self._folder / f"store-{self._attempt}")
             placement = replace(placement, master_addr=None, master_port=None, job=file)
+            board.hold(file, f"{file}-board")
         self._placement = placement
         if placement.rank == 0 and self._attempt > 0:
             self._tell_of_restart()

@@ -78,6 +78,5 @@ def place() -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory(prefix="distwrap-") as folder:  # readable by this user alone
         path, beside = (os.path.join(folder, name) for name in ("store", "board"))
-        open(beside, "xb").close()
         board.hold(path, beside)
         yield path

@@ -80,8 +80,9 @@ def hold(path: str, board: str) -> None:
 
     Args:
         path: of the file.
-        board: path of the board, which is a file too.
+        board: path of the board, which is a file too, and made where there is none.
     """
+    open(board, "ab").close()
     FileStore(path).set(_HELD, board)
 
 
