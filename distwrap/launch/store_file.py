@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from distwrap.environments import Placement, distwrap_environment
 from distwrap.launch.other_callers import OtherCallers
 from distwrap.launch.task import NodePlan
+from distwrap.network import memory_file
 from distwrap.supervision import board
 
 
@@ -67,8 +68,8 @@ def meeting(plan: NodePlan, nprocs: int, seconds: float) -> Iterator[Meeting]:
 def place() -> Iterator[str]:
     """Hold the file for torch's FileStore, and yield the path under which this user's processes find it."""
     if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
-        fds = [os.memfd_create(name) for name in ("distwrap-store", "distwrap-board")]
-        path, beside = (f"/proc/{os.getpid()}/fd/{fd}" for fd in fds)
+        fds = [memory_file.make(name) for name in ("distwrap-store", "distwrap-board")]
+        path, beside = map(memory_file.path_of, fds)
         try:
             board.hold(path, beside)
             yield path

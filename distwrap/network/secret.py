@@ -18,6 +18,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap.environments import Placement
 from distwrap.errors import ArrivalError, OptionError
+from distwrap.network import memory_file
 from distwrap.options import SECRET_FILE
 from distwrap.wording import print_notice
 
@@ -101,11 +102,10 @@ def _offer(placement: Placement, given: bytes, stack: ExitStack) -> tuple[bytes,
     if given:
         return signature(secret, given), f"file {secret.hex()}"
     if placement.nnodes == 1 and hasattr(os, "memfd_create"):
-        fd = os.memfd_create(_PREFIX)
+        fd = memory_file.make(_PREFIX)
         stack.callback(os.close, fd)
-        os.fchmod(fd, 0o600)
         os.write(fd, secret)
-        return secret, f"memory {os.getpid()}/fd/{fd}"
+        return secret, f"memory {memory_file.path_of(fd)}"
     if placement.nnodes > 1 and "SLURM_JOB_ID" in os.environ and shutil.which("munge"):
         done = _run(["munge", f"--restrict-uid={os.geteuid()}"], f"{_PREFIX} {secret.hex()}")
         if done.returncode == 0:
@@ -120,25 +120,14 @@ def _taken(offer: str, given: bytes) -> bytes:
         way, place, proof = offer.split(" ")
         if given:  # which no word of the store can make this rank do without
             secret = signature(bytes.fromhex(place), given) if way == "file" else b""
-        elif way == "memory" and re.fullmatch(r"\d+/fd/\d+", place):
-            secret = _from_memory(f"/proc/{place}")
+        elif way == "memory":
+            with open(memory_file.open_own(place, _PREFIX), "rb") as memory:
+                secret = memory.read(_SIZE)
         elif way == "munge":
             secret = _from_munge(place)
         if secret and hmac.compare_digest(signature(b"proof", secret).hex(), proof):
             return secret
     return b""
-
-
-def _from_memory(path: str) -> bytes:
-    """Read a file in the memory of another process of this user's; of any other file nothing."""
-    fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
-    try:
-        mine = os.fstat(fd).st_uid == os.geteuid()
-        return (
-            os.read(fd, _SIZE) if mine and os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_PREFIX}") else b""
-        )
-    finally:
-        os.close(fd)
 
 
 def _from_munge(credential: str) -> bytes:

@@ -7,7 +7,6 @@ one of its ranks waits, which costs the store nothing; that rank then rings the 
 import fcntl
 import json
 import os
-import re
 import secrets
 import threading
 import time
@@ -20,6 +19,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap.environments import Placement
 from distwrap.environments.identity import node
+from distwrap.network import memory_file
 from distwrap.network.stores import count, read
 from distwrap.network.waiting import Found, wait_until
 from distwrap.supervision.board import Board, held
@@ -63,16 +63,16 @@ class Bells:
         if hasattr(os, "memfd_create"):
             if not self.store.check([key]):
                 box, name = int(self.store.add("boxes", 1)), f"{_BOARD}{secrets.token_hex(8)}"
-                self._fd = os.memfd_create(name)
-                mine = json.dumps([box, f"/proc/{os.getpid()}/fd/{self._fd}", name])
+                self._fd = memory_file.make(name)
+                mine = json.dumps([box, memory_file.path_of(self._fd), name])
                 if self.store.compare_set(key, "", mine).decode() == mine:
                     return Board(self._fd, world_size), box
                 os.close(self._fd)
                 self._fd = -1
             box, path, name = json.loads(self.store.get(key))
             with suppress(OSError):  # it may be gone, or another user's
-                if _is_board(path, name):
-                    self._fd = os.open(path, os.O_RDWR)
+                if str(name).startswith(_BOARD):
+                    self._fd = memory_file.open_own(path, name)
                     return Board(self._fd, world_size), box
         return Board(ranks=world_size), int(self.store.add("boxes", 1))
 
@@ -172,12 +172,6 @@ class Bells:
             except RuntimeError:  # the store is gone, which each rank finds as it looks
                 waits = False
             self.board.ring_all()
-
-
-def _is_board(path: str, name: str) -> bool:
-    """Return whether a path, which anybody who reaches the store may have named, is that of a board of this user's."""
-    named = re.fullmatch(r"/proc/\d+/fd/\d+", path) and re.fullmatch(rf"{_BOARD}\w+", name)
-    return named is not None and os.stat(path).st_uid == os.geteuid() and os.readlink(path).startswith(f"/memfd:{name}")
 
 
 def replaced(store: Store, name: str, rank: int) -> Any:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from distwrap.environments import Placement
 from distwrap.errors import ArrivalError, OptionError
-from distwrap.network import secret
+from distwrap.network import memory_file, secret
 from distwrap.network.secret import SignedTexts
 
 ROOT = Path(__file__).parents[2]
@@ -129,10 +129,10 @@ from distwrap.environments import Placement
 from distwrap.network import secret
 os.setgroups([]); os.setgid({OTHER_USER}); os.setuid({OTHER_USER})
 fd = os.memfd_create(secret._PREFIX); os.write(fd, 32 * b"s")
-print(f"{{os.getpid()}}/fd/{{fd}}", flush=True)
+print(f"/proc/{{os.getpid()}}/fd/{{fd}}", flush=True)
 store = dist.TCPStore("127.0.0.1", int(sys.argv[1]), is_master=False, timeout=timedelta(seconds=20))
 try:
-    print(open("/proc/" + store.get("secret/offer").decode().split()[1], "rb").read(), flush=True)
+    print(open(store.get("secret/offer").decode().split()[1], "rb").read(), flush=True)
 except OSError as error:
     print(type(error).__name__, flush=True)
 print(secret.agree(store, Placement(1, 2, 1, 2)), flush=True)
@@ -155,8 +155,9 @@ def test_another_user_gets_none(tmp_path: Path) -> None:
         try:
             assert stranger.stdout is not None
             place = stranger.stdout.readline().strip()
-            assert secret._from_memory(f"/proc/{place}") == b""
-            with open(f"/proc/{place}", "rb") as memory:
+            with pytest.raises(PermissionError):
+                memory_file.open_own(place, secret._PREFIX)
+            with open(place, "rb") as memory:
                 assert memory.read() == 32 * b"s"  # which root could read
             assert secret.agree(store, Placement(0, 2, 0, 2)) == b""
             assert stranger.stdout.readline() == "PermissionError\n"
@@ -172,7 +173,7 @@ def test_another_file_is_not_read_for_it(tmp_path: Path) -> None:
     known.write_bytes(32 * b"k")
     proof = secret.signature(b"proof", 32 * b"k").hex()
     with known.open("rb") as file, ExitStack() as stack:
-        for place in (f"{os.getpid()}/fd/{file.fileno()}", f"self/../../{known}", f"{os.getpid()}/fd/99999"):
+        for place in (memory_file.path_of(file.fileno()), f"/proc/self/../../{known}", memory_file.path_of(99_999)):
             assert secret._taken(f"memory {place} {proof}", b"") == b""
         own, offer = secret._offer(Placement(0, 2, 0, 2), b"", stack)
         assert secret._taken(f"{offer} {proof}", b"") == b""

@@ -25,7 +25,6 @@ from distwrap.supervision.bells import Bells
 from distwrap.supervision.board import Board
 from distwrap.supervision.channel import Channel
 from distwrap.supervision.hang_report import Activity, ask_all
-from distwrap.testing import run_ranks
 
 LIMIT = 60.0
 
