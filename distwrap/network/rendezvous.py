@@ -79,10 +79,7 @@ def meet(placement: Placement, seconds: float, device: torch.device | None = Non
 
 def registrations(store: Store, ranks: Sequence[int]) -> list[dict[str, Any]]:
     """Return the registrations of ranks."""
-    names = [f"here/{rank}" for rank in ranks]
-    if store.has_extended_api():  # type: ignore[attr-defined]
-        return [json.loads(text) for text in store.multi_get(names)]
-    return [json.loads(store.get(name)) for name in names]
+    return [json.loads(text) for text in stores.read_all(store, [f"here/{rank}" for rank in ranks])]
 
 
 def wait_for_all(

@@ -73,6 +73,22 @@ def read(store: Store, key: str) -> bytes:
     return value
 
 
+def read_all(store: Store, keys: list[str]) -> list[bytes]:
+    """Return the values of keys that are all set, by one operation where the store has it."""
+    if store.has_extended_api():  # type: ignore[attr-defined]
+        return list(store.multi_get(keys))
+    return [store.get(key) for key in keys]
+
+
+def set_all(store: Store, keys: list[str]) -> None:
+    """Set keys, without a value, by one operation where the store has it."""
+    if keys and store.has_extended_api():  # type: ignore[attr-defined]
+        store.multi_set(keys, [""] * len(keys))  # type: ignore[attr-defined]
+        return
+    for key in keys:
+        store.set(key, "")
+
+
 def count(store: Store, key: str) -> int:
     """Return the value of a counter; 0 where nobody has counted yet."""
     return int(store.add(key, 0)) if store.check([key]) else 0

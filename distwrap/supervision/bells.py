@@ -10,7 +10,7 @@ import os
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
@@ -20,7 +20,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from distwrap.environments import Placement
 from distwrap.environments.identity import node
 from distwrap.network import memory_file
-from distwrap.network.stores import count, read
+from distwrap.network.stores import count, read, set_all
 from distwrap.network.waiting import Found, wait_until
 from distwrap.supervision.board import Board, held
 
@@ -199,13 +199,5 @@ def ring_from_outside(store: Store, ranks: int) -> None:
 
 
 def ring_boxes(store: Store, besides: int = 0) -> None:
-    """Ring the ranks of all boards but one, in one operation where the store has it."""
-    _set_all(store, [f"mail/{box}" for box in range(1, count(store, "boxes") + 1) if box != besides])
-
-
-def _set_all(store: Store, keys: Sequence[str]) -> None:
-    if keys and store.has_extended_api():  # type: ignore[attr-defined]
-        store.multi_set(keys, [""] * len(keys))  # type: ignore[attr-defined]
-        return
-    for key in keys:
-        store.set(key, "")
+    """Ring the ranks of all boards but one."""
+    set_all(store, [f"mail/{box}" for box in range(1, count(store, "boxes") + 1) if box != besides])

@@ -16,7 +16,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap._internals.torch_data import batches_given
 from distwrap.environments import Placement
-from distwrap.network.stores import count, read
+from distwrap.network.stores import count, read, read_all
 from distwrap.network.waiting import wait_until
 from distwrap.supervision import stacks
 from distwrap.supervision.bells import Bells, replaced, ring_from_outside
@@ -175,8 +175,8 @@ def ask_all(
 
 def _merged(store: Store, world_size: int, asked: int) -> str:
     keys = [f"report/{asked}/{rank}" for rank in range(world_size)]
-    if store.check([f"answers/{asked}/all"]) and store.has_extended_api():  # type: ignore[attr-defined]
-        answers = store.multi_get(keys)
+    if store.check([f"answers/{asked}/all"]):
+        answers = read_all(store, keys)
         return merge({rank: Location(*json.loads(answer)) for rank, answer in enumerate(answers)})
     return merge({rank: _answer_of(store, rank, key) for rank, key in enumerate(keys)})
 
