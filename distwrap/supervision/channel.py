@@ -53,13 +53,13 @@ class Channel:
     ) -> None:
         self.supervised = supervised
         self._bells, self._place, self._timeout = bells, placement, timeout
-        self._texts = SignedTexts(bells.store, secret)
+        self._texts = texts = SignedTexts(bells.store, secret)
         self._stopped, self._heard, self._looked = threading.Event(), -1, 0.0
         self._parent = os.getppid() if supervised or "TORCHELASTIC_RUN_ID" in os.environ else None
         self.reporter = Reporter(bells, placement, activity)
-        self.failures = FailureNews(bells, placement, supervised, self._stopped, secret)
+        self.failures = FailureNews(bells, texts, placement, supervised, self._stopped)
         self.stalls = StallDetector(bells.store, placement, timeout, self._report_stall)
-        self.work = SharedWork(bells, placement, self.stalls, supervised, secret)
+        self.work = SharedWork(bells, texts, placement, self.stalls, supervised)
         self.on_stall: Callable[[str], None] = self._end_stalled
         self._thread = threading.Thread(target=self._run, name="distwrap-channel", daemon=True)
 
@@ -105,8 +105,9 @@ class Channel:
         if rung:
             self._heard, self._looked = heard, now
         self._bells.listen()
-        for each in (self.reporter, self.work, self.failures, self.stalls):
+        for each in (self.reporter, self.work, self.failures):
             each.look(rung)
+        self.stalls.look()
 
     def _run(self) -> None:
         while not self._stopped.wait(TICK_SECONDS):

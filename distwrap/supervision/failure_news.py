@@ -46,16 +46,16 @@ class FailureNews:
 
     Args:
         bells: of the ranks.
+        texts: by which to know what its ranks have written.
         placement: this rank's place.
         supervised: whether a launcher of ours waits for the ranks' processes, and tells of their ends.
         stopped: set once this rank leaves in order.
-        secret: of the run, by which to know what its ranks have written; empty where there is none.
     """
 
     def __init__(
-        self, bells: Bells, placement: Placement, supervised: bool, stopped: threading.Event, secret: bytes
+        self, bells: Bells, texts: SignedTexts, placement: Placement, supervised: bool, stopped: threading.Event
     ) -> None:
-        self._bells, self._store, self._texts = bells, bells.store, SignedTexts(bells.store, secret)
+        self._bells, self._store, self._texts = bells, bells.store, texts
         self._place, self._supervised, self._stopped = placement, supervised, stopped
         self._neighbour: tuple[int, dict[str, Any]] | None = None
         self._knows_neighbour = False

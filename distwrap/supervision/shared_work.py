@@ -35,16 +35,16 @@ class SharedWork:
 
     Args:
         bells: of the ranks.
+        texts: by which to know what its ranks have written.
         placement: this rank's place.
         stalls: told of waits, which may take as long as they like.
         supervised: whether a launcher of ours ends all ranks when one dies.
-        secret: of the run, by which to know what its ranks have written; empty where there is none.
     """
 
     def __init__(
-        self, bells: Bells, placement: Placement, stalls: StallDetector, supervised: bool, secret: bytes = b""
+        self, bells: Bells, texts: SignedTexts, placement: Placement, stalls: StallDetector, supervised: bool
     ) -> None:
-        self._bells, self._store, self._texts = bells, bells.store, SignedTexts(bells.store, secret)
+        self._bells, self._store, self._texts = bells, bells.store, texts
         self._place, self._stalls, self._supervised = placement, stalls, supervised
         # The store of ranks on one node is a file, and keeps what is deleted in it.
         self._store_is_file = placement.master_addr is None

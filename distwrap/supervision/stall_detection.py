@@ -35,7 +35,7 @@ class StallDetector:
         """Let this rank stand still from now on without being stalled, or no longer."""
         self._excuses += 1 if on else -1
 
-    def look(self, rung: bool = False) -> None:
+    def look(self) -> None:
         """Note whether this rank stands still; call `on_stall` if all do, on the rank that is the last to."""
         if self._main_thread_moved() or self._excuses:
             self._still_since = time.monotonic()

@@ -12,6 +12,7 @@ import pytest
 
 from distwrap.environments import Placement
 from distwrap.network import stores
+from distwrap.network.secret import SignedTexts
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.shared_work import SharedWork
 
@@ -32,7 +33,8 @@ def test_answers_come_when_it_is_time_and_leave_nothing_in_the_store(on_one_node
     places = [Placement(rank, 3, master_addr=address) for rank in range(3)]
     clients = [stores.connect("127.0.0.1", [port], "mine", 10, "a rank")[0] for _ in range(3)]
     rings = [Bells(client, place) for client, place in zip(clients, places, strict=True)]
-    works = [SharedWork(*each, Excused(), supervised=True) for each in zip(rings, places, strict=True)]  # type: ignore[arg-type]
+    texts = [SignedTexts(client, b"") for client in clients]
+    works = [SharedWork(*each, Excused(), supervised=True) for each in zip(rings, texts, places, strict=True)]  # type: ignore[arg-type]
     before = store.num_keys()
     taken: list[int] = []
 
@@ -67,7 +69,7 @@ def test_no_file_is_written_that_is_named_over_a_network(tmp_path: Path) -> None
     place = Placement(0, 2, master_addr="127.0.0.1")
     bells, precious = Bells(store, place), tmp_path / "precious"
     precious.write_text("mine")
-    work = SharedWork(bells, place, Excused(), supervised=True)  # type: ignore[arg-type]
+    work = SharedWork(bells, SignedTexts(store, b""), place, Excused(), supervised=True)  # type: ignore[arg-type]
     work.serve("thing", lambda request, waited: b"other")
     store.add("asked/thing", 1)
     store.set("ask/thing/1", json.dumps([0, str(precious), 1]))
