@@ -10,7 +10,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -26,6 +25,7 @@ from distwrap.launch.task import NodePlan
 from distwrap.network import interfaces, secret, stores
 from distwrap.network.rendezvous import check_versions, registration, registrations, wait_for_all
 from distwrap.network.secret import SignedTexts
+from distwrap.network.waiting import run_within
 from distwrap.wording import first_line, named_ranks
 
 BEAT_SECONDS = 0.5
@@ -223,7 +223,7 @@ class OtherCallers:
     def tell(self, error: BaseException) -> None:
         """Tell the other nodes of a failure here; the first that is told is believed to be the cause."""
         texts, message = self._texts, json.dumps(self._message(error))
-        _briefly(lambda: texts.set_first("failure", message), _NEWS_SECONDS)
+        run_within(lambda: texts.set_first("failure", message), _NEWS_SECONDS)
 
     def _message(self, error: BaseException) -> dict[str, Any]:
         return {**to_json(error), "first": self.ranks[0]}
@@ -254,7 +254,7 @@ class OtherCallers:
                 seconds = _NEWS_SECONDS if store.check(["failure"]) else _LEAVE_SECONDS
                 store.wait(all_left, timedelta(seconds=seconds))
 
-        _briefly(leave, _NEWS_SECONDS + _LEAVE_SECONDS * is_zero)
+        run_within(leave, _NEWS_SECONDS + _LEAVE_SECONDS * is_zero)
         self.news.close()
         self._pipe.close()
         del self._store  # the port must be free before the traceback of a failure is gone
@@ -313,15 +313,3 @@ class OtherCallers:
         outcome = of_error(rank, host, 0, from_json(message), trace, message["time"])
         with suppress(OSError):
             self._pipe.send(replace(outcome, is_secondary=message["is_secondary"]))
-
-
-def _briefly(work: Callable[[], object], seconds: float) -> None:
-    """Do something with the store, or give it up: torch waits long for a network that is gone."""
-
-    def quietly() -> None:
-        with suppress(RuntimeError):
-            work()
-
-    thread = threading.Thread(target=quietly, name="distwrap-news", daemon=True)
-    thread.start()
-    thread.join(seconds)

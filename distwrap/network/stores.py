@@ -4,7 +4,6 @@ import hashlib
 import os
 import secrets
 import socket
-import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
@@ -17,6 +16,7 @@ from distwrap.environments import Placement, distwrap_environment
 from distwrap.environments.identity import process_status
 from distwrap.errors import ArrivalError
 from distwrap.network import connectivity
+from distwrap.network.waiting import run_within
 from distwrap.wording import first_line, print_notice
 
 NOTICE_SECONDS = 20.0  # until those who are here say who is not
@@ -33,8 +33,8 @@ _MPI_LAUNCHERS = ("hydra", "pmi_proxy", "mpirun", "mpiexec", "orted", "prted", "
 
 def held_elsewhere(placement: Placement) -> bool:
     """Return whether the store outlives the ranks, in a file or in their launcher's process."""
-    is_file = placement.master_addr is None or distwrap_environment.STORE in os.environ
-    return is_file or (os.environ.get(_AGENT) == "True" and not _may_restart())
+    is_ours = placement.master_addr is None or distwrap_environment.STORE in os.environ
+    return is_ours or (os.environ.get(_AGENT) == "True" and not _may_restart())
 
 
 def where(placement: Placement) -> str:
@@ -225,21 +225,16 @@ def connect(address: str, ports: list[int], job: str, seconds: float, who: str) 
 
 def _round_trip(address: str, port: int, job: str, seconds: float) -> TCPStore | None:
     """Return the store at a port; ``None`` where it is not the store of the job."""
-    found: list[TCPStore] = []
 
-    def ask() -> None:
-        with suppress(dist.DistError, ValueError, RuntimeError):
-            limit = timedelta(seconds=min(_ROUND_TRIP_SECONDS, seconds))
-            store = TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
-            if store.get("job").decode() == job:
-                store.set_timeout(timedelta(seconds=seconds))
-                found.append(store)
+    def ask() -> TCPStore | None:
+        limit = timedelta(seconds=min(_ROUND_TRIP_SECONDS, seconds))
+        store = TCPStore(address, port, is_master=False, timeout=limit, wait_for_workers=False)
+        if store.get("job").decode() != job:
+            return None
+        store.set_timeout(timedelta(seconds=seconds))
+        return store
 
-    # In a thread, since torch waits without a limit for who listens and never answers.
-    asking = threading.Thread(target=ask, name="distwrap-preflight", daemon=True)
-    asking.start()
-    asking.join(_ROUND_TRIP_SECONDS)
-    return found[0] if found else None
+    return run_within(ask, _ROUND_TRIP_SECONDS)
 
 
 def _tcp_store(placement: Placement, seconds: float) -> Store:

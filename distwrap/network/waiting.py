@@ -1,7 +1,9 @@
-"""Wait for something to come true, with a time limit."""
+"""Wait with a time limit: for something to come true, or for torch, which may wait without one."""
 
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TypeVar
 
 Found = TypeVar("Found")
@@ -24,3 +26,20 @@ def wait_until(find: Callable[[], Found], seconds: float, longest_pause: float =
         time.sleep(pause)
         pause = min(2 * pause, longest_pause)
     return found
+
+
+def run_within(work: Callable[[], Found], seconds: float) -> Found | None:
+    """Return what work on a store returns; ``None`` where it fails, or is given up after the time limit.
+
+    It runs in a thread: torch waits long for a network that is gone, and forever for who listens and never answers.
+    """
+    found: list[Found] = []
+
+    def run() -> None:
+        with suppress(RuntimeError, ValueError):
+            found.append(work())
+
+    thread = threading.Thread(target=run, name="distwrap-store", daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else None
