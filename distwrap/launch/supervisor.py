@@ -57,8 +57,8 @@ def supervise(
         if late:
             raise _timed_out(late, seconds, met)
     except BaseException as error:
-        raised_by = getattr(error, "rank", 0 if rank_zero_is_caller else None)  # a rank, where it was not by hand
-        by_hand = isinstance(error, KeyboardInterrupt) and raised_by == (0 if rank_zero_is_caller else None)
+        caller = 0 if rank_zero_is_caller else None  # and no other rank has raised it
+        by_hand = isinstance(error, KeyboardInterrupt) and getattr(error, "rank", caller) == caller
         if by_hand:
             end_in_one_line(error)
         try:
