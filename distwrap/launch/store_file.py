@@ -1,4 +1,4 @@
-"""The store in which the ranks of a launch meet. On one node it is a file without a name, in the caller's memory.
+"""Store in which the ranks of a launch meet. On one node it is a file in the caller's memory, and a board beside it.
 
 No port is needed that somebody would have to pick, or that a stranger could connect to; no name is looked up, so a
 slow name server delays nothing; and when the caller dies, nothing is left.
@@ -66,8 +66,8 @@ def meeting(plan: NodePlan, nprocs: int, seconds: float) -> Iterator[Meeting]:
 
 @contextmanager
 def place() -> Iterator[str]:
-    """Hold the file for torch's FileStore, and yield the path under which this user's processes find it."""
-    if hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd"):
+    """Hold the file for torch's FileStore, and the ranks' board beside it; yield the path of the store."""
+    if memory_file.ARE_POSSIBLE:
         fds = [memory_file.make(name) for name in ("distwrap-store", "distwrap-board")]
         path, beside = map(memory_file.path_of, fds)
         try:

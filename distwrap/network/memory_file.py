@@ -3,6 +3,8 @@
 import os
 import re
 
+ARE_POSSIBLE = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
+
 
 def make(name: str) -> int:
     """Make a file, which is there as long as somebody has it open, and return its descriptor."""

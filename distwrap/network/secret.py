@@ -101,7 +101,7 @@ def _offer(placement: Placement, given: bytes, stack: ExitStack) -> tuple[bytes,
     secret = new()
     if given:
         return signature(secret, given), f"file {secret.hex()}"
-    if placement.nnodes == 1 and hasattr(os, "memfd_create"):
+    if placement.nnodes == 1 and memory_file.ARE_POSSIBLE:
         fd = memory_file.make(_PREFIX)
         stack.callback(os.close, fd)
         os.write(fd, secret)

@@ -60,7 +60,7 @@ class Bells:
         """Return the board of this node's ranks, made by the first that comes, and the number of its mailbox."""
         key = f"board/{node()}"
         box = 0
-        if hasattr(os, "memfd_create"):
+        if memory_file.ARE_POSSIBLE:
             if not self.store.check([key]):
                 box, name = int(self.store.add("boxes", 1)), f"{_BOARD}{secrets.token_hex(8)}"
                 self._fd = memory_file.make(name)
