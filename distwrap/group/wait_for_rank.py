@@ -5,7 +5,7 @@ from distwrap.errors import CollectiveError
 from distwrap.group.collectives import gather_object
 from distwrap.group.setup import require_group
 from distwrap.group.world import current_world
-from distwrap.network.waiting import wait_until
+from distwrap.network.waiting import pause_between_looks, wait_until
 from distwrap.supervision.hang_report import Activity
 
 USERS_GROUP_SECONDS = 1800.0  # as torch's own limit for a collective: there nobody tells whether a rank lives
@@ -55,7 +55,7 @@ def _share_in_users_group(key: str, worker: int, result: bytes | None) -> bytes:
         store.set(key, result.hex())  # torch's stores take text
         return result
     # Not torch's own wait: it would keep the store from other threads of torch, and a Ctrl-C from Python.
-    longest_pause = min(0.5, max(0.02, current_world().placement.world_size / 4096))
-    if not wait_until(lambda: store.check([key]), USERS_GROUP_SECONDS, longest_pause):
+    pause = pause_between_looks(current_world().placement.world_size)
+    if not wait_until(lambda: store.check([key]), USERS_GROUP_SECONDS, pause):
         raise CollectiveError(f"{key!r} of rank {worker} did not come within {USERS_GROUP_SECONDS:.0f} s.")
     return bytes.fromhex(store.get(key).decode())

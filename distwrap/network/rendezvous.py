@@ -21,7 +21,7 @@ from distwrap.environments.identity import identity
 from distwrap.errors import ArrivalError
 from distwrap.network import interfaces, stores
 from distwrap.network.stores import NOTICE_SECONDS
-from distwrap.network.waiting import wait_until
+from distwrap.network.waiting import pause_between_looks, wait_until
 from distwrap.wording import first_line, named_ranks, print_notice
 
 _LEAVE_SECONDS = 10.0  # for the others to leave before the rank that holds the store does
@@ -208,7 +208,7 @@ def count_in(store: Store, what: str, size: int) -> None:
 
 def _is_all(store: Store, what: str, size: int) -> bool:
     """Wait a second, and return whether all are counted: while torch itself waits, Ctrl-C is not heard."""
-    return wait_until(lambda: store.check([f"{what}/all"]), 1.0, longest_pause=min(0.5, max(0.01, size / 4096)))
+    return wait_until(lambda: store.check([f"{what}/all"]), 1.0, pause_between_looks(size))
 
 
 def await_all_joined(store: Store, placement: Placement) -> None:

@@ -28,6 +28,11 @@ def wait_until(find: Callable[[], Found], seconds: float, longest_pause: float =
     return found
 
 
+def pause_between_looks(ranks: int) -> float:
+    """Return for how many seconds a rank leaves alone a store at which so many of them look."""
+    return min(0.5, max(0.01, ranks / 4096))
+
+
 def run_within(work: Callable[[], Found], seconds: float) -> Found | None:
     """Return what work on a store returns; ``None`` where it fails, or is given up after the time limit.
 
