@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from distwrap.checks import SECONDS
 from distwrap.devices import selection
@@ -138,22 +138,7 @@ def join(
         side = store.clone() if hasattr(store, "clone") else store
         bells = Bells(side, placement)  # while rank 0 is certainly there too
         cleanup.callback(bells.close)
-        # A name is that of DDP, which leaves this to torch: it need not be imported yet.
-        strategy = options.strategy
-        init = dist.init_process_group if isinstance(strategy, str) else strategy.init_process_group
-        init(
-            backend,
-            store=PrefixStore("group", store),
-            rank=placement.rank,
-            world_size=placement.world_size,
-            timeout=timedelta(seconds=options.timeout),
-            device_id=device if device.type != "cpu" and backend != "gloo" else None,
-        )
-        if not dist.is_initialized():
-            raise LaunchError(
-                f"rank {placement.rank}: init_process_group() of the strategy {strategy!r} has made no process group. "
-                f"It must call torch.distributed.init_process_group, as Strategy.init_process_group does."
-            )
+        _make_group(placement, options, backend, device, store)
         count_in(store, "joined", placement.world_size)
         world = World(
             placement,
@@ -172,6 +157,30 @@ def join(
     world.channel.start()
     world.arrange()
     return world
+
+
+def _make_group(placement: Placement, options: Options, backend: str, device: torch.device, store: Store) -> None:
+    """Let the strategy make torch's process group.
+
+    Raises:
+        LaunchError: it has made none.
+    """
+    # A name is that of DDP, which leaves this to torch: it need not be imported yet.
+    strategy = options.strategy
+    init = dist.init_process_group if isinstance(strategy, str) else strategy.init_process_group
+    init(
+        backend,
+        store=PrefixStore("group", store),
+        rank=placement.rank,
+        world_size=placement.world_size,
+        timeout=timedelta(seconds=options.timeout),
+        device_id=device if device.type != "cpu" and backend != "gloo" else None,
+    )
+    if not dist.is_initialized():
+        raise LaunchError(
+            f"rank {placement.rank}: init_process_group() of the strategy {strategy!r} has made no process group. "
+            f"It must call torch.distributed.init_process_group, as Strategy.init_process_group does."
+        )
 
 
 def teardown_process_group() -> None:
