@@ -95,7 +95,7 @@ class OtherCallers:
         self.world_size = sum(self._counts)
         first = sum(self._counts[: self.node_rank])
         self.ranks = tuple(range(first, first + nprocs))
-        given = secret.of_file()
+        given = secret.of_file()  # with which no two runs sign alike: node 0's registration has its process's birth
         self._texts = SignedTexts(self._store, given and secret.signature(self._store.get("here/0"), given))
         mine, zero = callers[self.node_rank], callers[0]
         try:
