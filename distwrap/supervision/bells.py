@@ -43,7 +43,7 @@ class Bells:
     """
 
     def __init__(self, store: Store, placement: Placement) -> None:
-        self.store, self._rank = store, placement.rank
+        self.store, self._rank, self._ranks = store, placement.rank, placement.world_size
         self._heard, self._lock, self._stopped = 0, threading.Lock(), threading.Event()
         self._fd, self._waiter = -1, threading.Thread(target=self._wait_for_mail, name="distwrap-mail", daemon=True)
         board = held(store, placement.world_size)
@@ -69,9 +69,9 @@ class Bells:
                     return Board(self._fd, world_size), box
                 os.close(self._fd)
                 self._fd = -1
-            box, path, name = json.loads(self.store.get(key))
-            with suppress(OSError):  # it may be gone, or another user's
-                if str(name).startswith(_BOARD):
+            with suppress(OSError, TypeError, ValueError, AttributeError):  # it may be gone, or another user's
+                box, path, name = json.loads(self.store.get(key))
+                if name.startswith(_BOARD):
                     self._fd = memory_file.open_own(path, name)
                     return Board(self._fd, world_size), box
         return Board(ranks=world_size), int(self.store.add("boxes", 1))
@@ -111,7 +111,7 @@ class Bells:
         """Let all ranks look for news."""
         self.board.ring_all()
         if not self.is_held:
-            ring_boxes(self.store, besides=self._box)
+            ring_boxes(self.store, self._ranks, besides=self._box)
 
     def replace(self, name: str, value: Any) -> None:
         """Say something to all ranks, in the place of what this one has said by that name before."""
@@ -195,9 +195,10 @@ def ring_from_outside(store: Store, ranks: int) -> None:
     if board is not None:
         board.ring_all()
     else:
-        ring_boxes(store)
+        ring_boxes(store, ranks)
 
 
-def ring_boxes(store: Store, besides: int = 0) -> None:
+def ring_boxes(store: Store, ranks: int, besides: int = 0) -> None:
     """Ring the ranks of all boards but one."""
-    set_all(store, [f"mail/{box}" for box in range(1, count(store, "boxes") + 1) if box != besides])
+    boxes = min(count(store, "boxes"), 2 * ranks)  # as many as ranks can have made, whatever the store says
+    set_all(store, [f"mail/{box}" for box in range(1, boxes + 1) if box != besides])

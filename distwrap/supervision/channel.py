@@ -14,6 +14,7 @@ import contextlib
 import os
 import threading
 import time
+import traceback
 from collections.abc import Callable
 
 from distwrap.environments import Placement
@@ -24,9 +25,11 @@ from distwrap.supervision.failure_news import NEWS_SECONDS, FailureNews, end_pro
 from distwrap.supervision.hang_report import Activity, Reporter
 from distwrap.supervision.shared_work import SharedWork
 from distwrap.supervision.stall_detection import StallDetector
+from distwrap.wording import first_line
 
 TICK_SECONDS = 0.25
 LOOK_SECONDS = 60.0  # between looks at a store elsewhere without a ring: whoever was to ring may be gone
+LAUNCHER_SECONDS = 60.0  # for a launcher on several nodes to end this rank, once the store is gone
 
 
 class Channel:
@@ -113,8 +116,14 @@ class Channel:
         while not self._stopped.wait(TICK_SECONDS):
             try:
                 self.look()
+            except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+                end_process(
+                    self._place.rank,
+                    f"it cannot read what is in the ranks' store ({first_line(error)}): another program writes to the "
+                    f"port at which the ranks meet\n{traceback.format_exc()}",
+                )
             except RuntimeError as error:
-                if self.supervised or self._stopped.wait(NEWS_SECONDS):
+                if self._bells.is_held or self._stopped.wait(LAUNCHER_SECONDS if self.supervised else NEWS_SECONDS):
                     return
                 end_process(self._place.rank, str(store_is_gone(self._place, error)))
 

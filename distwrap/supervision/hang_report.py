@@ -177,21 +177,19 @@ def _merged(store: Store, world_size: int, asked: int) -> str:
     keys = [f"report/{asked}/{rank}" for rank in range(world_size)]
     if store.check([f"answers/{asked}/all"]):
         answers = read_all(store, keys)
-        return merge({rank: Location(*json.loads(answer)) for rank, answer in enumerate(answers)})
+        return merge({rank: _read_location(answer) for rank, answer in enumerate(answers)})
     return merge({rank: _answer_of(store, rank, key) for rank, key in enumerate(keys)})
 
 
 def last_seen(store: Store, rank: int) -> str:
     """Return in words where a rank was when it last noted it; empty where it never did, or the store is gone."""
-    seen = None
-    with contextlib.suppress(RuntimeError):
-        seen = replaced(store, "seen", rank)
-    if not seen:
-        return ""
-    moment, parts = seen
-    location = Location(*parts)
-    after = f", after {location.last}" if location.last else ""
-    return f"; {max(0.0, time.time() - moment):.0f} s ago it was {location}{after}"
+    with contextlib.suppress(OverflowError, RuntimeError, TypeError, ValueError):  # or it is none of a rank's
+        moment, parts = replaced(store, "seen", rank) or (0.0, ())
+        if parts:
+            location = Location(*parts)
+            after = f", after {location.last}" if location.last else ""
+            return f"; {max(0.0, time.time() - moment):.0f} s ago it was {location}{after}"
+    return ""
 
 
 def merge(locations: Mapping[int, Location | str]) -> str:
@@ -212,10 +210,17 @@ def merge(locations: Mapping[int, Location | str]) -> str:
     return "\n".join(f"  {named_ranks(members)} {where}" for where, members in together.items())
 
 
+def _read_location(text: bytes) -> Location | str:
+    """Return the location that a rank has written; words where another program did, which the report outlives."""
+    with contextlib.suppress(RecursionError, TypeError, ValueError):
+        return Location(*json.loads(text))
+    return "has an answer in the store that is none of a rank's"
+
+
 def _answer_of(store: Store, rank: int, key: str) -> Location | str:
     answer = read(store, key)
     if answer:
-        return Location(*json.loads(answer))
+        return _read_location(answer)
     if store.check([f"left/{rank}"]):
         return "has left the function"
     return f"does not answer: native code holds the interpreter, or it is gone{last_seen(store, rank)}"

@@ -1,0 +1,103 @@
+"""Whoever reaches the ranks' store may end a run, with words; no rank loses its channel, or believes what is not so."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+
+from distwrap.environments import Placement
+from distwrap.environments.identity import identity
+from distwrap.network import stores
+from distwrap.supervision import bells as bells_module, channel as channel_module
+from distwrap.supervision.bells import Bells
+from distwrap.supervision.channel import Channel
+from distwrap.supervision.hang_report import Activity, ask_all, last_seen
+
+SECRET = 32 * b"s"
+HUGE = str(10**12)
+
+
+@contextmanager
+def serving() -> Iterator[Any]:
+    """The store of two ranks."""
+    server = stores.serve("127.0.0.1", [0], "mine", 10)[0]
+    store = PrefixStore("run", server)
+    for rank in range(2):
+        store.set(f"here/{rank}", json.dumps(identity()))
+    yield store
+
+
+@contextmanager
+def meeting() -> Iterator[tuple[Any, list[Channel]]]:
+    """The store, and the channels of two ranks that are on two nodes for the bells, of which each serves a thing."""
+    with serving() as store, pytest.MonkeyPatch.context() as patch:
+        found = []
+        for rank in range(2):
+            patch.setattr(bells_module, "node", lambda rank=rank: f"node {rank}")
+            place = Placement(rank, 2, rank, 2, 0, 1, master_addr="127.0.0.1")
+            each = Channel(Bells(store.clone(), place), place, Activity(None), rank == 1, 600, SECRET)
+            each.work.serve("thing", lambda request, waited: json.dumps(request).encode())
+            found.append(each)
+        yield store, found
+        for each in found:
+            each._halt()
+
+
+@pytest.mark.parametrize(
+    ("rank", "key", "value"),
+    [
+        (0, "here/1", "junk"),
+        (0, "here/1", "{}"),
+        (0, "here/1", 100_000 * "["),
+        (0, "asked/thing", HUGE),
+        (1, "asked/thing", HUGE),
+        (1, "asked/thing", "junk"),
+    ],
+)
+def test_a_rank_ends_with_words(monkeypatch: pytest.MonkeyPatch, rank: int, key: str, value: str) -> None:
+    """What it cannot read does not take its channel away, without which it would not hear of a failure.
+
+    Rank 1 is one that a launcher on several nodes supervises.
+    """
+    words: list[str] = []
+
+    monkeypatch.setattr(channel_module, "LAUNCHER_SECONDS", 0.1)
+    with meeting() as (store, channels):
+
+        def end(rank: int, why: str) -> None:
+            words.append(why)
+            channels[rank]._stopped.set()
+
+        monkeypatch.setattr(channel_module, "end_process", end)
+        store.set(key, value)
+        channels[rank]._bells.board.ring_all()
+        channels[rank].start()
+        channels[rank]._thread.join(10)
+    assert words
+    assert "another program writes to" in words[0] or "is gone" in words[0]
+
+
+def test_more_mailboxes_than_there_are_ranks() -> None:
+    """A count that another program has written is no reason to ring for ever."""
+    with meeting() as (store, channels):
+        store.set("boxes", HUGE)
+        channels[0].failures.tell("it failed", "")
+        assert channels[1].failures.wait_for_cause(1.0).summary == "it failed"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("value", ["junk", "5", "{}", "[1, 2, 3]", f"[1{400 * '0'}, [1, 2]]", 100_000 * "["])
+def test_the_report_outlives_junk(value: str) -> None:
+    """It explains a failure, and must not fail itself."""
+    with serving() as store:
+        store.set("seen/0", value)
+        assert last_seen(store, 0) == ""
+        store.set("answers/1/all", "")
+        store.set("report/1/0", value)
+        store.set("report/1/1", json.dumps(["barrier", "train.py:8"]))
+        assert re.match("  rank 0 .*\n  rank 1 in barrier at train.py:8$", ask_all(store, 2, ring=lambda: None))
