@@ -2,6 +2,7 @@
 
 import json
 import os
+import secrets
 import tempfile
 import time
 import traceback
@@ -27,6 +28,7 @@ _MADE, _FAILED = b"+", b"-"  # before an answer, and before a traceback
 Make = Callable[[Any, float], bytes | None]
 
 LOOK_SECONDS = 10.0  # between looks at the store without a ring
+_MOST_QUESTIONS = 100_000  # between two looks: a rank waits for its answer before it asks again
 SILENT_SECONDS = 120.0  # without a note, after which a working rank on another node counts as gone
 
 
@@ -93,10 +95,11 @@ class SharedWork:
             WorkerError: that rank could not make the answer; shows its traceback.
         """
         question = f"{name}/{self._store.add(f'asked/{name}', 1)}"
-        answer, last = f"work/{question}", f"work/{name}/last"
+        token = secrets.token_hex(8)  # so that no answer of before, whose number comes again, is one to this question
+        answer, last = f"work/{question}/{token}", f"work/{name}/last"
         with tempfile.TemporaryFile() as file:
             path = f"/proc/{os.getpid()}/fd/{file.fileno()}" if self._store_is_file else ""
-            self._store.set(f"ask/{question}", json.dumps([request, path, self._place.rank]))
+            self._texts.set(f"ask/{question}", json.dumps([request, path, self._place.rank, token]))
             self._bells.ring(worker)
             data = self._wait((answer, last), worker)
             for key in (f"ask/{question}", answer):
@@ -119,16 +122,18 @@ class SharedWork:
         for name, make in list(self._served) if rung else []:
             asked = count(self._store, f"asked/{name}")
             new = range(self._seen[name] + 1, asked + 1)
+            if len(new) > _MOST_QUESTIONS:
+                raise ValueError(f"{len(new)} questions at once")
             self._open += [(f"{name}/{number}", make, time.monotonic()) for number in new]
             self._seen[name] = asked
         self._open = [each for each in self._open if not self._answer(*each)]
 
     def _answer(self, question: str, make: Make, since: float) -> bool:
         """Answer another rank's question, and return whether it was time to."""
-        asked = read(self._store, f"ask/{question}")
+        asked = self._texts.read(f"ask/{question}")
         if not asked:
             return False  # it is about to be written
-        request, path, rank = json.loads(asked)
+        request, path, rank, token = json.loads(asked)
         data = make(request, time.monotonic() - since)
         if data is None:
             return False
@@ -137,7 +142,7 @@ class SharedWork:
                 with open(path, "r+b") as file:
                     file.write(data)
                 data = b""
-        self._publish(question, data)
+        self._publish(f"{question}/{token}", data)
         self._bells.ring(rank)
         return True
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +15,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from distwrap.environments import Placement
 from distwrap.environments.identity import identity
 from distwrap.network import stores
+from distwrap.network.secret import SignedTexts
 from distwrap.supervision import bells as bells_module, channel as channel_module
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
@@ -101,3 +103,38 @@ def test_the_report_outlives_junk(value: str) -> None:
         store.set("report/1/0", value)
         store.set("report/1/1", json.dumps(["barrier", "train.py:8"]))
         assert re.match("  rank 0 .*\n  rank 1 in barrier at train.py:8$", ask_all(store, 2, ring=lambda: None))
+
+
+def test_an_answer_of_before_is_none_to_a_new_question() -> None:
+    """Whoever counts the questions back, and puts what was signed then into its place again, is not believed."""
+    kept: dict[str, str] = {}
+    found: list[bytes] = []
+    write = SignedTexts.set
+
+    def listen(texts: SignedTexts, key: str, text: str) -> None:
+        write(texts, key, text)
+        if key.startswith("work/") and len(found) == 0:
+            kept[key] = texts._signed(key, text)
+
+    with meeting() as (store, (served, asks)), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SignedTexts, "set", listen)
+        for request in ("old", "new"):
+            for key, value in kept.items():
+                store.set(key, value)
+            asking = threading.Thread(target=lambda request=request: found.append(asks.work.ask("thing", 0, request)))
+            asking.start()
+            while asking.is_alive():
+                asking.join(0.2)
+                served.work.look()
+            store.set("asked/thing", "0")
+            served.work.look()
+    assert found == [b'"old"', b'"new"']
+
+
+def test_a_question_that_no_rank_has_asked() -> None:
+    """Nobody else may change what a rank has asked for."""
+    with meeting() as (store, (served, _)):
+        store.add("asked/thing", 1)
+        SignedTexts(store, b"").set("ask/thing/1", json.dumps(["other", "", 1, "token"]))
+        served.work.look()
+        assert not store.check(["work/thing/1/token"])

@@ -72,8 +72,8 @@ def test_no_file_is_written_that_is_named_over_a_network(tmp_path: Path) -> None
     work = SharedWork(bells, SignedTexts(store, b""), place, Excused(), supervised=True)  # type: ignore[arg-type]
     work.serve("thing", lambda request, waited: b"other")
     store.add("asked/thing", 1)
-    store.set("ask/thing/1", json.dumps([0, str(precious), 1]))
+    SignedTexts(store, b"").set("ask/thing/1", json.dumps([0, str(precious), 1, "token"]))
     work.look()
-    assert store.check(["work/thing/1"])
+    assert store.check(["work/thing/1/token"])
     assert precious.read_text() == "mine"
     bells.close()
