@@ -19,6 +19,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from distwrap.environments import Placement
 from distwrap.errors import ArrivalError, OptionError
 from distwrap.network import memory_file
+from distwrap.network.stores import read
 from distwrap.options import SECRET_FILE
 from distwrap.wording import print_notice
 
@@ -89,9 +90,11 @@ def agree(store: Store, placement: Placement) -> bytes:
             store.set("secret/lacking", differs if given or zeros else "")
         if store.add("secret/seen", 1) == placement.world_size:
             store.set("secret/agreed", "no" if store.check(["secret/lacking"]) else "yes")
-        if store.get("secret/agreed") == b"yes":
+        if store.get("secret/agreed") == b"yes" and secret:
             return secret
-    if differs := store.get("secret/lacking").decode():
+    differs = read(store, "secret/lacking").decode()
+    if differs or given:  # whoever reaches the store can say that there is none
+        differs = differs or "the ranks' store says that one has none, as another program may have written there"
         raise ArrivalError(f"{SECRET_FILE} must name the same secret on all ranks: {differs}.")
     return b""
 
@@ -184,4 +187,4 @@ class SignedTexts:
         return None
 
     def _signed(self, key: str, text: str) -> str:
-        return signature(f"{key} {text}".encode(), self._secret).hex() + text
+        return signature(f"{len(key)} {key} {text}".encode(), self._secret).hex() + text

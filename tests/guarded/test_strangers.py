@@ -7,14 +7,17 @@ import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import pytest
+import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from distwrap.environments import Placement
 from distwrap.environments.identity import identity
-from distwrap.network import stores
+from distwrap.errors import ArrivalError
+from distwrap.network import secret, stores
 from distwrap.network.secret import SignedTexts
 from distwrap.supervision import bells as bells_module, channel as channel_module
 from distwrap.supervision.bells import Bells
@@ -138,3 +141,45 @@ def test_a_question_that_no_rank_has_asked() -> None:
         SignedTexts(store, b"").set("ask/thing/1", json.dumps(["other", "", 1, "token"]))
         served.work.look()
         assert not store.check(["work/thing/1/token"])
+
+
+def test_a_text_stands_at_its_own_key_alone() -> None:
+    """A signature tells where a name ends, and the text begins."""
+    store = dist.HashStore()
+    texts = SignedTexts(store, SECRET)
+    texts.set("note/a", "b c")
+    signed = store.get("note/a")[:64].decode()
+    store.set("note/a b", f"{signed}c")
+    assert texts.read("note/a b") is None
+    assert texts.read("note/a") == "b c"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("secret/lacking", ""), ("secret/agreed", "no"), ("secret/agreed", "yes"), ("secret/offer", "none - x")],
+)
+def test_nobody_can_make_ranks_do_without_the_file_of_their_secret(
+    monkeypatch: pytest.MonkeyPatch, key: str, value: str
+) -> None:
+    """A run whose ranks have a file has a secret, or ends."""
+    monkeypatch.setattr(secret, "of_file", lambda: 20 * b"a")
+    store = dist.HashStore()
+    store.set_timeout(timedelta(seconds=10))
+    store.set(key, value)
+    found: dict[int, Any] = {}
+
+    def agree(rank: int) -> None:
+        try:
+            found[rank] = secret.agree(store, Placement(rank, 2, 0, 1, 0, 1))
+        except ArrivalError as error:
+            found[rank] = str(error)
+
+    ranks = [threading.Thread(target=agree, args=(rank,)) for rank in (1, 0)]
+    for each in ranks:
+        each.start()
+        each.join(1)
+    for each in ranks:
+        each.join(20)
+    for each in found.values():
+        assert (isinstance(each, bytes) and each) or "must name the same secret on all ranks" in each
+    assert len(found) == 2
