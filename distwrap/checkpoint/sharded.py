@@ -11,6 +11,7 @@ import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -198,6 +199,14 @@ class _Contents(unpickler()):  # type: ignore[misc]
         if name in _CLASSES.get(module, ()) or (module == "torch" and isinstance(vars(torch).get(name), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's table of contents")
+
+    def load_build(self) -> None:
+        """Fill an object of the table's: of a class, or a function, it would change what the whole process uses."""
+        if not is_dataclass(changed := self.stack[-2]) or isinstance(changed, type):
+            raise pickle.UnpicklingError(f"{changed!r} has no place in a checkpoint's table of contents")
+        super().load_build()
+
+    dispatch = {**getattr(unpickler(), "dispatch", {}), pickle.BUILD[0]: load_build}
 
 
 _METADATA = Metadata.__module__

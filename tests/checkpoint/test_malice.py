@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import io
 import json
 import os
@@ -21,6 +22,7 @@ import pytest
 import torch
 
 import distwrap as dw
+from distwrap._internals.torch import LAYOUT_FUNCTION
 from distwrap.cli import main
 from distwrap.errors import CheckpointError
 from distwrap.testing import run_ranks
@@ -253,6 +255,20 @@ def test_a_table_of_contents_runs_nothing(parts: Path, name: str, args: Any) -> 
     with pytest.raises(CheckpointError, match="has no place in a checkpoint's table of contents"):
         dw.load(parts)
     assert not (parts / "sung").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [(type(Path()).__module__, "PosixPath"), ("torch.distributed.checkpoint.metadata", "Metadata"), LAYOUT_FUNCTION],
+)
+def test_a_table_of_contents_changes_no_class(parts: Path, module: str, name: str) -> None:
+    """A pickle can set what a class has, for the whole process: how paths are compared, for one."""
+    words = b"".join(b"\x8c" + bytes([len(word)]) + word.encode() for word in (module, name))
+    change = words + b"\x93N}\x8c\x06poisonK\x07s\x86b0"
+    (parts / ".metadata").write_bytes(b"\x80\x04" + change + (parts / ".metadata").read_bytes()[2:])
+    with pytest.raises(CheckpointError, match="has no place in a checkpoint's table of contents"):
+        dw.load(parts)
+    assert not hasattr(getattr(importlib.import_module(module), name), "poison")
 
 
 def test_a_table_of_contents_takes_no_memory_for_its_numbers(parts: Path) -> None:
