@@ -11,6 +11,7 @@ import re
 import secrets
 import shutil
 import socket
+import stat
 import subprocess
 from contextlib import ExitStack, suppress
 
@@ -49,8 +50,9 @@ def of_file() -> bytes:
     if not path:
         return b""
     try:
-        with open(path, "rb") as file:
-            status, content = os.fstat(file.fileno()), file.read(4096).strip()
+        with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:  # a FIFO waits
+            status = os.fstat(file.fileno())
+            content = file.read(4096).strip() if stat.S_ISREG(status.st_mode) else b""
     except OSError as error:
         raise OptionError(f"{SECRET_FILE}={path!r} cannot be read: {error.strerror}.") from error
     problem = ""
@@ -58,6 +60,8 @@ def of_file() -> bytes:
         problem = f"it belongs to another user (number {status.st_uid})"
     elif status.st_mode & 0o077:
         problem = f"others may read or write it (mode {status.st_mode & 0o777:o}). Say `chmod 600 {path}`"
+    elif not stat.S_ISREG(status.st_mode):
+        problem = "it is no file"
     elif len(content) < 16:
         problem = f"it holds {len(content)} bytes, where at least 16 are needed. Say `openssl rand -hex 32 > {path}`"
     if problem:

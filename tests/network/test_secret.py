@@ -7,6 +7,7 @@ import re
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from contextlib import ExitStack
 from datetime import timedelta
 from pathlib import Path
@@ -109,6 +110,15 @@ def test_a_file_that_keeps_no_secret(file: Path, mode: int, content: str | None,
     if content is not None:
         file.write_text(content)
         file.chmod(mode)
+    with pytest.raises(OptionError, match=f"DISTWRAP_SECRET_FILE='{file}' .*{problem}"):
+        secret.of_file()
+
+
+@pytest.mark.parametrize(("make", "problem"), [(os.mkfifo, "no file"), (os.mkdir, "Is a directory")])
+def test_what_is_no_file_keeps_no_secret(file: Path, make: Callable[[Path, int], None], problem: str) -> None:
+    """A FIFO would be waited for until somebody writes to it."""
+    file.unlink()
+    make(file, 0o600)
     with pytest.raises(OptionError, match=f"DISTWRAP_SECRET_FILE='{file}' .*{problem}"):
         secret.of_file()
 
