@@ -79,6 +79,7 @@ class SharedWork:
         An exception of `make` is raised on the rank that asks, and this one goes on.
         """
         self._served.append((name, _with_failures(make)))
+        self._bells.board.ring(self._place.rank)  # another rank may have asked before
 
     def ask(self, name: str, worker: int, request: Any = 0) -> bytes:
         """Return what another rank serves by that name, whatever else it does, or what it served last.

@@ -14,6 +14,8 @@ from distwrap.environments import Placement
 from distwrap.network import stores
 from distwrap.network.secret import SignedTexts
 from distwrap.supervision.bells import Bells
+from distwrap.supervision.channel import Channel
+from distwrap.supervision.hang_report import Activity
 from distwrap.supervision.shared_work import SharedWork
 
 
@@ -76,4 +78,20 @@ def test_no_file_is_written_that_is_named_over_a_network(tmp_path: Path) -> None
     work.look()
     assert store.check(["work/thing/1/token"])
     assert precious.read_text() == "mine"
+    bells.close()
+
+
+def test_a_question_may_come_before_it_is_served() -> None:
+    """A rank that was rung before it served what it is asked for looks again once it does."""
+    store, _ = stores.serve("127.0.0.1", [0], "mine", 10)
+    place = Placement(0, 2, master_addr="127.0.0.1")
+    bells = Bells(store, place)
+    channel = Channel(bells, place, Activity(None), True, 100.0, b"")
+    store.add("asked/thing", 1)
+    store.set("ask/thing/1", json.dumps([0, "", 1]))
+    bells.ring(0)
+    channel.look()
+    channel.work.serve("thing", lambda request, waited: b"answer")
+    channel.look()
+    assert store.check(["work/thing/1"])
     bells.close()
