@@ -64,7 +64,9 @@ class PipeLink:
 
     def tie(self) -> None:
         tie_to_parent()
-        os.register_at_fork(after_in_child=self._conn.close)  # the launcher takes its end for the end of the rank
+        # The launcher takes its end for the end of the rank: nothing that the rank starts may hold it too.
+        os.register_at_fork(after_in_child=self._conn.close)
+        os.set_inheritable(self._conn.fileno(), False)
 
     def assignment(self) -> Assignment:
         assignment: Assignment = pickle.loads(self._conn.recv_bytes())

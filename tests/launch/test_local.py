@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 import distwrap as dw
+from distwrap.errors import WorkerDiedError
 from distwrap.testing import run_ranks
+from tests.limits import SOON
 
 
 @pytest.mark.parametrize("launcher", ["fork", "forkserver", "spawn"])
@@ -19,6 +23,23 @@ def test_every_launcher_returns_what_the_ranks_return(launcher: str) -> None:
         return dw.rank()
 
     assert dw.distributed(nprocs=2, launcher=launcher, returns="all")(own_rank)() == [0, 1]
+
+
+def test_what_a_rank_has_started_does_not_hide_its_end() -> None:
+    """A rank's death is noticed at once, though a program that it has started lives on."""
+
+    @dw.distributed(nprocs=2, launcher="forkserver")
+    def starts_and_dies() -> None:
+        dw.barrier()
+        if dw.rank() == 1:
+            os.system("sleep 90 &")
+            os._exit(3)
+        dw.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(WorkerDiedError, match="rank 1 on .* exit code 3"):
+        starts_and_dies()
+    assert time.monotonic() - start < SOON
 
 
 def test_run_ranks_hands_arguments_on() -> None:
