@@ -111,6 +111,7 @@ class ScriptLauncher(Launcher):
                 teardown_process_group()
                 return watch.outcomes()
             except BaseException as error:
+                zero.leave()  # the interruption may have come in the way of that
                 _ranks.failed = job.task.name
                 try:
                     cause = watch.cause_of(error)
@@ -155,7 +156,7 @@ def _wake_or_start(job: Job, met: store_file.Meeting, plan: Assignment) -> None:
     if _ranks.parked:
         data = transport.pack_result(_ranks.last_value, "what the last decorated call returned")
         for process in _ranks.parked:
-            process.conn.send(data)
+            _send(process, data)
     else:
         _ranks.logs = Logs(job.task.options.log_dir, met.ranks)
         atexit.register(_let_the_parked_leave)
@@ -170,7 +171,12 @@ def _wake_or_start(job: Job, met: store_file.Meeting, plan: Assignment) -> None:
             raise
         _ranks.logs.start(keep=1)
     for process in _ranks.parked:
-        process.conn.send((met.store, job.task.name, plan.secret))
+        _send(process, (met.store, job.task.name, plan.secret))
+
+
+def _send(process: CommandProcess, message: Any) -> None:
+    with suppress(OSError):  # it is gone, of which the supervisor tells
+        process.conn.send(message)
 
 
 def _start(rank: int, command: list[str], env: dict[str, str]) -> CommandProcess:
@@ -243,8 +249,12 @@ class _RankZero(Process):
         try:
             yield
         finally:
-            self._in_function = False
-            self.has_left.set()
+            self.leave()
+
+    def leave(self) -> None:
+        """Be out of the function, which is no longer interrupted."""
+        self._in_function = False
+        self.has_left.set()
 
     def _leave_function(self, number: int, frame: FrameType | None) -> None:
         if self._in_function:

@@ -267,3 +267,60 @@ def test_an_interruption_that_python_ignores(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert done.stderr.rstrip().endswith("ValueError: the first cause"), done.stderr
     assert time.monotonic() - start < SOON
+
+
+LATE = """
+import sys, time
+import distwrap as dw
+
+def pause(frame, event, arg):
+    if frame.f_code.co_name == "__exit__":
+        sys.settrace(None)
+        time.sleep(100)
+
+@dw.distributed(nprocs=2, launcher="script", timeout=100)
+def main():
+    dw.barrier()
+    if dw.rank() == 1:
+        time.sleep(0.5)
+        raise ValueError("the first cause")
+    sys.settrace(pause)
+
+main()
+"""
+
+
+@pytest.mark.slow(INTERPRETERS)
+def test_an_interruption_as_the_function_ends(tmp_path: Path) -> None:
+    """The news of another's failure may come when rank 0 is just about to leave the function: it comes once."""
+    program = tmp_path / "late.py"
+    program.write_text(LATE)
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 1
+    assert done.stderr.rstrip().endswith("ValueError: the first cause"), done.stderr
+
+
+KILLED = """
+import os, time
+import distwrap as dw
+
+@dw.distributed(nprocs=2, launcher="script", returns="all")
+def main():
+    return os.getpid()
+
+pids = main()
+if dw.is_rank_zero():
+    os.kill(pids[1], 9)
+    time.sleep(0.5)
+main()
+"""
+
+
+@pytest.mark.slow(INTERPRETERS)
+def test_a_rank_is_killed_between_calls(tmp_path: Path) -> None:
+    """A parked rank that is gone is named by the next call."""
+    program = tmp_path / "killed.py"
+    program.write_text(KILLED)
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=LIMIT)
+    assert done.returncode == 1
+    assert re.search("WorkerDiedError: rank 1 on .* killed by SIGKILL", done.stderr), done.stderr
