@@ -154,6 +154,8 @@ class Bells:
             fcntl.flock(self._fd, fcntl.LOCK_UN)  # a forked process may have it too
             os.close(self._fd)
             self._fd = -1
+        # The map of the board holds a descriptor, until the collector comes to this object.
+        self.is_held, self.board = False, Board(ranks=self._ranks)
 
     def _wait_for_mail(self) -> None:
         mail, client = f"mail/{self._box}", None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import threading
@@ -12,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import FileStore, HashStore, PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.utils.data import DataLoader, TensorDataset
 
 import distwrap as dw
 from distwrap.environments import Placement
 from distwrap.environments.identity import node
+from distwrap.launch import store_file
 from distwrap.network import stores
 from distwrap.network.waiting import wait_until
 from distwrap.supervision import bells as bells_module
@@ -187,3 +189,21 @@ def test_no_memory_is_taken_for_a_board_that_is_none(name: str, is_board: bool) 
         assert (os.fstat(fd).st_size > 0) is is_board
     finally:
         os.close(fd)
+
+
+@pytest.mark.parametrize("held", [True, False])
+def test_nothing_is_held_open_after_the_end(held: bool) -> None:
+    """A board is given back when its rank leaves, and not when the collector of garbage comes."""
+    gc.disable()
+    try:
+        with store_file.place() as path:
+            before = len(os.listdir("/proc/self/fd"))
+            for run in range(5):
+                store = PrefixStore(str(run), FileStore(path) if held else HashStore())
+                bells = Bells(store, Placement(0, 2))
+                assert bells.is_held == held
+                bells.close()
+                del store, bells
+            assert len(os.listdir("/proc/self/fd")) == before
+    finally:
+        gc.enable()
