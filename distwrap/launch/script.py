@@ -37,6 +37,7 @@ from distwrap.launch.signals import hear_interrupts
 from distwrap.launch.supervisor import CAUSE_SECONDS, INTERRUPT_SECONDS, print_where_all_are, stop, supervise
 from distwrap.launch.task import Assignment
 from distwrap.launch.worker import take_part, use_threads
+from distwrap.network.rendezvous import next_meeting
 
 _LEAVE_SECONDS = 5.0  # for the other ranks' exit handlers
 
@@ -89,6 +90,7 @@ class ScriptLauncher(Launcher):
     def _run_rank_zero(self, job: Job, plan: Assignment) -> list[Outcome]:
         # One store for all calls of this process: the parked ranks still hold it when the next call begins.
         met = store_file.on_one_node(_ranks.store or _store_until_exit(), job.nprocs)
+        met = replace(met, number=next_meeting())
         _wake_or_start(job, met, plan)
         plan = replace(plan, placement=met.placement(0), store=met.store)
         zero = _RankZero()

@@ -27,6 +27,7 @@ class Meeting:
         world_size: number of ranks on all nodes.
         placement: returns the placement of one of the ranks that this caller starts.
         others: connection to the callers on the other nodes; ``None`` where there are none.
+        number: of this meeting among those of the same ranks.
     """
 
     store: str
@@ -34,6 +35,7 @@ class Meeting:
     world_size: int
     placement: Callable[[int], Placement]
     others: OtherCallers | None = None
+    number: int = 1
 
 
 def on_one_node(store: str, nprocs: int) -> Meeting:

@@ -94,7 +94,7 @@ def _collect(processes: Sequence[Process], met: Meeting, seconds: float | None) 
             return outcomes, list(waiting.values())
         for conn in ready:
             process = waiting.pop(conn, None)
-            outcome = elsewhere[0].recv() if process is None else _receive(process, oom_kills, met.store)
+            outcome = elsewhere[0].recv() if process is None else _receive(process, oom_kills, met)
             outcomes.append(outcome)
             if outcome.failed:
                 failed.append(outcome)
@@ -105,12 +105,12 @@ def _collect(processes: Sequence[Process], met: Meeting, seconds: float | None) 
                 deadline = min(deadline, time.monotonic() + patience)
 
 
-def _receive(process: Process, oom_kills: OomCount, store: str) -> Outcome:
+def _receive(process: Process, oom_kills: OomCount, met: Meeting) -> Outcome:
     try:
         outcome: Outcome = process.conn.recv()
     except (EOFError, OSError):
         code = process.exitcode(EXIT_SECONDS)
-        last_seen = hang_report.last_seen(side_store(store), process.rank)
+        last_seen = hang_report.last_seen(side_store(met.store, met.number), process.rank)
         return death(process.rank, process.pid, code, oom_kills(), last_seen)
     return outcome
 
@@ -194,7 +194,7 @@ def _timed_out(late: list[Process], seconds: float | None, met: Meeting) -> Work
 
 def _positions(met: Meeting) -> str:
     try:
-        return hang_report.ask_all(side_store(met.store), met.world_size)
+        return hang_report.ask_all(side_store(met.store, met.number), met.world_size)
     except RuntimeError as error:
         return f"  nobody can be asked: {error}"
 

@@ -127,12 +127,21 @@ def wait_for_all(
     return ""
 
 
-def side_store(path: str) -> Store:
-    """Return the ranks' store, for the process that has launched them and is none of them.
+def side_store(path: str, meeting: int) -> Store:
+    """Return the ranks' store, for the process that has launched them.
 
     It may live only as long as the launch: torch looks at a file once more when a store is deleted.
+
+    Args:
+        path: of the store.
+        meeting: how often the ranks have met with this one.
     """
-    return PrefixStore(f"{_PREFIX}/1", stores.from_outside(path))
+    return PrefixStore(f"{_PREFIX}/{meeting}", stores.from_outside(path))
+
+
+def next_meeting() -> int:
+    """Return the number of this process's next meeting."""
+    return _generation + 1
 
 
 def count_meetings_anew() -> None:

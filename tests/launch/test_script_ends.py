@@ -61,6 +61,8 @@ if __name__ == "__main__":
             time.sleep(float(os.environ["LATE"]))
             kill(*words)
         signal.pthread_kill = late
+    if what == "zero in a collective" and "AGAIN" in os.environ:
+        main("")
     if what == "fails midway":
         import distwrap.launch.script as script
         start = script._start
@@ -180,9 +182,12 @@ def test_the_caller_is_ended(number: signal.Signals, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(INTERPRETERS)
-def test_where_are_they(tmp_path: Path) -> None:
-    """SIGQUIT prints where the ranks are, though rank 0 is in native code."""
-    with Run(tmp_path, "zero in a collective") as run:
+@pytest.mark.parametrize("calls", [1, 2])
+def test_where_are_they(calls: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SIGQUIT prints where the ranks are, though rank 0 is in native code; also in a later call."""
+    if calls > 1:
+        monkeypatch.setenv("AGAIN", "1")
+    with Run(tmp_path, "zero in a collective", ranks=2 * calls) as run:
         time.sleep(0.5)
         run.process.send_signal(signal.SIGQUIT)
         assert run.process.stderr is not None
