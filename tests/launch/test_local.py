@@ -37,7 +37,7 @@ def test_what_a_rank_has_started_does_not_hide_its_end() -> None:
         dw.barrier()
 
     start = time.monotonic()
-    with pytest.raises(WorkerDiedError, match="rank 1 on .* exit code 3"):
+    with pytest.raises(WorkerDiedError, match=r"rank 1 on .* exit code 3"):
         starts_and_dies()
     assert time.monotonic() - start < SOON
 
