@@ -19,7 +19,7 @@ from typing import Any
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
 from distwrap.environments import Placement
-from distwrap.errors import ArrivalError, WorkerDiedError
+from distwrap.errors import ArrivalError, OptionError, WorkerDiedError
 from distwrap.launch.outcome import Outcome, from_json, of_error, raise_failure, to_json
 from distwrap.launch.task import NodePlan
 from distwrap.network import interfaces, secret, stores
@@ -95,7 +95,9 @@ class OtherCallers:
         self.world_size = sum(self._counts)
         first = sum(self._counts[: self.node_rank])
         self.ranks = tuple(range(first, first + nprocs))
-        given = secret.of_file()  # with which no two runs sign alike: node 0's registration has its process's birth
+        given = b""
+        with suppress(OptionError):  # of which this node's ranks tell all others
+            given = secret.of_file()  # with which no two runs sign alike: node 0's registration has its process's birth
         self._texts = SignedTexts(self._store, given and secret.signature(self._store.get("here/0"), given))
         mine, zero = callers[self.node_rank], callers[0]
         try:

@@ -76,27 +76,31 @@ def agree(store: Store, placement: Placement) -> bytes:
     memory, or the credential; and a proof by which each rank sees that it has the same secret.
 
     Raises:
-        OptionError: the user's file of a secret keeps none.
-        ArrivalError: not all ranks have the same one; on every rank.
+        ArrivalError: not all ranks have the same one, or one's file keeps none; on every rank.
     """
-    given, rank = of_file(), placement.rank
+    given, rank, problem = b"", placement.rank, ""
+    try:
+        given = of_file()
+    except OptionError as error:  # which the others, who would wait for this rank, hear of too
+        problem = f"rank {rank} on {socket.gethostname()} has none ({error})"
+        store.compare_set("secret/lacking", "", problem)
     with ExitStack() as stack:
         if rank == 0:
-            secret, offer = _offer(placement, given, stack)
+            secret, offer = (b"", "none -") if problem else _offer(placement, given, stack)
             store.set("secret/offer", f"{offer} {signature(b'proof', secret).hex()}")
         else:
             offer = store.get("secret/offer").decode()
-            secret = _taken(offer, given)
+            secret = b"" if problem else _taken(offer, given)
         zeros = offer.startswith("file ")
         if not secret:
             mine = "none" if not given else "another" if zeros else "one"
             differs = f"rank {rank} on {socket.gethostname()} has {mine}, rank 0 has {'one' if zeros else 'none'}"
-            store.set("secret/lacking", differs if given or zeros else "")
+            store.compare_set("secret/lacking", "", differs if given or zeros else "")
         if store.add("secret/seen", 1) == placement.world_size:
             store.set("secret/agreed", "no" if store.check(["secret/lacking"]) else "yes")
         if store.get("secret/agreed") == b"yes" and secret:
             return secret
-    differs = read(store, "secret/lacking").decode()
+    differs = read(store, "secret/lacking").decode().rstrip(".")
     if differs or given:  # whoever reaches the store can say that there is none
         differs = differs or "the ranks' store says that one has none, as another program may have written there"
         raise ArrivalError(f"{SECRET_FILE} must name the same secret on all ranks: {differs}.")
@@ -186,7 +190,7 @@ class SignedTexts:
             self._ignored.add(key)
             print_notice(
                 f"{key!r} in the ranks' store was not written by a rank of this run, and is ignored: another program "
-                f"writes to the port at which the ranks meet"
+                f"writes to the port at which the ranks meet, or a rank has another {SECRET_FILE}"
             )
         return None
 

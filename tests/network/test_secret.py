@@ -95,6 +95,21 @@ def test_another_file_on_one_rank(file: Path, monkeypatch: pytest.MonkeyPatch) -
             assert re.search(f"SECRET_FILE must name the same secret on all ranks: rank 2 on .* {words}", str(error))
 
 
+@pytest.mark.parametrize("whose", [0, 2])
+def test_a_file_that_one_rank_cannot_read(file: Path, whose: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All ranks are told of it at once, and none waits for that rank."""
+
+    def read() -> bytes:
+        if threading.current_thread().name == str(whose):
+            raise OptionError("DISTWRAP_SECRET_FILE='gone' cannot be read.")
+        return 20 * b"a"
+
+    monkeypatch.setattr(secret, "of_file", read)
+    for error in agreed(ranks=3):
+        assert isinstance(error, ArrivalError), error
+        assert re.search(f"rank {whose} on .* has none .*'gone' cannot be read", str(error))
+
+
 @pytest.mark.parametrize(
     ("mode", "content", "problem"),
     [
