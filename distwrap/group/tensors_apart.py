@@ -3,6 +3,7 @@
 Plain data is pickled so that its pickle names nothing but a few types, whoever has made it: nothing in it is called.
 """
 
+import builtins
 import io
 import math
 import pickle
@@ -11,8 +12,15 @@ from typing import Any
 
 import torch
 
-# Types of plain data that a pickle has to name, by module and name; beside them there are torch's dtypes.
-_NAMED = {("collections", "OrderedDict"), ("torch", "Size"), ("torch", "device"), ("builtins", "complex")}
+# Types of plain data that a pickle has to name, by module and name: to call one makes a value, and does nothing else.
+_NAMED = {
+    *(("collections", name) for name in ("OrderedDict", "Counter", "defaultdict", "deque")),
+    *(("builtins", name) for name in ("complex", "slice", "range", "int", "float", "list", "dict", "set")),
+    *(("datetime", name) for name in ("date", "time", "datetime", "timedelta", "timezone")),
+    *((module, name) for module in ("pathlib", "pathlib._local") for name in ("PosixPath", "PurePosixPath")),
+    *(("torch", name) for name in ("Size", "device")),
+    ("torch.nn.parameter", "Parameter"),
+}
 _NUMBERS = "biufcmMSU"  # numpy's kinds of arrays that are no more than their bytes
 
 
@@ -62,7 +70,8 @@ def dump_plain(value: Any) -> bytes:
         TypeError: it is no plain data; names the type.
     """
     data, tensors = take_apart(value, plain=True)
-    return take_apart((data, [(each.dtype, each.shape, bytes_of(each)) for each in tensors]), plain=True)[0]
+    described = [(each.dtype, each.shape, each.requires_grad, bytes_of(each)) for each in tensors]
+    return take_apart((data, described), plain=True)[0]
 
 
 def load_plain(data: bytes) -> Any:
@@ -74,9 +83,9 @@ def load_plain(data: bytes) -> Any:
     """
     data, described = put_together(data, [], plain=True)
     tensors = []
-    for dtype, shape, raw in described:
+    for dtype, shape, wants_gradient, raw in described:
         flat = torch.frombuffer(bytearray(raw), dtype=dtype) if math.prod(shape) else torch.empty(0, dtype=dtype)
-        tensors.append(flat.reshape(shape))
+        tensors.append(flat.reshape(shape).requires_grad_(wants_gradient))
     return put_together(data, tensors, plain=True)
 
 
@@ -118,25 +127,39 @@ class _TensorUnpickler(pickle.Unpickler):
 
 class _PlainPickler(_TensorPickler):
     def persistent_id(self, obj: Any) -> Any:
-        if type(obj).__module__ == "numpy" and getattr(getattr(obj, "dtype", None), "kind", "") in _NUMBERS:
-            return obj.dtype.str, obj.shape, obj.ndim > 0 or type(obj).__name__ == "ndarray", obj.tobytes()
+        kind = type(obj)
+        if kind.__module__ == "numpy" and getattr(getattr(obj, "dtype", None), "kind", "") in _NUMBERS:
+            is_array = kind.__name__ in ("ndarray", "memmap")
+            if is_array or obj.ndim == 0:  # a matrix is something else
+                order = "F" if obj.flags.fnc else "C"
+                return obj.dtype.str, obj.shape, is_array, order, obj.tobytes(order)
         return super().persistent_id(obj)
 
     def reducer_override(self, obj: Any) -> Any:
         kind = obj if isinstance(obj, type) else type(obj)
-        if isinstance(obj, torch.dtype) or (kind.__module__, kind.__qualname__) in _NAMED:
+        if kind is torch.nn.Parameter and obj is not kind:
+            return kind, (obj.data, obj.requires_grad)
+        if kind is torch.dtype or _is_named(kind.__module__, kind.__qualname__):
             return NotImplemented
+        what = f"{'the class' if obj is kind else 'a'} {kind.__module__}.{kind.__qualname__}"
         raise TypeError(
-            f"a {kind.__module__}.{kind.__qualname__} is no plain data (numbers, texts, bytes, tensors, arrays, in "
+            f"{what} is no plain data (numbers, texts, bytes, dates, paths, dense tensors, arrays of numbers, in "
             f"lists, tuples, dicts, sets), and these ranks have no secret by which to tell whose objects to unpickle. "
-            f"Give DISTWRAP_SECRET_FILE to all of them, or, where nobody else can reach them, DISTWRAP_TRUST_NETWORK=1"
+            f"Give DISTWRAP_SECRET_FILE to all of them, which names a file with the same secret (docs/security.md), "
+            f"or, where nobody else can reach them, DISTWRAP_TRUST_NETWORK=1; or send its parts, as plain data"
         )
+
+
+def _is_named(module: str, name: str) -> bool:
+    """Return whether plain data may name it: one of those types, an exception of Python's own, or a dtype."""
+    found = getattr({"builtins": builtins, "torch": torch}.get(module), name, None)
+    is_error = isinstance(found, type) and issubclass(found, Exception)
+    return (module, name) in _NAMED or (module == "builtins" and is_error) or isinstance(found, torch.dtype)
 
 
 class _PlainUnpickler(_TensorUnpickler):
     def find_class(self, module: str, name: str) -> Any:
-        named = (module, name) in _NAMED or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype))
-        if not named:
+        if not _is_named(module, name):
             raise pickle.UnpicklingError(f"{module}.{name} is no plain data, and these ranks have no secret")
         return super().find_class(module, name)
 
@@ -145,8 +168,8 @@ class _PlainUnpickler(_TensorUnpickler):
             return super().persistent_load(pid)
         import numpy  # torch itself can do without
 
-        kind, shape, is_array, raw = pid
+        kind, shape, is_array, order, raw = pid
         if numpy.dtype(kind).kind not in _NUMBERS:
             raise pickle.UnpicklingError(f"an array of {kind!r} is no plain data")
-        array = numpy.frombuffer(bytearray(raw), dtype=kind).reshape(shape)
+        array = numpy.frombuffer(bytearray(raw), dtype=kind).reshape(shape, order=order)
         return array if is_array else array[()]

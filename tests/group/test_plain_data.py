@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import copyreg
+import datetime
 import enum
 import io
 import os
@@ -34,6 +35,10 @@ class Own:
     """A class of the user's."""
 
 
+class Failed(ValueError):
+    """An exception of the user's."""
+
+
 class Colour(enum.IntEnum):
     RED = 1
 
@@ -46,7 +51,11 @@ PLAIN = [
     {"a": (1, [2]), 3: {4, 5}, (6,): frozenset([7])},
     collections.OrderedDict([("b", 1), ("a", 2)]),
     [torch.Size([2, 3]), torch.bfloat16, torch.device("cuda", 1)],
+    [collections.Counter("aab"), collections.defaultdict(list, a=[1]), collections.deque([1, 2], 3)],
+    [datetime.datetime(2020, 1, 1, tzinfo=datetime.timezone.utc), datetime.timedelta(1), Path("/data"), range(3)],
+    slice(1, None, 2),
 ]
+ERRORS = [KeyError("x"), FileNotFoundError(2, "No such file", "/data"), UnicodeDecodeError("utf-8", b"x", 0, 1, "bad")]
 
 
 @pytest.mark.parametrize("value", PLAIN, ids=str)
@@ -55,6 +64,14 @@ def test_plain_values(value: Any) -> None:
     found = load_plain(dump_plain(value))
     assert found == value
     assert repr(found) == repr(value)
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=repr)
+def test_pythons_own_exceptions(error: Exception) -> None:
+    """An exception of Python's own comes out with its type and its arguments."""
+    found = load_plain(dump_plain(error))
+    assert type(found) is type(error)
+    assert (str(found), found.args, vars(found)) == (str(error), error.args, vars(error))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64])
@@ -76,6 +93,12 @@ def test_tensors(dtype: torch.dtype) -> None:
         assert torch.equal(after, before)
     once, again = load_plain(dump_plain([base, base]))
     assert once is again
+    layer = torch.nn.Linear(2, 2)
+    weight, bias, alias = load_plain(dump_plain([layer.weight, layer.bias.requires_grad_(False), layer.weight]))
+    assert (type(weight), weight.requires_grad, bias.requires_grad) == (torch.nn.Parameter, True, False)
+    assert torch.equal(weight, layer.weight)
+    assert weight is alias
+    assert [each.requires_grad for each in load_plain(dump_plain([layer.weight * 2, base]))] == [True, False]
 
 
 def test_arrays() -> None:
@@ -85,6 +108,7 @@ def test_arrays() -> None:
         assert after.dtype == before.dtype
         numpy.testing.assert_array_equal(after, before)
         assert isinstance(after, numpy.ndarray)
+        assert after.flags.fnc == before.flags.fnc, "a sum of it would differ in its last bits"
     number = load_plain(dump_plain(numpy.float32(0.5)))
     assert number == 0.5
     assert type(number) is numpy.float32
@@ -107,15 +131,19 @@ def test_the_state_of_a_model() -> None:
         (NAMED(1), "test_plain_data.NAMED"),
         (os.system, "builtins.builtin_function_or_method"),
         (Own, "test_plain_data.Own"),
-        (ValueError("x"), "builtins.ValueError"),
+        (Failed("x"), "test_plain_data.Failed"),
         (torch.eye(2).to_sparse(), "torch.Tensor"),
         (numpy.array([Own()]), "numpy.ndarray"),
+        (numpy.ones((2, 2)).view(numpy.matrix), "numpy.matrix"),
+        (collections.defaultdict(os.getcwd), "builtins.builtin_function_or_method"),
     ],
-    ids=range(9),
+    ids=range(11),
 )
 def test_anything_else_is_refused(value: Any, name: str) -> None:
     """The error names the type, and what to do."""
-    with pytest.raises(TypeError, match=rf"a [\w.]*{name} is no plain data .* DISTWRAP_SECRET_FILE .*TRUST_NETWORK=1"):
+    with pytest.raises(
+        TypeError, match=rf"(a|the class) [\w.]*{name} is no plain data .* DISTWRAP_SECRET_FILE .*TRUST_NETWORK=1"
+    ):
         dump_plain(value)
 
 
@@ -200,6 +228,7 @@ def _without_a_secret() -> list[Any]:
         lambda: broadcast(Own()),
         lambda: gives(Own()),
         lambda: gives(KeyError("the cause")),
+        lambda: gives(Failed("the cause")),
     ):
         try:
             call()
@@ -211,11 +240,13 @@ def _without_a_secret() -> list[Any]:
 def test_ranks_without_a_secret() -> None:
     """Every helper works with plain data, and where an object is none, says so on every rank."""
     for rank, problems in enumerate(run_ranks(_without_a_secret, 2)):
-        assert len(problems) == 4
+        assert len(problems) == 5
         assert problems[0].startswith(
             "CollectiveError: rank 1: its Own cannot be sent to the other ranks: TypeError: a "
         )
         assert problems[1].startswith("CollectiveError: rank 0: its Own cannot be sent")
         assert problems[2].startswith("TypeError: rank 0's Own cannot be sent") or rank == 0
-        assert "'the cause'" in problems[3]
+        assert problems[3] == "KeyError: 'the cause'"
+        assert "the cause" in problems[4]
+        assert problems[4].startswith("TypeError: rank 0's Failed cannot be sent") or rank == 0
         assert all("test_plain_data.Own is no plain data" in text for text in problems[:2])
