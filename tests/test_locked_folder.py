@@ -82,8 +82,20 @@ def test_a_link_is_left_alone(temporary: Path) -> None:
     target.mkdir()
     (target / "file").touch()
     (temporary / "distwrap-x-1").symlink_to(target)
-    locked_folder.remove_abandoned("x")
+    seen: list[Path] = []
+    locked_folder.remove_abandoned("x", first=seen.append)
     assert (target / "file").exists()
+    assert not seen
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_another_users_is_left_alone(temporary: Path) -> None:
+    """Root could remove it, and it is not root's."""
+    folder = temporary / "distwrap-x-1"
+    folder.mkdir()
+    os.chown(folder, 65534, -1)
+    locked_folder.remove_abandoned("x")
+    assert folder.exists()
 
 
 def test_taken_before_it_was_locked(temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:

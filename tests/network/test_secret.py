@@ -82,6 +82,7 @@ def test_a_file(file: Path, nnodes: int) -> None:
     first, second = agreed(nnodes=nnodes)
     assert first == second != b""
     assert agreed(nnodes=nnodes)[0] not in (first, file.read_bytes().strip())
+    assert secret.of_file() == 16 * b"ab"
 
 
 def test_another_file_on_one_rank(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,8 +202,18 @@ def test_another_file_is_not_read_for_it(tmp_path: Path) -> None:
         for place in (memory_file.path_of(file.fileno()), f"/proc/self/../../{known}", memory_file.path_of(99_999)):
             assert secret._taken(f"memory {place} {proof}", b"") == b""
         own, offer = secret._offer(Placement(0, 2, 0, 2), b"", stack)
+        assert os.stat(f"/proc/{offer.split()[1]}").st_mode & 0o077 == 0
         assert secret._taken(f"{offer} {proof}", b"") == b""
         assert secret._taken(f"{offer} {secret.signature(b'proof', own).hex()}", b"") == own
+
+
+@pytest.mark.parametrize(("code", "user", "taken"), [(0, 0, True), (17, 0, True), (0, 1, False), (15, 0, False)])
+def test_a_credential(code: int, user: int, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what this user has encoded is taken of munge, also where another rank of the node has decoded it before."""
+    text = f"STATUS: ...\nUID:  somebody ({os.geteuid() + user})\n\n{secret._PREFIX} {32 * 'ab'}"
+    monkeypatch.setattr(secret, "_run", lambda *_: subprocess.CompletedProcess([], code, text))
+    proof = secret.signature(b"proof", bytes.fromhex(32 * "ab")).hex()
+    assert secret._taken(f"munge CREDENTIAL {proof}", b"") == (bytes.fromhex(32 * "ab") if taken else b"")
 
 
 def test_signed_texts(capfd: pytest.CaptureFixture[str]) -> None:

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Iterator
 from multiprocessing import get_context
 from typing import Any
 
@@ -53,13 +54,23 @@ def _clients(server: TCPStore, number: int) -> list[Any]:
     return [PrefixStore("run", server).clone() for _ in range(number)]
 
 
-def _on_nodes(monkeypatch: pytest.MonkeyPatch, clients: list[Any], names: str) -> list[Bells]:
-    """Return the bells of ranks, each on the node of its name."""
-    found = []
-    for rank, (client, name) in enumerate(zip(clients, names, strict=True)):
-        monkeypatch.setattr(bells_module, "node", lambda name=name: name)
-        found.append(Bells(client, Placement(rank, len(names), master_addr="127.0.0.1")))
-    return found
+@pytest.fixture
+def on_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[TCPStore, str], list[Bells]]]:
+    """Makes the bells of ranks, each on the node of its name."""
+    made: list[Bells] = []
+    served: list[TCPStore] = []
+
+    def make(server: TCPStore, names: str) -> list[Bells]:
+        served.append(server)  # which must live as long
+        for rank, (client, name) in enumerate(zip(_clients(server, len(names)), names, strict=True)):
+            monkeypatch.setattr(bells_module, "node", lambda name=name: name)
+            made.append(Bells(client, Placement(rank, len(names), master_addr="127.0.0.1")))
+        return made
+
+    yield make
+    while made:
+        made.pop().close()
+    served.clear()
 
 
 def _sizes() -> list[int]:
@@ -106,31 +117,29 @@ def test_a_quiet_rank_leaves_the_store_alone() -> None:
     assert quiet <= 4, asked
 
 
-def test_news_reach_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A ring is heard on the same node and on others, by all or by the one rank that it is for."""
-    server = _serve()
-    ranks = _on_nodes(monkeypatch, _clients(server, 4), "aabb")
+def test_news_reach_other_nodes(on_nodes: Callable[[TCPStore, str], list[Bells]]) -> None:
+    """A ring is heard on the same node and on others, by all or by the one rank that it is for, and once."""
+    ranks = on_nodes(_serve(), "aabb")
     ranks[0].ring_all()
     assert all(wait_until(rank.heard, 5) for rank in ranks)
     before = [rank.heard() for rank in ranks]
     ranks[0].ring(2)
     assert wait_until(lambda: ranks[2].heard() > before[2], 5)
-    assert [rank.heard() for rank in ranks[:2]] == before[:2]
-    for rank in ranks:
-        rank.close()
+    after = [rank.heard() for rank in ranks]
+    assert after[:2] == before[:2]
+    time.sleep(0.3)
+    assert [rank.heard() for rank in ranks] == after
 
 
-def test_the_mail_of_a_node_outlives_who_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_mail_of_a_node_outlives_who_waits_for_it(on_nodes: Callable[[TCPStore, str], list[Bells]]) -> None:
     """When the rank that waits for its node's mail leaves, another of the node does from then on."""
-    server = _serve()
-    elsewhere, first, second = _on_nodes(monkeypatch, _clients(server, 3), "abb")
+    elsewhere, first, second = on_nodes(_serve(), "abb")
     first.close()
+    assert not first._waiter.is_alive()
     second.listen()
     heard = second.heard()
     elsewhere.ring(2)
     assert wait_until(lambda: second.heard() > heard, 5)
-    for rank in (elsewhere, second):
-        rank.close()
 
 
 def test_a_ring_while_a_rank_looks_is_not_lost() -> None:
@@ -159,6 +168,32 @@ def test_texts_are_read_whole() -> None:
     assert board.read(1) == {}
 
 
+class StopsBeforeTheByte:
+    """Memory whose writer is killed before it says which of two texts is valid."""
+
+    def __init__(self, memory: Any) -> None:
+        self._memory = memory
+
+    def __getitem__(self, place: Any) -> Any:
+        return self._memory[place]
+
+    def __setitem__(self, place: Any, data: Any) -> None:
+        if isinstance(place, int):
+            raise KeyboardInterrupt
+        self._memory[place] = data
+
+
+def test_a_writer_that_is_killed_midway() -> None:
+    """What it has said before stays, until what comes next is there whole."""
+    board = Board(ranks=3, texts=True)
+    board.write(2, {"seen": 1})
+    memory, board._memory = board._memory, StopsBeforeTheByte(board._memory)  # type: ignore[assignment]
+    with pytest.raises(KeyboardInterrupt):
+        board.write(2, {"seen": 2})
+    board._memory = memory
+    assert board.read(2) == {"seen": 1}
+
+
 def test_many_who_ask_at_once_ask_once() -> None:
     """Of ranks that ask all others at the same time one does, and all have the same answer."""
     server = _serve()
@@ -176,14 +211,26 @@ def test_many_who_ask_at_once_ask_once() -> None:
     assert server.add("run/reports", 0) == 1
 
 
-@pytest.mark.parametrize(("name", "is_board"), [("distwrap-board-0123", True), ("of-another-program", False)])
-def test_no_memory_is_taken_for_a_board_that_is_none(name: str, is_board: bool) -> None:
-    """Whoever reaches the store may name any memory of the user's: only a board is opened, and grown to its size."""
+BOARD = "distwrap-board-0123"
+
+
+@pytest.mark.parametrize(
+    ("name", "said", "owner", "is_board"),
+    [
+        (BOARD, BOARD, os.geteuid(), True),
+        ("of-another-program", "of-another-program", os.geteuid(), False),
+        ("of-another-program", BOARD, os.geteuid(), False),
+        pytest.param(BOARD, BOARD, 65534, False, marks=pytest.mark.skipif(os.geteuid() != 0, reason="needs root")),
+    ],
+)
+def test_no_memory_is_taken_for_a_board_that_is_none(name: str, said: str, owner: int, is_board: bool) -> None:
+    """Whoever reaches the store may name any memory: only a board of the user's is opened, and grown to its size."""
     server = _serve()
     client = _clients(server, 1)[0]
     fd = os.memfd_create(name)
+    os.fchown(fd, owner, -1)
     try:
-        client.set(f"board/{node()}", json.dumps([1, f"/proc/{os.getpid()}/fd/{fd}", name]))
+        client.set(f"board/{node()}", json.dumps([1, f"/proc/{os.getpid()}/fd/{fd}", said]))
         client.set("boxes", "1")
         Bells(client, Placement(1, 2, master_addr="127.0.0.1")).close()
         assert (os.fstat(fd).st_size > 0) is is_board
