@@ -45,7 +45,7 @@ def meet(placement: Placement, seconds: float, device: torch.device | None = Non
     """
     global _generation
     _generation += 1
-    store: Store = PrefixStore(f"{_PREFIX}/{_generation}", stores.open_store(placement, seconds))
+    store: Store = PrefixStore(f"{_PREFIX}/{_generation}", _open_store(placement, seconds))
     address = interfaces.source_address(str(placement.master_addr)) if placement.nnodes > 1 else None
     mine = {**registration(device), "gpu": gpu, "address": address}
     text = json.dumps(mine)
@@ -75,6 +75,17 @@ def meet(placement: Placement, seconds: float, device: torch.device | None = Non
         mine["script"] = zero["script"]  # the callers on the nodes have compared theirs
     check_versions(mine, me, zero, f"rank 0 on {zero['host']}")
     return store
+
+
+def _open_store(placement: Placement, seconds: float) -> Store:
+    """Open the store: not that of the group before, which this rank has left and rank 0 is about to close."""
+    mine, deadline = f"{_PREFIX}/{_generation - 1}/gone/{placement.rank}", time.monotonic() + seconds
+    while True:
+        store = stores.open_store(placement, seconds)
+        with suppress(dist.DistNetworkError):
+            if placement.rank == 0 or _generation == 1 or time.monotonic() > deadline or not store.check([mine]):
+                return store
+        time.sleep(0.02)
 
 
 def registrations(store: Store, ranks: Sequence[int]) -> list[dict[str, Any]]:

@@ -74,6 +74,23 @@ def test_with_torchruns_variables(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(INTERPRETERS)
+def test_the_store_of_the_group_before(tmp_path: Path) -> None:
+    """A rank that is early for the next group waits where rank 0 still closes the store of the one before."""
+    outputs = by_hand(
+        "import time\n"
+        "from distwrap.group import setup\n"
+        "say_goodbye = setup.say_goodbye\n"
+        "if dw.rank() == 0: setup.say_goodbye = lambda *place: (say_goodbye(*place), time.sleep(0.5))\n"
+        "for n in range(2):\n"
+        "    with dw.setup_process_group(timeout=20): dw.barrier()\n"
+        "print('done')\n",
+        2,
+        tmp_path,
+    )
+    assert all(output.rstrip().endswith("done") for output in outputs), outputs
+
+
+@pytest.mark.slow(INTERPRETERS)
 def test_a_group_of_the_users_is_left_alone(tmp_path: Path) -> None:
     """Where the user has made a group, helpers and decorated functions use it, and it outlives them."""
     outputs = by_hand(
