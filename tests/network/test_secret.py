@@ -202,7 +202,7 @@ def test_another_file_is_not_read_for_it(tmp_path: Path) -> None:
         for place in (memory_file.path_of(file.fileno()), f"/proc/self/../../{known}", memory_file.path_of(99_999)):
             assert secret._taken(f"memory {place} {proof}", b"") == b""
         own, offer = secret._offer(Placement(0, 2, 0, 2), b"", stack)
-        assert os.stat(f"/proc/{offer.split()[1]}").st_mode & 0o077 == 0
+        assert os.stat(offer.split()[1]).st_mode & 0o077 == 0
         assert secret._taken(f"{offer} {proof}", b"") == b""
         assert secret._taken(f"{offer} {secret.signature(b'proof', own).hex()}", b"") == own
 
