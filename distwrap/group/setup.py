@@ -20,7 +20,8 @@ from distwrap.group import failures
 from distwrap.group.resources import assign_resources
 from distwrap.group.world import World, activate, active_world, current_world, deactivate, say
 from distwrap.network import interfaces, secret
-from distwrap.network.rendezvous import await_all_joined, count_in, meet, say_goodbye
+from distwrap.network.rendezvous import await_all_joined, meet, say_goodbye
+from distwrap.network.waiting import count_in
 from distwrap.options import Options, switched_on
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel

@@ -11,7 +11,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from distwrap.environments import Placement
 from distwrap.errors import ArrivalError
 from distwrap.network.interfaces import ADVICE, addresses_of, interfaces
-from distwrap.network.waiting import wait_until
+from distwrap.network.waiting import are_all_counted, count_in
 
 REPLY_SECONDS = 15.0  # for a name to resolve and its node to answer
 _CONNECT_SECONDS = 3.0  # for one try at one address
@@ -105,8 +105,9 @@ def check_nodes_connect(store: Store, placement: Placement, interface: str) -> N
     name = os.environ.get("GLOO_SOCKET_IFNAME", interface).split(",")[0]
     if placement.local_rank == 0:
         store.set(f"probe/{placement.node_rank}", _exchange_byte(store, placement, name))
+        count_in(store, "probe", placement.nnodes)
+    are_all_counted(store, "probe", placement.world_size, REPLY_SECONDS + _SLACK_SECONDS)
     keys = [f"probe/{node}" for node in range(placement.nnodes)]
-    wait_until(lambda: store.check(keys), REPLY_SECONDS + _SLACK_SECONDS, longest_pause=0.005)
     results = [store.get(key).decode() if store.check([key]) else "a node fell silent" for key in keys]
     problems = [problem for problem in results if problem]
     if problems:

@@ -21,7 +21,7 @@ from distwrap.environments.identity import identity
 from distwrap.errors import ArrivalError
 from distwrap.network import interfaces, stores
 from distwrap.network.stores import NOTICE_SECONDS
-from distwrap.network.waiting import pause_between_looks, wait_until
+from distwrap.network.waiting import are_all_counted, count_in
 from distwrap.wording import first_line, named_ranks, print_notice
 
 _LEAVE_SECONDS = 10.0  # for the others to leave before the rank that holds the store does
@@ -120,7 +120,7 @@ def wait_for_all(
     names = [f"here/{number}" for number in range(size)]
     start, noticed = time.monotonic(), False
     count_in(store, "here", size)
-    while not _is_all(store, "here", size):
+    while not are_all_counted(store, "here", size):
         waited = time.monotonic() - start
         if waited > min(NOTICE_SECONDS, seconds) and not noticed:
             noticed = True
@@ -214,27 +214,10 @@ def _who_is_here(placement: Placement, hosts: dict[int, str]) -> str:
     return f"{len(hosts)} of {placement.world_size} ranks are here; missing: {', '.join(parts)}"
 
 
-def count_in(store: Store, what: str, size: int) -> None:
-    """Count this rank or node, and let the others know when it is the last: a key for each would be asked for by each.
-
-    Args:
-        store: store in which they are counted.
-        what: what they have done, each once.
-        size: number of ranks or nodes.
-    """
-    if store.add(f"{what}/count", 1) == size:
-        store.set(f"{what}/all", "")
-
-
-def _is_all(store: Store, what: str, size: int) -> bool:
-    """Wait a second, and return whether all are counted: while torch itself waits, Ctrl-C is not heard."""
-    return wait_until(lambda: store.check([f"{what}/all"]), 1.0, pause_between_looks(size))
-
-
 def await_all_joined(store: Store, placement: Placement) -> None:
     """Wait before leaving until all ranks have joined the group: one may still be connecting to this one."""
     with suppress(dist.DistError):  # a rank that is gone without a goodbye has failed, which others tell
-        if not _is_all(store, "joined", placement.world_size):
+        if not are_all_counted(store, "joined", placement.world_size):
             store.wait(["joined/all"], timedelta(seconds=_LEAVE_SECONDS))
 
 

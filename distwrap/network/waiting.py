@@ -1,10 +1,12 @@
-"""Wait with a time limit: for something to come true, or for torch, which may wait without one."""
+"""Wait with a time limit: for something to come true, for all to be counted, or for torch, which may know no limit."""
 
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import TypeVar
+
+from torch.distributed import Store  # type: ignore[attr-defined]
 
 Found = TypeVar("Found")
 
@@ -31,6 +33,30 @@ def wait_until(find: Callable[[], Found], seconds: float, longest_pause: float =
 def pause_between_looks(ranks: int) -> float:
     """Return for how many seconds a rank leaves alone a store at which so many of them look."""
     return min(0.5, max(0.01, ranks / 4096))
+
+
+def count_in(store: Store, what: str, size: int) -> None:
+    """Count this rank or node, and let the others know when it is the last: a key for each would be asked for by each.
+
+    Args:
+        store: store in which they are counted.
+        what: what they have done, each once.
+        size: number of ranks or nodes.
+    """
+    if store.add(f"{what}/count", 1) == size:
+        store.set(f"{what}/all", "")
+
+
+def are_all_counted(store: Store, what: str, waiting: int, seconds: float = 1.0) -> bool:
+    """Wait, and return whether all are counted: while torch itself waits, Ctrl-C is not heard.
+
+    Args:
+        store: store in which they are counted.
+        what: as at `count_in`.
+        waiting: number of ranks or nodes that wait for it.
+        seconds: time limit.
+    """
+    return wait_until(lambda: store.check([f"{what}/all"]), seconds, pause_between_looks(waiting))
 
 
 def run_within(work: Callable[[], Found], seconds: float) -> Found | None:
