@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -217,8 +216,7 @@ def _who_is_here(placement: Placement, hosts: dict[int, str]) -> str:
 def await_all_joined(store: Store, placement: Placement) -> None:
     """Wait before leaving until all ranks have joined the group: one may still be connecting to this one."""
     with suppress(dist.DistError):  # a rank that is gone without a goodbye has failed, which others tell
-        if not are_all_counted(store, "joined", placement.world_size):
-            store.wait(["joined/all"], timedelta(seconds=_LEAVE_SECONDS))
+        are_all_counted(store, "joined", placement.world_size, _LEAVE_SECONDS)
 
 
 def say_goodbye(store: Store, placement: Placement) -> None:
@@ -226,7 +224,6 @@ def say_goodbye(store: Store, placement: Placement) -> None:
     if stores.held_elsewhere(placement):
         return
     with suppress(dist.DistError):
-        store.set(f"gone/{placement.rank}", "")
+        count_in(store, "gone", placement.world_size)
         if placement.rank == 0:
-            gone = [f"gone/{rank}" for rank in range(placement.world_size)]
-            store.wait(gone, timedelta(seconds=_LEAVE_SECONDS))
+            are_all_counted(store, "gone", 1, _LEAVE_SECONDS)
