@@ -164,6 +164,7 @@ def main() -> int:
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = soak(given.seconds, given.launcher, folder)
+    print(f"{'median of':<26} {'2nd third':>10} {'last third':>10}")
     for rank, each in enumerate(found):
         for name, (before, after) in each.items():
             print(f"rank {rank}  {name:<18} {before:>10.1f} {after:>10.1f}")
