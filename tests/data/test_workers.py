@@ -5,6 +5,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +142,20 @@ print(main())
 """
 
 
-def test_two_containers_that_share_tmp(tmp_path: Path) -> None:
+@pytest.fixture
+def short_folder() -> Iterator[str]:
+    """A folder with a short name, as for sockets it must be."""
+    with tempfile.TemporaryDirectory() as folder:
+        yield folder
+
+
+def test_two_containers_that_share_tmp(tmp_path: Path, short_folder: str) -> None:
     """Where two runs have the same process numbers neither takes the other's folder of workers for a dead one's."""
     apart = ["unshare", "--pid", "--mount-proc", "--fork"]
     if os.geteuid() != 0 or subprocess.run([*apart, "true"], capture_output=True).returncode:
         pytest.skip("only root can give a process numbers of its own")
     (tmp_path / "program.py").write_text(CONTAINER)
-    shared = Path(tempfile.mkdtemp())  # a short name, as for sockets it must be
+    shared = Path(short_folder)
     (shared / "distwrap-workers-killed").mkdir()  # nobody holds its lock
     env = {**ENV, "TMPDIR": str(shared), "DISTWRAP_QUIET": "1"}
 
@@ -157,11 +165,13 @@ def test_two_containers_that_share_tmp(tmp_path: Path) -> None:
         return subprocess.Popen(command, cwd=tmp_path, env=env, text=True, **pipes)  # type: ignore[call-overload]
 
     with start("first") as first:
-        while not (tmp_path / "midway").exists():
-            assert first.poll() is None, first.communicate()
-            time.sleep(0.02)
-        with start("second") as second:
-            assert second.communicate(timeout=60)[0] == "8\n"
-        (tmp_path / "go on").touch()
+        try:
+            while not (tmp_path / "midway").exists():
+                assert first.poll() is None, first.communicate()
+                time.sleep(0.02)
+            with start("second") as second:
+                assert second.communicate(timeout=60)[0] == "8\n"
+        finally:
+            (tmp_path / "go on").touch()  # else it would never end
         assert first.communicate(timeout=60)[0] == "8\n"
-    shared.rmdir()  # there is nothing in it
+    assert not list(shared.iterdir())
