@@ -78,11 +78,11 @@ def meet(placement: Placement, seconds: float, device: torch.device | None = Non
 
 def _open_store(placement: Placement, seconds: float) -> Store:
     """Open the store: not that of the group before, which this rank has left and rank 0 is about to close."""
-    mine, deadline = f"{_PREFIX}/{_generation - 1}/gone/{placement.rank}", time.monotonic() + seconds
+    left, deadline = f"{_PREFIX}/{_generation - 1}/gone/count", time.monotonic() + seconds
     while True:
         store = stores.open_store(placement, seconds)
         with suppress(dist.DistNetworkError):
-            if placement.rank == 0 or _generation == 1 or time.monotonic() > deadline or not store.check([mine]):
+            if placement.rank == 0 or _generation == 1 or time.monotonic() > deadline or not store.check([left]):
                 return store
         time.sleep(0.02)
 
