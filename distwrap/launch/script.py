@@ -219,8 +219,8 @@ class _RankZero(Process):
     """This process as a rank like the others, which the supervisor waits for and ends.
 
     Its function runs in the main thread. What ends it is an exception out of a signal's handler, which wakes the thread
-    from a sleep or a read as well. The signal is one that nobody else sends and that does nothing without our handler,
-    and the handler does nothing outside of the function: so it is never taken for a Ctrl-C, and never comes late.
+    from a sleep or a read as well. The signal is one that does nothing without our handler, and the handler does
+    nothing outside of the function: so it is never taken for a Ctrl-C, and never comes late.
     """
 
     _SIGNAL = signal.SIGURG
@@ -231,7 +231,7 @@ class _RankZero(Process):
         self._reporting = threading.Lock()
         self._outcome: Outcome | None = None
         self.has_left = threading.Event()
-        self._in_function = False
+        self._in_function = self._is_called = False
 
     @contextmanager
     def hear_of_failures(self) -> Iterator[None]:
@@ -259,7 +259,7 @@ class _RankZero(Process):
         self.has_left.set()
 
     def _leave_function(self, number: int, frame: FrameType | None) -> None:
-        if self._in_function:
+        if self._in_function and self._is_called:  # other programs send the signal too, as Go's do to themselves
             raise _AnotherFailed
 
     def report(self, outcome: Outcome) -> bool:
@@ -284,6 +284,7 @@ class _RankZero(Process):
     def signal(self, number: int, *, with_children: bool = True) -> None:
         main = threading.main_thread().ident
         assert main is not None
+        self._is_called = True
         if not self.has_left.is_set():
             signal.pthread_kill(main, self._SIGNAL)
 

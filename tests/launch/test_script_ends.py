@@ -239,6 +239,20 @@ def test_a_rank_that_leaves_early(how: str, tmp_path: Path) -> None:
     assert re.search("CollectiveError: rank 0 on .* waited in a collective for rank 1, which had left", done.stderr)
 
 
+def test_a_signal_of_another_program_is_no_failure(tmp_path: Path) -> None:
+    """What wakes rank 0 is sent by others too: Go's runtime sends it to its own process."""
+    program = tmp_path / "urgent.py"
+    program.write_text(
+        "import signal, distwrap as dw\n"
+        "def main():\n"
+        "    if dw.rank() == 0: signal.raise_signal(signal.SIGURG)\n"
+        "    return dw.reduce(1, 'sum')\n"
+        "print(dw.distributed(nprocs=2, launcher='script')(main)())\n"
+    )
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True, timeout=LIMIT)
+    assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
+
+
 SWALLOWS = """
 import time
 import distwrap as dw
