@@ -44,9 +44,12 @@ def test_a_strangers_state_is_not_read(tmp_path: Path) -> None:
     """Whoever connects to the agents' store can stop them, and call nothing."""
     store, harmful = dist.HashStore(), tmp_path / "was here"
     backend = CheckedBackend(C10dRendezvousBackend(store, "mine"))
-    for data in (pickle.dumps({"round": Harmful(str(harmful))}), b"junk"):
+    node = dynamic_rendezvous._NodeDesc
+    change = f"c{node.__module__}\n{node.__name__}\n".encode() + b"(N}X\x06\0\0\0poisonK\x07stb."
+    for data in (pickle.dumps({"round": Harmful(str(harmful))}), change, b"junk"):
         store.set("torch.rendezvous.mine", b64encode(data).decode())
         for ask in (backend.get_state, lambda: backend.set_state(b"", b"other")):
             with pytest.raises(RendezvousStateError, match="is not their state, and is not read"):
                 ask()
     assert not harmful.exists()
+    assert not hasattr(node, "poison")
