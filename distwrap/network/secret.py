@@ -5,6 +5,7 @@ inherit it. Others take it from the file that DISTWRAP_SECRET_FILE names, from r
 to processes of the same user, or, under Slurm, from a credential of munge's, which the same user alone can decode.
 """
 
+import hashlib
 import hmac
 import os
 import re
@@ -20,7 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from distwrap.environments import Placement
 from distwrap.errors import ArrivalError, OptionError
 from distwrap.network import memory_file
-from distwrap.network.stores import read
+from distwrap.network.stores import read, read_all, set_all
 from distwrap.options import SECRET_FILE
 from distwrap.wording import print_notice
 
@@ -88,9 +89,11 @@ def agree(store: Store, placement: Placement) -> bytes:
         if rank == 0:
             secret, offer = (b"", "none -") if problem else _offer(placement, given, stack)
             store.set("secret/offer", f"{offer} {signature(b'proof', secret).hex()}")
+            _answer(store, placement.world_size, secret)
         else:
             offer = store.get("secret/offer").decode()
             secret = b"" if problem else _taken(offer, given)
+            secret = secret if _is_of_now(store, rank, secret) else b""
         zeros = offer.startswith("file ")
         if not secret:
             mine = "none" if not given else "another" if zeros else "one"
@@ -105,6 +108,27 @@ def agree(store: Store, placement: Placement) -> bytes:
         differs = differs or "the ranks' store says that one has none, as another program may have written there"
         raise ArrivalError(f"{SECRET_FILE} must name the same secret on all ranks: {differs}.")
     return b""
+
+
+def _is_of_now(store: Store, rank: int, secret: bytes) -> bool:
+    """Return whether rank 0 has the secret now: the offer may be one of an earlier run, which somebody has kept."""
+    challenge = secrets.token_hex(16)
+    store.set(f"secret/challenge/{rank}", challenge)
+    answer = store.get(f"secret/answer/{rank}").decode(errors="replace")
+    return hmac.compare_digest(answer.encode(), _response(challenge.encode(), secret).encode())
+
+
+def _answer(store: Store, world_size: int, secret: bytes) -> None:
+    """Show each rank that this one, rank 0, has the secret."""
+    others = range(1, world_size)
+    challenges = read_all(store, [f"secret/challenge/{rank}" for rank in others]) if others else []
+    answers = zip(others, challenges, strict=True)
+    set_all(store, {f"secret/answer/{rank}": _response(challenge, secret) for rank, challenge in answers})
+
+
+def _response(challenge: bytes, secret: bytes) -> str:
+    """Return the signature of a challenge's hash: of the challenge itself, anybody could have any text signed."""
+    return signature(hashlib.sha256(challenge).digest(), secret).hex()
 
 
 def _offer(placement: Placement, given: bytes, stack: ExitStack) -> tuple[bytes, str]:

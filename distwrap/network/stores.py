@@ -80,13 +80,13 @@ def read_all(store: Store, keys: list[str]) -> list[bytes]:
     return [store.get(key) for key in keys]
 
 
-def set_all(store: Store, keys: list[str]) -> None:
-    """Set keys, without a value, by one operation where the store has it."""
-    if keys and store.has_extended_api():  # type: ignore[attr-defined]
-        store.multi_set(keys, [""] * len(keys))  # type: ignore[attr-defined]
+def set_all(store: Store, texts: dict[str, str]) -> None:
+    """Set keys, by one operation where the store has it."""
+    if texts and store.has_extended_api():  # type: ignore[attr-defined]
+        store.multi_set(list(texts), list(texts.values()))  # type: ignore[attr-defined]
         return
-    for key in keys:
-        store.set(key, "")
+    for key, text in texts.items():
+        store.set(key, text)
 
 
 def count(store: Store, key: str) -> int:

@@ -203,4 +203,4 @@ def ring_from_outside(store: Store, ranks: int) -> None:
 def ring_boxes(store: Store, ranks: int, besides: int = 0) -> None:
     """Ring the ranks of all boards but one."""
     boxes = min(count(store, "boxes"), 2 * ranks)  # as many as ranks can have made, whatever the store says
-    set_all(store, [f"mail/{box}" for box in range(1, boxes + 1) if box != besides])
+    set_all(store, {f"mail/{box}": "" for box in range(1, boxes + 1) if box != besides})

@@ -27,9 +27,20 @@ needs_root = pytest.mark.skipif(
 )
 
 
-def agreed(*, nnodes: int = 1, ranks: int = 2) -> list[bytes | BaseException]:
+class Replaced(dist.HashStore):
+    """A store in which somebody puts something else in the place of rank 0's offer."""
+
+    def __init__(self, offer: str = "") -> None:
+        super().__init__()
+        self._offer = offer
+
+    def set(self, key: str, value: str) -> None:
+        super().set(key, self._offer if self._offer and key == "secret/offer" else value)
+
+
+def agreed(*, nnodes: int = 1, ranks: int = 2, store: dist.Store | None = None) -> list[bytes | BaseException]:
     """What each of some ranks, which are threads of this process, has agreed on."""
-    store = dist.HashStore()
+    store = dist.HashStore() if store is None else store
     store.set_timeout(timedelta(seconds=20))
     found: dict[int, bytes | BaseException] = {}
 
@@ -83,6 +94,14 @@ def test_a_file(file: Path, nnodes: int) -> None:
     assert first == second != b""
     assert agreed(nnodes=nnodes)[0] not in (first, file.read_bytes().strip())
     assert secret.of_file() == 16 * b"ab"
+
+
+def test_an_offer_of_an_earlier_run(file: Path) -> None:
+    """With a run's offer somebody could replay what its ranks have signed: rank 0 has to have the secret now."""
+    before = dist.HashStore()
+    assert all(isinstance(each, bytes) for each in agreed(store=before))
+    for error in agreed(store=Replaced(before.get("secret/offer").decode())):
+        assert isinstance(error, ArrivalError), error
 
 
 def test_another_file_on_one_rank(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
