@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -45,28 +46,15 @@ if __name__ == "__main__":
 
 
 OTHERS = ["forkserver", "spawn", "script", "torchrun", "torchrun by hand"]
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 @pytest.mark.parametrize("how", ["fork", *(slow(how, why=INTERPRETERS) for how in OTHERS)])
 def test_nothing_is_said(how: str, tmp_path: Path) -> None:
     """A run that ends well leaves standard error empty, under every launcher, with warnings on."""
-    program = tmp_path / "program.py"
-    program.write_text(PROGRAM)
-    python = [sys.executable, "-W", "always", "-W", "ignore:`torch.jit:DeprecationWarning"]
+    warnings = ["-W", "always", "-W", "ignore:`torch.jit:DeprecationWarning"]
     launcher = {"torchrun": "auto", "torchrun by hand": "by hand"}.get(how, how)
-    if how.startswith("torchrun"):
-        python += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*python, program, launcher],
-        cwd=tmp_path,
-        env={**os.environ, "DISTWRAP_QUIET": "1", "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=LIMIT,
-        check=False,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
+    _says_nothing(tmp_path, PROGRAM, *warnings, *(TORCHRUN if how.startswith("torchrun") else []), arguments=[launcher])
 
 
 FORGETS = """
@@ -82,11 +70,16 @@ dw.barrier()
 @pytest.mark.slow(INTERPRETERS)
 def test_who_forgets_the_teardown_ends_well(tmp_path: Path) -> None:
     """The interpreter's end does not find the side channel's thread in native code, which would abort the rank."""
-    program = tmp_path / "program.py"
-    program.write_text(FORGETS)
+    _says_nothing(tmp_path, FORGETS, *TORCHRUN)
+
+
+def _says_nothing(folder: Path, text: str, *options: str, arguments: Sequence[str] = ()) -> None:
+    """Run a program with these options of the interpreter; it ends well, and standard error stays empty."""
+    program = folder / "program.py"
+    program.write_text(text)
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", program],
-        cwd=tmp_path,
+        [sys.executable, *options, program, *arguments],
+        cwd=folder,
         env={**os.environ, "DISTWRAP_QUIET": "1", "OMP_NUM_THREADS": "1"},
         stdin=subprocess.DEVNULL,
         capture_output=True,
