@@ -153,6 +153,8 @@ def _written(path: Path) -> tuple[int, int] | None:
         stat = os.stat(path)
     except FileNotFoundError:
         return None
+    except OSError as error:  # no right to the folder, or a link that leads to itself
+        raise CheckpointError(f"rank {current_world().placement.rank} cannot read {path}: {error}") from error
     return int(stat.st_mtime), stat.st_size
 
 

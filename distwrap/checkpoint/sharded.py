@@ -30,6 +30,7 @@ from torch.futures import Future
 from distwrap._internals.python import PATH_MODULES, unpickler
 from distwrap._internals.torch import LAYOUT_FUNCTION
 from distwrap.checkpoint.files import SKELETON
+from distwrap.checkpoint.pickles import check_pickle
 from distwrap.checkpoint.untrusted import check_regular, load_file, load_tensor
 from distwrap.errors import CheckpointError
 from distwrap.group.collectives import gather_object
@@ -147,7 +148,10 @@ class _SafeReader(FileSystemReader):
     def __init__(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__(path)
         self._folder = path
-        self._contents = _Contents(io.BytesIO(self._inside(".metadata").read_bytes())).load()
+        table = io.BytesIO(self._inside(".metadata").read_bytes())
+        check_pickle(table, path / ".metadata")
+        table.seek(0)
+        self._contents = _Contents(table).load()
         if type(self._contents) is not Metadata:
             raise CheckpointError(f"cannot load {path}: its .metadata is no table of contents.")
         self.missing = {name: tensor.numel() for name, tensor in tensors.items()}

@@ -7,6 +7,7 @@ Source of the archive's layout: https://pkware.cachefly.net/webdocs/casestudies/
 """
 
 import io
+import mmap
 import os
 import stat
 import sys
@@ -17,10 +18,10 @@ from typing import IO, Any
 
 import torch
 
+from distwrap.checkpoint.pickles import check_pickle
 from distwrap.errors import CheckpointError
 
 _on_device: Callable[[torch.UntypedStorage, str], Any] = torch.serialization.default_restore_location
-_HEADER = 30 + 2 * 65_535  # bytes before a record, at most
 _DEEPEST = 250  # no state that torch.save can write is nested so deep
 _PARTS = 1_000_000  # beside as many as the file has bytes
 
@@ -41,11 +42,9 @@ def load_file(path: Path, map_location: Any = None, *, mapped: bool = False) -> 
     with open(path, "rb") as file:
         length = os.fstat(file.fileno()).st_size
         is_archive = file.read(4) == b"PK\3\4"  # else it is of torch before 1.6, and one pickle with its numbers
-        records = _records(file, 0, length, path) if is_archive else {b"data.pkl": (0, length)}
-        for begin, size in (record for name, record in records.items() if name.endswith(b"data.pkl")):
-            file.seek(begin)
-            if b"bytearray\n" in file.read(size + _HEADER):
-                raise CheckpointError(f"cannot load {path}: it holds a bytearray, which can be of any length.")
+        if length:
+            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                _check_pickles(content, _records(file, 0, length, path) if is_archive else None, path)
 
     def read(location: Any) -> Any:  # mapped, where no number can be read from beyond the file's end
         with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
@@ -69,15 +68,16 @@ def load_tensor(file: IO[bytes], start: int, length: int, path: Path) -> torch.T
         CheckpointError: the part is not in the file, is no tensor, or claims to hold more than it does.
     """
     records = _records(file, start, length, path)
-    for name, (at, size) in records.items():
-        if name.endswith(b"byteorder"):  # numbers in the other order are turned before anything can be checked
-            file.seek(start + at + 26)
-            file.seek(sum(unpack("<HH", file.read(4))), os.SEEK_CUR)
-            if file.read(size) != sys.byteorder.encode():
-                raise CheckpointError(f"cannot load {path}: it is of a machine with another order of bytes.")
-    numbers = [size for name, (_, size) in records.items() if b"/data/" in name]
     file.seek(start)
     part = io.BytesIO(file.read(length))
+    for name, (at, size) in records.items():
+        if name.endswith(b"byteorder"):  # numbers in the other order are turned before anything can be checked
+            part.seek(_begin(part, at))
+            if part.read(size) != sys.byteorder.encode():
+                raise CheckpointError(f"cannot load {path}: it is of a machine with another order of bytes.")
+    _check_pickles(part, records, path)
+    part.seek(0)
+    numbers = [size for name, (_, size) in records.items() if b"/data/" in name]
     restore = _restorer("cpu", min(numbers, default=0), path)
     tensor = torch.load(part, map_location=restore, weights_only=True)
     if not isinstance(tensor, torch.Tensor) or len(numbers) != 1:
@@ -93,6 +93,31 @@ def check_regular(path: Path) -> None:
     """
     if not stat.S_ISREG(path.stat().st_mode):
         raise CheckpointError(f"cannot load {path}: it is no file, and no folder that distwrap.save() has written.")
+
+
+def _check_pickles(content: Any, records: dict[bytes, tuple[int, int]] | None, path: Path) -> None:
+    """Check the pickles of a file, before anything is made of them.
+
+    Args:
+        content: the file, or a part of it.
+        records: where an archive's records begin. None: a file of torch before 1.6, which is five pickles and numbers.
+        path: the file, for the error.
+    """
+    if records is None:
+        begins, pickles = [0], 5
+    else:
+        begins, pickles = [_begin(content, at) for name, (at, _) in records.items() if name.endswith(b"data.pkl")], 1
+    for begin in begins:
+        content.seek(begin)
+        for _ in range(pickles):
+            check_pickle(content, path)
+
+
+def _begin(file: Any, at: int) -> int:
+    """Return where a record's bytes begin, behind its header in an archive."""
+    file.seek(at + 26)
+    name, extra = unpack("<HH", file.read(4))
+    return at + 30 + int(name + extra)
 
 
 def _records(file: IO[bytes], start: int, length: int, path: Path) -> dict[bytes, tuple[int, int]]:

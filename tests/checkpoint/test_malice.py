@@ -169,6 +169,42 @@ def test_lists_in_lists(tmp_path: Path, pickled: bytes) -> None:
     both_refuse(path, "cannot load .*a.pt: a list or dict in it holds itself, or is nested endlessly")
 
 
+MANY = b"]q\0(" + b"K\1" * 100_000 + b"e"  # a list of 100,000 ones
+LATER = b"]q\0\x85q\20(" + b"h\0(" + b"K\1" * 100_000 + b"e0"  # the same, filled only after it has a place in a tuple
+SIZES, TENSORS, ENCODE = (b"c" + name + b"\nq\1" for name in (b"torch\nSize", b"torch\nTensor", b"_codecs\nencode"))
+
+
+@pytest.mark.parametrize(
+    "pickled",
+    [
+        b"\x80\x02](" + MANY + SIZES + b"h\1h\0\x85R" * 1000 + b"e.",
+        b"\x80\x02](" + MANY + TENSORS + b"h\1h\0\x85R" * 1000 + b"e.",
+        b"\x80\x02(" + LATER + SIZES + b"h\1h\20R" * 1000 + b"l.",
+        b"\x80\x02](X\x40\x0d\x03\0" + b"a" * 200_000 + b"q\0" + ENCODE + b"h\1h\0X\6\0\0\0utf-32\x86R" * 300 + b"e.",
+    ],
+    ids=["sizes", "tensors", "filled later", "encoded"],
+)
+def test_one_object_that_functions_are_given_again_and_again(tmp_path: Path, pickled: bytes) -> None:
+    """Each may make a copy, for the few bytes of the call: 0.2 MB took 400 MB and more."""
+    path = tmp_path / "a.pt"
+    archive(path, pickled, {})
+    both_refuse(path, "cannot load .*a.pt: it makes copies of what it holds, again and again")
+    dw.save({"w": torch.arange(6.0)}, tmp_path / "parts", io="sharded")
+    (tmp_path / "parts" / ".metadata").write_bytes(pickled)
+    with pytest.raises(CheckpointError, match=r"\.metadata: it makes copies"):
+        dw.load(tmp_path / "parts")
+
+
+def test_an_object_in_many_places_is_no_bomb(tmp_path: Path) -> None:
+    """Tied weights, one list in many dicts, bytes and sets are what people save."""
+    weight, words = torch.nn.Parameter(torch.ones(3)), ["a" * 10_000] * 100
+    state = {str(key): {"w": weight, "words": words, "bytes": b"x" * 1000, "set": set(range(99))} for key in range(300)}
+    dw.save(state, tmp_path / "a.pt")
+    loaded = dw.load(tmp_path / "a.pt")
+    assert loaded["299"]["set"] == set(range(99))
+    assert loaded["0"]["w"].data_ptr() == loaded["299"]["w"].data_ptr()
+
+
 def test_a_sparse_tensor_with_numbers_outside_of_it(tmp_path: Path) -> None:
     """torch does not check it by default, and writes beyond its memory when it is made dense."""
     path = tmp_path / "a.pt"

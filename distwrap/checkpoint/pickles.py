@@ -1,0 +1,101 @@
+"""What a pickle would do, told without doing it: which names it uses, and how much its calls are given.
+
+A function is given one object many times by a few bytes each, and may make a copy each time.
+
+Source of the opcodes, and of what each takes and leaves: https://docs.python.org/3/library/pickletools.html
+"""
+
+import pickletools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from distwrap.errors import CheckpointError
+
+_GETS = ("GET", "BINGET", "LONG_BINGET")
+_PUTS = ("PUT", "BINPUT", "LONG_BINPUT", "MEMOIZE")
+_FILLS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
+_CALLS = ("REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST")
+_EMPTY = ("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET")
+_SIMPLE = {op.name for op in pickletools.opcodes if not op.stack_before and op.stack_after} - {*_GETS, *_EMPTY, "MARK"}
+_ENOUGH = 1_000_000
+_PER_BYTE = 8  # a part counts at each call that it is handed through: a tensor's in a parameter three times
+
+_Part = int | list[Any]  # a size: of one thing, or the parts' of what holds others
+
+
+def check_pickle(file: Any, path: Path) -> None:
+    """Check that what the calls in a pickle make is no more than it holds.
+
+    Args:
+        file: bytes to read the pickle from, from where it stands; afterwards it stands behind the pickle.
+        path: the file's, for the error.
+
+    Raises:
+        CheckpointError: functions are given one object again and again, or one makes bytes of any length, or it is no
+            whole pickle.
+    """
+    try:
+        _walk(file, path)
+    except (ValueError, IndexError, KeyError, AttributeError) as error:
+        why = error if isinstance(error, ValueError) else "it takes what is not there"
+        raise CheckpointError(
+            f"cannot load {path}: it is damaged, or was not written by torch.save(): {why}"
+        ) from error
+
+
+def _walk(file: Any, path: Path) -> None:
+    stack: list[_Part] = []
+    below: list[list[_Part]] = []  # the stacks at each mark
+    memo: dict[int, _Part] = {}
+    given, start = 0, file.tell()
+    operations: Iterator[tuple[Any, Any, Any]] = pickletools.genops(file)
+    for opcode, argument, at in operations:
+        name = opcode.name
+        if name in ("GLOBAL", "INST") and argument.endswith(" bytearray"):
+            raise CheckpointError(f"cannot load {path}: it holds a bytearray, which can be of any length.")
+        if name in _SIMPLE:
+            stack.append(1 + (len(argument) if isinstance(argument, (str, bytes, bytearray)) else 0))
+        elif name in _EMPTY:
+            stack.append([])
+        elif name in _PUTS:
+            memo[len(memo) if name == "MEMOIZE" else argument] = stack[-1]
+        elif name in _GETS:
+            stack.append(memo[argument])
+        elif name == "DUP":
+            stack.append(stack[-1])
+        elif name == "MARK":
+            below.append(stack)
+            stack = []
+        elif name == "POP" and not stack:
+            stack = below.pop()
+        else:
+            taken, before = [], opcode.stack_before
+            if pickletools.markobject in before:
+                taken, stack = stack, below.pop()
+                before = before[: before.index(pickletools.markobject)]
+            taken += [stack.pop() for _ in before]
+            filled: Any = taken.pop() if name in _FILLS else None
+            if name in _CALLS or name == "BUILD":
+                limit = _ENOUGH + _PER_BYTE * (at - start)
+                given += _size(taken, limit - given)
+                if given > limit:
+                    raise CheckpointError(f"cannot load {path}: it makes copies of what it holds, again and again.")
+            if filled is not None:
+                filled.extend(taken)
+                stack.append(filled)
+            else:
+                stack += [[1, *taken] for _ in opcode.stack_after]
+
+
+def _size(parts: Sequence[_Part], limit: int) -> int:
+    """Return how large parts are together, or more than the limit: they may hold themselves."""
+    size, left = 0, list(parts)
+    while left and size <= limit:
+        part = left.pop()
+        if isinstance(part, int):
+            size += part
+        else:
+            size += 1
+            left += part
+    return size
