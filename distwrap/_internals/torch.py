@@ -33,6 +33,9 @@ def _refuse(name: str, consequence: str) -> NoReturn:
 
 # Process groups
 
+# Before 2.8 the end of a group takes Python's lock, and waits for a thread of gloo's that may wait for that lock.
+ENDS_GROUPS_LOCKED = tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 8)
+
 
 def default_store() -> Store | None:
     """Return the store in which the ranks of the process group have met, ``None`` where torch does not tell.

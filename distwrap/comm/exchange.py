@@ -13,7 +13,7 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from distwrap._internals.torch import after_backward, current_backward
+from distwrap._internals.torch import ENDS_GROUPS_LOCKED, after_backward, current_backward
 from distwrap.comm.base import Algorithm
 from distwrap.comm.engine import Engine
 from distwrap.comm.link import Link, Traffic
@@ -25,9 +25,6 @@ from distwrap.wording import first_names
 
 if TYPE_CHECKING:
     from distwrap.comm.weights import WeightExchange
-
-# Ends a group with the interpreter's lock taken, for which one of gloo's threads may wait.
-_BEFORE_2_8 = tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 8)
 
 _REPORTS = 3  # of gradients that are not finite, for each model
 
@@ -133,7 +130,7 @@ class Exchange(ABC, Generic[A]):
     def close(self) -> None:
         """End the thread, and let go of the groups where no other rank need take part."""
         self._exchanges.remove(self)
-        if not self.engine.close() or _BEFORE_2_8:
+        if not self.engine.close() or ENDS_GROUPS_LOCKED:
             self.keep_groups()
         groups, self._groups = self._groups, []
         for group in groups:

@@ -2,6 +2,7 @@
 
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from datetime import timedelta
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
+from distwrap._internals.torch import ENDS_GROUPS_LOCKED
 from distwrap.checks import SECONDS
 from distwrap.devices import selection
 from distwrap.devices.kinds import kind_of
@@ -28,6 +30,7 @@ from distwrap.supervision.channel import Channel
 from distwrap.supervision.hang_report import Activity
 
 ARRIVAL_SECONDS = 120.0  # for all ranks to come; part of `timeout`, which is for a collective
+_LAST_WORK_SECONDS = 0.1  # for a group's threads to be done with its last collective
 
 
 class JoinedGroup(AbstractContextManager["JoinedGroup"]):
@@ -222,7 +225,14 @@ def _teardown(*, destroy: bool) -> None:
                 dist.destroy_process_group()
             say_goodbye(world.store, world.placement)
         if destroy:
-            world.group = None
+            _let_go(world)
+
+
+def _let_go(world: World) -> None:
+    """Let go of the group, whose end waits for its threads."""
+    if ENDS_GROUPS_LOCKED:
+        time.sleep(_LAST_WORK_SECONDS)
+    world.group = None
 
 
 def abandon_process_group(*, failed: bool = True, destroy: bool = False) -> None:
@@ -241,7 +251,7 @@ def abandon_process_group(*, failed: bool = True, destroy: bool = False) -> None
             world.close()
             if destroy and dist.is_initialized():
                 dist.destroy_process_group()
-                world.group = None
+                _let_go(world)
 
 
 @contextmanager

@@ -45,7 +45,8 @@ class Bells:
     def __init__(self, store: Store, placement: Placement) -> None:
         self.store, self._rank, self._ranks = store, placement.rank, placement.world_size
         self._heard, self._lock, self._stopped = 0, threading.Lock(), threading.Event()
-        self._fd, self._waiter = -1, threading.Thread(target=self._wait_for_mail, name="distwrap-mail", daemon=True)
+        self._fd = -1
+        self._waiter: threading.Thread | None = None  # until it starts it would hold this object, and so the store
         board = held(store, placement.world_size)
         self.is_held = board is not None
         self.board, self._box = (board, 0) if board is not None else self._share_board(placement.world_size)
@@ -136,17 +137,18 @@ class Bells:
 
     def listen(self) -> None:
         """Wait for the board's mail from now on, unless another of its ranks does; it stops when its process ends."""
-        if self.is_held or self._waiter.ident is not None:
+        if self.is_held or self._waiter is not None:
             return
         with suppress(BlockingIOError):
             if self._fd >= 0:
                 fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._waiter = threading.Thread(target=self._wait_for_mail, name="distwrap-mail", daemon=True)
             self._waiter.start()
 
     def close(self) -> None:
         """Leave the mail to another rank of the board."""
         self._stopped.set()
-        if self._waiter.is_alive():
+        if self._waiter is not None and self._waiter.is_alive():
             with suppress(RuntimeError):
                 self.store.set(f"mail/{self._box}", "")  # the next to listen finds it there
             self._waiter.join(2 * _POLL_SECONDS)

@@ -48,7 +48,7 @@ class Channel:
         failures: news of failures.
         stalls: detector of a run in which no rank moves.
         work: work of one rank for which others wait.
-        on_stall: called with the hang report on the rank that finds the run stalled; by default it ends the process.
+        on_stall: called with the hang report on the rank that finds the run stalled. None: it ends the process.
     """
 
     def __init__(
@@ -61,9 +61,9 @@ class Channel:
         self._parent = os.getppid() if supervised or "TORCHELASTIC_RUN_ID" in os.environ else None
         self.reporter = Reporter(bells, placement, activity)
         self.failures = FailureNews(bells, texts, placement, supervised, self._stopped)
-        self.stalls = StallDetector(bells.store, placement, timeout, self._report_stall)
+        self.stalls = StallDetector(bells.store, placement, timeout)
         self.work = SharedWork(bells, texts, placement, self.stalls, supervised)
-        self.on_stall: Callable[[str], None] = self._end_stalled
+        self.on_stall: Callable[[str], None] | None = None
         self._thread = threading.Thread(target=self._run, name="distwrap-channel", daemon=True)
 
     def start(self) -> None:
@@ -110,7 +110,9 @@ class Channel:
         self._bells.listen()
         for each in (self.reporter, self.work, self.failures):
             each.look(rung)
-        self.stalls.look()
+        if self.stalls.look():
+            report = f"no rank has moved for {self._timeout:g} s:\n{self.reporter.ask_others()}"
+            (self.on_stall or self._end_stalled)(report)
 
     def _run(self) -> None:
         while not self._stopped.wait(TICK_SECONDS):
@@ -126,9 +128,6 @@ class Channel:
                 if self._bells.is_held or self._stopped.wait(LAUNCHER_SECONDS if self.supervised else NEWS_SECONDS):
                     return
                 end_process(self._place.rank, str(store_is_gone(self._place, error)))
-
-    def _report_stall(self) -> None:
-        self.on_stall(f"no rank has moved for {self._timeout:g} s:\n{self.reporter.ask_others()}")
 
     def _end_stalled(self, report: str) -> None:
         self.failures.tell(report, "")

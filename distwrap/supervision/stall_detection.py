@@ -1,7 +1,6 @@
 """Stall detection: when no rank has moved for the time limit, though none is in a collective, the run ends."""
 
 import time
-from collections.abc import Callable
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -19,11 +18,10 @@ class StallDetector:
         store: where the ranks that stand still are counted.
         placement: this rank's place.
         timeout: seconds without any rank moving after which the run counts as stalled.
-        on_stall: called on the one rank that finds the run stalled.
     """
 
-    def __init__(self, store: Store, placement: Placement, timeout: float, on_stall: Callable[[], None]) -> None:
-        self._store, self._timeout, self._on_stall = store, timeout, on_stall
+    def __init__(self, store: Store, placement: Placement, timeout: float) -> None:
+        self._store, self._timeout = store, timeout
         self._rank, self._ranks = placement.rank, placement.world_size
         self._excuses = 0  # waits under way that may take as long as they like
         self._noted = False
@@ -35,17 +33,16 @@ class StallDetector:
         """Let this rank stand still from now on without being stalled, or no longer."""
         self._excuses += 1 if on else -1
 
-    def look(self) -> None:
-        """Note whether this rank stands still; call `on_stall` if all do, on the rank that is the last to."""
+    def look(self) -> bool:
+        """Note whether this rank stands still; return whether all do, on the rank that is the last to."""
         if self._main_thread_moved() or self._excuses:
             self._still_since = time.monotonic()
         still = time.monotonic() - self._still_since >= self._timeout + COLLECTIVE_SECONDS
         if still == self._noted:
-            return
+            return False
         self._noted, me = still, str(self._rank)
         count = self._store.add("still", 1 if still else -1)
-        if count == self._ranks and self._store.compare_set("stalled", "", me).decode() == me:
-            self._on_stall()
+        return count == self._ranks and bool(self._store.compare_set("stalled", "", me).decode() == me)
 
     def _main_thread_moved(self) -> bool:
         """Return whether the main thread is in another line than before, or the process has used CPU time."""

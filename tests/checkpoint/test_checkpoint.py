@@ -169,7 +169,7 @@ def test_loading_says_what_is_wrong_with_the_file(tmp_path: Path) -> None:
     (tmp_path / "broken.pt").write_bytes(b"hello")
     (tmp_path / "empty.pt").touch()
     torch.save(nn.Linear(1, 1), tmp_path / "unsafe.pt")
-    with pytest.raises(CheckpointError, match=r"cannot load .*broken\.pt: it is damaged, or was not written by torch\.save"):
+    with pytest.raises(CheckpointError, match=r"broken\.pt: it is damaged, or was not written by torch\.save"):
         dw.load(tmp_path / "broken.pt")
     for name, why in (("empty.pt", "EOFError"), ("unsafe.pt", ".*Weights only.*")):
         words = rf"rank 0 cannot load .*{name}: {why}\. Save it again with distwrap\.save"

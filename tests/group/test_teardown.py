@@ -73,6 +73,28 @@ def test_who_forgets_the_teardown_ends_well(tmp_path: Path) -> None:
     _says_nothing(tmp_path, FORGETS, *TORCHRUN)
 
 
+KEEPS = """
+import gc
+import distwrap as dw
+from distwrap.supervision.bells import Bells
+from distwrap.supervision.channel import Channel
+
+gc.collect()
+gc.disable()
+for _ in range(3):
+    with dw.setup_process_group():
+        dw.barrier()
+    kept = [type(thing).__name__ for thing in gc.get_objects() if type(thing) in (Bells, Channel)]
+    assert not kept, kept
+"""
+
+
+@pytest.mark.slow(INTERPRETERS)
+def test_nothing_keeps_the_store(tmp_path: Path) -> None:
+    """It goes with the group, not when the collector comes: a second set-up at the same port was refused."""
+    _says_nothing(tmp_path, KEEPS, *TORCHRUN)
+
+
 def _says_nothing(folder: Path, text: str, *options: str, arguments: Sequence[str] = ()) -> None:
     """Run a program with these options of the interpreter; it ends well, and standard error stays empty."""
     program = folder / "program.py"
