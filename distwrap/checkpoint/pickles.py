@@ -82,7 +82,8 @@ def _walk(file: Any, path: Path) -> None:
                 if given > limit:
                     raise CheckpointError(f"cannot load {path}: it makes copies of what it holds, again and again.")
             if filled is not None:
-                filled.extend(taken)
+                if name != "BUILD":  # of an object's attributes nothing is copied with it, and they may hold it
+                    filled.extend(taken)
                 stack.append(filled)
             else:
                 stack += [[1, *taken] for _ in opcode.stack_after]
