@@ -21,7 +21,7 @@ _SIMPLE = {op.name for op in pickletools.opcodes if not op.stack_before and op.s
 _ENOUGH = 1_000_000
 _PER_BYTE = 8  # a part counts at each call that it is handed through: a tensor's in a parameter three times
 
-_Part = int | list[Any]  # a size: of one thing, or the parts' of what holds others
+_Part = int | str | bytes | bytearray | list[Any]  # of anything without parts 1; of what holds others theirs
 
 
 def check_pickle(file: Any, path: Path) -> None:
@@ -55,7 +55,7 @@ def _walk(file: Any, path: Path) -> None:
         if name in ("GLOBAL", "INST") and argument.endswith(" bytearray"):
             raise CheckpointError(f"cannot load {path}: it holds a bytearray, which can be of any length.")
         if name in _SIMPLE:
-            stack.append(1 + (len(argument) if isinstance(argument, (str, bytes, bytearray)) else 0))
+            stack.append(argument if isinstance(argument, (str, bytes, bytearray)) else 1)
         elif name in _EMPTY:
             stack.append([])
         elif name in _PUTS:
@@ -76,6 +76,8 @@ def _walk(file: Any, path: Path) -> None:
                 before = before[: before.index(pickletools.markobject)]
             taken += [stack.pop() for _ in before]
             filled: Any = taken.pop() if name in _FILLS else None
+            if name == "REDUCE" and taken[1] == "_codecs encode" and not _is_of_bytes(taken[0]):
+                raise CheckpointError(f"cannot load {path}: it holds an encoded text, which can be of any length.")
             if name in _CALLS or name == "BUILD":
                 limit = _ENOUGH + _PER_BYTE * (at - start)
                 given += _size(taken, limit - given)
@@ -89,14 +91,23 @@ def _walk(file: Any, path: Path) -> None:
                 stack += [[1, *taken] for _ in opcode.stack_after]
 
 
+def _is_of_bytes(given: _Part) -> bool:
+    """Return whether a text is encoded as Python writes bytes: each other encoding can make it longer, again and again.
+
+    Args:
+        given: the tuple of the text and the encoding; two are taken from the stack in the other order.
+    """
+    return isinstance(given, list) and len(given) == 3 and [1, "latin1"] in (given[:2], given[::2])
+
+
 def _size(parts: Sequence[_Part], limit: int) -> int:
     """Return how large parts are together, or more than the limit: they may hold themselves."""
     size, left = 0, list(parts)
     while left and size <= limit:
         part = left.pop()
-        if isinstance(part, int):
-            size += part
-        else:
-            size += 1
+        size += 1
+        if isinstance(part, list):
             left += part
+        elif not isinstance(part, int):
+            size += len(part)
     return size

@@ -180,7 +180,7 @@ SIZES, TENSORS, ENCODE = (b"c" + name + b"\nq\1" for name in (b"torch\nSize", b"
         b"\x80\x02](" + MANY + SIZES + b"h\1h\0\x85R" * 1000 + b"e.",
         b"\x80\x02](" + MANY + TENSORS + b"h\1h\0\x85R" * 1000 + b"e.",
         b"\x80\x02(" + LATER + SIZES + b"h\1h\20R" * 1000 + b"l.",
-        b"\x80\x02](X\x40\x0d\x03\0" + b"a" * 200_000 + b"q\0" + ENCODE + b"h\1h\0X\6\0\0\0utf-32\x86R" * 300 + b"e.",
+        b"\x80\x02](X\x40\x0d\x03\0" + b"a" * 200_000 + b"q\0" + ENCODE + b"h\1h\0X\6\0\0\0latin1\x86R" * 300 + b"e.",
     ],
     ids=["sizes", "tensors", "filled later", "encoded"],
 )
