@@ -6,6 +6,7 @@ look at each state before torch reads it.
 
 import io
 import pickle
+import pickletools
 from typing import Any
 
 from torch.distributed.elastic.rendezvous import (
@@ -64,6 +65,9 @@ def _create_handler(params: RendezvousParameters) -> RendezvousHandler:
 def _check(state: bytes) -> None:
     """Raise an error if a state names anything but the classes of which torch's consists."""
     try:
+        for opcode, argument, _ in pickletools.genops(state):
+            if "PUT" in opcode.name and (argument or 0) > len(state):
+                raise pickle.UnpicklingError("it has fewer objects than it says")  # pickle would make room for all
         _State(io.BytesIO(state)).load()
     except Exception as error:
         raise RendezvousStateError(
