@@ -24,7 +24,8 @@ def unpickler() -> type[pickle.Unpickler]:
     """Return the unpickler that is written in Python, which makes no room for what a pickle only claims to hold.
 
     Relies on ``pickle:_Unpickler``.
-    Without it: a sharded checkpoint of a few bytes, made to do so, can take all memory.
+    Without it: a sharded checkpoint of a few bytes, made to do so, can take all memory, and what another rank sends
+    without a secret can change the classes that plain data has.
     """
     return getattr(pickle, "_Unpickler", pickle.Unpickler)
 

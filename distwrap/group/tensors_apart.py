@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from distwrap._internals.python import unpickler
+
 # Types of plain data that a pickle has to name, by module and name: to call one makes a value, and does nothing else.
 _NAMED = {
     *(("collections", name) for name in ("OrderedDict", "Counter", "defaultdict", "deque")),
@@ -157,7 +159,9 @@ def _is_named(module: str, name: str) -> bool:
     return (module, name) in _NAMED or (module == "builtins" and is_error) or isinstance(found, torch.dtype)
 
 
-class _PlainUnpickler(_TensorUnpickler):
+class _PlainUnpickler(unpickler()):  # type: ignore[misc]
+    tensors: Sequence[torch.Tensor] = ()
+
     def find_class(self, module: str, name: str) -> Any:
         if not _is_named(module, name):
             raise pickle.UnpicklingError(f"{module}.{name} is no plain data, and these ranks have no secret")
@@ -165,7 +169,7 @@ class _PlainUnpickler(_TensorUnpickler):
 
     def persistent_load(self, pid: Any) -> Any:
         if not isinstance(pid, tuple):
-            return super().persistent_load(pid)
+            return self.tensors[pid]
         import numpy  # torch itself can do without
 
         kind, shape, is_array, order, raw = pid
@@ -173,3 +177,11 @@ class _PlainUnpickler(_TensorUnpickler):
             raise pickle.UnpicklingError(f"an array of {kind!r} is no plain data")
         array = numpy.frombuffer(bytearray(raw), dtype=kind).reshape(shape, order=order)
         return array if is_array else array[()]
+
+    def load_build(self) -> None:
+        """Fill an object; a class would be changed for the whole process."""
+        if isinstance(changed := self.stack[-2], type):
+            raise pickle.UnpicklingError(f"it would change the class {changed.__qualname__}")
+        super().load_build()
+
+    dispatch = {**getattr(unpickler(), "dispatch", {}), pickle.BUILD[0]: load_build}

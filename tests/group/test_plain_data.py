@@ -13,7 +13,7 @@ import pickle
 import random
 import resource
 import sys
-from pathlib import Path
+from pathlib import Path, PosixPath
 from typing import Any
 
 import numpy
@@ -250,3 +250,13 @@ def test_ranks_without_a_secret() -> None:
         assert "the cause" in problems[4]
         assert problems[4].startswith("TypeError: rank 0's Failed cannot be sent") or rank == 0
         assert all("test_plain_data.Own is no plain data" in text for text in problems[:2])
+
+
+@pytest.mark.parametrize("kind", [collections.Counter, PosixPath, torch.nn.Parameter, KeyError])
+def test_no_class_is_changed(kind: type) -> None:
+    """Nothing that comes from another rank changes what the whole process uses: each path had another parent."""
+    change = f"c{kind.__module__}\n{kind.__name__}\n".encode() + b"(N}X\6\0\0\0parentK\7stb."
+    before = getattr(kind, "parent", None)
+    with pytest.raises(pickle.UnpicklingError, match=f"it would change the class {kind.__name__}"):
+        load_plain(change)
+    assert getattr(kind, "parent", None) is before
