@@ -145,17 +145,21 @@ def _records(file: IO[bytes], start: int, length: int, path: Path) -> dict[bytes
     table, at, held = file.read(table_size), 0, 0
     records: dict[bytes, tuple[int, int]] = {}
     while at < table_size:
-        method, room, name_length, extra_length, comment_length, begin = unpack_from("<10xH12xL3H8xL", table, at)
+        method, packed, room, name_length, extra_length, comment_length, begin = unpack_from(
+            "<10xH8x2L3H8xL", table, at
+        )
         name = table[at + 46 : at + 46 + name_length].lower()
         if table[at : at + 4] != b"PK\1\2" or name in records:
             raise CheckpointError(f"{problem} has a broken table of contents.")
         if method:
             raise CheckpointError(f"cannot load {path}: it is compressed. Unpack it, and pack it again with 'zip -0'.")
-        if room == 0xFFFFFFFF:
+        needs_field = [number == 0xFFFFFFFF for number in (room, packed, begin)]
+        if any(needs_field):
             field = at + 46 + name_length
-            while unpack_from("<H", table, field)[0] != 1:  # the field of sizes that need 8 bytes
+            while unpack_from("<H", table, field)[0] != 1:  # the field of what needs 8 bytes
                 field += 4 + unpack_from("<2xH", table, field)[0]
-            room = unpack_from("<4xQ", table, field)[0]
+            numbers = unpack_from(f"<4x{sum(needs_field)}Q", table, field)
+            room, begin = numbers[0] if needs_field[0] else room, numbers[-1] if needs_field[2] else begin
         records[name] = begin, room
         held += room
         at += 46 + name_length + extra_length + comment_length

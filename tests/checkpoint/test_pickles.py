@@ -2,10 +2,13 @@
 
 import io
 import pickle
+import struct
+import zlib
 from pathlib import Path
 
 import pytest
 
+import distwrap as dw
 from distwrap.checkpoint.pickles import check_pickle
 from distwrap.errors import CheckpointError
 
@@ -51,3 +54,19 @@ def test_objects_that_hold_each_other_are_read() -> None:
     mesh = Mesh()
     mesh.flattened = [Mesh(mesh) for _ in range(3)]
     check(pickle.dumps([(mesh, Mesh(mesh)) for _ in range(3)], 2)[2:-1])
+
+
+def test_a_pickle_behind_4_gib_is_the_one_that_torch_reads(tmp_path: Path) -> None:
+    """Where a record begins is in another field there: what was walked was a pickle that torch never read."""
+    records = {b"a/data.pkl": b"\x80\2" + ENCODE + b"X\1\0\0\0a" + b"X\3\0\0\0hex\x86R.", b"a/version": b"3\n"}
+    file, table = b"", b""
+    for name, data in records.items():
+        sizes = struct.pack("<3L", zlib.crc32(data), len(data), len(data))
+        wide = struct.pack("<2HQ", 1, 8, len(file))
+        table += b"PK\1\2" + struct.pack("<6H", 45, 45, 0, 0, 0, 0) + sizes
+        table += struct.pack("<5H2L", len(name), len(wide), 0, 0, 0, 0, 0xFFFFFFFF) + name + wide
+        file += b"PK\3\4" + struct.pack("<5H", 45, 0, 0, 0, 0) + sizes + struct.pack("<2H", len(name), 0) + name + data
+    end = b"PK\5\6" + struct.pack("<4H2LH", 0, 0, 2, 2, len(table), len(file), 0)
+    (tmp_path / "a.pt").write_bytes(file + table + end)
+    with pytest.raises(CheckpointError, match="it holds an encoded text, which can be of any length"):
+        dw.load(tmp_path / "a.pt")
