@@ -1,5 +1,6 @@
 """Stores in which ranks meet: a file, torchrun's, or one that rank 0 serves."""
 
+import gc
 import hashlib
 import os
 import secrets
@@ -256,6 +257,7 @@ def _listener(address: str | None, port: int) -> socket.socket:
         try:
             return _listen(address, port)
         except OSError:
+            gc.collect()  # a wrapped model of an earlier group that nobody holds may hold its store
             time.sleep(secrets.SystemRandom().uniform(0.01, 0.04))
     return _listen(address, port)
 

@@ -91,6 +91,20 @@ def test_the_store_of_the_group_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(INTERPRETERS)
+def test_a_model_of_the_group_before(tmp_path: Path) -> None:
+    """What torch has made around a model holds the store: the next group found the port taken by this very process."""
+    outputs = by_hand(
+        "import torch\n"
+        "for n in range(3):\n"
+        "    with dw.setup_process_group(timeout=20): model = dw.wrap_model(torch.nn.Linear(1, 1))\n"
+        "print('done')\n",
+        2,
+        tmp_path,
+    )
+    assert all(output.rstrip().endswith("done") for output in outputs), outputs
+
+
+@pytest.mark.slow(INTERPRETERS)
 def test_a_group_of_the_users_is_left_alone(tmp_path: Path) -> None:
     """Where the user has made a group, helpers and decorated functions use it, and it outlives them."""
     outputs = by_hand(
