@@ -21,8 +21,9 @@ from distwrap.errors import LaunchError, PlacementError
 from distwrap.group import failures
 from distwrap.group.resources import assign_resources
 from distwrap.group.world import World, activate, active_world, current_world, deactivate, say
-from distwrap.network import interfaces, secret
+from distwrap.network import interfaces
 from distwrap.network.rendezvous import await_all_joined, meet, say_goodbye
+from distwrap.network.secret import agree_on_secret
 from distwrap.network.waiting import count_in
 from distwrap.options import Options, switched_on
 from distwrap.supervision.bells import Bells
@@ -151,7 +152,7 @@ def join(
             options=options,
             group=dist.group.WORLD,
             store=store,
-            secret=inherited or secret.agree(store, placement),
+            secret=inherited or agree_on_secret(store, placement),
             cleanup=cleanup.pop_all(),
         )
     activate(world)

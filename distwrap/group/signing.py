@@ -16,10 +16,9 @@ from distwrap._internals.torch import default_store
 from distwrap.errors import CollectiveError
 from distwrap.group import tensors_apart
 from distwrap.group.world import current_world
-from distwrap.network.secret import agree, signature
+from distwrap.network.secret import SIZE, agree_on_secret, signature
 from distwrap.options import switched_on
 
-_SIZE = 32
 _agreements = itertools.count()
 
 
@@ -28,7 +27,9 @@ def run_secret() -> bytes:
     world = current_world()
     if world.secret is None:
         store, number = default_store(), next(_agreements)
-        world.secret = b"" if store is None else agree(PrefixStore(f"distwrap/secret/{number}", store), world.placement)
+        world.secret = b""
+        if store is not None:
+            world.secret = agree_on_secret(PrefixStore(f"distwrap/secret/{number}", store), world.placement)
     return world.secret
 
 
@@ -55,7 +56,7 @@ def verify(message: bytes, secret: bytes, source: int) -> Any:
     Raises:
         CollectiveError: the signature is not of this run, or the object cannot be unpickled here.
     """
-    given, data = message[:_SIZE], message[_SIZE:]
+    given, data = message[:SIZE], message[SIZE:]
     if not hmac.compare_digest(given, signature(data, secret)):
         raise CollectiveError(
             f"what came in place of rank {source}'s object was not made by a rank of this run, and was not read: "

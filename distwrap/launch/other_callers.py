@@ -24,7 +24,7 @@ from distwrap.launch.outcome import Outcome, from_json, of_error, raise_failure,
 from distwrap.launch.task import NodePlan
 from distwrap.network import interfaces, secret, stores
 from distwrap.network.rendezvous import check_versions, registration, registrations, wait_for_all
-from distwrap.network.secret import SignedTexts
+from distwrap.network.signed_texts import SignedTexts
 from distwrap.network.waiting import run_within
 from distwrap.wording import first_line, named_ranks
 

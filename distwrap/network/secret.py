@@ -1,4 +1,4 @@
-"""The secret of a run, which its ranks have and no other user, and what is signed with it (HMAC-SHA256, RFC 2104).
+"""The secret of a run, which its ranks have and no other user: where they take it from.
 
 It is never in a store, where anybody who connects could read it. Ranks that one of our launchers starts on one node
 inherit it. Others take it from the file that DISTWRAP_SECRET_FILE names, from rank 0's memory, which the kernel shows
@@ -23,9 +23,8 @@ from distwrap.errors import ArrivalError, OptionError
 from distwrap.network import memory_file
 from distwrap.network.stores import read, read_all, set_all
 from distwrap.options import SECRET_FILE
-from distwrap.wording import print_notice
 
-_SIZE = 32
+SIZE = 32  # bytes of a secret, and of a signature
 _MUNGE_SECONDS = 10.0
 _REPLAYED = 17  # munge's word for a credential that another rank of this node has decoded before
 _PREFIX = "distwrap-secret"
@@ -33,11 +32,11 @@ _PREFIX = "distwrap-secret"
 
 def new() -> bytes:
     """Return a fresh secret."""
-    return secrets.token_bytes(_SIZE)
+    return secrets.token_bytes(SIZE)
 
 
 def signature(data: bytes, secret: bytes) -> bytes:
-    """Return the HMAC signature of data, which is 32 bytes."""
+    """Return the HMAC signature of data (HMAC-SHA256, RFC 2104)."""
     return hmac.digest(secret, data, "sha256")
 
 
@@ -70,11 +69,11 @@ def of_file() -> bytes:
     return content
 
 
-def agree(store: Store, placement: Placement) -> bytes:
+def agree_on_secret(store: Store, placement: Placement) -> bytes:
     """Return a secret that only ranks of this run have; empty where not all of them can have it. Every rank calls it.
 
     What goes through the store is no secret: a random number that makes runs of one file differ, the place in rank 0's
-    memory, or the credential; and a proof by which each rank sees that it has the same secret.
+    memory, or the credential; and rank 0's answer to each rank's challenge, which shows that both have the same secret.
 
     Raises:
         ArrivalError: not all ranks have the same one, or one's file keeps none; on every rank.
@@ -87,18 +86,19 @@ def agree(store: Store, placement: Placement) -> bytes:
         store.compare_set("secret/lacking", "", problem)
     with ExitStack() as stack:
         if rank == 0:
-            secret, offer = (b"", "none -") if problem else _offer(placement, given, stack)
-            store.set("secret/offer", f"{offer} {signature(b'proof', secret).hex()}")
+            secret, offer = (b"", "none") if problem else _offer(placement, given, stack)
+            store.set("secret/offer", offer)
             _answer(store, placement.world_size, secret)
         else:
             offer = store.get("secret/offer").decode()
             secret = b"" if problem else _taken(offer, given)
             secret = secret if _is_of_now(store, rank, secret) else b""
-        zeros = offer.startswith("file ")
+        zero_has_file = offer.startswith("file ")
         if not secret:
-            mine = "none" if not given else "another" if zeros else "one"
-            differs = f"rank {rank} on {socket.gethostname()} has {mine}, rank 0 has {'one' if zeros else 'none'}"
-            store.compare_set("secret/lacking", "", differs if given or zeros else "")
+            mine = "none" if not given else "another" if zero_has_file else "one"
+            zeros = "one" if zero_has_file else "none"
+            differs = f"rank {rank} on {socket.gethostname()} has {mine}, rank 0 has {zeros}"
+            store.compare_set("secret/lacking", "", differs if given or zero_has_file else "")
         if store.add("secret/seen", 1) == placement.world_size:
             store.set("secret/agreed", "no" if store.check(["secret/lacking"]) else "yes")
         if store.get("secret/agreed") == b"yes" and secret:
@@ -145,23 +145,20 @@ def _offer(placement: Placement, given: bytes, stack: ExitStack) -> tuple[bytes,
         done = _run(["munge", f"--restrict-uid={os.geteuid()}"], f"{_PREFIX} {secret.hex()}")
         if done.returncode == 0:
             return secret, f"munge {done.stdout.strip()}"
-    return b"", "none -"
+    return b"", "none"
 
 
 def _taken(offer: str, given: bytes) -> bytes:
     """Return the secret that rank 0 offers; empty where this process cannot have it, or another user offers it."""
-    secret = b""
     with suppress(OSError, ValueError, subprocess.TimeoutExpired):
-        way, place, proof = offer.split(" ")
+        way, _, place = offer.partition(" ")
         if given:  # which no word of the store can make this rank do without
-            secret = signature(bytes.fromhex(place), given) if way == "file" else b""
-        elif way == "memory":
+            return signature(bytes.fromhex(place), given) if way == "file" else b""
+        if way == "memory":
             with open(memory_file.open_own(place, _PREFIX), "rb") as memory:
-                secret = memory.read(_SIZE)
-        elif way == "munge":
-            secret = _from_munge(place)
-        if secret and hmac.compare_digest(signature(b"proof", secret).hex(), proof):
-            return secret
+                return memory.read(SIZE)
+        if way == "munge":
+            return _from_munge(place)
     return b""
 
 
@@ -177,46 +174,3 @@ def _from_munge(credential: str) -> bytes:
 
 def _run(command: list[str], text: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, input=text, capture_output=True, text=True, timeout=_MUNGE_SECONDS)
-
-
-class SignedTexts:
-    """Texts in a store, of which those that no rank of this run has written are ignored, where the run has a secret.
-
-    Args:
-        store: the store.
-        secret: the run's; empty where there is none, and anybody's text is believed.
-    """
-
-    def __init__(self, store: Store, secret: bytes) -> None:
-        self._store, self._secret = store, secret
-        self._ignored: set[str] = set()
-
-    def set(self, key: str, text: str) -> None:
-        """Write a text."""
-        self._store.set(key, self._signed(key, text))
-
-    def set_first(self, key: str, text: str) -> bool:
-        """Write a text where no rank has written one before; return whether it stands there now."""
-        self._store.compare_set(key, "", self._signed(key, text))
-        if self.read(key) is None:
-            self.set(key, text)
-        return self.read(key) == text
-
-    def read(self, key: str) -> str | None:
-        """Return a text; ``None`` where no rank has written it."""
-        if not self._store.check([key]):
-            return None
-        found = self._store.get(key).decode(errors="replace")
-        text = found[2 * _SIZE :]
-        if hmac.compare_digest(found.encode(), self._signed(key, text).encode()):
-            return text
-        if key not in self._ignored:
-            self._ignored.add(key)
-            print_notice(
-                f"{key!r} in the ranks' store was not written by a rank of this run, and is ignored: another program "
-                f"writes to the port at which the ranks meet, or a rank has another {SECRET_FILE}"
-            )
-        return None
-
-    def _signed(self, key: str, text: str) -> str:
-        return signature(f"{len(key)} {key} {text}".encode(), self._secret).hex() + text

@@ -18,7 +18,7 @@ import traceback
 from collections.abc import Callable
 
 from distwrap.environments import Placement
-from distwrap.network.secret import SignedTexts
+from distwrap.network.signed_texts import SignedTexts
 from distwrap.supervision import hang_report
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.failure_news import NEWS_SECONDS, FailureNews, end_process, store_is_gone

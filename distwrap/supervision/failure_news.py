@@ -18,7 +18,7 @@ import torch.distributed as dist
 from distwrap._internals.python import multiprocessing_settings
 from distwrap.environments import Placement
 from distwrap.environments.identity import lives, node
-from distwrap.network.secret import SignedTexts
+from distwrap.network.signed_texts import SignedTexts
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.hang_report import last_seen
 from distwrap.wording import first_line, print_notice

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from distwrap.environments import Placement
 from distwrap.environments.identity import lives, node
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError
-from distwrap.network.secret import SignedTexts
+from distwrap.network.signed_texts import SignedTexts
 from distwrap.network.stores import count, read
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.failure_news import store_is_gone

@@ -18,7 +18,7 @@ from distwrap.environments import Placement
 from distwrap.environments.identity import identity
 from distwrap.errors import ArrivalError
 from distwrap.network import secret, stores
-from distwrap.network.secret import SignedTexts
+from distwrap.network.signed_texts import SignedTexts
 from distwrap.supervision import bells as bells_module, channel as channel_module
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
@@ -156,7 +156,7 @@ def test_a_text_stands_at_its_own_key_alone() -> None:
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("secret/lacking", ""), ("secret/agreed", "no"), ("secret/agreed", "yes"), ("secret/offer", "none - x")],
+    [("secret/lacking", ""), ("secret/agreed", "no"), ("secret/agreed", "yes"), ("secret/offer", "none")],
 )
 def test_nobody_can_make_ranks_do_without_the_file_of_their_secret(
     monkeypatch: pytest.MonkeyPatch, key: str, value: str
@@ -170,7 +170,7 @@ def test_nobody_can_make_ranks_do_without_the_file_of_their_secret(
 
     def agree(rank: int) -> None:
         try:
-            found[rank] = secret.agree(store, Placement(rank, 2, 0, 1, 0, 1))
+            found[rank] = secret.agree_on_secret(store, Placement(rank, 2, 0, 1, 0, 1))
         except ArrivalError as error:
             found[rank] = str(error)
 

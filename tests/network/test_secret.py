@@ -18,7 +18,7 @@ import torch.distributed as dist
 from distwrap.environments import Placement
 from distwrap.errors import ArrivalError, OptionError
 from distwrap.network import memory_file, secret
-from distwrap.network.secret import SignedTexts
+from distwrap.network.signed_texts import SignedTexts
 
 ROOT = Path(__file__).parents[2]
 OTHER_USER = 65534
@@ -46,7 +46,7 @@ def agreed(*, nnodes: int = 1, ranks: int = 2, store: dist.Store | None = None) 
 
     def be_one(rank: int) -> None:
         try:
-            found[rank] = secret.agree(store, Placement(rank, ranks, 0, 1, rank % nnodes, nnodes))
+            found[rank] = secret.agree_on_secret(store, Placement(rank, ranks, 0, 1, rank % nnodes, nnodes))
         except BaseException as error:  # noqa: BLE001
             found[rank] = error
 
@@ -180,7 +180,7 @@ try:
     print(open(store.get("secret/offer").decode().split()[1], "rb").read(), flush=True)
 except OSError as error:
     print(type(error).__name__, flush=True)
-print(secret.agree(store, Placement(1, 2, 1, 2)), flush=True)
+print(secret.agree_on_secret(store, Placement(1, 2, 1, 2)), flush=True)
 sys.stdin.read()
 """
 
@@ -204,7 +204,7 @@ def test_another_user_gets_none(tmp_path: Path) -> None:
                 memory_file.open_own(place, secret._PREFIX)
             with open(place, "rb") as memory:
                 assert memory.read() == 32 * b"s"  # which root could read
-            assert secret.agree(store, Placement(0, 2, 0, 2)) == b""
+            assert secret.agree_on_secret(store, Placement(0, 2, 0, 2)) == b""
             assert stranger.stdout.readline() == "PermissionError\n"
             assert stranger.stdout.readline() == "b''\n"
         finally:
@@ -216,14 +216,12 @@ def test_another_file_is_not_read_for_it(tmp_path: Path) -> None:
     """Whoever writes into the store cannot have a file read whose content he knows."""
     known = tmp_path / secret._PREFIX
     known.write_bytes(32 * b"k")
-    proof = secret.signature(b"proof", 32 * b"k").hex()
     with known.open("rb") as file, ExitStack() as stack:
         for place in (memory_file.path_of(file.fileno()), f"/proc/self/../../{known}", memory_file.path_of(99_999)):
-            assert secret._taken(f"memory {place} {proof}", b"") == b""
+            assert secret._taken(f"memory {place}", b"") == b""
         own, offer = secret._offer(Placement(0, 2, 0, 2), b"", stack)
         assert os.stat(offer.split()[1]).st_mode & 0o077 == 0
-        assert secret._taken(f"{offer} {proof}", b"") == b""
-        assert secret._taken(f"{offer} {secret.signature(b'proof', own).hex()}", b"") == own
+        assert secret._taken(offer, b"") == own
 
 
 @pytest.mark.parametrize(("code", "user", "taken"), [(0, 0, True), (17, 0, True), (0, 1, False), (15, 0, False)])
@@ -231,8 +229,7 @@ def test_a_credential(code: int, user: int, taken: bool, monkeypatch: pytest.Mon
     """Only what this user has encoded is taken of munge, also where another rank of the node has decoded it before."""
     text = f"STATUS: ...\nUID:  somebody ({os.geteuid() + user})\n\n{secret._PREFIX} {32 * 'ab'}"
     monkeypatch.setattr(secret, "_run", lambda *_: subprocess.CompletedProcess([], code, text))
-    proof = secret.signature(b"proof", bytes.fromhex(32 * "ab")).hex()
-    assert secret._taken(f"munge CREDENTIAL {proof}", b"") == (bytes.fromhex(32 * "ab") if taken else b"")
+    assert secret._taken("munge CREDENTIAL", b"") == (bytes.fromhex(32 * "ab") if taken else b"")
 
 
 def test_signed_texts(capfd: pytest.CaptureFixture[str]) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from distwrap.environments import Placement
 from distwrap.network import stores
-from distwrap.network.secret import SignedTexts
+from distwrap.network.signed_texts import SignedTexts
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
 from distwrap.supervision.hang_report import Activity
