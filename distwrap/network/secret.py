@@ -142,9 +142,10 @@ def _offer(placement: Placement, given: bytes, stack: ExitStack) -> tuple[bytes,
         os.write(fd, secret)
         return secret, f"memory {memory_file.path_of(fd)}"
     if placement.nnodes > 1 and "SLURM_JOB_ID" in os.environ and shutil.which("munge"):
-        done = _run(["munge", f"--restrict-uid={os.geteuid()}"], f"{_PREFIX} {secret.hex()}")
-        if done.returncode == 0:
-            return secret, f"munge {done.stdout.strip()}"
+        with suppress(OSError, subprocess.TimeoutExpired):
+            done = _run(["munge", f"--restrict-uid={os.geteuid()}"], f"{_PREFIX} {secret.hex()}")
+            if done.returncode == 0:
+                return secret, f"munge {done.stdout.strip()}"
     return b"", "none"
 
 

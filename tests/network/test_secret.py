@@ -232,6 +232,16 @@ def test_a_credential(code: int, user: int, taken: bool, monkeypatch: pytest.Mon
     assert secret._taken("munge CREDENTIAL", b"") == (bytes.fromhex(32 * "ab") if taken else b"")
 
 
+def test_a_munge_that_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run goes on without a secret, as where there is no munge."""
+    (tmp_path / "munge").write_text("#!/bin/sh\nexec sleep 60\n")
+    (tmp_path / "munge").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "1")
+    monkeypatch.setattr(secret, "_MUNGE_SECONDS", 0.2)
+    assert agreed(nnodes=2) == [b"", b""]
+
+
 def test_signed_texts(capfd: pytest.CaptureFixture[str]) -> None:
     """A text that no rank of the run has written is ignored, with one notice; a rank's takes its place."""
     store = dist.HashStore()
