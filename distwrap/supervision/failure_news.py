@@ -92,10 +92,8 @@ class FailureNews:
 
     def _first(self) -> Failure | None:
         """Return the failure that came first."""
-        with contextlib.suppress(RuntimeError):
-            news = self._texts.read("failure")
-            return Failure(*json.loads(news)) if news else None
-        return None
+        news = self._texts.read("failure")
+        return Failure(*json.loads(news)) if news else None
 
     def _find_neighbour(self) -> tuple[int, dict[str, Any]] | None:
         """Return the next rank of this node and its registration: as each looks after one, all are looked after."""

@@ -88,6 +88,19 @@ def test_a_rank_ends_with_words(monkeypatch: pytest.MonkeyPatch, rank: int, key:
     assert "another program writes to" in words[0] or "is gone" in words[0]
 
 
+def test_a_store_that_is_gone_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that has lost a peer, and finds nobody who holds the store, says so, and not what torch says of it."""
+
+    def read(texts: SignedTexts, key: str) -> str:
+        raise dist.DistNetworkError("Broken pipe")
+
+    with meeting() as (_, channels):
+        monkeypatch.setattr(SignedTexts, "read", read)
+        cause = channels[1].failures.wait_for_cause(1.0)
+    assert cause is not None
+    assert "does not answer (Broken pipe)" in cause.summary
+
+
 def test_more_mailboxes_than_there_are_ranks() -> None:
     """A count that another program has written is no reason to ring for ever."""
     with meeting() as (store, channels):
