@@ -17,7 +17,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from distwrap._internals.torch_data import batches_given
 from distwrap.environments import Placement
 from distwrap.network.stores import count, read, read_all
-from distwrap.network.waiting import wait_until
+from distwrap.network.waiting import are_all_counted, count_in, wait_until
 from distwrap.supervision import stacks
 from distwrap.supervision.bells import Bells, replaced, ring_from_outside
 from distwrap.wording import named_ranks
@@ -134,8 +134,7 @@ class Reporter:
     def _answer(self, asked: int) -> None:
         self._answered = asked
         self._store.set(f"report/{asked}/{self._place.rank}", json.dumps(self.location()))
-        if self._store.add(f"answers/{asked}", 1) == self._place.world_size:
-            self._store.set(f"answers/{asked}/all", "")
+        count_in(self._store, f"answers/{asked}", self._place.world_size)
 
 
 def ask_all(
@@ -165,7 +164,7 @@ def ask_all(
         store.add("reports", 1)
         (ring or partial(ring_from_outside, store, world_size))()
         on_asking(asked)
-        wait_until(lambda: store.check([f"answers/{asked}/all"]), ANSWER_SECONDS, longest_pause=0.05)
+        are_all_counted(store, f"answers/{asked}", 1, ANSWER_SECONDS)
     elif said := wait_until(lambda: read(store, f"said/{asked}"), 2 * ANSWER_SECONDS, longest_pause=0.25):
         return said.decode()
     text = _merged(store, world_size, asked)
