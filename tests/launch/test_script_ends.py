@@ -53,7 +53,7 @@ def main(what):
 if __name__ == "__main__":
     what = sys.argv[1]
     if "PATIENT" in os.environ:
-        import distwrap.launch.script as script
+        import distwrap.launch.script_rank_zero as script
         script.INTERRUPT_SECONDS = 1000.0
     if "LATE" in os.environ:
         kill = signal.pthread_kill
@@ -64,12 +64,12 @@ if __name__ == "__main__":
     if what == "zero in a collective" and "AGAIN" in os.environ:
         main("")
     if what == "fails midway":
-        import distwrap.launch.script as script
+        import distwrap.launch.parked_ranks as script
         start = script._start
-        def fails_midway(rank, command, env):
+        def fails_midway(rank, *rest):
             if rank == 2:
                 raise OSError("no more processes")
-            process = start(rank, command, env)
+            process = start(rank, *rest)
             say("started", process.pid)
             return process
         script._start = fails_midway
