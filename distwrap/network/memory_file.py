@@ -14,7 +14,7 @@ def make(name: str) -> int:
 
 
 def path_of(fd: int) -> str:
-    """Return the path by which others open a file of this process's."""
+    """Return the path by which others open a file that this process has open."""
     return f"/proc/{os.getpid()}/fd/{fd}"
 
 

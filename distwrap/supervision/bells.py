@@ -1,4 +1,4 @@
-"""Bells: who has news for a rank rings it, so that no rank has to look at the store again and again.
+"""Bells: a rank that has news for another rings it, so that no rank has to look at the store again and again.
 
 Ranks of one node share a board. Where ranks are elsewhere too, each board has a mailbox in the store, a key for which
 one of its ranks waits, which costs the store nothing; that rank then rings the bells of the board.
@@ -115,12 +115,12 @@ class Bells:
             ring_boxes(self.store, self._ranks, besides=self._box)
 
     def replace(self, name: str, value: Any) -> None:
-        """Say something to all ranks, in the place of what this one has said by that name before."""
+        """Note a value for all ranks, in the place of what this one has noted by that name before."""
         if not self.write(name, value):
             self.store.set(f"{name}/{self._rank}", json.dumps(value))
 
     def write(self, name: str, value: Any) -> bool:
-        """Say something so on the board; return whether all ranks share it, and it has room."""
+        """Note a value on the board alone; return whether all ranks share the board, and it has room."""
         if not self.is_held:
             return False
         with self._lock:
@@ -128,15 +128,15 @@ class Bells:
             has_room = self.board.write(self._rank, self._texts)
             if not has_room:
                 del self._texts[name]
-                self.board.write(self._rank, self._texts)  # what it said before is no longer true
+                self.board.write(self._rank, self._texts)  # what it noted before is no longer true
             return has_room
 
     def read(self, name: str, rank: int) -> Any:
-        """Return what a rank has written on the board by a name; ``None`` where it has not."""
+        """Return what a rank has noted on the board by a name; ``None`` where it has not."""
         return self.board.read(rank).get(name) if self.is_held else None
 
     def listen(self) -> None:
-        """Wait for the board's mail from now on, unless another of its ranks does; it stops when its process ends."""
+        """Wait for the board's mail from now on, until this process ends, unless another rank of the board does."""
         if self.is_held or self._waiter is not None:
             return
         with suppress(BlockingIOError):
@@ -179,7 +179,7 @@ class Bells:
 
 
 def replaced(store: Store, name: str, rank: int) -> Any:
-    """Return what a rank has last said by a name; ``None`` where it has not.
+    """Return what a rank has last noted by a name; ``None`` where it has not.
 
     Args:
         store: the ranks'.

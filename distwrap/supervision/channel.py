@@ -5,8 +5,9 @@ was rung. It answers who asks where the rank is, gives others the work that they
 else wait in a collective, where another has failed and no launcher of ours supervises the ranks (torchrun, srun), and
 notices when no rank moves any more. It never joins a collective.
 
-Messages are JSON: nothing that comes over the store is unpickled here. What can end a run, or change what it does, is
-signed where the run has a secret.
+Messages are JSON: nothing that comes over the store is unpickled here. Where the run has a secret, what could change
+the work of a rank is signed, and so is news of a failure. Whoever reaches the store can still end the run: with a
+registration that no rank can read, for example.
 """
 
 import atexit

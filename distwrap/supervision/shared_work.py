@@ -1,7 +1,6 @@
 """Work of one rank for which others wait: as long as it takes, while that rank lives, and never longer."""
 
 import json
-import os
 import secrets
 import tempfile
 import time
@@ -16,6 +15,7 @@ import torch.distributed as dist
 from distwrap.environments import Placement
 from distwrap.environments.identity import lives, node
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError
+from distwrap.network import memory_file
 from distwrap.network.signed_texts import SignedTexts
 from distwrap.network.stores import count, read
 from distwrap.supervision.bells import Bells
@@ -99,7 +99,7 @@ class SharedWork:
         token = secrets.token_hex(8)  # so that no answer of before, whose number comes again, is one to this question
         answer, last = f"work/{question}/{token}", f"work/{name}/last"
         with tempfile.TemporaryFile() as file:
-            path = f"/proc/{os.getpid()}/fd/{file.fileno()}" if self._store_is_file else ""
+            path = memory_file.path_of(file.fileno()) if self._store_is_file else ""
             self._texts.set(f"ask/{question}", json.dumps([request, path, self._place.rank, token]))
             self._bells.ring(worker)
             data = self._wait((answer, last), worker)
