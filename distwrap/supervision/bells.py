@@ -26,6 +26,7 @@ from distwrap.supervision.board import Board, held
 
 _BOARD = "distwrap-board-"
 _NO_LIMIT = timedelta(days=7)  # torch complains on standard error when a wait comes to its limit
+_SPARE = 2048  # bytes of the board for where the rank is, whatever else it notes
 _POLL_SECONDS = 1.0  # between looks at the mailbox where the store cannot be waited for, and after it was lost
 
 
@@ -116,16 +117,22 @@ class Bells:
 
     def replace(self, name: str, value: Any) -> None:
         """Note a value for all ranks, in the place of what this one has noted by that name before."""
-        if not self.write(name, value):
+        if not self.write(name, value, spare=0):
             self.store.set(f"{name}/{self._rank}", json.dumps(value))
 
-    def write(self, name: str, value: Any) -> bool:
-        """Note a value on the board alone; return whether all ranks share the board, and it has room."""
+    def write(self, name: str, value: Any, spare: int = _SPARE) -> bool:
+        """Note a value on the board alone; return whether all ranks share the board, and it has room.
+
+        Args:
+            name: by which it is read; the board keeps what was last noted by each name.
+            value: as JSON has it.
+            spare: bytes to leave for what is replaced most often.
+        """
         if not self.is_held:
             return False
         with self._lock:
             self._texts[name] = value
-            has_room = self.board.write(self._rank, self._texts)
+            has_room = self.board.write(self._rank, self._texts, spare)
             if not has_room:
                 del self._texts[name]
                 self.board.write(self._rank, self._texts)  # what it noted before is no longer true
@@ -187,8 +194,8 @@ def replaced(store: Store, name: str, rank: int) -> Any:
         rank: the other rank.
     """
     board = held(store, rank + 1)
-    if board is not None:
-        return board.read(rank).get(name)
+    if board is not None and (noted := board.read(rank).get(name)) is not None:
+        return noted
     text = read(store, f"{name}/{rank}")
     return json.loads(text) if text else None
 

@@ -47,13 +47,13 @@ class Board:
             self._memory[rank] = 0
         return rung
 
-    def write(self, rank: int, texts: dict[str, Any]) -> bool:
-        """Replace a rank's texts; return whether there was room.
+    def write(self, rank: int, texts: dict[str, Any], spare: int = 0) -> bool:
+        """Replace a rank's texts; return whether there was room, with so many bytes to spare.
 
         A reader never sees half of them: they come beside the last ones, and a byte then counts, by which it knows.
         """
         data = json.dumps(texts).encode()
-        if len(data) >= _TEXT - 8:
+        if len(data) >= _TEXT - 8 - spare:
             return False
         start = self._bells + 2 * _TEXT * rank
         number = (self._memory[start] + 1) % 256

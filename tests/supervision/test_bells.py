@@ -24,7 +24,7 @@ from distwrap.launch import store_file
 from distwrap.network import stores
 from distwrap.network.waiting import wait_until
 from distwrap.supervision import bells as bells_module
-from distwrap.supervision.bells import Bells
+from distwrap.supervision.bells import Bells, replaced
 from distwrap.supervision.board import Board
 from distwrap.supervision.channel import Channel
 from distwrap.supervision.hang_report import Activity, ask_all
@@ -166,6 +166,25 @@ def test_texts_are_read_whole() -> None:
     assert set(board.read(2)["seen"]) == {199_999}
     assert not board.write(1, {"long": "x" * 100_000})
     assert board.read(1) == {}
+
+
+def test_a_board_that_is_full() -> None:
+    """What a rank notes of many loaders leaves room for where it is, of which the store is to hold nothing."""
+    with store_file.place() as path:
+        store, here = PrefixStore("run", FileStore(path)), [1.0, ["barrier", "train.py:8"]]
+        bells, number = Bells(store, Placement(0, 2)), 0
+        while bells.write(f"note/{number}", "x"):
+            number += 1
+        size = os.stat(path).st_size
+        bells.replace("seen", here)
+        assert os.stat(path).st_size == size
+        assert replaced(store, "seen", 0) == here
+        assert not bells.write("note/0", 5000 * "y")
+        assert bells.read("note/0", 0) is None, "what is no longer so"
+        bells.replace("seen", 20_000 * "z")
+        assert replaced(store, "seen", 0) == 20_000 * "z"
+        bells.close()
+        del store, bells
 
 
 class StopsBeforeTheByte:
