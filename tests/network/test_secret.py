@@ -219,6 +219,8 @@ def test_another_file_is_not_read_for_it(tmp_path: Path) -> None:
     with known.open("rb") as file, ExitStack() as stack:
         for place in (memory_file.path_of(file.fileno()), f"/proc/self/../../{known}", memory_file.path_of(99_999)):
             assert secret._taken(f"memory {place}", b"") == b""
+        with pytest.raises(PermissionError, match="is no file in memory"):
+            memory_file.open_own(str(known), secret._PREFIX)  # to open it alone could do harm, as of a device
         own, offer = secret._offer(Placement(0, 2, 0, 2), b"", stack)
         assert os.stat(offer.split()[1]).st_mode & 0o077 == 0
         assert secret._taken(offer, b"") == own

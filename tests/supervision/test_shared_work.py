@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from distwrap.environments import Placement
+from distwrap.errors import CollectiveError
 from distwrap.network import stores
 from distwrap.network.signed_texts import SignedTexts
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
 from distwrap.supervision.hang_report import Activity
-from distwrap.supervision.shared_work import SharedWork
+from distwrap.supervision.shared_work import LOOK_SECONDS, SharedWork
 
 
 class Excused:
@@ -95,3 +96,24 @@ def test_a_question_may_come_before_it_is_served() -> None:
     channel.look()
     assert store.check(["work/thing/1/token"])
     bells.close()
+
+
+def test_who_waits_hears_at_once_that_a_rank_leaves() -> None:
+    """A rank that is waited for, and leaves in order without the work, rings: nobody looks for it before long."""
+    store, _ = stores.serve("127.0.0.1", [0], "mine", 10)
+    places = [Placement(rank, 2, master_addr="127.0.0.1") for rank in range(2)]
+    rings = [Bells(store.clone(), place) for place in places]
+    works = [
+        SharedWork(bells, SignedTexts(bells.store, b""), place, Excused(), supervised=True)  # type: ignore[arg-type]
+        for bells, place in zip(rings, places, strict=True)
+    ]
+    store.set("here/0", "{}")
+    leaving = threading.Timer(0.5, works[0].leave, kwargs={"failed": False})
+    leaving.start()
+    start = time.monotonic()
+    with pytest.raises(CollectiveError, match="has left the function already"):
+        works[1].wait_for("thing", 0)
+    assert time.monotonic() - start < LOOK_SECONDS / 2
+    leaving.join()
+    for bells in rings:
+        bells.close()
