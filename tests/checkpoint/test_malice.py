@@ -23,6 +23,7 @@ import torch
 
 import distwrap as dw
 from distwrap._internals.torch import LAYOUT_FUNCTION
+from distwrap.checkpoint.untrusted import load_tensor
 from distwrap.cli import main
 from distwrap.errors import CheckpointError
 from distwrap.testing import run_ranks
@@ -131,6 +132,25 @@ def test_an_archive_with_two_tables_of_contents(tmp_path: Path) -> None:
     both_refuse(path, "cannot load .*a.pt")
     path.write_bytes(data + b"behind")
     both_refuse(path, r"has no end\. Was the file cut off")
+
+
+def test_an_archive_with_two_records_of_one_name(tmp_path: Path) -> None:
+    """The one that is checked must be the one that torch reads."""
+    path = tmp_path / "a.pt"
+    torch.save({"w": torch.zeros(3)}, path)
+    with zipfile.ZipFile(path, "a") as file:
+        (name,) = (name for name in file.namelist() if name.endswith("data.pkl"))
+        file.writestr(name.replace("data.pkl", "data.PKL"), b"another")
+    both_refuse(path, "has a broken table of contents")
+
+
+def test_a_part_with_its_bytes_in_another_order(tmp_path: Path) -> None:
+    """Its numbers would be turned around before their room could be checked."""
+    path = tmp_path / "a.pt"
+    torch.save(torch.ones(2), path)
+    path.write_bytes(path.read_bytes().replace(sys.byteorder.encode(), b"other "))
+    with open(path, "rb") as file, pytest.raises(CheckpointError, match="another order of bytes"):
+        load_tensor(file, 0, path.stat().st_size, path)
 
 
 @pytest.mark.parametrize("call", [(torch.Tensor, HUGE // 4), (torch.UntypedStorage, HUGE), (bytearray, HUGE)])

@@ -22,6 +22,7 @@ from distwrap.network.signed_texts import SignedTexts
 from distwrap.supervision import bells as bells_module, channel as channel_module
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
+from distwrap.supervision.failure_news import FailureNews
 from distwrap.supervision.hang_report import Activity, ask_all, last_seen
 
 SECRET = 32 * b"s"
@@ -99,6 +100,36 @@ def test_a_store_that_is_gone_is_the_cause(monkeypatch: pytest.MonkeyPatch) -> N
         cause = channels[1].failures.wait_for_cause(1.0)
     assert cause is not None
     assert "does not answer (Broken pipe)" in cause.summary
+
+
+def test_a_rank_looks_without_a_ring_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever was to ring may be gone: now and then a rank looks at a store elsewhere by itself."""
+    with meeting() as (store, channels):
+        channels[0].look()
+        store.add("reports", 1)
+        channels[0].look()
+        assert not store.check(["report/1/0"])
+        monkeypatch.setattr(channel_module, "LOOK_SECONDS", 0.0)
+        channels[0].look()
+        assert store.check(["report/1/0"])
+
+
+@pytest.mark.parametrize("has_left", [True, False])
+def test_a_neighbour_whose_process_is_gone(has_left: bool) -> None:
+    """It has failed, unless it said before that it leaves."""
+    stopped = threading.Event()
+    stopped.set()
+    with serving() as store:
+        store.set("here/1", json.dumps({**identity(), "born": "another day"}))
+        place, texts = Placement(0, 2, 0, 2, 0, 1, master_addr="127.0.0.1"), SignedTexts(store, SECRET)
+        if has_left:
+            texts.set("left/1", "")
+        rings = Bells(store.clone(), place)
+        FailureNews(rings, texts, place, False, stopped).look()
+        rings.close()
+        told = texts.read("failure")
+    assert (told is None) is has_left
+    assert has_left or "ended without a word" in str(told)
 
 
 def test_more_mailboxes_than_there_are_ranks() -> None:
