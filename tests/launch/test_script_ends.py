@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from distwrap.launch.script_rank_zero import RankZero, _AnotherFailed
 from tests.limits import INTERPRETERS, SOON, slow
 
 LIMIT = 90.0
@@ -136,6 +137,22 @@ def test_a_failure(what: str, words: str, tmp_path: Path) -> None:
     assert code == 1
     assert re.search(words, errors), errors
     assert "result" not in output
+
+
+def test_the_interrupt_comes_in_the_function_alone() -> None:
+    """One that comes before it, or is handled when it is over, is none; the supervisor sends it again."""
+    zero = RankZero()
+
+    def work() -> None:
+        with zero.working():
+            zero.signal(signal.SIGTERM)
+            time.sleep(SOON)
+
+    with zero.hear_of_failures():
+        zero.signal(signal.SIGTERM)
+        with pytest.raises(_AnotherFailed):
+            work()
+        signal.raise_signal(zero._SIGNAL)
 
 
 def test_the_interrupt_after_a_failure_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
