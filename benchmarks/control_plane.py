@@ -248,7 +248,7 @@ class _Ringing(_Simulated):
             place = Placement(rank, ranks, rank % A_NODE, A_NODE, node, -(-ranks // A_NODE), "127.0.0.1", 1)
             rings = Bells(self.clients[rank], place)  # type: ignore[arg-type]
             channel = Channel(rings, place, Activity(None), False, STILL_SECONDS, b"")  # type: ignore[arg-type]
-            channel.stalls._on_stall = self._reporting(channel)
+            channel._report_stall = self._reporting(channel)  # type: ignore[method-assign]
             channel.work.serve(f"alike/{rank}", lambda request, waited: b"")
             self.channels[rank] = channel
 

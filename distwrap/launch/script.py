@@ -23,7 +23,7 @@ from distwrap.launch.base import Job, Launcher
 from distwrap.launch.logs import redirected
 from distwrap.launch.outcome import Outcome, success
 from distwrap.launch.parked_ranks import ParkedRanks
-from distwrap.launch.script_rank_zero import RankZero, Watch
+from distwrap.launch.script_rank_zero import RankZero, Supervision
 from distwrap.launch.signals import hear_interrupts
 from distwrap.launch.store_file import on_one_node
 from distwrap.launch.supervisor import print_where_all_are
@@ -84,7 +84,7 @@ class ScriptLauncher(Launcher):
         _parked.wake_or_start(job, met, plan)
         plan = replace(plan, placement=met.placement(0), store=met.store)
         zero = RankZero()
-        watch = Watch(zero, list(_parked.processes), met)
+        watch = Supervision(zero, list(_parked.processes), met)
         with (
             variables_set(distwrap_environment.variables(plan.placement, self.name, met.store)),
             ExitStack() as stack,
@@ -114,7 +114,7 @@ class ScriptLauncher(Launcher):
                 raise cause from cause.__cause__
 
 
-def _end(watch: Watch) -> None:
+def _end(watch: Supervision) -> None:
     """After a failure: end the others, so that nobody is left who could keep the teardown waiting."""
     try:
         _parked.end(interrupt=watch.interrupted)

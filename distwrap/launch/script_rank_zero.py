@@ -100,7 +100,7 @@ class RankZero(Process):
         return 0 if self.has_left.wait(seconds) else None
 
 
-class Watch(threading.Thread):
+class Supervision(threading.Thread):
     """Thread that supervises all ranks, of which rank 0 works in the main thread."""
 
     def __init__(self, zero: RankZero, others: list[CommandProcess], met: Meeting) -> None:

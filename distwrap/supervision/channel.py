@@ -112,8 +112,7 @@ class Channel:
         for each in (self.reporter, self.work, self.failures):
             each.look(rung)
         if self.stalls.look():
-            report = f"no rank has moved for {self._timeout:g} s:\n{self.reporter.ask_others()}"
-            (self.on_stall or self._end_stalled)(report)
+            self._report_stall()
 
     def _run(self) -> None:
         while not self._stopped.wait(TICK_SECONDS):
@@ -129,6 +128,10 @@ class Channel:
                 if self._bells.is_held or self._stopped.wait(LAUNCHER_SECONDS if self.supervised else NEWS_SECONDS):
                     return
                 end_process(self._place.rank, str(store_is_gone(self._place, error)))
+
+    def _report_stall(self) -> None:
+        report = f"no rank has moved for {self._timeout:g} s:\n{self.reporter.ask_others()}"
+        (self.on_stall or self._end_stalled)(report)
 
     def _end_stalled(self, report: str) -> None:
         self.failures.tell(report, "")

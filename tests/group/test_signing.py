@@ -50,7 +50,7 @@ def test_what_a_stranger_made_is_not_read(secret: bytes, tmp_path: Path) -> None
 
 
 RUN = """
-import os, time
+import os, sys, time
 import distwrap as dw
 
 @dw.distributed(nprocs=2, launcher="{launcher}", timeout=30)
@@ -69,7 +69,7 @@ def late():
     return 0
 
 if __name__ == "__main__":
-    print("result", *main(os.getcwd()))
+    sys.stdout.write("result {{}} {{}}\\n".format(*main(os.getcwd())))  # in one piece, beside the other rank's
 """
 
 STRANGER = """
