@@ -124,11 +124,11 @@ def _may_stay(path: Path, cell: Cell) -> bool:
     dies = cell.who == "caller" and cell.fault in ("os._exit(3)", "SIGKILL", "SIGSEGV")
     if cell.launcher == "elastic" and dies and path.name.startswith("distwrap-restarts-"):
         return True
-    if cell.launcher == "torchrun":  # its log folder; and it ends loader workers without letting anybody clean up
-        return path.name.startswith(("torch", "distwrap-"))
     # When a worker's socket is gone, torch's loader makes ten files to see whether it still can, and the news of the
     # worker's death, an exception in a signal's handler, may find it between one file's making and removal.
     between = cell.when == "in a loader worker" and path.name.startswith("tmp") and path.stat().st_size == 0
+    if cell.launcher == "torchrun":  # its log folder; and it ends loader workers without letting anybody clean up
+        return between or path.name.startswith(("torch", "distwrap-"))
     return between or path.name.startswith("torchinductor")
 
 
