@@ -9,10 +9,12 @@ Source of the archive's layout: https://pkware.cachefly.net/webdocs/casestudies/
 import io
 import mmap
 import os
+import re
 import stat
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from struct import unpack, unpack_from
 from typing import IO, Any
 
@@ -42,13 +44,20 @@ def load_file(path: Path, map_location: Any = None, *, mapped: bool = False) -> 
     with open(path, "rb") as file:
         length = os.fstat(file.fileno()).st_size
         is_archive = file.read(4) == b"PK\3\4"  # else it is of torch before 1.6, and one pickle with its numbers
-        if length:
-            with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
-                _check_pickles(content, _records(file, 0, length, path) if is_archive else None, path)
+        if not length:
+            raise CheckpointError(f"cannot load {path}: it is empty.")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            _check_pickles(content, _records(file, 0, length, path) if is_archive else None, path)
 
     def read(location: Any) -> Any:  # mapped, where no number can be read from beyond the file's end
         with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
-            return torch.load(path, map_location=location, mmap=is_archive, weights_only=True)
+            try:
+                return torch.load(path, map_location=location, mmap=is_archive, weights_only=True)
+            except UnpicklingError as error:  # in whose text, of a page, the name is far below
+                name = re.search(r"GLOBAL (\S+)", str(error))
+                if name is None:
+                    raise
+                raise UnpicklingError(f"it holds {name[1]}, which only an unsafe load would take") from error
 
     own = (lambda new: new if mapped else new.clone()) if is_archive else (lambda new: new.fill_(0))
     try:
@@ -107,6 +116,8 @@ def _check_pickles(content: Any, records: dict[bytes, tuple[int, int]] | None, p
         begins, pickles = [0], 5
     else:
         begins, pickles = [_begin(content, at) for name, (at, _) in records.items() if name.endswith(b"data.pkl")], 1
+        if not begins:
+            raise CheckpointError(f"cannot load {path}: it was not written by torch.save(). It has no data.pkl.")
     for begin in begins:
         content.seek(begin)
         for _ in range(pickles):
@@ -151,6 +162,8 @@ def _records(file: IO[bytes], start: int, length: int, path: Path) -> dict[bytes
         name = table[at + 46 : at + 46 + name_length].lower()
         if table[at : at + 4] != b"PK\1\2" or name in records:
             raise CheckpointError(f"{problem} has a broken table of contents.")
+        if b"/code/" in name:
+            raise CheckpointError(f"cannot load {path}: it is a TorchScript program, which torch.jit.load() reads.")
         if method:
             raise CheckpointError(f"cannot load {path}: it is compressed. Unpack it, and pack it again with 'zip -0'.")
         needs_field = [number == 0xFFFFFFFF for number in (room, packed, begin)]

@@ -97,7 +97,7 @@ def read(path: Path, *, unsafe: bool = False) -> tuple[Any, dict[str, str] | Non
         raise
     except Exception as error:
         hint = "" if unsafe else " If you trust where it comes from, say --unsafe: reading it may run code in it."
-        raise CheckpointError(f"cannot read {path}: {first_line(error)}{hint}") from error
+        raise CheckpointError(f"cannot read {path}: {first_line(error).rstrip('. ')}.{hint}") from error
 
 
 def write(state: Any, metadata: dict[str, str] | None, path: Path) -> None:
