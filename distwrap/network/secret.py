@@ -49,6 +49,7 @@ def of_file() -> bytes:
     path = os.environ.get(SECRET_FILE)
     if not path:
         return b""
+    path = os.path.expanduser(path)  # the shell leaves ~ alone in quotes, and other launchers everywhere
     try:
         with open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)) as file:  # a FIFO waits
             status = os.fstat(file.fileno())

@@ -43,8 +43,8 @@ class SignedTexts:
         if key not in self._ignored:
             self._ignored.add(key)
             print_notice(
-                f"{key!r} in the ranks' store was not written by a rank of this run, and is ignored: another program "
-                f"writes to the port at which the ranks meet, or a rank has another {SECRET_FILE}"
+                f"{key!r} in the ranks' store was not written by a rank of this run, and is ignored: a rank has no "
+                f"{SECRET_FILE}, or another, or another program writes to the port at which the ranks meet"
             )
         return None
 

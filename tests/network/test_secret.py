@@ -96,6 +96,13 @@ def test_a_file(file: Path, nnodes: int) -> None:
     assert secret.of_file() == 16 * b"ab"
 
 
+def test_a_file_in_the_users_home(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The shell leaves ~ as it is in quotes, and a cluster's job description everywhere."""
+    monkeypatch.setenv("HOME", str(file.parent))
+    monkeypatch.setenv("DISTWRAP_SECRET_FILE", f"~/{file.name}")
+    assert secret.of_file() == 16 * b"ab"
+
+
 def test_an_offer_of_an_earlier_run(file: Path) -> None:
     """With a run's offer somebody could replay what its ranks have signed: rank 0 has to have the secret now."""
     before = dist.HashStore()
