@@ -16,15 +16,16 @@ from pathlib import Path
 _held: dict[Path, int] = {}  # the descriptor that holds the lock
 
 
-def make(kind: str) -> Path:
+def make(kind: str, place: str | None = None) -> Path:
     """Make a folder that nobody else may read, and which is this process's until it ends or removes the folder.
 
     Args:
         kind: a word for what is in it, which tells it from others at `remove_abandoned`.
+        place: the folder to make it in; by default that of temporary files.
     """
     _let_go_in_forks()
     while True:
-        folder = Path(tempfile.mkdtemp(prefix=f"distwrap-{kind}-"))
+        folder = Path(tempfile.mkdtemp(prefix=f"distwrap-{kind}-", dir=place))
         with contextlib.suppress(FileNotFoundError):
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             taken = _lock(fd) is not False  # where the file system has no locks, nobody else can have one either
@@ -42,14 +43,17 @@ def remove(folder: Path) -> None:
         os.close(fd)
 
 
-def remove_abandoned(kind: str, first: Callable[[Path], object] = lambda folder: None) -> None:
+def remove_abandoned(
+    kind: str, first: Callable[[Path], object] = lambda folder: None, place: str | None = None
+) -> None:
     """Remove this user's folders of a kind whose owners are gone.
 
     Args:
         kind: as at `make`.
         first: called with each before it is removed.
+        place: as at `make`.
     """
-    for folder in Path(tempfile.gettempdir()).glob(f"distwrap-{kind}-*"):
+    for folder in Path(place or tempfile.gettempdir()).glob(f"distwrap-{kind}-*"):
         with contextlib.suppress(OSError):  # another user's, a link, or already gone
             fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:

@@ -13,6 +13,7 @@ import resource
 import shutil
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -31,6 +32,7 @@ _KIND = "workers"  # of temporary folders
 _PID = "pid-"  # files named after the workers
 _KEY = "tempdir"  # where multiprocessing keeps the folder's name
 _LOOK_SECONDS = 0.5
+_SOCKET_ROOM = (107 if sys.platform == "linux" else 103) - len("/distwrap-workers-12345678/listener-12345678")
 
 
 class WorkerFolder(RunPart):
@@ -41,7 +43,7 @@ class WorkerFolder(RunPart):
         self._orphan: _Orphan | None = None
         if self._settings.get(_KEY) is None:
             remove_what_is_left()
-            folder = locked_folder.make(_KIND)
+            folder = locked_folder.make(_KIND, _place())
             self._settings[_KEY] = str(folder)
             self._orphan = _Orphan(folder, os.getpid())
             multiprocessing.util.register_after_fork(self._orphan, _Orphan.watch)
@@ -101,7 +103,13 @@ def _advice(text: str) -> str:
 
 def remove_what_is_left() -> None:
     """Remove what the workers of ranks have left that have ended, of whatever launch."""
-    locked_folder.remove_abandoned(_KIND, first=_remove_batches)
+    locked_folder.remove_abandoned(_KIND, first=_remove_batches, place=_place())
+
+
+def _place() -> str:
+    """Return where temporary files go, or /tmp, where a socket's path would be too long there: no batch would come."""
+    place = tempfile.gettempdir()
+    return place if len(os.fsencode(place)) <= _SOCKET_ROOM or not os.access("/tmp", os.W_OK) else "/tmp"
 
 
 def _remove_batches(folder: Path, *, all_end: bool = False) -> None:

@@ -149,6 +149,15 @@ def short_folder() -> Iterator[str]:
         yield folder
 
 
+def test_a_long_place_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The workers' sockets go where their path is short enough; it was too long, and the first batch never came."""
+    long = tmp_path / ("long" * 20)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    assert len(seeds(0)) == 2
+    assert not list(long.iterdir())
+
+
 def test_two_containers_that_share_tmp(tmp_path: Path, short_folder: str) -> None:
     """Where two runs have the same process numbers neither takes the other's folder of workers for a dead one's."""
     apart = ["unshare", "--pid", "--mount-proc", "--fork"]
