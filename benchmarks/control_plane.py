@@ -265,7 +265,7 @@ class _Ringing(_Simulated):
 
         def ask() -> None:
             text = channel.reporter.ask_others()
-            silent = 0 if "does not answer" not in text else _number(text)
+            silent = 0 if "not answer" not in text else _number(text)
             self.report(self.ranks - silent)
 
         return lambda: threading.Thread(target=ask, daemon=True).start()
@@ -316,7 +316,7 @@ class _Polling(_Simulated):
 
 def _number(text: str) -> int:
     """Return how many ranks a report says do not answer."""
-    words = next(line for line in text.splitlines() if "does not answer" in line).split("does not")[0]
+    words = next(line for line in text.splitlines() if "not answer" in line).split(" do")[0]
     total = 0
     for part in words.replace("ranks", "").replace("rank", "").split(","):
         first, _, last = part.strip().partition("-")

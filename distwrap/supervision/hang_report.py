@@ -206,7 +206,16 @@ def merge(locations: Mapping[int, Location | str]) -> str:
     together: dict[str, list[int]] = {}
     for rank, location in sorted(locations.items()):
         together.setdefault(str(location), []).append(rank)
-    return "\n".join(f"  {named_ranks(members)} {where}" for where, members in together.items())
+    return "\n".join(
+        f"  {named_ranks(members)} {where if len(members) == 1 else _of_several(where)}"
+        for where, members in together.items()
+    )
+
+
+def _of_several(where: str) -> str:
+    verb, _, rest = where.partition(" ")
+    plural = {"does": "do", "has": "have"}.get(verb, verb)
+    return f"{plural} {rest}"
 
 
 def _read_location(text: bytes) -> Location | str:

@@ -53,11 +53,13 @@ def test_code_that_is_installed() -> None:
 def test_equal_places_stand_together() -> None:
     """Ranks at the same place are one line, and others have theirs."""
     here = Location("all_reduce", "train.py:88", 812)
-    report = merge({1: Location("DataLoader", "train.py:81"), 2: here, 0: here, 3: "does not answer"})
+    gone = dict.fromkeys((4, 5), "has left the function")
+    report = merge({1: Location("DataLoader", "train.py:81"), 2: here, 0: here, 3: "does not answer", **gone})
     assert report.splitlines() == [
         "  ranks 0, 2 in all_reduce at train.py:88, step 812",
         "  rank 1 in DataLoader at train.py:81",
         "  rank 3 does not answer",
+        "  ranks 4, 5 have left the function",
     ]
 
 
