@@ -45,8 +45,9 @@ def save(
 
     Args:
         state: tensors, numbers, strings and objects with a ``state_dict``, in dicts, lists and tuples.
-        path: the file. It is replaced in one step, after the new one is safely on disk; a symbolic link stays, and
-            what it leads to is replaced.
+        path: the file, the same on all ranks: no time in it, and no temporary folder, which are each rank's own. It is
+            replaced in one step, after the new one is safely on disk; a symbolic link stays, and what it leads to is
+            replaced.
         keep: how many checkpoints to keep. Of a series, as ``step-100.pt``, those with the highest numbers; a link
             ``step-latest.pt`` moves to the new one when it is complete, before an older one goes. A series is a name
             that ends in a number after one of ``-_.=``, or has one after a word like step or epoch: ``resnet50.pt`` is
