@@ -339,6 +339,8 @@ def main() -> int:
     options = parser.parse_args()
     cells = [cell for cell in all_cells() if not meaningless(cell)]
     cells = [cell for cell in cells if all(word in str(cell).replace(" | ", "|").split("|") for word in options.only)]
+    if not cells:
+        parser.error(f"no cell holds all of these words: {' '.join(options.only)}")
     results = _seen_before(options.resume, cells)
     if options.times:
         cells = in_turns(cells, options.times, results)
