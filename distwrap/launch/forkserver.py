@@ -52,18 +52,21 @@ class ServedProcess(Process):
         self._exitcode: int | None = None
         self._ended = False
         try:
-            stdin, *own = standard_streams()
-            server.fork([stdin, *(streams or own), theirs.fileno(), status])
-        finally:
-            theirs.close()
-            os.close(status)
-        pid = self._read(server.start_seconds)
-        if pid is None:
+            try:
+                stdin, *own = standard_streams()
+                server.fork([stdin, *(streams or own), theirs.fileno(), status])
+            finally:
+                theirs.close()
+                os.close(status)
+            pid = self._read(server.start_seconds)
+            if pid is None:
+                raise LaunchError(
+                    f"the fork server (pid {server.pid}) ended before it started rank {rank}: "
+                    f"its own error, if any, is above. Use launcher='spawn' to start without it."
+                )
+        except BaseException:  # a Ctrl-C too: the rank, which nobody else knows of, ends with its connection
             self.close()
-            raise LaunchError(
-                f"the fork server (pid {server.pid}) ended before it started rank {rank}: "
-                f"its own error, if any, is above. Use launcher='spawn' to start without it."
-            )
+            raise
         self.pid = pid
 
     def exitcode(self, seconds: float) -> int | None:

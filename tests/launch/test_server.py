@@ -25,6 +25,20 @@ def test_it_is_reused() -> None:
     assert forkserver.warm_server().pid == before
 
 
+def test_a_start_that_is_interrupted_leaves_no_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After a Ctrl-C while a rank is started its connection is closed, also where the error is kept."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    server = forkserver.warm_server()
+    monkeypatch.setattr(forkserver, "wait", interrupt)
+    before = sorted(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt) as kept:
+        forkserver.ServedProcess(0, server)
+    assert sorted(os.listdir("/proc/self/fd")) == before, kept
+
+
 def test_surroundings_are_the_callers_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks see the caller's environment, folder, arguments and import path of the moment of the call."""
     (tmp_path / "brand_new_module.py").write_text("VALUE = 42\n")
