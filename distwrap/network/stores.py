@@ -216,6 +216,8 @@ def connect(address: str, ports: list[int], job: str, seconds: float, who: str) 
         store = _round_trip(numeric, port, job, seconds)
         if store is not None:
             return store, port
+        if not connectivity.answers(numeric, port):
+            continue  # it was the store of an earlier group, which rank 0 has closed meanwhile
         strangers.append(port)
         if time.monotonic() - start > seconds or len(ports) == 1:
             raise ArrivalError(

@@ -59,6 +59,26 @@ def test_a_port_that_is_refused_for_an_instant_is_asked_for_again() -> None:
     del store
 
 
+def test_a_store_that_closes_just_now_is_no_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 may close an earlier group's store while the others come for the next, and take its time to come."""
+    monkeypatch.setattr(stores, "_ROUND_TRIP_SECONDS", 1.0)
+    earlier, held = socket.create_server(("127.0.0.1", 0)), []
+    port = earlier.getsockname()[1]
+
+    def be_rank_zero() -> None:
+        earlier.accept()[0].close()
+        earlier.close()
+        time.sleep(2.5)
+        held.append(stores.serve("127.0.0.1", [port], "mine", 10))
+
+    thread = threading.Thread(target=be_rank_zero)
+    thread.start()
+    try:
+        assert stores.connect("127.0.0.1", [port], "mine", 10, "rank 1")[1] == port
+    finally:
+        thread.join()
+
+
 def test_ports_follow_from_the_job() -> None:
     """The same job gives the same ports on every machine, in a range that systems do not give away."""
     jobs = [f"slurm {job}.{step}" for job in range(100, 200) for step in range(3)]
