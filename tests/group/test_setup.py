@@ -41,6 +41,12 @@ def by_hand(code: str, world_size: int, folder: Path, started: int | None = None
             process.kill()
 
 
+def all_end_well(code: str, folder: Path) -> None:
+    """Two ranks of torchrun's variables come to the end of a program whose last line says so."""
+    outputs = by_hand(code + "print('done')\n", 2, folder)
+    assert all(output.rstrip().endswith("done") for output in outputs), outputs
+
+
 def test_a_single_process_is_left_as_it_is() -> None:
     """Without a launcher's variables nothing happens: no group, rank 0 of 1, before, inside and after."""
     with dw.setup_process_group():
@@ -76,32 +82,26 @@ def test_with_torchruns_variables(tmp_path: Path) -> None:
 @pytest.mark.slow(INTERPRETERS)
 def test_the_store_of_the_group_before(tmp_path: Path) -> None:
     """A rank that is early for the next group waits where rank 0 still closes the store of the one before."""
-    outputs = by_hand(
+    all_end_well(
         "import time\n"
         "from distwrap.group import setup\n"
         "say_goodbye = setup.say_goodbye\n"
         "if dw.rank() == 0: setup.say_goodbye = lambda *place: (say_goodbye(*place), time.sleep(0.5))\n"
         "for n in range(2):\n"
-        "    with dw.setup_process_group(timeout=20): dw.barrier()\n"
-        "print('done')\n",
-        2,
+        "    with dw.setup_process_group(timeout=20): dw.barrier()\n",
         tmp_path,
     )
-    assert all(output.rstrip().endswith("done") for output in outputs), outputs
 
 
 @pytest.mark.slow(INTERPRETERS)
 def test_a_model_of_the_group_before(tmp_path: Path) -> None:
     """What torch has made around a model holds the store: the next group found the port taken by this very process."""
-    outputs = by_hand(
+    all_end_well(
         "import torch\n"
         "for n in range(3):\n"
-        "    with dw.setup_process_group(timeout=20): model = dw.wrap_model(torch.nn.Linear(1, 1))\n"
-        "print('done')\n",
-        2,
+        "    with dw.setup_process_group(timeout=20): model = dw.wrap_model(torch.nn.Linear(1, 1))\n",
         tmp_path,
     )
-    assert all(output.rstrip().endswith("done") for output in outputs), outputs
 
 
 @pytest.mark.slow(INTERPRETERS)
