@@ -6,6 +6,7 @@ Source of the opcodes, and of what each takes and leaves: https://docs.python.or
 """
 
 import pickletools
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ _FILLS = ("APPEND", "APPENDS", "SETITEM", "SETITEMS", "ADDITEMS", "BUILD")
 _CALLS = ("REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ", "INST")
 _EMPTY = ("EMPTY_LIST", "EMPTY_DICT", "EMPTY_SET")
 _SIMPLE = {op.name for op in pickletools.opcodes if not op.stack_before and op.stack_after} - {*_GETS, *_EMPTY, "MARK"}
+_MADE_OF_A_LENGTH = re.compile(r"torch(\.storage|\.cuda)? \w*(Storage|Tensor)$")
 _ENOUGH = 1_000_000
 _PER_BYTE = 8  # a part counts at each call that it is handed through: a tensor's in a parameter three times
 
@@ -78,6 +80,9 @@ def _walk(file: Any, path: Path) -> None:
             filled: Any = taken.pop() if name in _FILLS else None
             if name == "REDUCE" and taken[1] == "_codecs encode" and not _is_of_bytes(taken[0]):
                 raise CheckpointError(f"cannot load {path}: it holds an encoded text, which can be of any length.")
+            called = taken[1] if name in _CALLS else ""
+            if isinstance(called, str) and _MADE_OF_A_LENGTH.match(called):
+                raise CheckpointError(f"cannot load {path}: it makes an empty {called}, which can be of any length.")
             if name in _CALLS or name == "BUILD":
                 limit = _ENOUGH + _PER_BYTE * (at - start)
                 given += _size(taken, limit - given)

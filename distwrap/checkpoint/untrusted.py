@@ -20,6 +20,7 @@ from typing import IO, Any
 
 import torch
 
+from distwrap.checkpoint.bounded import Bounded
 from distwrap.checkpoint.pickles import check_pickle
 from distwrap.errors import CheckpointError
 
@@ -50,7 +51,9 @@ def load_file(path: Path, map_location: Any = None, *, mapped: bool = False) -> 
             _check_pickles(content, _records(file, 0, length, path) if is_archive else None, path)
 
     def read(location: Any) -> Any:  # mapped, where no number can be read from beyond the file's end
-        with torch.sparse.check_sparse_tensor_invariants():  # type: ignore[no-untyped-call]
+        has_numbers = str(map_location) != "meta"
+        invariants = torch.sparse.check_sparse_tensor_invariants(has_numbers)  # type: ignore[no-untyped-call]
+        with Bounded(length, path), invariants:
             try:
                 return torch.load(path, map_location=location, mmap=is_archive, weights_only=True)
             except UnpicklingError as error:  # in whose text, of a page, the name is far below
@@ -88,7 +91,8 @@ def load_tensor(file: IO[bytes], start: int, length: int, path: Path) -> torch.T
     part.seek(0)
     numbers = [size for name, (_, size) in records.items() if b"/data/" in name]
     restore = _restorer("cpu", min(numbers, default=0), path)
-    tensor = torch.load(part, map_location=restore, weights_only=True)
+    with Bounded(length, path):
+        tensor = torch.load(part, map_location=restore, weights_only=True)
     if not isinstance(tensor, torch.Tensor) or len(numbers) != 1:
         raise CheckpointError(f"cannot load {path}: a {type(tensor).__name__} is where a tensor should be.")
     return tensor
@@ -199,18 +203,18 @@ def _restorer(
 
     def restore(storage: torch.UntypedStorage, location: str) -> Any:
         nonlocal held
+        if isinstance(map_location, Mapping):
+            location = map_location.get(location, location)
+        elif map_location is not None and not callable(map_location):
+            location = str(torch.device(map_location))
+        if location == "meta":  # torch asks again for each tensor of it
+            return _on_device(storage, location)
         held += storage.nbytes()
         if held > limit:
             raise CheckpointError(f"cannot load {path}: it claims to hold {held} bytes of numbers, and has {limit}.")
         storage = own(storage)
-        if callable(map_location):
-            restored = map_location(storage, location)
-            return _on_device(storage, location) if restored is None else restored
-        if isinstance(map_location, Mapping):
-            location = map_location.get(location, location)
-        elif map_location is not None:
-            location = str(torch.device(map_location))
-        return _on_device(storage, location)
+        restored = map_location(storage, location) if callable(map_location) else None
+        return _on_device(storage, location) if restored is None else restored
 
     return restore
 

@@ -158,9 +158,9 @@ def test_memory_that_a_pickle_asks_for(tmp_path: Path, call: tuple[Any, int]) ->
     """torch's safe loader calls these for any file, and what they give is in no file."""
     path = tmp_path / "a.pt"
     archive(path, pickle.dumps({"w": Call(*call)}, 2), {})
-    both_refuse(path, "it (claims to hold|holds a bytearray)")
+    both_refuse(path, "it (makes an empty torch|holds a bytearray)")
     torch.save({"w": Call(*call)}, path, _use_new_zipfile_serialization=False)
-    both_refuse(path, "cannot load .*a.pt: it (claims to hold|holds a bytearray)")
+    both_refuse(path, "cannot load .*a.pt: it (makes an empty torch|holds a bytearray)")
 
 
 def test_a_file_of_torch_before_archives_that_claims_more_than_it_has(tmp_path: Path) -> None:
@@ -191,18 +191,18 @@ def test_lists_in_lists(tmp_path: Path, pickled: bytes) -> None:
 
 MANY = b"]q\0(" + b"K\1" * 100_000 + b"e"  # a list of 100,000 ones
 LATER = b"]q\0\x85q\20(" + b"h\0(" + b"K\1" * 100_000 + b"e0"  # the same, filled only after it has a place in a tuple
-SIZES, TENSORS, ENCODE = (b"c" + name + b"\nq\1" for name in (b"torch\nSize", b"torch\nTensor", b"_codecs\nencode"))
+SIZES, SETS, ENCODE = (b"c" + name + b"\nq\1" for name in (b"torch\nSize", b"builtins\nset", b"_codecs\nencode"))
 
 
 @pytest.mark.parametrize(
     "pickled",
     [
         b"\x80\x02](" + MANY + SIZES + b"h\1h\0\x85R" * 1000 + b"e.",
-        b"\x80\x02](" + MANY + TENSORS + b"h\1h\0\x85R" * 1000 + b"e.",
+        b"\x80\x02](" + MANY + SETS + b"h\1h\0\x85R" * 1000 + b"e.",
         b"\x80\x02(" + LATER + SIZES + b"h\1h\20R" * 1000 + b"l.",
         b"\x80\x02](X\x40\x0d\x03\0" + b"a" * 200_000 + b"q\0" + ENCODE + b"h\1h\0X\6\0\0\0latin1\x86R" * 300 + b"e.",
     ],
-    ids=["sizes", "tensors", "filled later", "encoded"],
+    ids=["sizes", "sets", "filled later", "encoded"],
 )
 def test_one_object_that_functions_are_given_again_and_again(tmp_path: Path, pickled: bytes) -> None:
     """Each may make a copy, for the few bytes of the call: 0.2 MB took 400 MB and more."""
