@@ -246,9 +246,11 @@ def _do_on_ranks(work: Callable[[], object], what: str, name: str, workers: Sequ
         its_host, its_problem = host, problem
         if not current_world().part(CollectiveGuard).function:
             mine = json.dumps([name, host, problem]).encode() if rank == worker else None
-            while (told := _told_by(worker, mine, name, activity.site))[0] != name:  # which that rank has saved alone
-                _refuse_own_name(rank, name, worker, told[0])
-            _, its_host, its_problem = told
+            its_name = ""
+            while its_name != name:  # of what that rank has saved alone, or to a path of its own
+                its_name, its_host, its_problem = _told_by(worker, mine, name, activity.site, its_name)
+                if its_name != name:
+                    _refuse_own_name(rank, name, worker, its_name)
         if cause is not None and not isinstance(cause, Exception):
             raise cause
         if its_problem:
@@ -258,17 +260,26 @@ def _do_on_ranks(work: Callable[[], object], what: str, name: str, workers: Sequ
             ) from (cause if rank == worker else None)
 
 
-def _told_by(worker: int, mine: bytes | None, name: str, site: str) -> list[str]:
+def _told_by(worker: int, mine: bytes | None, name: str, site: str, before: str) -> list[str]:
     """Return what a rank tells of its work in this line: the name, its host, and the problem.
+
+    Args:
+        worker: that rank.
+        mine: what this rank tells, if it is that one.
+        name: of the work on this rank.
+        site: the line.
+        before: another name that the rank told there meanwhile, for the error and the hang report.
 
     Raises:
         CheckpointError: it has left without coming to this line.
     """
+    waits_for = f"{name} (rank {worker} did {before!r} there)" if before else name
     try:
-        return json.loads(share_result(name, worker, mine, turn=f"save at {site}"))  # type: ignore[no-any-return]
+        return json.loads(share_result(waits_for, worker, mine, turn=f"save at {site}"))  # type: ignore[no-any-return]
     except CollectiveError as error:
+        why = "with the same path" if before else f"which rank {worker} did not reach"
         raise CheckpointError(
-            f"{name!r} at {site}: {error} All ranks must call it from one line, which rank {worker} did not reach."
+            f"{waits_for!r} at {site}: {error} All ranks must call it from one line, {why}."
         ) from error
 
 

@@ -107,6 +107,8 @@ class Reporter:
         """Return where this rank is."""
         lines = self.failed_at if self.failed_at is not None else stacks.of_thread()
         what, where = stacks.locate(lines)
+        if self._activity.site == where and self._activity.helper.startswith(f"{what} "):
+            what = self._activity.helper  # it knows of what, as the path of a save
         return Location(what, where, self._activity.step, str(self._activity))
 
     def look(self, rung: bool = True) -> None:

@@ -16,7 +16,7 @@ import torch
 import distwrap as dw
 from distwrap.checkpoint.formats import FileIO
 from distwrap.cli import main
-from distwrap.errors import CheckpointError
+from distwrap.errors import CheckpointError, CollectiveTimeoutError, WorkerTimeoutError
 from distwrap.group.world import activate, current_world, deactivate
 from distwrap.testing import run_ranks
 from tests.limits import SOON
@@ -121,6 +121,20 @@ def test_a_line_to_which_rank_zero_does_not_come_is_told(tmp_path: Path) -> None
 
     with pytest.raises(CheckpointError, match=r"a\.pt' at test_sound\.py:\d+: .* from one line"):
         run_ranks(on_rank, 2)
+
+
+@pytest.mark.parametrize("then", ["leaves", "waits"])
+def test_paths_that_differ_are_told(tmp_path: Path, then: str) -> None:
+    """Each rank has a temporary folder of its own: the error, or the hang report, names both paths."""
+
+    def on_rank() -> None:
+        dw.save(1, tmp_path / ("of_zero.pt" if dw.is_rank_zero() else "of_one.pt"))
+        if then == "waits":
+            dw.barrier()
+
+    both = r"save [^ ]*of_one\.pt \(rank 0 did 'save [^ ]*of_zero\.pt' there\)"
+    with pytest.raises((CheckpointError, CollectiveTimeoutError, WorkerTimeoutError), match=both):
+        run_ranks(on_rank, 2, timeout=5)
 
 
 class Leaving(FileIO):
