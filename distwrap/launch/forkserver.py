@@ -90,6 +90,30 @@ class ServedProcess(Process):
         return int(STATUS.unpack(data)[0]) if data else None
 
 
+# Its imports take seconds, in which it must end with its caller too.
+_SERVER = """
+import os, select, threading
+imported = threading.Event()
+
+def watch():
+    caller = select.poll()
+    caller.register({fd}, 0)
+    while not imported.wait(0.02):
+        if caller.poll(0):
+            os._exit(0)
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+try:
+    from distwrap.launch.server import prepare, serve
+    prepare()
+finally:
+    imported.set()
+    watcher.join()
+serve({fd})
+"""
+
+
 class ForkServer:
     """This process's end of the fork server."""
 
@@ -98,7 +122,7 @@ class ForkServer:
     def __init__(self) -> None:
         ours, theirs = socket.socketpair()
         self._process = subprocess.Popen(
-            python_command(f"from distwrap.launch.server import main; main({theirs.fileno()})"),
+            python_command(_SERVER.format(fd=theirs.fileno())),
             pass_fds=(theirs.fileno(),),
             env={**ONE_HASH, **os.environ},  # for the ranks of several nodes
             stdin=subprocess.DEVNULL,

@@ -24,18 +24,21 @@ STATUS = struct.Struct("i")
 IDLE_SECONDS = 0.2
 
 
-def main(fd: int) -> None:
-    """Serve until the caller goes."""
+def prepare() -> None:
+    """Import what no rank shall have to import: torch, and all that a rank's function may ask of us."""
     # torch then asks NVML, and not the driver, whether there is a GPU: a started driver does not survive a fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    # Imported here, and not in every rank: torch, and all that a rank's function may ask of us.
     import distwrap
     from distwrap.group.setup import import_before_group
-    from distwrap.launch import worker
 
     import_before_group()
     for name in distwrap.__all__:
         getattr(distwrap, name)
+
+
+def serve(fd: int) -> None:
+    """Serve until the caller goes."""
+    from distwrap.launch import worker
 
     control = socket.socket(fileno=fd)
     wake_r, wake_w = os.pipe()

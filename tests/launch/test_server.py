@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import textwrap
@@ -15,6 +16,8 @@ import distwrap as dw
 from distwrap import distributed
 from distwrap.launch import forkserver
 from tests.limits import INTERPRETERS, slow
+
+ROOT = Path(__file__).parents[2]
 
 
 def test_it_is_reused() -> None:
@@ -37,6 +40,27 @@ def test_a_start_that_is_interrupted_leaves_no_rank(monkeypatch: pytest.MonkeyPa
     with pytest.raises(KeyboardInterrupt) as kept:
         forkserver.ServedProcess(0, server)
     assert sorted(os.listdir("/proc/self/fd")) == before, kept
+
+
+def test_the_server_ends_with_its_caller_also_while_it_imports(tmp_path: Path) -> None:
+    """A caller that ends at once leaves no server that still imports torch, which takes it seconds."""
+    folder = tmp_path / "slow"
+    folder.mkdir()
+    (folder / "torch.py").write_text("import time\ntime.sleep(30)\n")
+    server = subprocess.Popen(
+        [sys.executable, "-c", forkserver._SERVER.format(fd=(pair := socket.socketpair())[1].fileno())],
+        pass_fds=[pair[1].fileno()],
+        env={**os.environ, "PYTHONPATH": f"{folder}:{ROOT}"},
+    )
+    try:
+        pair[1].close()
+        with pytest.raises(subprocess.TimeoutExpired):
+            server.wait(1.0)  # it waits for its imports
+        pair[0].close()
+        assert server.wait(20) == 0
+    finally:
+        server.kill()
+        server.wait()
 
 
 def test_surroundings_are_the_callers_of_now(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
