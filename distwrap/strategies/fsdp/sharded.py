@@ -120,7 +120,7 @@ def _shard(
         "reshard_after_forward": strategy.reshard_after_forward,
         "offload_policy": CPUOffloadPolicy() if strategy.cpu_offload else OffloadPolicy(),
     }
-    norms = [part for part in net.modules() if isinstance(part, norm_classes()) and any(part.parameters(recurse=False))]
+    norms = [part for part in net.modules() if isinstance(part, norm_classes()) and [*part.parameters(recurse=False)]]
     if dtype is not None and norms:
         # Norms compute in float32 under autocast, on the CPU only with weights in it: one unit of all of them.
         fully_shard(norms, **{**options, "reshard_after_forward": False})

@@ -105,7 +105,7 @@ def _alike_blocks(model: nn.Module) -> list[nn.Module]:
         classes = Counter(type(block) for block in blocks)
         kind, number = classes.most_common(1)[0] if classes else (nn.ModuleList, 0)
         alike = [block for block in blocks if type(block) is kind]
-        are_layers = not isinstance(module, nn.ModuleList) or not any(block.children() for block in alike)
+        are_layers = not isinstance(module, nn.ModuleList) or not any([*block.children()] for block in alike)
         if number < 2 or issubclass(kind, (nn.ModuleList, nn.ModuleDict)) or (id(module) in inside and are_layers):
             continue
         found += alike
