@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import time
@@ -87,7 +86,6 @@ def _tried(behaviour: Behaviour, world: World, folder: Path) -> Verdict:
 def _begin_anew(world: World) -> None:
     """Bring to an end all that a behaviour has left in the run, but what tells a hang report where this rank is."""
     activity = world.part(Activity)
-    gc.collect()
     try:
         world.settle()
     finally:
