@@ -106,7 +106,8 @@ class FSDPStrategy(Strategy):
         from distwrap.strategies import shards
 
         reduced = [shards.local(grad) for grad in super().gradients(model)]
-        return [*reduced, *accumulated_gradients(unwrap_model(model))]
+        found = [*reduced, *accumulated_gradients(unwrap_model(model))]
+        return list({grad.data_ptr(): grad for grad in found if grad.numel()}.values())  # of a gathered unit, both
 
     def clip(
         self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], max_norm: float
