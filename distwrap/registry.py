@@ -38,7 +38,7 @@ class Registry(Generic[Thing]):
         members: the attributes that such a thing must have.
         plural: the word for several, which is also the name of the entry points: ``distwrap.<plural>``.
         package: where the modules of `rows` are.
-        rows: our own: name, ``"module:name"`` of the factory, one line of description.
+        rows: our own: name, ``"module:name"`` of the factory, one line of description, and what the factory is handed.
         aliases: other spellings of names.
         hints: names that people try and that are none, with a sentence for the error.
         loose: whether names may be given in capitals, or as numbers: ``"BF16"``, ``32``.
@@ -50,14 +50,14 @@ class Registry(Generic[Thing]):
         members: tuple[str, ...],
         plural: str,
         package: str = "",
-        rows: Iterable[tuple[str, str, str]] = (),
+        rows: Iterable[tuple[str, str, str] | tuple[str, str, str, dict[str, Any]]] = (),
         *,
         aliases: Mapping[str, str] | None = None,
         hints: Mapping[str, str] | None = None,
         loose: bool = False,
     ) -> None:
         self._kind, self._members, self._group, self._loose = kind, members, f"distwrap.{plural}", loose
-        self._rows = {name: _Row((f"{package}.{place}",), description) for name, place, description in rows}
+        self._rows = {name: _Row((f"{package}.{place}",), *rest) for name, place, *rest in rows}
         self._own = set(self._rows)
         self._aliases, self._hints = dict(aliases or {}), hints
         self._installed: dict[str, _Row] | None = None
@@ -189,6 +189,7 @@ strategies: Registry[Strategy] = Registry(
         ("ddp2", "ddp2:DDP2Strategy", "one process a node over all its devices, gradients averaged across nodes"),
         ("dp", "dp:DPStrategy", "one process over all its devices, in threads: torch's DataParallel"),
         ("single", "single:SingleStrategy", "one process, one device"),
+        ("zero1", "zero:ZeroStrategy", "ddp with the optimizer's state divided over the ranks", {"stage": 1}),
         ("bagua", "bagua:BaguaStrategy", "DDP with an algorithm under Bagua's name: algorithm='gradient_allreduce', …"),
     ),
     aliases=dict.fromkeys(LAUNCHER_OF_STRATEGY, "ddp"),
