@@ -190,6 +190,7 @@ strategies: Registry[Strategy] = Registry(
         ("dp", "dp:DPStrategy", "one process over all its devices, in threads: torch's DataParallel"),
         ("single", "single:SingleStrategy", "one process, one device"),
         ("zero1", "zero:ZeroStrategy", "ddp with the optimizer's state divided over the ranks", {"stage": 1}),
+        ("zero2", "zero:ZeroStrategy", "zero1, and each rank keeps its share of the gradients alone", {"stage": 2}),
         ("bagua", "bagua:BaguaStrategy", "DDP with an algorithm under Bagua's name: algorithm='gradient_allreduce', …"),
     ),
     aliases=dict.fromkeys(LAUNCHER_OF_STRATEGY, "ddp"),

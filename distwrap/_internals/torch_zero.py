@@ -17,3 +17,12 @@ def unchanged_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManage
     """
     keep = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
     return nullcontext() if keep is None or not tensors else keep(tuple(tensors))
+
+
+def leave_gradients_alone(model: torch.nn.parallel.DistributedDataParallel) -> None:
+    """Keep DDP from writing what it has averaged into the gradients; a communication hook does.
+
+    Relies on ``torch.distributed:Reducer._set_optimizer_in_backward``.
+    Without it: all gradients are there again for a moment at the end of a backward, which costs memory.
+    """
+    getattr(model.reducer, "_set_optimizer_in_backward", lambda: None)()

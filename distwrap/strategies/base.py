@@ -108,6 +108,9 @@ class Strategy:
         """Return the optimizer that the loop steps; a subclass of `DDPStrategy` hands it on to ``super()``."""
         return optimizer
 
+    def release(self, optimizer: Optimizer) -> None:
+        """Let go of an optimizer of the caller's own, which then loads its full state; for ``retrofit``."""
+
     # A step
 
     def backward(self, loss: torch.Tensor) -> None:

@@ -7,7 +7,7 @@ are broadcast from their owners, many in one message.
 Source: ZeRO, stage 1, https://arxiv.org/abs/1910.02054
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import zip_longest
 from typing import Any
@@ -72,11 +72,8 @@ class OptimizerShare:
         self._planned = _sizes(optimizer)
         divided = self._divided(optimizer)
         new = [parameter for parameter in divided if parameter not in self.owners]
-        for parameter in sorted(new, key=lambda parameter: -parameter.numel()):
-            owner = divided[parameter]
-            owner = self._loads.index(min(self._loads)) if owner is None else owner
-            self.owners[parameter] = owner
-            self._loads[owner] += parameter.numel()
+        self.owners.update((each, owner) for each in new if (owner := divided[each]) is not None)
+        self.owners.update(balanced([each for each in new if divided[each] is None], self._loads))
         held = parameters_of(optimizer)
         self.owners = {parameter: owner for parameter, owner in self.owners.items() if id(parameter) in held}
         self._messages = _messages(self.owners, self._size)
@@ -102,9 +99,10 @@ class OptimizerShare:
         """Let go of the run; the optimizer goes on by itself when it has all of its state again."""
         self.is_over = True
         if not self.is_part:
-            self._release()
+            self.release()
 
-    def _release(self) -> None:
+    def release(self) -> None:
+        """Take the hooks away."""
         for handle in self._handles:
             handle.remove()
 
@@ -185,7 +183,7 @@ class OptimizerShare:
     def _of_share(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         """Return what this rank keeps of a full state that is to be loaded."""
         if self.is_over:
-            self._release()
+            self.release()
             return None
         if self._planned != _sizes(optimizer):
             self.plan(optimizer)
@@ -213,6 +211,12 @@ class OptimizerShares(RunPart):
         self._divide: Callable[[Optimizer], object] | None = None
         self._handle = register_optimizer_step_pre_hook(self._before)
 
+    def release(self, optimizer: Optimizer) -> None:
+        """Let go of an optimizer, which has a part of its state, and is about to load all of it."""
+        share = self._of.pop(optimizer, None)
+        if share is not None:
+            share.release()
+
     def adopt_by(self, divide: Callable[[Optimizer], object]) -> None:
         """Call a function with each optimizer without a share that steps from now on; plan all shares anew."""
         self._divide = divide
@@ -229,6 +233,10 @@ class OptimizerShares(RunPart):
     def of(self, optimizer: Optimizer) -> OptimizerShare | None:
         """Return an optimizer's share, if it has one."""
         return self._of.get(optimizer)
+
+    def owners(self) -> dict[nn.Parameter, int]:
+        """Return the rank that steps each divided parameter."""
+        return {parameter: owner for share in self._of.values() for parameter, owner in share.owners.items()}
 
     def options(self, model: nn.Module) -> Iterator[tuple[str, float]]:
         """Yield the numbers among the options of a model's optimizers, which a step may change, each with its name.
@@ -287,6 +295,25 @@ class _Message:
             pairs = zip(self._tensors, parts, strict=True)
             foreach("copy_", [each.data for each in self._tensors], [part.view(each.shape) for each, part in pairs])
         self._work, self._flat = None, torch.empty(0)
+
+
+def balanced(parameters: Iterable[nn.Parameter], loads: list[int]) -> dict[nn.Parameter, int]:
+    """Return an owner for each parameter, the largest first, each to the rank that has the fewest numbers yet.
+
+    Args:
+        parameters: in an order that is alike on all ranks.
+        loads: the numbers that each rank has; those of the parameters are added.
+
+    Example:
+        >>> weights = [nn.Parameter(torch.empty(size)) for size in (1, 4, 2, 2)]
+        >>> list(balanced(weights, [0, 0]).values())
+        [0, 1, 1, 0]
+    """
+    owners = {}
+    for parameter in sorted(parameters, key=lambda parameter: -parameter.numel()):
+        owners[parameter] = loads.index(min(loads))
+        loads[owners[parameter]] += parameter.numel()
+    return owners
 
 
 def _messages(owners: Mapping[nn.Parameter, int], size: int) -> list[list[_Message]]:

@@ -6,17 +6,21 @@ Source: https://arxiv.org/abs/1910.02054
 from collections.abc import Iterable
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from distwrap.comm.base import Algorithm
+from distwrap.comm.qadam import QAdam
 from distwrap.errors import OptionError
 from distwrap.group.world import World, current_world
+from distwrap.model.distributed import DistributedModel
 from distwrap.model.in_sync import Held, tensors_of
-from distwrap.model.wrapped_models import WrappedModels, bound_strategy
+from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
 from distwrap.options import Options
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp import DDPStrategy
+from distwrap.strategies.gradient_share import GradientShares
 from distwrap.strategies.optimizer_share import OptimizerShare, OptimizerShares
 from distwrap.strategies.optimizer_state import full_state, state_in_parts
 
@@ -53,7 +57,10 @@ class ZeroStrategy(DDPStrategy):
         self._refuse(wrapping.options)
         self._refuse_comm(wrapping.comm)
         wrapped = super().prepare_model(model, world, wrapping)
-        if world.placement.world_size > 1:
+        if isinstance(wrapped, DistributedModel):
+            gradients = world.part(GradientShares)  # whose hook must be there before a step looks at all hooks
+            if self.stage == 2:
+                gradients.divide(wrapped)
             world.part(OptimizerShares).adopt_by(_divide)
         return wrapped
 
@@ -63,6 +70,21 @@ class ZeroStrategy(DDPStrategy):
         if world.placement.world_size > 1 and any(True for _ in _divided(optimizer)):
             world.part(OptimizerShares).divide(optimizer, _divided)
         return optimizer
+
+    def gradients(self, model: nn.Module) -> list[torch.Tensor]:
+        current_world().part(GradientShares).hand_out(model)
+        return super().gradients(model)
+
+    def clip(
+        self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], max_norm: float
+    ) -> torch.Tensor | float | None:
+        world = current_world()
+        if self.stage == 1 or world.placement.world_size == 1:
+            return super().clip(optimizer, parameters, max_norm)
+        return world.part(GradientShares).clip(parameters, max_norm)
+
+    def release(self, optimizer: Optimizer) -> None:
+        current_world().part(OptimizerShares).release(optimizer)
 
     def held(self, model: nn.Module) -> Iterable[Held]:
         options = current_world().part(OptimizerShares).options(model)
@@ -83,11 +105,25 @@ class ZeroStrategy(DDPStrategy):
         return state_in_parts(thing, share)
 
     def _refuse(self, options: dict[str, Any]) -> None:
+        """Refuse options of DDP that do not go with a division over all ranks."""
         if options.get("process_group") is not None:
-            raise OptionError(f"strategy='zero{self.stage}' divides over all ranks; it takes no process_group.")
+            raise OptionError(
+                f"strategy='zero{self.stage}' divides over all ranks, and takes no process_group. Leave it out."
+            )
+        if self.stage == 2 and options.get("gradient_as_bucket_view"):
+            raise OptionError(
+                "strategy='zero2' frees gradients, which gradient_as_bucket_view=True would keep in DDP's buckets. "
+                "Leave it out, or use strategy='zero1'."
+            )
 
     def _refuse_comm(self, comm: Algorithm | None) -> None:
-        pass
+        """Refuse algorithms that need all of the gradients, or of the optimizer's state, on each rank."""
+        if comm is not None and (self.stage == 2 or not comm.same_weights or isinstance(comm, QAdam)):
+            way = "strategy='zero1' or 'ddp'" if comm.same_weights and not isinstance(comm, QAdam) else "strategy='ddp'"
+            raise OptionError(
+                f"strategy='zero{self.stage}' does not go with comm={type(comm).__name__}, which needs all of "
+                f"{'the gradients' if comm.same_weights else 'the optimizer state'} on each rank. Use {way} with it."
+            )
 
 
 def _divide(optimizer: Optimizer) -> None:
@@ -98,19 +134,16 @@ def _divide(optimizer: Optimizer) -> None:
 
 def _divided(optimizer: Optimizer) -> dict[nn.Parameter, int | None]:
     """Return the parameters of an optimizer whose gradients all ranks have averaged under this strategy."""
-    models = current_world().part(WrappedModels)
+    world = current_world()
+    models, owners = world.part(WrappedModels), world.part(GradientShares).owners()
     averaged = {
         id(parameter)
         for model in models.of_optimizer(optimizer)
         if isinstance(bound_strategy(model), ZeroStrategy) and model in models.gradients
         for parameter in models.gradients[model].averaged()
     }
-    return {
-        parameter: None
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-        if id(parameter) in averaged
-    }
+    held = parameters_of(optimizer)
+    return {parameter: owners.get(parameter) for key, parameter in held.items() if key in averaged}
 
 
 def _share_of(thing: Any) -> OptimizerShare | None:

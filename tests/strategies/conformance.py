@@ -71,5 +71,8 @@ CELLS = (
     Cell("ddp on one rank", "ddp", 1),
     Cell("ddp on three ranks", "ddp", 3, slow="the same again on more ranks"),
     Cell("ddp2", NodesOfOne()),
+    Cell("zero1", "zero1", refuses=("lbfgs",)),
+    Cell("zero1 on three ranks", "zero1", 3, refuses=("lbfgs",), slow="the same again on more ranks"),
+    Cell("zero2", "zero2", refuses=("lbfgs", "torchs_own_clip")),
     Cell("by hand", Pair(), refuses=("fp16", "fp16_overflow", "fp16_clip")),
 )
