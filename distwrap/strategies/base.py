@@ -59,6 +59,7 @@ class Strategy:
         owns_scale: whether `backward` and `step` scale fp16 by themselves, so that distwrap's scaler stays out.
         shards: whether a model's or optimizer's full state is put together from several ranks: `state` is then a
             collective, also for a checkpoint that rank 0 writes.
+        formerly: another package's name, by which it was asked for; a line at the start says what that became.
     """
 
     launches: Literal["device", "node", "one"] = "device"
@@ -66,6 +67,7 @@ class Strategy:
     places_model: bool = False
     owns_scale: bool = False
     shards: bool = False
+    formerly: str = ""
 
     # In the caller
 
@@ -166,9 +168,10 @@ class Strategy:
             state = strip_module_prefix(state, target=thing)
         thing.load_state_dict(state)
 
-    def give_back(self, model: nn.Module, state: dict[str, Any]) -> None:
-        """Make the user's own module again what it was before `prepare_model`, with a full state; for a retrofit."""
-        unwrap_model(model).load_state_dict(state)
+    def give_back(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
+        """Make the caller's own model or optimizer what it was before, with a full state; for ``retrofit``."""
+        plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
+        plain.load_state_dict(state)
 
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
         """Return what `state` would, with this rank's piece of each divided tensor, for a checkpoint in parts.
@@ -187,5 +190,6 @@ class Strategy:
         return "auto"
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        shown = {name: value for name, value in vars(self).items() if not name.startswith("_") and name != "formerly"}
+        options = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         return f"{type(self).__name__}({options})"

@@ -77,5 +77,8 @@ CELLS = (
     Cell("fsdp", "fsdp", refuses=DIVIDED),
     Cell("fsdp on three ranks", "fsdp", 3, DIVIDED, slow="the same again on more ranks"),
     Cell("hsdp", FSDPStrategy(shard=2), 4, DIVIDED, slow="four ranks"),
+    Cell("zero1", "zero1", refuses=("lbfgs",)),
+    Cell("zero1 on three ranks", "zero1", 3, refuses=("lbfgs",), slow="the same again on more ranks"),
+    Cell("zero2", "zero2", refuses=("lbfgs", "torchs_own_clip")),
     Cell("by hand", Pair(), refuses=("fp16", "fp16_overflow", "fp16_clip")),
 )
