@@ -43,11 +43,18 @@ class ShardedIO:
 
     collective = True
 
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+
+    def over(self, group: dist.ProcessGroup | None) -> "ShardedIO":
+        """Return the format with another group over which the ranks agree who writes what."""
+        return ShardedIO(group)
+
     def save(self, state: Any, path: Path) -> None:
         """Write this rank's part of the tensors; rank 0 also writes what is no tensor."""
         skeleton, tensors = _separated(state, lambda leaf: (leaf.detach(), _whole(leaf)))
         with _as_checkpoint_error():
-            save_parts(tensors, storage_writer=FileSystemWriter(path, sync_files=False))
+            save_parts(tensors, storage_writer=FileSystemWriter(path, sync_files=False), process_group=self._group)
         if not dist.is_initialized() or dist.get_rank() == 0:  # alone, so after what is done together
             torch.save(skeleton, path / SKELETON)
 
