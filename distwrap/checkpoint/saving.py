@@ -1,25 +1,19 @@
 """Write and read checkpoints: whole or not at all, known to all ranks, and safe to load."""
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from traceback import format_exception_only
 from typing import Any
-
-import torch
 
 from distwrap.checkpoint import files, retention
 from distwrap.checkpoint.background import Writer
 from distwrap.checkpoint.formats import CheckpointIO, Streamed, choose
+from distwrap.checkpoint.loading import load_into, read
 from distwrap.checkpoint.on_ranks import do_on_ranks
 from distwrap.checkpoint.pieces import in_pieces
 from distwrap.checkpoint.writing import write_file, write_parts
-from distwrap.errors import CheckpointError, OptionError
-from distwrap.group.collective_guard import check_collectives_allowed
+from distwrap.errors import OptionError
 from distwrap.group.world import current_world
-from distwrap.model import unwrap_model
 from distwrap.model.drift import Drift
-from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.wrapped_models import bound_strategy
 from distwrap.nesting import rebuilt
 
@@ -73,7 +67,7 @@ def save(
     """
     retention.check_keep(keep)
     path = Path(path)
-    chosen = choose(_format_of(io), path)
+    chosen = choose(format_of(io), path)
     current_world().part(Drift).pause()
     if background and chosen.collective and not hasattr(chosen, "over"):
         raise OptionError(f"save(background=True): {type(chosen).__name__} is written by all ranks, and not meanwhile.")
@@ -103,11 +97,11 @@ def load(
         map_location: as for ``torch.load``.
         into: objects in the nesting in which they were saved, whose ``load_state_dict`` is called with what is there:
             models wrapped, compiled or plain, optimizers, schedulers, loaders, `run_state`. What was saved beside them
-            is only returned.
+            is only returned. Of what a strategy divides each rank reads its pieces alone, out of parts or a file.
         io: as for `save`.
 
     Returns:
-        What was saved, objects as their state dicts.
+        What was saved, objects as their state dicts; of one of `into` that is divided, this rank's pieces.
 
     Raises:
         CheckpointError: the file is no checkpoint, holds objects that only an unsafe load would take, or lacks one that
@@ -122,56 +116,13 @@ def load(
         >>> load(path, into={"model": model})["lr"]
         0.1
     """
-    path = files.found(Path(path))
-    chosen = choose(_format_of(io), path)
-    if chosen.collective:
-        check_collectives_allowed("load() of a sharded checkpoint")
-    try:
-        state = chosen.load(path, map_location)
-    except (FileNotFoundError, CheckpointError):
-        raise
-    except Exception as error:
-        place = current_world().placement
-        why = format_exception_only(error)[0].splitlines()[0].rstrip(". ")  # with its type: "101" says nothing
-        raise CheckpointError(
-            f"rank {place.rank} cannot load {os.fspath(path)}: {why}. "
-            f"Save it again with distwrap.save(), or, if you trust where it comes from, read it with "
-            f"torch.load(path, weights_only=False)."
-        ) from error
+    state = read(files.found(Path(path)), into, map_location=map_location, io=format_of(io))
     if into is not None:
         load_into(into, state)
     return state
 
 
-def load_into(into: Any, state: Any, where: str = "") -> None:
-    """Hand each object in a nesting what was saved in its place.
-
-    Raises:
-        CheckpointError: nothing was; names the place.
-    """
-    strategy, target = bound_strategy(into), into
-    if strategy is not None:
-        strategy.load_state(into, state)
-        return
-    if isinstance(into, torch.nn.Module):
-        target = unwrap_model(into)
-        state = strip_module_prefix(state, target=target)
-    if callable(getattr(target, "load_state_dict", None)):
-        target.load_state_dict(state)
-    elif isinstance(into, Mapping):
-        for key, item in into.items():
-            if not isinstance(state, Mapping) or key not in state:
-                there = ", ".join(map(repr, state)) if isinstance(state, Mapping) else type(state).__name__
-                raise CheckpointError(f"the checkpoint has no state{where}[{key!r}]. It has: {there}.")
-            load_into(item, state[key], f"{where}[{key!r}]")
-    elif isinstance(into, (list, tuple)):
-        if not isinstance(state, (list, tuple)) or len(state) != len(into):
-            raise CheckpointError(f"the checkpoint's state{where} is no list of {len(into)}.")
-        for index, item in enumerate(into):
-            load_into(item, state[index], f"{where}[{index}]")
-
-
-def _format_of(io: str | CheckpointIO) -> str | CheckpointIO:
+def format_of(io: str | CheckpointIO) -> str | CheckpointIO:
     """Return the strategy's own format where the call leaves the format open."""
     strategy = current_world().options.strategy
     return io if io != "auto" or isinstance(strategy, str) else strategy.checkpoint_io()

@@ -41,6 +41,17 @@ class Divided(Strategy):
         state: dict[str, Any] = thing.state_dict()
         return state
 
+    def parts_to_load(self, thing: Any, state: dict[str, Any]) -> dict[str, Any] | None:
+        if isinstance(thing, nn.Module):
+            like = thing.state_dict()
+            return {name: empty(value, like[name]) for name, value in state.items()}
+        parameters = [parameter for group in thing.param_groups for parameter in group["params"]]
+        empties = {
+            index: {name: empty(value, parameters[index]) for name, value in one.items()}
+            for index, one in state["state"].items()
+        }
+        return {**state, "state": empties}
+
     def load_state(self, thing: Any, state: dict[str, Any]) -> None:
         if isinstance(thing, nn.Module):
             like = thing.state_dict()
@@ -58,6 +69,12 @@ def divided(value: Any, like: Any) -> Any:
     if isinstance(value, DTensor) or not isinstance(like, DTensor) or value.shape != like.shape:
         return value
     return distribute_tensor(value, like.device_mesh, like.placements)
+
+
+def empty(value: Any, like: Any) -> Any:
+    if not isinstance(like, DTensor) or value.shape != like.shape:
+        return value
+    return torch.empty_like(like, dtype=value.dtype)
 
 
 class Net(nn.Module):
