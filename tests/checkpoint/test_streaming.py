@@ -16,15 +16,35 @@ from torch import nn
 import distwrap as dw
 from distwrap.checkpoint.safetensors_format import SafetensorsIO
 from distwrap.errors import CheckpointError, OptionError
+from distwrap.strategies.fsdp import FSDPStrategy
 from distwrap.testing import run_ranks
-from tests.strategies.divided import Divided, Net
 
 EACH = 2**23  # bytes of a tensor
 
 
+class Net(nn.Module):
+    """Blocks of which no number of ranks divides the rows, a tied and a frozen weight, and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(3, 5, dtype=torch.float64)
+        self.norm = nn.BatchNorm1d(5, dtype=torch.float64)
+        self.last = nn.Linear(5, 1, dtype=torch.float64)
+        self.last.bias.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.last(self.norm(self.first(x)))
+        return result
+
+
+def state_of(thing: Any) -> dict[str, Any]:
+    """Return the full state, of a moment."""
+    return copy.deepcopy(dict(FSDPStrategy().state(thing, everywhere=True)))
+
+
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = dw.wrap_model(Net(), strategy=Divided())
+    model = dw.wrap_model(Net(), strategy="fsdp")
     return model, torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.1)
 
 
@@ -42,8 +62,7 @@ def save_in_all_ways(folder: Path) -> list[dict[str, Any]]:
     for background in (False, True):
         for name in ("file.pt", "parts", "model.safetensors", "folder"):
             stepped(model, optimizer)
-            whole = {"model": dict(Divided().state(model)), "optimizer": Divided().state(optimizer)}
-            states.append(copy.deepcopy(whole))
+            states.append({"model": state_of(model), "optimizer": state_of(optimizer)})
             shared = torch.arange(6.0)
             extra = {"epoch": dw.rank(), "views": [shared, shared[2:4]], "none": torch.zeros(0, 3)}
             state = {"model": model, "optimizer": optimizer, **extra} if name in ("file.pt", "parts") else model
@@ -147,7 +166,7 @@ def test_no_rank_holds_it_all(tmp_path: Path) -> None:
 
     def on_rank() -> list[int]:
         net = nn.Sequential(*(nn.Linear(2048, 1024, bias=False) for _ in range(8)))
-        model = dw.wrap_model(net, strategy=Divided())
+        model = dw.wrap_model(net, strategy="fsdp")
         taken = []
         for name, io in (("warm.pt", "file"), ("a.pt", "file"), ("a.safetensors", "safetensors"), ("a", "sharded")):
             taken.append(peak_of(lambda: dw.save(model, tmp_path / name, io=io)) - 2 * EACH)  # noqa: B023
