@@ -109,6 +109,7 @@ def main(times: int, folder: Path) -> None:
     torch.set_num_threads(1)
     for name in ("torch.distributed.fsdp", "distwrap.checkpoint.sharded"):
         importlib.import_module(name)  # once, and not in each child
+    torch.compiler.reset()  # which imports what FSDP does
     told = mmap.mmap(-1, 8)
     in_midst, newest = 0, 0
     for _ in range(times):
