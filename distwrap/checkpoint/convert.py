@@ -16,6 +16,7 @@ from distwrap.errors import CheckpointError
 from distwrap.nesting import rebuilt
 
 TABLE = ".metadata"  # of torch's distributed checkpoint
+_SMALL = 2**24  # bytes
 
 
 class Stored:
@@ -70,6 +71,8 @@ class Stored:
 
     def _whole(self, leaf: torch.Tensor) -> torch.Tensor:
         fetch = self._fetch.get(id(leaf))
+        if fetch is None and leaf.nbytes > max(leaf.untyped_storage().nbytes(), _SMALL):  # by a stride of 0
+            raise CheckpointError(f"a tensor of {tuple(leaf.shape)} has fewer numbers in the checkpoint than its size.")
         return leaf if fetch is None else fetch()
 
 

@@ -41,18 +41,16 @@ def run(given: argparse.Namespace) -> int:
     except (DistwrapError, OSError) as error:
         print(f"distwrap convert-checkpoint: {error}", file=sys.stderr)
         return 1
+    except Exception as error:  # noqa: BLE001 - whatever torch says of a file that is damaged
+        print(f"distwrap convert-checkpoint: cannot convert {given.source}: {first_line(error)}", file=sys.stderr)
+        return 1
     return 0
 
 
 def _convert(given: argparse.Namespace) -> None:
     io = _format_of(given)
     refuse_target(given.source, given.target, force=given.force)
-    try:
-        stored = Stored(given.source)
-    except (DistwrapError, OSError):
-        raise
-    except Exception as error:
-        raise CheckpointError(f"cannot read {given.source}: {first_line(error).rstrip('. ')}.") from error
+    stored = Stored(given.source)
     for key in given.key.split(".") if given.key else ():
         if not isinstance(stored.state, dict) or key not in stored.state:
             raise CheckpointError(f"{given.source} has no {key!r}. It has: {_keys(stored.state)}.")
