@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from distwrap import Strategy, broadcast
-from distwrap.group.world import Layout, World
+from distwrap import Strategy, broadcast, unwrap_model
+from distwrap.group.world import Layout, World, current_world
+from distwrap.model.wrapped_models import WrappedModels
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp2 import DDP2Strategy
 from tests.strategies.by_hand import ByHand
@@ -60,6 +61,7 @@ class Pair(ByHand):
         if self.layout.group is None:
             Strategy.backward(self, loss)
         else:
+            self.models = [unwrap_model(model) for model in current_world().part(WrappedModels)]  # none that is gone
             super().backward(loss)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
