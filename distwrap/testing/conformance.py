@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from distwrap.checks import AT_LEAST_ONE
 from distwrap.errors import ConformanceError, OptionError
@@ -16,7 +15,7 @@ from distwrap.strategies import Strategy
 from distwrap.testing.behaviours import BEHAVIOURS
 from distwrap.testing.behaviours.base import Behaviour
 from distwrap.testing.on_ranks import Verdict, perform, verdicts, words_of_end
-from distwrap.testing.ranks import run_with
+from distwrap.testing.ranks import Launch
 from distwrap.wording import named_ranks, unknown_name
 
 # Seconds that a rank waits for another, which goes on with the next behaviour only where all have ended this one.
@@ -84,12 +83,12 @@ def check_behaviours(
     options = Options().updated({"strategy": strategy, "timeout": min(timeout, 2 * _LIMIT), "returns": "all"})
     made = strategies.make(options.strategy)
     made.check(options)
-    run = partial(run_with, options, timeout=timeout)
+    launch = Launch(options, nprocs, timeout)
     launched = {name: behaviour for name, behaviour in behaviours.items() if behaviour.launches}
-    found = {name: _launched(behaviour, run, nprocs) for name, behaviour in launched.items()}
+    found = {name: _launched(behaviour, launch) for name, behaviour in launched.items()}
     with tempfile.TemporaryDirectory(prefix="distwrap-conformance-") as folder:
         together = {name: behaviour for name, behaviour in behaviours.items() if name not in found}
-        found |= _in_one_launch(together, run, nprocs, Path(folder))
+        found |= _in_one_launch(together, launch, Path(folder))
     judged = {name: _judged(found[name], behaviours[name], name in refuses) for name in behaviours}
     failed = [f"  {name}: {verdict.words}" for name, verdict in judged.items() if verdict.how == "failed"]
     if failed:
@@ -100,29 +99,27 @@ def check_behaviours(
     return tuple((name, verdict.how + (verdict.words and f": {verdict.words}")) for name, verdict in judged.items())
 
 
-def _launched(behaviour: Behaviour, run: Callable[..., Any], nprocs: int) -> Verdict:
+def _launched(behaviour: Behaviour, launch: Launch) -> Verdict:
     """Do a behaviour that starts ranks of its own."""
     try:
-        behaviour.body(run, nprocs)
+        behaviour.body(launch)
     except Exception as error:  # noqa: BLE001 - the verdict has it
         return Verdict.of(error)
     return Verdict("passed")
 
 
-def _in_one_launch(
-    behaviours: dict[str, Behaviour], run: Callable[..., Any], nprocs: int, folder: Path
-) -> dict[str, Verdict]:
+def _in_one_launch(behaviours: dict[str, Behaviour], launch: Launch, folder: Path) -> dict[str, Verdict]:
     """Do behaviours in one launch; where one ends the ranks, the rest in another."""
     found: dict[str, Verdict] = {}
     while left := {name: behaviour for name, behaviour in behaviours.items() if name not in found}:
         error: Exception | None = None
         try:
-            run(perform, nprocs, left, folder, _LIMIT)
+            launch(perform, left, folder, _LIMIT)
         except Exception as raised:  # noqa: BLE001 - the verdict has it
             error = raised
         for name, behaviour in left.items():
             ranks, words = verdicts(folder, name), words_of_end(folder, name)
-            if error is None or (len(ranks) == nprocs and not words):
+            if error is None or (len(ranks) == launch.nprocs and not words):
                 found[name] = _together(ranks, behaviour)
                 continue
             if not (folder / name).exists() and name == next(iter(left)):

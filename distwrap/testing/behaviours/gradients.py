@@ -12,7 +12,7 @@ from distwrap.strategies.accumulation import accumulate
 from distwrap.strategies.windows import scale_loss
 from distwrap.testing.behaviours.base import behaviour
 from distwrap.testing.behaviours.nets import small
-from distwrap.testing.behaviours.sides import OneProcess, Trial, adamw, sgd
+from distwrap.testing.behaviours.sides import OneProcess, Trial, adamw, compare, sgd
 
 SMALL_NORM = 0.05  # to which every gradient of these nets must be cut
 
@@ -110,7 +110,7 @@ def scale_loss_by_count(trial: Trial) -> None:
 
 
 @behaviour()
-def scale_loss_overwindows(trial: Trial) -> None:
+def scale_loss_over_windows(trial: Trial) -> None:
     """Train by the mean over all rows that count in a window, of which each micro-batch has another number."""
     trial.same(lambda side: scaled(side, 3))
 
@@ -152,7 +152,7 @@ def clip_tells_the_norm(trial: Trial) -> None:
     if found[1][0] is None:
         found = found[0], []  # an engine that clips in its step does not know it yet
     expected = _clipped(trial.alone, lambda _, model: nn.utils.clip_grad_norm_(model.parameters(), SMALL_NORM))
-    trial.compare(found, (expected[0], expected[1][: len(found[1])]))
+    compare(found, (expected[0], expected[1][: len(found[1])]))
 
 
 @behaviour()

@@ -164,11 +164,12 @@ class Trial(OneProcess):
     def same(self, loop: Callable[[Any], Any], *, precision: str = "32", tolerance: float = EXACT) -> None:
         """Run a loop on both sides, and compare what they return."""
         expected = loop(OneProcess(self.shares, precision))  # first: nobody watches optimizers yet
-        self.compare(loop(Trial(self.world, self.folder, precision)), expected, tolerance=tolerance)
+        compare(loop(Trial(self.world, self.folder, precision)), expected, tolerance=tolerance)
 
-    def compare(self, found: Any, expected: Any, *, tolerance: float = EXACT) -> None:
-        """Raise where two nestings of tensors and numbers differ in their structure, a shape, or a number."""
-        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+
+def compare(found: Any, expected: Any, *, tolerance: float = EXACT) -> None:
+    """Raise where two nestings of tensors and numbers differ in their structure, a shape, or a number."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
 
 def fit(
