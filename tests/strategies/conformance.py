@@ -12,6 +12,7 @@ from distwrap.group.world import Layout, World, current_world
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp2 import DDP2Strategy
+from tests.limits import MORE_RANKS
 from tests.strategies.by_hand import ByHand
 
 
@@ -24,6 +25,7 @@ class Cell:
         strategy: a name, or an object.
         nprocs: number of ranks.
         refuses: the behaviours that it refuses by name.
+        lacks: the behaviours that are not asked of it.
         slow: why it is for `make test-all` alone, if it is.
     """
 
@@ -31,6 +33,7 @@ class Cell:
     strategy: str | Strategy
     nprocs: int = 2
     refuses: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
     slow: str = ""
 
 
@@ -68,10 +71,16 @@ class Pair(ByHand):
         return Strategy.step(self, optimizer) is not False
 
 
+FP16 = ("fp16", "fp16_overflow", "fp16_clip")
+# ByHand averages in `distwrap.backward` alone, and leaves buffers to each share.
+ONLY_BY_HELPERS = ("plain_backward_and_step", "retrofit", "batch_norm")
+
 CELLS = (
     Cell("ddp", "ddp"),
-    Cell("ddp on one rank", "ddp", 1),
-    Cell("ddp on three ranks", "ddp", 3, slow="the same again on more ranks"),
-    Cell("ddp2", NodesOfOne()),
-    Cell("by hand", Pair(), refuses=("fp16", "fp16_overflow", "fp16_clip")),
+    Cell("ddp on one rank", "ddp", 1, slow="one process is in every cell's suite"),
+    Cell("ddp on three ranks", "ddp", 3, slow=MORE_RANKS),
+    Cell("ddp on four ranks", "ddp", 4, slow=MORE_RANKS),
+    Cell("ddp2", NodesOfOne(), slow="ddp's own code, where a node has no accelerators"),
+    Cell("by hand", Pair(), refuses=FP16),
+    Cell("by hand, two pairs", Pair(), 4, refuses=FP16, lacks=ONLY_BY_HELPERS, slow=MORE_RANKS),
 )

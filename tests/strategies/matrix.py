@@ -66,7 +66,7 @@ ROWS = (
     Row("ddp", "ddp"),
     Row("ddp on three ranks", "ddp", 3, slow=MORE_RANKS),
     Row("ddp on four ranks", "ddp", 4, slow=MORE_RANKS),
-    Row("ddp2", NodesOfOne()),
+    Row("ddp2", NodesOfOne(), slow="ddp's own code, where a node has no accelerators"),
     Row("by hand", Pair(), refuses=("fp16 overflow",)),
     Row("by hand, two pairs", Pair(), 4, refuses=("fp16 overflow",), slow=MORE_RANKS),
 )
