@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from distwrap.errors import ConformanceError, DistwrapError
 from distwrap.group.world import World, current_world
 from distwrap.seeding import preserved
@@ -53,6 +55,7 @@ def perform(behaviours: dict[str, Behaviour], folder: Path, limit: float) -> Non
     Raises:
         ConformanceError: the others did not come to its end.
     """
+    torch.set_num_threads(1)  # the nets are too small for more
     for name, behaviour in behaviours.items():
         world = current_world()
         here = folder / name
