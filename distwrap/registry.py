@@ -189,6 +189,11 @@ strategies: Registry[Strategy] = Registry(
         ("ddp2", "ddp2:DDP2Strategy", "one process a node over all its devices, gradients averaged across nodes"),
         ("dp", "dp:DPStrategy", "one process over all its devices, in threads: torch's DataParallel"),
         ("single", "single:SingleStrategy", "one process, one device"),
+        (
+            "pipeline",
+            "pipeline:PipelineStrategy",
+            "the blocks of a model in stages, one on each rank, over microbatches",
+        ),
         ("bagua", "bagua:BaguaStrategy", "DDP with an algorithm under Bagua's name: algorithm='gradient_allreduce', …"),
     ),
     aliases=dict.fromkeys(LAUNCHER_OF_STRATEGY, "ddp"),

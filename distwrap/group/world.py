@@ -128,7 +128,7 @@ class World:
             OptionError: the layout is not that of its group's ranks.
         """
         strategy = self.options.strategy
-        layout = None if isinstance(strategy, str) or self.placement.world_size == 1 else strategy.setup(self)
+        layout = None if strategy == "ddp" or self.placement.world_size == 1 else self.strategy.setup(self)
         if layout is None:
             return
         group = layout.group if isinstance(layout, Layout) else None
