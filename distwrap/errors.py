@@ -19,7 +19,8 @@ DistwrapError
 ├── ModelError (RuntimeError)             a model cannot be wrapped, or is used in a way that would train wrongly
 ├── PrecisionError (RuntimeError)         a step that would be wrong in this precision
 ├── StateDictError (ValueError)           keys collide, or do not fit the model
-└── CheckpointError (RuntimeError)        a checkpoint could not be written, or holds what is not safe to load
+├── CheckpointError (RuntimeError)        a checkpoint could not be written, or holds what is not safe to load
+└── ConformanceError (AssertionError)     a strategy does not behave as distwrap's helpers need it
 
 Each leaf is also the builtin error of the same meaning, so code that catches ``ValueError`` goes on working.
 """
@@ -131,3 +132,7 @@ class StateDictError(DistwrapError, ValueError):
 
 class CheckpointError(DistwrapError, RuntimeError):
     """A checkpoint could not be written, or holds what is not safe to load."""
+
+
+class ConformanceError(DistwrapError, AssertionError):
+    """A strategy does not behave as the helpers of a hand-written loop need it; lists what failed."""

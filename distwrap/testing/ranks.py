@@ -5,14 +5,12 @@ from typing import Any, ParamSpec, TypeVar
 
 from distwrap.checks import AT_LEAST_ONE
 from distwrap.launch import base
-from distwrap.launch.forkserver import ForkServerLauncher, stop_server
+from distwrap.launch.forkserver import ForkServerLauncher
 from distwrap.launch.task import Task
 from distwrap.options import Options
 
 P = ParamSpec("P")
 R = TypeVar("R")
-
-__all__ = ["run_ranks", "stop_server"]
 
 
 def run_ranks(fn: Callable[..., R], nprocs: int, *args: Any, timeout: float = 30) -> list[R]:
@@ -32,8 +30,12 @@ def run_ranks(fn: Callable[..., R], nprocs: int, *args: Any, timeout: float = 30
         >>> run_ranks(abs, 1, -3)
         [3]
     """
+    return run_with(Options(timeout=timeout, returns="all"), fn, nprocs, *args, timeout=timeout)
+
+
+def run_with(options: Options, fn: Callable[..., R], nprocs: int, *args: Any, timeout: float) -> list[R]:
+    """Run a function on ranks as `run_ranks` does, under options of a run, which return all ranks' values."""
     nprocs = AT_LEAST_ONE("nprocs", nprocs)
-    task = Task(fn, args, {}, Options(timeout=timeout, returns="all"))
-    job = base.Job(task, nprocs, seconds=timeout)
+    job = base.Job(Task(fn, args, {}, options), nprocs, seconds=timeout)
     values: list[R] = base.launch(ForkServerLauncher(), job)
     return values

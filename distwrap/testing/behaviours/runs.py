@@ -1,0 +1,78 @@
+"""Behaviours of whole runs: of one process, retrofitted, with an exception on one rank."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from distwrap.decorator import distributed
+from distwrap.group.world import current_world
+from distwrap.testing.behaviours.base import behaviour
+from distwrap.testing.behaviours.nets import SmallNet, examples, small
+from distwrap.testing.behaviours.sides import Trial, adamw, fit
+
+Run = Callable[..., list[Any]]
+
+
+@behaviour()
+def retrofit(trial: Trial) -> None:
+    """Train a loop that knows nothing of distwrap; the caller's model and optimizer have what was trained."""
+
+    def trained(shares: int, *, wrapped: bool) -> Any:
+        model = small()
+        optimizer = adamw(model.parameters())
+        loader = DataLoader(TensorDataset(*examples(16 * trial.shares)), batch_size=8 * shares)
+        (distributed(_plain_loop).options(retrofit=True) if wrapped else _plain_loop)(model, optimizer, loader)
+        return dict(model.state_dict()), optimizer.state_dict()["state"]
+
+    trial.compare(trained(1, wrapped=True), trained(trial.shares, wrapped=False))
+
+
+def _plain_loop(model: Any, optimizer: Any, loader: Any) -> None:
+    for x, y in loader:
+        model.loss(x, y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@behaviour(launches=True)
+def one_process(run: Run, nprocs: int) -> None:
+    """Run the same script on one process: every helper is a plain call."""
+    run(_in_one_process, 1)
+
+
+def _in_one_process() -> None:
+    trial = Trial(current_world(), Path())
+    assert trial.size == 1
+    trial.same(fit)
+    trial.same(lambda side: fit(side, adamw))
+
+
+class UntrainableError(Exception):
+    """Exception of a user's own forward."""
+
+
+class RaisingNet(SmallNet):
+    """Net whose forward raises on the last rank."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the outputs, or raise."""
+        if current_world().placement.rank == current_world().placement.world_size - 1:
+            raise UntrainableError("the last rank's forward")
+        return super().forward(x)
+
+
+@behaviour(launches=True)
+def an_exception_ends_all_ranks(run: Run, nprocs: int) -> None:
+    """Raise in the caller what a forward has raised on one rank, while the others wait for it."""
+    try:
+        run(_raising, nprocs)
+    except UntrainableError:
+        return
+    raise AssertionError("the forward of the last rank raised, and the run went on")
+
+
+def _raising() -> None:
+    fit(Trial(current_world(), Path()), model=Trial(current_world(), Path()).wrap(small(RaisingNet)))

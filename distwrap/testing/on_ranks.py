@@ -1,0 +1,122 @@
+"""One rank's part of the conformance suite: it does the behaviours one after the other, and writes how each went."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Literal
+
+from distwrap.errors import ConformanceError, DistwrapError
+from distwrap.group.world import World, current_world
+from distwrap.seeding import preserved
+from distwrap.supervision.hang_report import Activity
+from distwrap.testing.behaviours import BEHAVIOURS
+from distwrap.testing.behaviours.base import Behaviour
+from distwrap.testing.behaviours.sides import Trial
+from distwrap.wording import named_ranks
+
+_POLL = 0.001
+_IN_VAIN = "in_vain"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Result of a behaviour on one rank, or on all of them.
+
+    Attributes:
+        how: the behaviour went.
+        words: the message of the refusal or of the failure.
+    """
+
+    how: Literal["passed", "refused", "failed"]
+    words: str = ""
+
+    @classmethod
+    def of(cls, error: BaseException) -> Verdict:
+        """Return the verdict over a behaviour that raised an error."""
+        words = " ".join(str(error).split())
+        if isinstance(error, DistwrapError) and not isinstance(error, ConformanceError):
+            return cls("refused", f"{type(error).__name__}: {words}")
+        return cls("failed", f"{type(error).__name__}: {words}")
+
+
+def perform(names: list[str], folder: Path, limit: float) -> None:
+    """Do behaviours one after the other, in step with the other ranks.
+
+    Args:
+        names: of the behaviours.
+        folder: for the verdicts, the same on all ranks.
+        limit: seconds that a rank waits for the others at the end of a behaviour.
+
+    Raises:
+        ConformanceError: the others did not come to its end.
+    """
+    for name in names:
+        world = current_world()
+        here = folder / name
+        here.mkdir(exist_ok=True)
+        verdict = _tried(BEHAVIOURS[name], world, here)
+        _put(here, f"verdict.{world.placement.rank}", json.dumps(asdict(verdict)))
+        _await_others(here, name, world, limit, verdict)
+
+
+def verdicts(folder: Path, name: str) -> dict[int, Verdict]:
+    """Return the verdicts over a behaviour of the ranks that have come to its end."""
+    return {int(path.suffix[1:]): Verdict(**json.loads(path.read_text())) for path in (folder / name).glob("verdict.*")}
+
+
+def words_of_end(folder: Path, name: str) -> str:
+    """Return what a rank has said that waited for the others in vain; empty where none has."""
+    said = folder / name / _IN_VAIN
+    return said.read_text() if said.exists() else ""
+
+
+def _tried(behaviour: Behaviour, world: World, folder: Path) -> Verdict:
+    options = world.options
+    try:
+        with preserved():
+            behaviour.body(Trial(world, folder))
+        verdict = Verdict("passed")
+    except Exception as error:  # noqa: BLE001 - the verdict has it
+        verdict = Verdict.of(error)
+    world.options = options  # which hold the seed
+    try:
+        _begin_anew(world)
+    except Exception as error:  # noqa: BLE001 - as of ranks that drifted apart
+        verdict = Verdict("failed", Verdict.of(error).words) if verdict.how == "passed" else verdict
+    return verdict
+
+
+def _begin_anew(world: World) -> None:
+    """Bring to an end all that a behaviour has left in the run, but what tells a hang report where this rank is."""
+    activity = world.part(Activity)
+    try:
+        world.settle()
+    finally:
+        world.close()
+        world._parts[Activity] = activity
+
+
+def _put(folder: Path, name: str, text: str) -> None:
+    """Write a file that is there whole or not at all."""
+    unfinished = folder / f"unfinished.{os.getpid()}"
+    unfinished.write_text(text)
+    os.replace(unfinished, folder / name)
+
+
+def _await_others(folder: Path, name: str, world: World, limit: float, own: Verdict) -> None:
+    waiting = set(range(world.placement.world_size))
+    end = time.monotonic() + limit
+    while waiting:
+        waiting = {rank for rank in waiting if not (folder / f"verdict.{rank}").exists()}
+        if waiting and time.monotonic() > end:
+            rank = world.placement.rank
+            words = f"rank {rank} {own.how}, and {named_ranks(waiting)} did not come to its end in {limit:g} s"
+            words += own.words and f": {own.words}"
+            _put(folder, _IN_VAIN, words)
+            raise ConformanceError(f"{name}: {words}")
+        if waiting:
+            time.sleep(_POLL)

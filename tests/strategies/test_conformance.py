@@ -1,0 +1,17 @@
+"""Every strategy of the matrix behaves as the helpers of a hand-written loop need it."""
+
+from __future__ import annotations
+
+import pytest
+
+from distwrap.testing import check_strategy
+from tests.limits import slow
+from tests.strategies.conformance import CELLS, Cell
+
+
+@pytest.mark.parametrize(
+    "cell", [slow(cell, why=cell.slow) if cell.slow else cell for cell in CELLS], ids=lambda cell: cell.name
+)
+def test_it_conforms(cell: Cell) -> None:
+    """It passes every behaviour, but for those that it refuses by name."""
+    check_strategy(cell.strategy, cell.nprocs, refuses=cell.refuses)
