@@ -189,17 +189,13 @@ strategies: Registry[Strategy] = Registry(
         ("ddp2", "ddp2:DDP2Strategy", "one process a node over all its devices, gradients averaged across nodes"),
         ("dp", "dp:DPStrategy", "one process over all its devices, in threads: torch's DataParallel"),
         ("single", "single:SingleStrategy", "one process, one device"),
-        (
-            "pipeline",
-            "pipeline:PipelineStrategy",
-            "the blocks of a model in stages, one on each rank, over microbatches",
-        ),
+        ("fsdp", "fsdp:FSDPStrategy", "each rank holds a share of every weight: torch's FSDP2"),
+        ("hsdp", "fsdp:hsdp", "each node holds a copy, divided over its ranks: FSDP2 on two dimensions"),
+        ("pipeline", "pipeline:PipelineStrategy", "the blocks of a model in stages on the ranks, over microbatches"),
         ("bagua", "bagua:BaguaStrategy", "DDP with an algorithm under Bagua's name: algorithm='gradient_allreduce', …"),
     ),
     aliases=dict.fromkeys(LAUNCHER_OF_STRATEGY, "ddp"),
-    hints=dict.fromkeys(
-        ("fsdp", "fsdp2", "deepspeed"), "There are no sharded models yet: each rank holds the whole model."
-    ),
+    hints={"deepspeed": "Its stages 1 and 3 are 'zero1' and 'fsdp' here."},
 )
 
 algorithms: Registry[Algorithm] = Registry(
