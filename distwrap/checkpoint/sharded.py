@@ -43,23 +43,45 @@ class ShardedIO:
 
     collective = True
 
+    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
+        self._group = group
+
+    def over(self, group: dist.ProcessGroup | None) -> "ShardedIO":
+        """Return the format with another group over which the ranks agree who writes what."""
+        return ShardedIO(group)
+
     def save(self, state: Any, path: Path) -> None:
         """Write this rank's part of the tensors; rank 0 also writes what is no tensor."""
         skeleton, tensors = _separated(state, lambda leaf: (leaf.detach(), _whole(leaf)))
         with _as_checkpoint_error():
-            save_parts(tensors, storage_writer=FileSystemWriter(path, sync_files=False))
+            save_parts(tensors, storage_writer=FileSystemWriter(path, sync_files=False), process_group=self._group)
         if not dist.is_initialized() or dist.get_rank() == 0:  # alone, so after what is done together
             torch.save(skeleton, path / SKELETON)
 
     def load(self, path: Path, map_location: Any) -> Any:
         """Read everything, on every rank."""
+        return self.load_pieces(path, map_location, lambda state: state)
+
+    def load_pieces(self, path: Path, map_location: Any, choose: Callable[[Any], Any]) -> Any:
+        """Read the whole of some tensors, and this rank's pieces of others.
+
+        Args:
+            path: the folder.
+            map_location: as for ``torch.load``, of what is whole.
+            choose: gets the state with tensors that have no numbers, and puts a ``DTensor`` in the place of each tensor
+                of which this rank reads its piece.
+        """
         skeleton = load_file(path / SKELETON)
         needed = sum(leaf.nbytes for leaf in _separated(skeleton, lambda leaf: (leaf, leaf))[1].values())
         held = sum(file.stat().st_size for file in path.iterdir())
         if needed > held:
             raise CheckpointError(f"cannot load {path}: it should hold {needed} bytes of numbers, and has {held}.")
         device = torch.device("cpu" if map_location is None else map_location)
-        state, tensors = _separated(skeleton, lambda leaf: (torch.empty_like(leaf, device=device),) * 2)
+
+        def place(leaf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return (leaf if isinstance(leaf, DTensor) else torch.empty_like(leaf, device=device),) * 2
+
+        state, tensors = _separated(choose(skeleton), place)
         reader = _SafeReader(path, tensors)
         with _as_checkpoint_error():
             load_parts(tensors, storage_reader=reader)
@@ -96,6 +118,10 @@ def _whole(leaf: torch.Tensor) -> torch.Tensor:
     if isinstance(leaf, DTensor):
         return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta")
     return torch.empty_like(leaf, device="meta")
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def _separated(
@@ -154,7 +180,7 @@ class _SafeReader(FileSystemReader):
         self._contents = _Contents(table).load()
         if type(self._contents) is not Metadata:
             raise CheckpointError(f"cannot load {path}: its .metadata is no table of contents.")
-        self.missing = {name: tensor.numel() for name, tensor in tensors.items()}
+        self.missing = {name: _local(tensor).numel() for name, tensor in tensors.items()}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         metadata: Metadata = self._contents

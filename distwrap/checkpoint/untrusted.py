@@ -98,6 +98,17 @@ def load_tensor(file: IO[bytes], start: int, length: int, path: Path) -> torch.T
     return tensor
 
 
+def begin_of_numbers(path: Path) -> int:
+    """Return where the first numbers begin in a file of ``torch.save``; 0 where it has none.
+
+    Raises:
+        CheckpointError: it is damaged.
+    """
+    with open(path, "rb") as file:
+        records = _records(file, 0, os.fstat(file.fileno()).st_size, path)
+        return min((_begin(file, at) for name, (at, size) in records.items() if b"/data/" in name and size), default=0)
+
+
 def check_regular(path: Path) -> None:
     """Refuse a FIFO, which would be waited for, a device, which has no end, and a folder.
 

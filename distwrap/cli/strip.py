@@ -10,14 +10,14 @@ from zipfile import is_zipfile
 import torch
 
 from distwrap.checkpoint import files
-from distwrap.checkpoint.formats import FileIO, SafetensorsIO, safetensors
+from distwrap.checkpoint.formats import FileIO
+from distwrap.checkpoint.safetensors_format import SUFFIX, SafetensorsIO, safetensors
 from distwrap.checkpoint.untrusted import check_regular, load_file
 from distwrap.errors import CheckpointError, DistwrapError
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.nesting import rebuilt
 from distwrap.wording import first_line
 
-SAFETENSORS = ".safetensors"
 _SHOWN = 20
 
 
@@ -84,7 +84,7 @@ def read(path: Path, *, unsafe: bool = False) -> tuple[Any, dict[str, str] | Non
         FileNotFoundError: it is not there.
     """
     try:
-        if path.suffix == SAFETENSORS:
+        if path.suffix == SUFFIX:
             unsafe = True  # the format has no code, so that the hint would be none
             check_regular(path)
             with safetensors().safe_open(path, framework="pt") as file:
@@ -102,7 +102,7 @@ def read(path: Path, *, unsafe: bool = False) -> tuple[Any, dict[str, str] | Non
 
 def write(state: Any, metadata: dict[str, str] | None, path: Path) -> None:
     """Write a file whole, or not at all."""
-    io = SafetensorsIO(metadata) if path.suffix == SAFETENSORS else FileIO()
+    io = SafetensorsIO(metadata) if path.suffix == SUFFIX else FileIO()
     files.write_atomically(files.place_of(path), lambda temporary: io.save(state, temporary))
 
 
