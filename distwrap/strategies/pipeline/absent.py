@@ -90,15 +90,19 @@ class Absent(torch.Tensor):
         return f"Absent({tuple(self.shape)}, {self.dtype})"
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
-        self.__reduce_ex__(4)
-        raise AssertionError
+        refuse_copy()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise ModelError(
-            "under strategy='pipeline' each rank has the parameters of its own stage only, so the model and its "
-            "state_dict() cannot be copied or pickled. distwrap.save() takes the model itself, as in "
-            "save({'model': model}, path), and writes it whole."
-        )
+        refuse_copy()
+
+
+def refuse_copy() -> NoReturn:
+    """Refuse to copy or to pickle a model in stages."""
+    raise ModelError(
+        "under strategy='pipeline' each rank has the parameters of its own stage only, so the model and its "
+        "state_dict() cannot be copied or pickled. distwrap.save() takes the model itself, as in "
+        "save({'model': model}, path), and writes it whole."
+    )
 
 
 def is_here(tensor: torch.Tensor) -> bool:

@@ -29,29 +29,29 @@ def apart(parameters: list[nn.Parameter]) -> Iterator[Gradients]:
             parameter.grad = grad
 
 
-class LossOfSchedule(torch.autograd.Function):
-    """Loss whose gradients are known; its backward hands on the factor by which they are to be multiplied."""
+class Results(torch.autograd.Function):
+    """Results of a pass through the stages; their backward hands on their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: torch.Tensor, loss: torch.Tensor, lay: Callable[[torch.Tensor], None]) -> Any:
-        """Return the loss.
+    def forward(ctx: Any, anchor: torch.Tensor, hand_on: Callable[[list[torch.Tensor]], None], *values: Any) -> Any:
+        """Return the results.
 
         Args:
             ctx: torch's.
-            anchor: a parameter of the model, by which it is seen whose loss this is.
-            loss: its value.
-            lay: lays down the gradients.
+            anchor: a tensor that needs a gradient, so that the results have one.
+            hand_on: takes the results' gradients.
+            *values: the numbers of the results.
         """
-        ctx.lay = lay
-        return loss.clone()
+        ctx.hand_on = hand_on
+        return tuple(value.clone() for value in values)
 
     @staticmethod
-    def backward(ctx: Any, *factor: Any) -> Any:
-        if ctx.lay is None:
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if ctx.hand_on is None:
             raise ModelError(
-                "a second backward() of one loss: under strategy='pipeline' its gradients were computed with it, and "
-                "are used up. Compute the loss again, or add losses up before one backward()."
+                "a second backward() of one pass: under strategy='pipeline' what it needs is used up. Compute the "
+                "loss again, or add losses up before one backward()."
             )
-        lay, ctx.lay = ctx.lay, None
-        lay(factor[0])
-        return None, None, None
+        hand_on, ctx.hand_on = ctx.hand_on, None
+        hand_on(list(grads))
+        return None, None, *(None for _ in grads)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,23 +15,26 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
-from distwrap._internals.torch import foreach
+from distwrap._internals.torch import foreach, norm_classes
 from distwrap._internals.torch_tree import map_tensors, tensors_in, tree_leaves
 from distwrap.errors import CollectiveTimeoutError, ModelError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.collectives import gather_object
-from distwrap.group.world import World
+from distwrap.group.world import World, say_once
 from distwrap.model.forward_routing import Routing
 from distwrap.model.in_sync import Held, fingerprints, first_difference
 from distwrap.model.model_first import ModelFirst
+from distwrap.model.watch import is_power_of_two
 from distwrap.precision import LossScaling
 from distwrap.seeding import preserved
+from distwrap.strategies.alignment import Alignment
 from distwrap.strategies.base import Wrapping
+from distwrap.strategies.pipeline.absent import refuse_copy
 from distwrap.strategies.pipeline.blocks import Chain
-from distwrap.strategies.pipeline.gradients import Gradients, LossOfSchedule, apart
+from distwrap.strategies.pipeline.gradients import Gradients, Results, apart
 from distwrap.strategies.pipeline.holders import Holders
 from distwrap.strategies.pipeline.relay import Method, Relay, Survey
-from distwrap.strategies.pipeline.schedule import Line, TrainingPass, evaluate, shared
+from distwrap.strategies.pipeline.schedule import Line, TrainingPass, WholePass, shared
 
 _PASSES = 4  # of which the buffers are kept
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -55,6 +60,7 @@ class PassSettings:
 
     schedule: str
     microbatches: int
+    is_given: bool
     reduction: Literal["auto", "mean", "sum"]
 
 
@@ -82,10 +88,12 @@ class PipelineRouting(Routing):
         self.holders = Holders(net, chain, line)
         self.relay = Relay(net, chain)
         self.syncs = True
+        self._alignment = Alignment(type(net).__name__, f"pipeline {world.count('pipeline')}")
         self._surveys: dict[Any, Survey] = {}
         self._passes: dict[Any, TrainingPass] = {}
         self._kinds: dict[tuple[str, bool], bool] = {}  # whether a method calls the model as a whole
         self._reductions: dict[str, str] = {}
+        self._batches: Counter[str] = Counter()
         self._is_first = True
         self._forward = net.forward
         net.forward = self._on_forward
@@ -137,13 +145,14 @@ class PipelineRouting(Routing):
     def _through_stages(self, name: str, method: Method, args: Any, kwargs: Any) -> Any:
         check_collectives_allowed(f"{name}() of a model under strategy='pipeline'")
         given = self._in_precision.inputs((args, kwargs))
+        self._alignment.forward()
         try:
             if self._is_first:
                 self._check_alike(given)
                 self._is_first = False
             if torch.is_grad_enabled():
-                return self._train(name, method, given)
-            return self._in_precision.outputs(self._evaluate(name, method, given))
+                return self._in_precision.outputs(self._train(name, method, given))
+            return self._evaluate(name, method, given)
         except RuntimeError as error:
             if "timed out" in str(error).lower():
                 raise CollectiveTimeoutError(
@@ -153,28 +162,36 @@ class PipelineRouting(Routing):
             raise
 
     def _evaluate(self, name: str, method: Method, given: Any) -> Any:
-        survey = self._survey(name, method, given)
-        return evaluate(self.relay, self.line, survey, self._in_precision, method, given)
+        return self._whole(name, method, given).forward(method, given)
+
+    def _whole(self, name: str, method: Method, given: Any) -> WholePass:
+        return WholePass(self.relay, self.line, self._survey(name, method, given), self._in_precision)
 
     def _survey(self, name: str, method: Method, given: Any) -> Survey:
         sizes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(given)]
         others = [leaf for leaf in tree_leaves(given) if not isinstance(leaf, torch.Tensor)]
         key = name, torch.is_grad_enabled(), self.model.training, repr(sizes), repr(others)
         if key not in self._surveys:
-            with preserved(), self._in_precision.context():
+            graph = torch.is_grad_enabled()
+            with preserved(), torch.inference_mode(False), torch.set_grad_enabled(graph), self._in_precision.context():
                 survey = self.relay.survey(method, *given)
-            self.holders.settle(survey)
+                self.holders.settle(survey)
             self._surveys[key] = survey
             survey.key = key
         return self._surveys[key]
 
-    def _train(self, name: str, method: Method, given: Any) -> torch.Tensor:
-        batch = _batch_size(given)
-        count = next(n for n in range(min(self.settings.microbatches, batch), 0, -1) if batch % n == 0)
-        parts = _parts(given, batch, count)
+    def _train(self, name: str, method: Method, given: Any) -> Any:
+        count = self._count(name, given)
+        parts = _parts(given, count)
         survey = self._survey(name, method, parts[0])
-        self._check_loss(name, survey)
-        is_mean = self._reduction(name, method, given, parts) == "mean"
+        if not isinstance(survey.result, torch.Tensor) or survey.result.numel() != 1:
+            return self._train_whole(name, method, given)
+        if not survey.result.requires_grad:
+            return self._evaluate(name, method, given)
+        reduction = self._reduction(name, method, given, parts)
+        if reduction == "whole":
+            count, parts = 1, [given]
+            survey = self._survey(name, method, given)
         key = survey.key, count
         if key not in self._passes:
             self._passes[key] = TrainingPass(
@@ -182,38 +199,58 @@ class PipelineRouting(Routing):
             )
         training_pass = self._passes.pop(key)
         self._passes = {**dict(list(self._passes.items())[1 - _PASSES :]), key: training_pass}  # those used last
-        trained = self.holders.trained()
         scale = self._scale()
-        with apart(trained) as found:
-            loss = training_pass.run(method, parts, 1 / count if is_mean else 1.0, scale)
+        with apart(self.holders.trained()) as found:
+            loss = training_pass.run(method, parts, 1.0 if reduction == "sum" else 1 / count, scale)
         self.holders.add_up(found)
         like = loss if loss is not None else self._in_precision.precision.outputs(survey.result.detach())
         total = shared(like.reshape(()), self.line)
-        anchor = trained[0] if trained else torch.zeros((), requires_grad=True)
-        with torch.enable_grad():
-            result: torch.Tensor = LossOfSchedule.apply(  # type: ignore[no-untyped-call]
-                anchor, total, lambda factor: self._lay(found, factor / scale)
-            )
-        outputs: torch.Tensor = self._in_precision.outputs(result)
-        return outputs
+        return _linked(total, [total], lambda grads: self._lay(found, grads[0] / scale))
 
-    def _check_loss(self, name: str, survey: Survey) -> None:
-        result = survey.result
-        if isinstance(result, torch.Tensor) and result.numel() == 1 and result.requires_grad:
-            return
-        seen = f"a tensor of {tuple(result.shape)}" if isinstance(result, torch.Tensor) else type(result).__name__
-        raise ModelError(
-            f"{name}() returns {seen}, and under strategy='pipeline' what runs with gradients on is a method that "
-            f"returns a loss, a single number: the schedule runs forward and backward of each microbatch at once. Put "
-            f"the loss into a method of the model, as def loss(self, x, y): return F.cross_entropy(self(x), y), and "
-            f"call model.loss(x, y). For outputs alone call it under torch.no_grad()."
+    def _train_whole(self, name: str, method: Method, given: Any) -> Any:
+        """Run a method that returns other things than a loss, whose gradients come later."""
+        say_once(
+            f"whole {name}",
+            f"{name}() runs a batch as a whole through the stages, one after the other: it returns no loss alone. Put "
+            f"the loss into a method, as model.loss(x, y), and strategy='pipeline' runs microbatches side by side.",
         )
+        whole = self._whole(name, method, given)
+        survey = self._survey(name, method, given)
+        with torch.enable_grad():
+            result = whole.forward(method, given)
+        needed = [tensor.requires_grad for tensor in tensors_in(survey.result)]
+        linked = [tensor for tensor, needs in zip(tensors_in(result), needed, strict=True) if needs]
+
+        def hand_on(grads: list[torch.Tensor]) -> None:
+            with apart(self.holders.trained()) as found, torch.enable_grad():
+                whole.backward(grads)
+            self.holders.add_up(found)
+            self._lay(found, None)
+
+        return _linked(result, linked, hand_on) if linked else result
+
+    def _count(self, name: str, given: Any) -> int:
+        """Return into how many microbatches a batch is cut."""
+        if self._reductions.get(name) == "whole" or (not self.settings.is_given and self._has_batch_norm()):
+            return 1
+        batch = _batch_size(given)
+        return next(n for n in range(max(1, min(self.settings.microbatches, batch)), 0, -1) if batch % n == 0)
+
+    def _has_batch_norm(self) -> bool:
+        """Return whether the numbers of a sample depend on those of the others in its batch."""
+        return any(module.training and isinstance(module, norm_classes()) for module in self.model.modules())
 
     def _reduction(self, name: str, method: Method, given: Any, parts: list[Any]) -> str:
-        """Return whether a loss is the mean or the sum over its batch, from one batch in whole and in parts."""
+        """Return whether a loss is the mean or the sum over its batch, from one batch in whole and in parts.
+
+        Batch 1, 2, 4, 8, … is looked at; where it is neither, batches are run as a whole from then on.
+        """
         found = self._reductions.get(name, self.settings.reduction)
-        if found != "auto" or len(parts) == 1:
+        if self.settings.reduction != "auto" or found == "whole" or len(parts) == 1:
             return "mean" if found == "auto" else found
+        self._batches[name] += 1
+        if not is_power_of_two(self._batches[name]):
+            return found
         training = [module for module in self.model.modules() if module.training]
         with torch.no_grad(), preserved():
             for module in training:
@@ -226,18 +263,22 @@ class PipelineRouting(Routing):
                     module.training = True
         tolerance = _TOLERANCE.get(whole.dtype, 0.02) if self._in_precision.is_plain else 0.02
         size = each.abs().mean().item()
-        errors = {"mean": abs(each.mean() - whole).item() / size if size else 0.0}
-        errors["sum"] = abs(each.sum() - whole).item() / (size * len(parts)) if size else 0.0
+        if not 0 < size < math.inf:
+            self._batches[name] -= 1  # it shows nothing
+            return "mean" if found == "auto" else found
+        errors = {"mean": abs(each.mean() - whole).item() / size}
+        errors["sum"] = abs(each.sum() - whole).item() / (size * len(parts))
         best = min(errors, key=lambda kind: errors[kind])
-        if size and errors[best] > tolerance:
-            raise ModelError(
+        if errors[best] > tolerance or found not in ("auto", best):
+            best = "whole"
+            say_once(
+                f"neither {name}",
                 f"{name}() of a batch is {whole.item():.6g}, which is neither the mean of its {len(parts)} "
-                f"microbatches, {each.mean().item():.6g}, nor their sum, {each.sum().item():.6g}: it would be trained "
-                f"otherwise than in one process. Return the sum and use distwrap.scale_loss(), or take "
-                f"PipelineStrategy(microbatches=1); where only its randomness differs, PipelineStrategy(reduction=...)."
+                f"microbatches, {each.mean().item():.6g}, nor their sum, {each.sum().item():.6g}. From now on its "
+                f"batches run as a whole, one stage after the other. A loss that is a sum, with "
+                f"distwrap.scale_loss(loss, count), runs microbatches side by side.",
             )
-        if size:
-            self._reductions[name] = best
+        self._reductions[name] = best
         return best
 
     def _scale(self) -> float:
@@ -248,9 +289,9 @@ class PipelineRouting(Routing):
         scaling.update()
         return scaling.scaler.get_scale()
 
-    def _lay(self, found: Gradients, factor: torch.Tensor) -> None:
+    def _lay(self, found: Gradients, factor: torch.Tensor | None) -> None:
         """Add gradients to those that the parameters have, and average them with the other pipelines'."""
-        if found:
+        if found and factor is not None:
             foreach("mul_", list(found.values()), float(factor))
         for parameter, grad in found.items():
             parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
@@ -284,24 +325,35 @@ class PipelineModel(ModelFirst):
 
     _distwrap: PipelineRouting
 
+    def __reduce__(self) -> Any:
+        refuse_copy()
+
+    def __copy__(self) -> Any:
+        refuse_copy()
+
 
 def _batch_size(given: Any) -> int:
-    sizes = [len(tensor) for tensor in tensors_in(given) if tensor.dim()]
-    if not sizes:
-        raise ModelError("a method that trains under strategy='pipeline' takes a batch of tensors, and got none.")
-    return sizes[0]
+    return next((len(tensor) for tensor in tensors_in(given) if tensor.dim()), 1)
 
 
-def _parts(given: Any, batch: int, count: int) -> list[Any]:
+def _parts(given: Any, count: int) -> list[Any]:
     """Return the arguments of each microbatch: tensors as long as the batch are cut, others go to all of them."""
+    if count == 1:
+        return [given]
+    batch = _batch_size(given)
     size = batch // count
 
     def part(number: int) -> Any:
-        return map_tensors(
-            lambda tensor: (
-                tensor[number * size : (number + 1) * size] if tensor.dim() and len(tensor) == batch else tensor
-            ),
-            given,
-        )
+        piece = slice(number * size, (number + 1) * size)
+        return map_tensors(lambda tensor: tensor[piece] if tensor.dim() and len(tensor) == batch else tensor, given)
 
     return [part(number) for number in range(count)]
+
+
+def _linked(result: Any, tensors: list[torch.Tensor], hand_on: Callable[[list[torch.Tensor]], None]) -> Any:
+    """Return a result some of whose tensors hand on their gradients."""
+    anchor = torch.zeros((), requires_grad=True)
+    with torch.enable_grad():
+        linked = Results.apply(anchor, hand_on, *tensors)  # type: ignore[no-untyped-call]
+    instead = {id(tensor): new for tensor, new in zip(tensors, linked, strict=True)}
+    return map_tensors(lambda tensor: instead.get(id(tensor), tensor), result)

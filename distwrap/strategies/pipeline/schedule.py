@@ -48,25 +48,60 @@ class Line:
         return self.ranks[stage % len(self.ranks)]
 
 
-def evaluate(
-    relay: Relay, line: Line, survey: Survey, in_precision: InPrecision, method: Method, given: tuple[Any, Any]
-) -> Any:
-    """Run a method forward through all stages, and return its result on every rank."""
-    result = survey.result
-    for stage in line.own:
-        received = []
-        if stage:
-            received = [_empty(tensor, line) for tensor in tensors_in(survey.outputs[relay.chain.ends[stage - 1] - 1])]
-            for tensor in received:
-                dist.recv(tensor, src=line.rank_of(stage - 1), group=line.group)
-        with in_precision.context():
-            output = relay.run(survey, stage, received, method, given)
-        if stage < line.stages - 1:
-            for tensor in tensors_in(output):
-                dist.send(tensor.contiguous(), dst=line.rank_of(stage + 1), group=line.group)
-        else:
-            result = output
-    return shared(result, line)
+class WholePass:
+    """One pass of a whole batch through all stages, and back where its outputs have gradients.
+
+    Args:
+        relay: runs the model's method.
+        line: this rank's place.
+        survey: of the method with the batch.
+        in_precision: in which the method computes.
+    """
+
+    def __init__(self, relay: Relay, line: Line, survey: Survey, in_precision: InPrecision) -> None:
+        self._relay, self._line, self._survey, self._in_precision = relay, line, survey, in_precision
+        self._kept: list[tuple[int, list[torch.Tensor], list[torch.Tensor]]] = []
+
+    def forward(self, method: Method, given: tuple[Any, Any]) -> Any:
+        """Run a method forward through all stages, and return its result on every rank, without a graph."""
+        line, ends, result = self._line, self._relay.chain.ends, self._survey.result
+        for stage in line.own:
+            received = []
+            for tensor in tensors_in(self._survey.outputs[ends[stage - 1] - 1]) if stage else ():
+                received.append(_empty(tensor, line))
+                dist.recv(received[-1], line.rank_of(stage - 1), line.group)
+                received[-1].requires_grad_(tensor.requires_grad and torch.is_grad_enabled())
+            with self._in_precision.context():
+                output = self._relay.run(self._survey, stage, received, method, given)
+            if stage < line.stages - 1:
+                for tensor in tensors_in(output):
+                    dist.send(tensor.detach().contiguous(), line.rank_of(stage + 1), line.group)
+            else:
+                result = output = self._in_precision.precision.outputs(output)
+            if torch.is_grad_enabled():
+                self._kept.append((stage, received, trained_of(output)))
+        if dist.get_rank() != line.rank_of(line.stages - 1):
+            result = self._in_precision.precision.outputs(result)
+        return shared(result, line)
+
+    def backward(self, grads: list[torch.Tensor]) -> None:
+        """Compute the gradients from those of the result's tensors, in their order."""
+        line = self._line
+        while self._kept:
+            stage, received, outputs = self._kept.pop()
+            if stage < line.stages - 1:
+                grads = [torch.empty_like(output, memory_format=torch.contiguous_format) for output in outputs]
+                for grad in grads:
+                    dist.recv(grad, line.rank_of(stage + 1), line.group)
+            torch.autograd.backward(outputs, grads)
+            for tensor in trained_of(received):
+                grad = torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+                dist.send(grad.contiguous(), line.rank_of(stage - 1), line.group)
+
+
+def trained_of(value: Any) -> list[torch.Tensor]:
+    """Return the tensors in a nesting that have gradients."""
+    return [tensor for tensor in tensors_in(value) if tensor.requires_grad]
 
 
 def shared(result: Any, line: Line) -> Any:
@@ -74,7 +109,7 @@ def shared(result: Any, line: Line) -> Any:
     last = line.rank_of(line.stages - 1)
 
     def broadcast(tensor: torch.Tensor) -> torch.Tensor:
-        tensor = tensor.contiguous() if dist.get_rank() == last else _empty(tensor, line)
+        tensor = tensor.detach().contiguous() if dist.get_rank() == last else _empty(tensor, line)
         dist.broadcast(tensor, src=last, group=line.group)
         return tensor
 

@@ -14,8 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from distwrap.checks import is_whole
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import Layout, RunPart, World, current_world
-from distwrap.model.in_sync import Held
-from distwrap.model.transparent import unwrap_model
+from distwrap.model.in_sync import Held, left_to_ranks
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.options import Options
 from distwrap.strategies.base import Strategy, Wrapping
@@ -25,7 +24,7 @@ from distwrap.strategies.pipeline.model import PassSettings, PipelineModel, Pipe
 from distwrap.strategies.pipeline.schedule import Line
 from distwrap.strategies.pipeline.state import States
 from distwrap.strategies.single import local
-from distwrap.wording import unknown_name
+from distwrap.wording import named_ranks, unknown_name
 
 _SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
@@ -115,7 +114,9 @@ class PipelineStrategy(Strategy):
                 dist.broadcast(tensor.data.contiguous(), src=0)
         own = list(range(dist.get_rank(group), stages, len(ranks)))
         line = Line(group, ranks, own, stages, wrapping.device)
-        settings = PassSettings(self.schedule, self.microbatches or 2 * len(ranks), self.reduction)
+        settings = PassSettings(
+            self.schedule, self.microbatches or 2 * len(ranks), self.microbatches is not None, self.reduction
+        )
         world.part(StageOptimizers)
         return PipelineModel(PipelineRouting(model, chain, line, world, wrapping, settings))
 
@@ -145,9 +146,13 @@ class PipelineStrategy(Strategy):
         return norm
 
     def held(self, model: nn.Module) -> Iterable[Held]:
-        net = unwrap_model(model)
-        for name, parameter in net.named_parameters():
-            yield Held(name, "", parameter) if is_here(parameter) else Held(name, "elsewhere", 0.0)
+        routing = routing_of(model)
+        own, size = left_to_ranks(model), len(routing.line.ranks)
+        for name, tensor in routing.holders.tensors().items():
+            if name not in own and is_here(tensor):
+                places = sorted(routing.holders.ranks[name])
+                where = f"{places[0]}: {named_ranks(places)} of a pipeline"
+                yield Held(name, "" if len(places) == size else where, tensor)
 
     def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
         states = _states(thing)
