@@ -75,7 +75,11 @@ class Retrofitted:
                     f"do not fit the caller's model, which is as it was: {differing[0][0]!r} differs. "
                     f"Return the model instead."
                 )
-            self.original.load_state_dict(weights)
+            strategy = bound_strategy(self.wrapped)
+            if strategy is None:
+                self.original.load_state_dict(weights)
+            else:
+                strategy.give_back(self.wrapped, weights)
             for module, flag in zip(self.original.modules(), training, strict=False):
                 module.training = flag
             for parameter, flag in zip(self.original.parameters(), trained, strict=False):

@@ -56,15 +56,55 @@ def leave_fsdp_forward(model: nn.Module) -> None:
         module.reshard()
 
 
+class BeforeFSDP:
+    """Memory of what a model's modules were before FSDP divides them; what their owner changes later stays.
+
+    Relies on ``torch.distributed._composable_state:_module_state_mapping``, ``torch.nn:Module()._forward_pre_hooks``,
+    ``torch.nn:Module()._forward_hooks``, ``torch.nn:Module()._state_dict_pre_hooks``,
+    ``torch.nn:Module()._load_state_dict_pre_hooks``, ``torch.nn:Module()._load_state_dict_post_hooks``.
+    Without it: a model that went through a retrofit keeps FSDP's hooks.
+
+    Args:
+        model: to remember.
+    """
+
+    _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+    _MORE = ("_load_state_dict_post_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
+
+    def __init__(self, model: nn.Module) -> None:
+        self._modules = [(module, type(module), set(vars(module)), self._hooks(module)) for module in model.modules()]
+
+    def _hooks(self, module: nn.Module) -> dict[str, set[int]]:
+        return {name: set(vars(module)[name]) for name in (*self._HOOKS, *self._MORE) if name in vars(module)}
+
+    def restore(self) -> None:
+        """Take FSDP off the modules; their parameters are for the caller to exchange."""
+        from torch.distributed import _composable_state
+
+        mapping = getattr(_composable_state, "_module_state_mapping", {})
+        for module, kind, names, hooks in self._modules:
+            if hasattr(module, "_get_fsdp_state"):
+                module.__class__ = kind
+                for name, before in hooks.items():
+                    for key in set(vars(module)[name]) - before:
+                        del vars(module)[name][key]
+                for name in [name for name in vars(module) if name not in names]:
+                    if name == "forward" or "composable" in name or name.startswith("__"):
+                        del vars(module)[name]
+                mapping.pop(module, None)
+
+
 def accumulated_gradients(model: nn.Module) -> list[torch.Tensor]:
     """Return gradients that have accumulated on this rank and are not reduced yet.
 
     Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.fsdp_params``,
-    ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.unsharded_accumulated_grad``.
+    ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.unsharded_accumulated_grad``,
+    ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._unsharded_param``.
     Without it: `scale_loss` in a window of `accumulate` weighs micro-batches by the first one's count.
     """
     params = [param for _, state in _states(model) for group in _groups(state) for param in group.fsdp_params]
     found = [getattr(param, "unsharded_accumulated_grad", None) for param in params]
+    found += [getattr(getattr(param, "_unsharded_param", None), "grad", None) for param in params]
     return [grad for grad in found if grad is not None]
 
 

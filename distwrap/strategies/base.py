@@ -166,6 +166,10 @@ class Strategy:
             state = strip_module_prefix(state, target=thing)
         thing.load_state_dict(state)
 
+    def give_back(self, model: nn.Module, state: dict[str, Any]) -> None:
+        """Make the user's own module again what it was before `prepare_model`, with a full state; for a retrofit."""
+        unwrap_model(model).load_state_dict(state)
+
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
         """Return what `state` would, with this rank's piece of each divided tensor, for a checkpoint in parts.
 

@@ -129,7 +129,9 @@ def empty_shards(thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[st
 
 
 def _like_parameter(parameter: torch.Tensor, value: Any) -> Any:
-    """Return an optimizer's value for a parameter: divided like it where it has the parameter's shape."""
+    """Return an optimizer's value for a parameter: divided like it where it has the parameter's shape, or whole."""
+    if isinstance(value, DTensor) and not isinstance(parameter, DTensor):
+        return whole(value)
     if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
         return divided_like(parameter, value)
     return value

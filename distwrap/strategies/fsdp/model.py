@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from distwrap._internals.torch_sharding import begin_fsdp_forward, end_fsdp_forward, leave_fsdp_forward
 from distwrap.errors import ModelError
@@ -23,19 +24,17 @@ class FSDPRouting(Routing):
 
     Attributes:
         buffers: by which the ranks take over rank 0's when training pauses.
+        give_back: makes the user's module what it was, with the numbers of a full state.
     """
 
+    give_back: Callable[[dict[str, torch.Tensor]], None]
+
     def __init__(
-        self,
-        module: nn.Module,
-        in_precision: InPrecision,
-        forward_methods: ForwardMethods,
-        buffers: Buffers | None,
-        name: str,
+        self, module: nn.Module, in_precision: InPrecision, forward_methods: ForwardMethods, buffers: Buffers | None
     ) -> None:
         super().__init__(module, in_precision, forward_methods)
         self.buffers = buffers
-        self.alignment = Alignment(type(self.model).__mro__[1].__name__, name)
+        self.alignment = Alignment(class_of(self.model))
         self.run = in_precision(self._everywhere)
 
     def _everywhere(self, *args: Any, **kwargs: Any) -> Any:
@@ -69,18 +68,8 @@ class FSDPRouting(Routing):
             leave_fsdp_forward(self.model)
 
 
-class FSDPModel(ModelFirst):
+class DividedModel(ModelFirst):
     """A model of which each rank holds a share of every weight, as a ``DTensor``; a real ``FSDPModule`` is inside."""
-
-    def __init__(
-        self,
-        module: nn.Module,
-        in_precision: InPrecision,
-        forward_methods: ForwardMethods,
-        buffers: Buffers | None,
-        name: str,
-    ) -> None:
-        super().__init__(FSDPRouting(module, in_precision, forward_methods, buffers, name))
 
     def train(self, mode: bool = True) -> Any:
         """Set the training flag; when training pauses, take over rank 0's buffers."""
@@ -121,6 +110,11 @@ class FSDPModel(ModelFirst):
         refuse_copy(self)
 
 
+def class_of(model: nn.Module) -> str:
+    """Return the name of the user's class of a divided model, whose own FSDP has put in front."""
+    return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
+
+
 def refuse_copy(model: ModelFirst) -> NoReturn:
     """Refuse to copy or pickle a model of which each rank has a share.
 
@@ -128,6 +122,6 @@ def refuse_copy(model: ModelFirst) -> NoReturn:
         ModelError: says what to do instead.
     """
     raise ModelError(
-        f"{type(model._distwrap.model).__mro__[1].__name__} is divided, and can be neither copied nor pickled. "
+        f"{class_of(model._distwrap.model)} is divided, and can be neither copied nor pickled. "
         f"distwrap.save({{'model': model}}, path) writes all of it; load that into a plain model."
     )

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from distwrap._internals.torch import norm_classes
-from distwrap._internals.torch_sharding import has_gradient_hook
+from distwrap._internals.torch_sharding import BeforeFSDP, has_gradient_hook
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.collectives import broadcast
 from distwrap.group.setup import require_group
@@ -23,9 +23,9 @@ from distwrap.model.empty import fill
 from distwrap.model.transparent import unwrap_model
 from distwrap.precision import InPrecision
 from distwrap.strategies import shards
-from distwrap.strategies.adoption import Adoption, replaced
+from distwrap.strategies.adoption import Adoption, Replacement
 from distwrap.strategies.base import Wrapping
-from distwrap.strategies.fsdp.model import FSDPModel
+from distwrap.strategies.fsdp.model import DividedModel, FSDPRouting
 from distwrap.strategies.fsdp.recomputation import recompute
 from distwrap.strategies.fsdp.units import units_of
 
@@ -64,7 +64,10 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     mesh = world.part(Meshes).over(_ranks(strategy.shard, world))
     units = units_of(net, strategy.wrap)
     parameters = dict(net.named_parameters(remove_duplicate=False))
+    before = BeforeFSDP(net)
     is_empty = any(parameter.is_meta for parameter in parameters.values())
+    for parameter in parameters.values():
+        parameter.data = parameter.data.contiguous()  # as FSDP wants them
     if not is_empty:
         _share(net, wrapping.device, strategy.cpu_offload)
     if strategy.checkpointing:
@@ -73,11 +76,18 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     _shard(net, units, mesh, wrapping, strategy)
     if is_empty:
         fill(net, torch.device("cpu") if strategy.cpu_offload else wrapping.device, drawn_seed(), shards.fill)
-    replaced(parameters, net)
+    replacement = Replacement(parameters, net)
     world.part(Adoption)
     name = str(world.count("model"))
     buffers = None if world.channel is None else Buffers(net, world.placement.rank, world.channel, name)
-    return FSDPModel(model, wrapping.in_precision, wrapping.forward_methods, buffers, name)
+    routing = FSDPRouting(model, wrapping.in_precision, wrapping.forward_methods, buffers)
+
+    def give_back(state: dict[str, torch.Tensor]) -> None:
+        before.restore()
+        replacement.undo(state)
+
+    routing.give_back = give_back
+    return DividedModel(routing)
 
 
 def on_device(model: nn.Module, device: torch.device) -> nn.Module:

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from distwrap._internals.torch_sharding import accumulated_gradients
 from distwrap.errors import OptionError
 from distwrap.group.world import World
+from distwrap.model.distributed import LocalRouting
 from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model
 from distwrap.options import Options
@@ -105,7 +106,8 @@ class FSDPStrategy(Strategy):
         from distwrap.strategies import shards
 
         reduced = [shards.local(grad) for grad in super().gradients(model)]
-        return [*reduced, *accumulated_gradients(unwrap_model(model))]
+        found = [*reduced, *accumulated_gradients(unwrap_model(model))]
+        return list({grad.data_ptr(): grad for grad in found if grad.numel()}.values())  # of a gathered unit, both
 
     def clip(
         self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], max_norm: float
@@ -130,6 +132,13 @@ class FSDPStrategy(Strategy):
         from distwrap.strategies import shards
 
         shards.load_full_state(thing, state)
+
+    def give_back(self, model: nn.Module, state: dict[str, Any]) -> None:
+        routing = model.__dict__.get("_distwrap")
+        if isinstance(routing, LocalRouting) or routing is None:  # in one process
+            super().give_back(model, state)
+        else:
+            routing.give_back(state)
 
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
         plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
