@@ -133,6 +133,18 @@ def make_absent(net: nn.Module, names: Iterable[str]) -> None:
                 ) from error
 
 
+def make_present(net: nn.Module) -> None:
+    """Make room for the numbers of what is absent in a model, on the devices on which it is said to be."""
+    for parameter in net.parameters():
+        if not is_here(parameter):
+            present = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, present)  # type: ignore[no-untyped-call]
+    for name, buffer in list(net.named_buffers()):
+        if not is_here(buffer):
+            path, _, last = name.rpartition(".")
+            net.get_submodule(path)._buffers[last] = torch.zeros_like(buffer)
+
+
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 

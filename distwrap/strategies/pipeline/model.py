@@ -29,7 +29,7 @@ from distwrap.precision import LossScaling
 from distwrap.seeding import preserved
 from distwrap.strategies.alignment import Alignment
 from distwrap.strategies.base import Wrapping
-from distwrap.strategies.pipeline.absent import refuse_copy
+from distwrap.strategies.pipeline.absent import make_present, refuse_copy
 from distwrap.strategies.pipeline.blocks import Chain
 from distwrap.strategies.pipeline.gradients import Gradients, Results, apart
 from distwrap.strategies.pipeline.holders import Holders
@@ -88,7 +88,7 @@ class PipelineRouting(Routing):
         self.holders = Holders(net, chain, line)
         self.relay = Relay(net, chain)
         self.syncs = True
-        self._alignment = Alignment(type(net).__name__, f"pipeline {world.count('pipeline')}")
+        self._alignment = Alignment(type(net).__name__)
         self._surveys: dict[Any, Survey] = {}
         self._passes: dict[Any, TrainingPass] = {}
         self._kinds: dict[tuple[str, bool], bool] = {}  # whether a method calls the model as a whole
@@ -108,6 +108,13 @@ class PipelineRouting(Routing):
         if self.relay.is_running:
             return self._forward(*args, **kwargs)
         return self._through_stages("forward", self._forward, args, kwargs)
+
+    def give_back(self, state: dict[str, Any]) -> None:
+        """Make the user's module again what it was, with a full state."""
+        self.relay.release()
+        vars(self.module).pop("forward")
+        make_present(self.module)
+        self.model.load_state_dict(state)
 
     def _routed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)

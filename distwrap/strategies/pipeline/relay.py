@@ -64,6 +64,11 @@ class Relay:
     def is_running(self) -> bool:
         return self._run is not None
 
+    def release(self) -> None:
+        """Let the blocks run as they are from now on."""
+        for block in self.chain.blocks:
+            vars(block).pop("forward", None)
+
     def survey(self, method: Method, args: Any, kwargs: Any) -> Survey:
         """Run a method without any numbers: on a few sizes, with no communication.
 

@@ -169,6 +169,17 @@ class PipelineStrategy(Strategy):
         else:
             states.load_optimizer(thing, state)
 
+    def give_back(self, model: nn.Module, state: dict[str, Any]) -> None:
+        if not isinstance(model.__dict__.get("_distwrap"), PipelineRouting):
+            super().give_back(model, state)
+            return
+        models = current_world().part(WrappedModels)
+        own = [thing for thing in models.bound if isinstance(thing, Optimizer) and model in models.of_optimizer(thing)]
+        states = [self.state(optimizer, everywhere=True) for optimizer in own]
+        routing_of(model).give_back(state)
+        for optimizer, whole in zip(own, states, strict=True):
+            optimizer.load_state_dict(whole)
+
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
         states = _states(thing)
         if states is None:
