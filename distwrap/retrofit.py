@@ -48,7 +48,11 @@ class Retrofitted:
         replaced = isinstance(self.original, Optimizer) and self.wrapped is not self.original
         if strategy is not None and (replaced or type(strategy).state is not Strategy.state):
             self.trained = strategy.state(self.wrapped, everywhere=True)
-        if isinstance(self.original, DataLoader) or (self.trained is not None and self.wrapped is not self.original):
+        divided = strategy is not None and strategy.shards and isinstance(self.original, Optimizer)
+        if strategy is not None and divided:
+            strategy.release(self.wrapped)
+        changed = self.trained is not None and (self.wrapped is not self.original or divided)
+        if isinstance(self.original, DataLoader) or changed:
             self.load(self.state())  # where this process is the caller's own, nobody else brings it home
 
     def state(self) -> Any:

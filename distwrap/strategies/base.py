@@ -59,6 +59,7 @@ class Strategy:
         owns_scale: whether `backward` and `step` scale fp16 by themselves, so that distwrap's scaler stays out.
         shards: whether a model's or optimizer's full state is put together from several ranks: `state` is then a
             collective, also for a checkpoint that rank 0 writes.
+        formerly: another package's name, by which it was asked for; a line at the start says what that became.
     """
 
     launches: Literal["device", "node", "one"] = "device"
@@ -66,6 +67,7 @@ class Strategy:
     places_model: bool = False
     owns_scale: bool = False
     shards: bool = False
+    formerly: str = ""
 
     # In the caller
 
@@ -107,6 +109,9 @@ class Strategy:
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
         """Return the optimizer that the loop steps; a subclass of `DDPStrategy` hands it on to ``super()``."""
         return optimizer
+
+    def release(self, optimizer: Optimizer) -> None:
+        """Let go of an optimizer of the caller's own, which then loads its full state; for ``retrofit``."""
 
     # A step
 
@@ -187,5 +192,6 @@ class Strategy:
         return "auto"
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        shown = {name: value for name, value in vars(self).items() if not name.startswith("_") and name != "formerly"}
+        options = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         return f"{type(self).__name__}({options})"

@@ -12,7 +12,7 @@ from torch.utils.hooks import RemovableHandle
 
 from distwrap.comm.base import Algorithm
 from distwrap.errors import ModelError, OptionError
-from distwrap.group.world import RunPart, World, current_world
+from distwrap.group.world import RunPart, World, current_world, say_once
 from distwrap.model.distributed import DistributedModel, ReplicaModel
 from distwrap.model.drift import Drift
 from distwrap.model.forward_routing import ForwardMethods, check_forward_methods
@@ -88,6 +88,8 @@ def wrap_model(
     precision = precision if precision is not None else world.options.precision
     if strategy is not None:
         chosen.check(replace(world.options, strategy=chosen, precision=precision, comm=algorithm))
+        if chosen.formerly:
+            say_once(f"formerly {chosen.formerly}", f"strategy={chosen.formerly!r} is here {chosen!r}")
     in_precision = InPrecision(precision, where, owns_scale=chosen.owns_scale)
     wrapping = Wrapping(where, in_precision, forward_methods, algorithm, dict(ddp_kwargs))
     if not chosen.places_model:

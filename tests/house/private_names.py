@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from distwrap._internals import cloudpickle, datasets, python, torch, torch_data, torch_tree
+from distwrap._internals import cloudpickle, datasets, python, torch, torch_data, torch_tree, torch_zero
 
 # Names with an underscore that their owners document.
 DOCUMENTED = {"_exit", "_fields", "_asdict", "_make", "_replace"}
@@ -62,7 +62,9 @@ def relied_on(module: ModuleType) -> Iterator[ReliedOn]:
 
 
 TABLE = [
-    each for module in (torch, torch_data, torch_tree, python, cloudpickle, datasets) for each in relied_on(module)
+    each
+    for module in (torch, torch_data, torch_tree, torch_zero, python, cloudpickle, datasets)
+    for each in relied_on(module)
 ]
 
 

@@ -30,6 +30,7 @@ from distwrap._internals import (
     torch as torch_names,
     torch_data,
     torch_tree,
+    torch_zero,
 )
 from distwrap.errors import LoaderError, ModelError
 from tests.house.package import trees
@@ -94,7 +95,7 @@ def _classes() -> Iterator[type]:
 
 
 @pytest.mark.parametrize(
-    "module", [torch_names, torch_data, torch_tree, python_names, cloudpickle_names, datasets_names]
+    "module", [torch_names, torch_data, torch_tree, torch_zero, python_names, cloudpickle_names, datasets_names]
 )
 def test_every_function_of_internals_says_what_it_relies_on(module: Any) -> None:
     """Each public function lists its names and what happens without them; the module, the versions."""
