@@ -4,7 +4,7 @@ Source: https://arxiv.org/abs/1910.02054
 """
 
 from collections.abc import Iterable
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch import nn
@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 
 from distwrap.comm.base import Algorithm
 from distwrap.comm.qadam import QAdam
-from distwrap.errors import OptionError
+from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import World, current_world
-from distwrap.model.distributed import DistributedModel
+from distwrap.model.distributed import AveragingModel, DistributedModel
 from distwrap.model.in_sync import Held, tensors_of
 from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
 from distwrap.options import Options
@@ -63,6 +63,9 @@ class ZeroStrategy(DDPStrategy):
                 gradients.divide(wrapped)
             world.part(OptimizerShares).adopt_by(_divide)
         return wrapped
+
+    def wrapper(self, comm: Algorithm | None) -> type[DistributedModel]:
+        return _ZeroModel
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
         optimizer = super().prepare_optimizer(optimizer, model)
@@ -124,6 +127,23 @@ class ZeroStrategy(DDPStrategy):
                 f"strategy='zero{self.stage}' does not go with comm={type(comm).__name__}, which needs all of "
                 f"{'the gradients' if comm.same_weights else 'the optimizer state'} on each rank. Use {way} with it."
             )
+
+
+class _WithoutJoin(AveragingModel):
+    """torch's wrapper inside a model whose ranks exchange weights after each step too, which ``Join`` does not know."""
+
+    def join_hook(self, **kwargs: Any) -> NoReturn:
+        """Refuse torch's ``Join``: a rank that is out of data would miss the others' steps."""
+        raise ModelError(
+            f"rank {current_world().placement.rank}: torch's Join does not go with strategy='zero1' or 'zero2', where "
+            f"every rank takes part in every step of the optimizer. Loop over distwrap.lockstep(loader) instead."
+        )
+
+
+class _ZeroModel(DistributedModel):
+    """Wrapped model whose optimizers are divided."""
+
+    _distwrap_inner = _WithoutJoin
 
 
 def _divide(optimizer: Optimizer) -> None:
