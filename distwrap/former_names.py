@@ -34,6 +34,4 @@ LAUNCHER_OF_STRATEGY = {
 }
 
 # What to say of a name whose strategy is not there.
-HINTS = {
-    "deepspeed": "Its engine is not here. What its stages 1, 2 and 3 divide, zero1, zero2 and fsdp do.",
-}
+HINTS = {"deepspeed": "Its engine is not here. What its stages 1, 2 and 3 divide, zero1, zero2 and fsdp do."}
