@@ -18,7 +18,7 @@ from distwrap.testing.behaviours.sides import OneProcess, Trial, compare, epoch,
 
 @behaviour()
 def attributes(trial: Trial) -> None:
-    """Read and set the user's attributes on the wrapped model; what is set counts in the loss."""
+    """Read, set and call the user's attributes on the wrapped model; what is set counts in the loss."""
 
     def loop(side: OneProcess) -> Any:
         model = side.wrap(small())
@@ -27,6 +27,7 @@ def attributes(trial: Trial) -> None:
         model.note = "mine"
         net: Any = unwrap_model(model)
         assert (net.note, net.scale) == ("mine", 3.0)
+        assert model.describe() == f"{BLOCKS} blocks, scale 3.0"
         return fit(side, model=model, epochs=1)
 
     trial.same(loop)
