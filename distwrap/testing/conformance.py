@@ -34,8 +34,8 @@ def check_strategy(
 
     A behaviour is one thing that a hand-written loop does: it trains by AdamW, clips, accumulates, saves and resumes,
     evaluates uneven batches, copies the model. All of them run in one launch, on small nets of blocks that a strategy
-    can divide. What a strategy cannot do it must refuse by name, with a `DistwrapError`, and never by a hang or a wrong
-    number.
+    can divide; each is the function of its name in `distwrap.testing.behaviours`. What a strategy cannot do it must
+    refuse by name, with a `DistwrapError`, and never by a hang or a wrong number.
 
     Args:
         strategy: a name out of `available_strategies`, or a `Strategy`, which must be picklable.

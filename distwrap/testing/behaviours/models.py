@@ -166,7 +166,7 @@ def batch_norm(trial: Trial) -> None:
     for number, found in enumerate(outputs):
         assert torch.equal(found, outputs[0]), f"in evaluation rank {number} computes other outputs than rank 0"
     state = trial.weights(model)
-    assert state["statistics.num_batches_tracked"] == 2, "the state lacks the statistics of two batches"
+    assert state["statistics.num_batches_tracked"] >= 2, "the state lacks the statistics of two batches"
     plain = small(NormedNet)
     plain.load_state_dict(state)
     compare(plain.eval()(x).detach(), outputs[0])
