@@ -28,7 +28,7 @@ def check_strategy(
     *,
     only: Collection[str] | None = None,
     refuses: Collection[str] = (),
-    timeout: float = 100,
+    timeout: float = 300,
 ) -> tuple[tuple[str, str], ...]:
     """Run the conformance suite: each behaviour on real ranks, and its numbers against one process in plain torch.
 
@@ -76,7 +76,7 @@ def check_behaviours(
     nprocs: int,
     *,
     refuses: Collection[str] = (),
-    timeout: float = 100,
+    timeout: float = 300,
 ) -> tuple[tuple[str, str], ...]:
     """Do as `check_strategy`, with behaviours that are the suite's own or others."""
     nprocs = AT_LEAST_ONE("nprocs", nprocs)
