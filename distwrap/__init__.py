@@ -56,6 +56,7 @@ if typing.TYPE_CHECKING:
         sync_buffers as sync_buffers,
         unwrap_model as unwrap_model,
     )
+    from distwrap.model.empty import init_empty as init_empty
     from distwrap.model.state_dict import (
         add_module_prefix as add_module_prefix,
         strip_module_prefix as strip_module_prefix,
@@ -75,6 +76,7 @@ if typing.TYPE_CHECKING:
     from distwrap.seeding import seed_everything as seed_everything
     from distwrap.strategies import (
         DDPStrategy as DDPStrategy,
+        FSDPStrategy as FSDPStrategy,
         Strategy as Strategy,
         wrap_model as wrap_model,
         wrap_optimizer as wrap_optimizer,
@@ -87,6 +89,7 @@ if typing.TYPE_CHECKING:
 _MODULES = {
     "checkpoint": "CheckpointIO load save wait_for_saves",
     "checkpoint.resume": "resume_from run_state",
+    "model.empty": "init_empty",
     "model.state_dict": "add_module_prefix strip_module_prefix",
     "comm": "consolidate",
     "data": "Preemption shard_loader",
@@ -106,7 +109,7 @@ _MODULES = {
     "registry": "available_algorithms available_launchers available_precisions available_strategies register_algorithm "
     "register_launcher register_precision register_strategy",
     "seeding": "seed_everything",
-    "strategies": "DDPStrategy Strategy wrap_model wrap_optimizer",
+    "strategies": "DDPStrategy FSDPStrategy Strategy wrap_model wrap_optimizer",
     "strategies.accumulation": "accumulate",
     "strategies.steps": "backward optimizer_step unscale",
     "strategies.windows": "Window scale_loss",

@@ -197,6 +197,8 @@ strategies: Registry[Strategy] = Registry(
         ("single", "single:SingleStrategy", "one process, one device"),
         ("zero1", "zero:ZeroStrategy", "ddp with the optimizer's state divided over the ranks", {"stage": 1}),
         ("zero2", "zero:ZeroStrategy", "zero1, and each rank keeps its share of the gradients alone", {"stage": 2}),
+        ("fsdp", "fsdp:FSDPStrategy", "each rank holds a share of every weight: torch's FSDP2"),
+        ("hsdp", "fsdp:FSDPStrategy", "each node holds a copy, divided over its ranks: FSDP2", {"shard": "node"}),
         ("bagua", "bagua:BaguaStrategy", "DDP with an algorithm under Bagua's name: algorithm='gradient_allreduce', …"),
     ),
     aliases=dict.fromkeys(LAUNCHER_OF_STRATEGY.keys() - BECAME, "ddp"),

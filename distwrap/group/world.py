@@ -127,8 +127,8 @@ class World:
         Raises:
             OptionError: the layout is not that of its group's ranks.
         """
-        strategy = self.options.strategy
-        layout = None if isinstance(strategy, str) or self.placement.world_size == 1 else strategy.setup(self)
+        strategy = self.strategy
+        layout = None if self.placement.world_size == 1 else strategy.setup(self)
         if layout is None:
             return
         group = layout.group if isinstance(layout, Layout) else None

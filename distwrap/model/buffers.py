@@ -142,8 +142,8 @@ def let_buffers_differ(model: nn.Module) -> None:
 
 
 def _buffers_of(net: nn.Module) -> list[Buffers]:
-    wrapped = [each for each in current_world().part(WrappedModels).gradients if unwrap_model(each) is net]
-    found = [each.__dict__["_distwrap"].buffers for each in wrapped]
+    wrapped = [each for each in current_world().part(WrappedModels) if unwrap_model(each) is net]
+    found = [getattr(each.__dict__.get("_distwrap"), "buffers", None) for each in wrapped]
     return [buffers for buffers in found if buffers is not None]
 
 

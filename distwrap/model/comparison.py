@@ -1,7 +1,8 @@
 """Comparison of tensors between ranks over the side channel, for which nobody waits.
 
 Each rank looks at its tensors at a position, tells their digest, and compares it with another rank's when that has come
-to the same position; at latest when the run ends. Only where digests differ are the marks of all tensors asked for.
+to the same position; at latest when the run ends. Of a divided model, a part is compared with the first rank that has
+it too. Only where digests differ are the marks of all tensors asked for.
 """
 
 import hashlib
@@ -92,7 +93,8 @@ class Comparison(Generic[P]):
                 self._tell(look)
                 continue
             look.tries += 1
-            if self._rank == self._ranks[0] or self._compare(look, self._ranks[0]) or look.tries >= TRIES:
+            compared = [self._compare(look, other) for other in self._firsts(look) - {self._rank}]
+            if all(compared) or look.tries >= TRIES:
                 self._open.remove(look)
 
     def finish(self) -> None:
@@ -102,8 +104,11 @@ class Comparison(Generic[P]):
             ModelError: another rank's tensors differ.
         """
         for look in self._open:
-            for other in self._ranks if self._rank == self._ranks[0] else self._ranks[:1]:
-                if look.marks is not None and other != self._rank:
+            if look.marks is None:
+                continue
+            firsts = self._firsts(look)
+            for other in self._ranks if self._rank in firsts else firsts:
+                if other != self._rank:
                     self._compare(look, other)
         self._open.clear()
 
@@ -118,10 +123,22 @@ class Comparison(Generic[P]):
     def _tell(self, look: Look[P]) -> None:
         look.marks, look.held = in_sync.marks(look.held, look.numbers), []
         self._told = [*self._told[1 - _KEPT :], look]
-        digests = {str(told.position): _digest(told.marks) for told in self._told}
+        digests = {str(told.position): self._digests(told.marks) for told in self._told}
         self._channel.note(f"alike/{self._key}", json.dumps([self._processor, digests]))
 
-    def _told_by(self, rank: int) -> tuple[str, dict[str, str]]:
+    def _firsts(self, look: Look[P]) -> set[int]:
+        """Return the ranks with which this one compares a look: of each part the first that has it."""
+        return set(map(int, self._digests(look.marks)))
+
+    def _digests(self, marks: list[Mark] | None) -> dict[str, str]:
+        """Return the digest of the parts that each rank is the first to have, by that rank."""
+        parts: dict[str, list[Mark]] = {}
+        for mark in marks or ():
+            first = in_sync.first_rank(mark)
+            parts.setdefault(str(self._ranks[0] if first is None else first), []).append(mark)
+        return {first: _digest(own) for first, own in parts.items()} or {str(self._ranks[0]): ""}
+
+    def _told_by(self, rank: int) -> tuple[str, dict[str, dict[str, str]]]:
         """Return what a rank computes on, and the digests that it has told last."""
         note = self._channel.noted(f"alike/{self._key}", rank)
         processor, digests = json.loads(note) if note else ("", {})
@@ -130,10 +147,11 @@ class Comparison(Generic[P]):
     def _compare(self, look: Look[P], other: int) -> bool:
         """Compare a look with another rank's; return whether that was there."""
         processor, digests = self._told_by(other)
-        digest = digests.get(str(look.position))
-        if digest is None:
+        theirs = digests.get(str(look.position))
+        if theirs is None:
             return False
-        if digest != _digest(look.marks):
+        mine = self._digests(look.marks)
+        if any(mine[first] != theirs[first] for first in mine.keys() & theirs.keys()):
             marks = {rank: found for rank in self._ranks if (found := self._marks_of(rank, look)) is not None}
             exact = processor == self._processor
             if other in marks:

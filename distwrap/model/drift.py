@@ -125,9 +125,11 @@ class ModelWatch(Watch):
         """Return the learning rates, the weights, and what is trained with them that no wrapped model has."""
         assert self._net is not None
         model = self._model()
-        weights = list(self._strategy.held(model)) if model is not None and self._strategy is not None else []
+        divided = self._strategy is not None and self._strategy.shards
+        held = self._strategy.held(model) if model is not None and self._strategy is not None else ()
         buffers = {name for name, _ in self._net.named_buffers()}
-        weights = [item for item in weights or in_sync.tensors_of(self._net) if item.name not in buffers]
+        weights = list(held) or ([] if divided else in_sync.tensors_of(self._net))
+        weights = [item for item in weights if item.name not in buffers]
         optimizers = self._holding([found for held in self._stepped.values() if (found := held()) is not None])
         known = self._drift.known()
         strangers = [

@@ -29,7 +29,8 @@ class Held(NamedTuple):
 
     Attributes:
         name: of the tensor in the plain model.
-        part: which part of it is here; equal parts must be equal on all ranks, others are not compared.
+        part: which part of it is here; equal parts must be equal on all ranks, others are not compared. Empty where
+            it is whole on every rank; else it begins with the number of the first rank that has it, as in "2: rows".
         tensor: the numbers, or one, as of a learning rate.
     """
 
@@ -102,6 +103,12 @@ def marks(held: Sequence[Held], numbers: torch.Tensor) -> list[Mark]:
     return found
 
 
+def first_rank(mark: Mark) -> int | None:
+    """Return the first rank that has the part of a mark; ``None`` where every rank has the whole."""
+    part = mark[2] if len(mark) > 2 else ""
+    return int(part.partition(":")[0]) if part else None
+
+
 def _size(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_floating_point() and not tensor.is_complex():
         return torch.zeros((), dtype=torch.float64, device=tensor.device)
@@ -123,20 +130,32 @@ def first_difference(
         ranks: whose they are; by default 0, 1, ….
     """
     ranks = range(len(everyone)) if ranks is None else ranks
-    names = [[name for name, *_ in marks] for marks in everyone]
-    for rank, own in zip(ranks, names, strict=True):
-        if own != names[0]:
-            other = next((name for name in [*own, *names[0]] if (name in own) != (name in names[0])), "their order")
-            return f"rank {rank} holds other tensors than rank {ranks[0]} ({other})"
-    for index, name in enumerate(names[0]):
+    of_first: dict[int | None, dict[int, list[Mark]]] = {None: {rank: [] for rank in ranks}}
+    for rank, marks in zip(ranks, everyone, strict=True):
+        for mark in marks:
+            of_first.setdefault(first_rank(mark), {}).setdefault(rank, []).append(mark)
+    return next(filter(None, (_first_difference_of(held, exact) for held in of_first.values())), None)
+
+
+def _first_difference_of(held: dict[int, list[Mark]], exact: bool) -> str | None:
+    """Return the first difference between ranks that hold the same tensors, or parts of them."""
+    first, *others = held
+    names = [name for name, *_ in held[first]]
+    for rank in others:
+        own = [name for name, *_ in held[rank]]
+        if own != names:
+            other = next((name for name in [*own, *names] if (name in own) != (name in names)), "their order")
+            return f"rank {rank} holds other tensors than rank {first} ({other})"
+    for index, name in enumerate(names):
         parts: dict[str, dict[tuple[float, ...], list[int]]] = {}
-        for rank, marks in zip(ranks, everyone, strict=True):
+        for rank, marks in held.items():
             _, mark, *part = marks[index]
             parts.setdefault("".join(part), {}).setdefault(tuple(mark), []).append(rank)
         for which, groups in parts.items():
             if len(groups) > 1 and (exact or not _is_rounding(list(groups))):
-                held = " and ".join(f"{named_ranks(ranks)} {_in_words(mark)}" for mark, ranks in groups.items())
-                return f"{name!r}{which and f' ({which})'} is the first that differs: {held}"
+                told = " and ".join(f"{named_ranks(ranks)} {_in_words(mark)}" for mark, ranks in groups.items())
+                where = which.partition(":")[2].strip()
+                return f"{name!r}{where and f' ({where})'} is the first that differs: {told}"
     return None
 
 

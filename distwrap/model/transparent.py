@@ -147,7 +147,7 @@ WRAPPERS = (TransparentModule, nn.parallel.DistributedDataParallel, nn.DataParal
 
 def take_special_methods(wrapper: nn.Module, kind: type, model: nn.Module) -> None:
     """Make a wrapper one of its kind that has the special methods of the model's class too, as ``__iter__``."""
-    mine = (set(dir(TransparentModule)) | _WRAPPERS_SPECIALS) - _USERS_SPECIALS
+    mine = (set(dir(TransparentModule)) | _WRAPPERS_SPECIALS | ({"__deepcopy__"} & set(dir(kind)))) - _USERS_SPECIALS
     methods = {
         name: _special_method(name)
         for users in type(model).__mro__

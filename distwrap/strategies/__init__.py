@@ -5,10 +5,12 @@ from distwrap.model.in_sync import Held, tensors_of
 from distwrap.model.transparent import TransparentModule
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.ddp import DDPStrategy
+from distwrap.strategies.fsdp import FSDPStrategy
 from distwrap.strategies.prepare import wrap_model, wrap_optimizer
 
 __all__ = [
     "DDPStrategy",
+    "FSDPStrategy",
     "Held",
     "Layout",
     "Strategy",

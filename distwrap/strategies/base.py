@@ -110,9 +110,6 @@ class Strategy:
         """Return the optimizer that the loop steps; a subclass of `DDPStrategy` hands it on to ``super()``."""
         return optimizer
 
-    def release(self, optimizer: Optimizer) -> None:
-        """Let go of an optimizer of the caller's own, which then loads its full state; for ``retrofit``."""
-
     # A step
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -170,6 +167,11 @@ class Strategy:
             thing = unwrap_model(thing)
             state = strip_module_prefix(state, target=thing)
         thing.load_state_dict(state)
+
+    def give_back(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
+        """Make the caller's own model or optimizer what it was before, with a full state; for ``retrofit``."""
+        plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
+        plain.load_state_dict(state)
 
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
         """Return what `state` would, with this rank's piece of each divided tensor, for a checkpoint in parts.

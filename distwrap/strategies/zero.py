@@ -86,8 +86,10 @@ class ZeroStrategy(DDPStrategy):
             return super().clip(optimizer, parameters, max_norm)
         return world.part(GradientShares).clip(parameters, max_norm)
 
-    def release(self, optimizer: Optimizer) -> None:
-        current_world().part(OptimizerShares).release(optimizer)
+    def give_back(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
+        if isinstance(thing, Optimizer):
+            current_world().part(OptimizerShares).release(thing)
+        super().give_back(thing, state)
 
     def held(self, model: nn.Module) -> Iterable[Held]:
         options = current_world().part(OptimizerShares).options(model)

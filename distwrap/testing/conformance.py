@@ -14,7 +14,7 @@ from distwrap.options import Options
 from distwrap.registry import strategies
 from distwrap.strategies import Strategy
 from distwrap.testing.behaviours import BEHAVIOURS
-from distwrap.testing.on_ranks import Verdict, perform, verdicts
+from distwrap.testing.on_ranks import Verdict, perform, verdicts, words_of_end
 from distwrap.testing.ranks import run_with
 from distwrap.wording import named_ranks, unknown_name
 
@@ -106,7 +106,7 @@ def _in_one_launch(names: list[str], run: Callable[..., Any], nprocs: int, folde
         done = 0
         for name in names:
             ranks = verdicts(folder, name)
-            if len(ranks) < nprocs:
+            if len(ranks) < nprocs or words_of_end(folder, name):
                 break
             found[name] = _together(ranks, BEHAVIOURS[name].may_refuse)
             done += 1
@@ -114,7 +114,8 @@ def _in_one_launch(names: list[str], run: Callable[..., Any], nprocs: int, folde
             raise error  # before any behaviour
         if error is not None:
             ended = names[min(done, len(names) - 1)]
-            found[ended] = Verdict("failed", f"the ranks ended: {Verdict.of(error).words}")
+            words = words_of_end(folder, ended) or f"the ranks ended: {Verdict.of(error).words}"
+            found[ended] = Verdict("failed", words)
             done = names.index(ended) + 1
         names = names[done:]
     return found

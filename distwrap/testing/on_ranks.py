@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import time
@@ -20,6 +19,7 @@ from distwrap.testing.behaviours.sides import Trial
 from distwrap.wording import named_ranks
 
 _POLL = 0.001
+_IN_VAIN = "in_vain"
 
 
 @dataclass(frozen=True)
@@ -59,13 +59,19 @@ def perform(names: list[str], folder: Path, limit: float) -> None:
         here = folder / name
         here.mkdir(exist_ok=True)
         verdict = _tried(BEHAVIOURS[name], world, here)
-        _write(here, world.placement.rank, verdict)
+        _put(here, f"verdict.{world.placement.rank}", json.dumps(asdict(verdict)))
         _await_others(here, name, world, limit, verdict)
 
 
 def verdicts(folder: Path, name: str) -> dict[int, Verdict]:
     """Return the verdicts over a behaviour of the ranks that have come to its end."""
     return {int(path.suffix[1:]): Verdict(**json.loads(path.read_text())) for path in (folder / name).glob("verdict.*")}
+
+
+def words_of_end(folder: Path, name: str) -> str:
+    """Return what a rank has said that waited for the others in vain; empty where none has."""
+    said = folder / name / _IN_VAIN
+    return said.read_text() if said.exists() else ""
 
 
 def _tried(behaviour: Behaviour, world: World, folder: Path) -> Verdict:
@@ -87,7 +93,6 @@ def _tried(behaviour: Behaviour, world: World, folder: Path) -> Verdict:
 def _begin_anew(world: World) -> None:
     """Bring to an end all that a behaviour has left in the run, but what tells a hang report where this rank is."""
     activity = world.part(Activity)
-    gc.collect()
     try:
         world.settle()
     finally:
@@ -95,10 +100,11 @@ def _begin_anew(world: World) -> None:
         world._parts[Activity] = activity
 
 
-def _write(folder: Path, rank: int, verdict: Verdict) -> None:
-    unfinished = folder / f"unfinished.{rank}"
-    unfinished.write_text(json.dumps(asdict(verdict)))
-    os.replace(unfinished, folder / f"verdict.{rank}")
+def _put(folder: Path, name: str, text: str) -> None:
+    """Write a file that is there whole or not at all."""
+    unfinished = folder / f"unfinished.{os.getpid()}"
+    unfinished.write_text(text)
+    os.replace(unfinished, folder / name)
 
 
 def _await_others(folder: Path, name: str, world: World, limit: float, own: Verdict) -> None:
@@ -107,9 +113,10 @@ def _await_others(folder: Path, name: str, world: World, limit: float, own: Verd
     while waiting:
         waiting = {rank for rank in waiting if not (folder / f"verdict.{rank}").exists()}
         if waiting and time.monotonic() > end:
-            raise ConformanceError(
-                f"{name}: rank {world.placement.rank} {own.how}, and {named_ranks(waiting)} did not come to the end of "
-                f"it in {limit:g} s. {own.words}"
-            )
+            rank = world.placement.rank
+            words = f"rank {rank} {own.how}, and {named_ranks(waiting)} did not come to its end in {limit:g} s"
+            words += own.words and f": {own.words}"
+            _put(folder, _IN_VAIN, words)
+            raise ConformanceError(f"{name}: {words}")
         if waiting:
             time.sleep(_POLL)

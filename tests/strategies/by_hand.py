@@ -64,7 +64,7 @@ class ByHand(Strategy):
         return True
 
     def held(self, model: nn.Module) -> list[Held]:
-        part = f"half {dist.get_rank() % 2}" if self.parts_differ else ""
+        part = f"{dist.get_rank() % 2}: half {dist.get_rank() % 2}" if self.parts_differ else ""
         return [held._replace(part=part) for held in tensors_of(model)]
 
     def state(self, thing: Any, *, everywhere: bool = False) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from distwrap import Strategy, broadcast
+from distwrap import FSDPStrategy, Strategy, broadcast
 from distwrap.group.world import Layout, World
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp2 import DDP2Strategy
@@ -66,11 +66,17 @@ class Pair(ByHand):
         return Strategy.step(self, optimizer) is not False
 
 
+# LBFGS needs all parameters as one vector; hooks of divided parameters see no gradient, but after it is reduced.
+DIVIDED = ("lbfgs", "gradient_hooks", "deepcopy")
+
 CELLS = (
     Cell("ddp", "ddp"),
     Cell("ddp on one rank", "ddp", 1),
     Cell("ddp on three ranks", "ddp", 3, slow="the same again on more ranks"),
     Cell("ddp2", NodesOfOne()),
+    Cell("fsdp", "fsdp", refuses=DIVIDED),
+    Cell("fsdp on three ranks", "fsdp", 3, DIVIDED, slow="the same again on more ranks"),
+    Cell("hsdp", FSDPStrategy(shard=2), 4, DIVIDED, slow="four ranks"),
     Cell("zero1", "zero1", refuses=("lbfgs",)),
     Cell("zero1 on three ranks", "zero1", 3, refuses=("lbfgs",), slow="the same again on more ranks"),
     Cell("zero2", "zero2", refuses=("lbfgs", "torchs_own_clip")),

@@ -1,0 +1,148 @@
+"""A forward of a divided model is one of all ranks: where one rank runs it alone, that is an error, not a hang.
+
+Forwards with gradients and those without come in turns. As a turn begins, and before each forward without gradients,
+ranks meet on the side channel, and tell which forward it is. Forwards with gradients within a turn cost nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from weakref import WeakValueDictionary
+
+import torch
+
+from distwrap._internals.torch import current_backward
+from distwrap.errors import CollectiveError
+from distwrap.group.world import RunPart, World, current_world
+from distwrap.model.watch import is_power_of_two
+from distwrap.supervision import stacks
+
+PAUSE_SECONDS = 0.0005
+ASK_SECONDS = 0.5  # after which a rank that has not come is asked where it is
+
+_KINDS = {True: "with gradients", False: "without gradients"}
+
+
+class Alignments(RunPart):
+    """The divided models of a run on this rank; it tells others where their forwards are.
+
+    Attributes:
+        world: of the run.
+        has_left: whether this rank is at the end of the run.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world, self.has_left = world, False
+        self._models: WeakValueDictionary[str, Alignment] = WeakValueDictionary()
+        self._name = f"forwards {world.count('alignments')}"
+        if world.channel is not None:
+            world.channel.work.serve(f"{self._name}/{world.placement.rank}", self._where)
+
+    def add(self, alignment: Alignment) -> str:
+        """Note a model, and return the key of its notes, alike on all ranks."""
+        key = f"{self._name}/{self.world.count(self._name)}"
+        self._models[key] = alignment
+        return key
+
+    def ask(self, rank: int, key: str) -> tuple[list[int], str]:
+        """Return at which turn and forward of a model another rank is, and why it does not come; empty if it may."""
+        assert self.world.channel is not None
+        position, why = json.loads(self.world.channel.work.ask(f"{self._name}/{rank}", rank, key))
+        return position, why
+
+    def close(self) -> None:
+        """Note that no forward comes any more."""
+        self.has_left = True
+
+    def _where(self, key: str | None, waited: float) -> bytes:
+        """Answer another rank; runs in the channel's thread."""
+        model = self._models.get(key) if key is not None else None
+        if model is None or self.has_left:
+            return json.dumps([[0, 0], "has left the function, or has the model no longer"]).encode()
+        assert self.world.channel is not None
+        in_collective = any(file.endswith("distributed_c10d.py") for file, *_ in stacks.of_thread())
+        why = f"is {self.world.channel.reporter.location()}" if in_collective else ""
+        return json.dumps([[model.turn, model.count], why]).encode()
+
+
+class Alignment:
+    """The forwards of one model on this rank.
+
+    Args:
+        model: its name, for messages.
+
+    Attributes:
+        turn: how many turns have begun.
+        count: forwards in this turn, with the one that runs.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._model, self._all = model, current_world().part(Alignments)
+        self._with_gradients: bool | None = None
+        self.turn = self.count = self._before = 0
+        self._key = self._all.add(self)
+
+    def forward(self) -> None:
+        """Count a forward that begins now, and wait for the other ranks where they have to meet.
+
+        Raises:
+            CollectiveError: another rank is not going to run it.
+        """
+        with_gradients = torch.is_grad_enabled()
+        begins = with_gradients is not self._with_gradients
+        if begins:
+            if current_backward() not in (None, -1):  # a recomputation is part of a backward of all ranks
+                return
+            self._with_gradients, self._before = with_gradients, self.count
+            self.turn, self.count = self.turn + 1, 0
+        self.count += 1
+        if begins or not with_gradients:
+            self._meet()
+
+    def _meet(self) -> None:
+        channel, place = self._all.world.channel, self._all.world.placement
+        # Between nodes each meeting loads the store.
+        if channel is None or not (place.nnodes == 1 or is_power_of_two(self.count)):
+            return
+        mine = [self.turn, self.count, self._with_gradients, self._before]
+        channel.note(self._key, json.dumps(mine))
+        for other in range(1, place.world_size) if place.rank == 0 else (0,):
+            self._wait_for(other)
+
+    def _wait_for(self, other: int) -> None:
+        """Wait until another rank comes to this forward too, while it may."""
+        channel = self._all.world.channel
+        assert channel is not None
+        asked_at, seen = time.monotonic(), None
+        while True:
+            turn, count, kind, before = json.loads(channel.noted(self._key, other) or "[0, 0, null, 0]")
+            if (turn, count) >= (self.turn, self.count):
+                break
+            time.sleep(PAUSE_SECONDS)
+            if time.monotonic() - asked_at > ASK_SECONDS:
+                asked_at, answer = time.monotonic(), self._all.ask(other, self._key)
+                (its_turn, its_count), why = answer
+                if its_turn == self.turn - 1 and its_count > self._before:
+                    self._refuse(
+                        other, f"begins forward {its_count} of the turn before, and this rank ran {self._before}"
+                    )
+                if (
+                    why
+                    and (answer == seen or why.startswith("has"))
+                    and [its_turn, its_count] < [self.turn, self.count]
+                ):
+                    self._refuse(other, why)
+                seen = answer
+        if turn == self.turn and (kind is not self._with_gradients or before != self._before):
+            self._refuse(other, f"has run {before} forwards before one {_KINDS[kind]}, and this rank {self._before}")
+        if turn > self.turn:
+            self._refuse(other, f"has gone on to one {_KINDS[kind]} after {before}")
+
+    def _refuse(self, other: int, what: str) -> None:
+        rank, kind = self._all.world.placement.rank, _KINDS[bool(self._with_gradients)]
+        raise CollectiveError(
+            f"rank {rank} runs forward {self.count} of {self._model} {kind}, and rank {other} {what}. A divided "
+            f"model's forward is one of all ranks: run it on every rank the same number of times, as with "
+            f"distwrap.lockstep(loader), or load what distwrap.save() has written into a plain model."
+        )

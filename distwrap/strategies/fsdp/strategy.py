@@ -1,0 +1,144 @@
+"""``strategy="fsdp"``: each rank holds a share of every weight, gradient and optimizer state; torch's FSDP2.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from distwrap._internals.torch_sharding import accumulated_gradients
+from distwrap.errors import OptionError
+from distwrap.group.world import World
+from distwrap.model.in_sync import Held
+from distwrap.model.transparent import unwrap_model
+from distwrap.options import Options
+from distwrap.strategies.base import Strategy, Wrapping
+from distwrap.strategies.fsdp.units import Wrap, check_wrap
+from distwrap.strategies.single import local
+from distwrap.wording import unknown_name
+
+
+class FSDPStrategy(Strategy):
+    """A model of which each rank holds a share, and gathers a unit of it for as long as that computes.
+
+    Args:
+        shard: over how many ranks a model is divided: ``None`` for all of them; ``"node"`` for those of a node; or a
+            number, by which the number of ranks divides. Where there are more ranks, each such group holds a copy, and
+            the gradients of the copies are averaged (HSDP).
+        wrap: the units that are gathered at a time: ``"auto"`` for the blocks of lists of alike blocks; names of
+            classes; a number of parameters from which a module is a unit; or a function of a module.
+        reshard_after_forward: whether a unit is let go of after its forward, and gathered again for its backward, which
+            saves memory; else it stays until its backward.
+        cpu_offload: whether weights, gradients and optimizer states are kept on the CPU, on accelerators.
+        checkpointing: whether a unit's activations are computed again in its backward; ``"selective"``: but for
+            products of matrices, which are kept.
+        backend: of the process group.
+
+    Raises:
+        OptionError: one of them is of no such kind.
+
+    Example:
+        >>> FSDPStrategy(shard="node", wrap=["Block"]).shard
+        'node'
+    """
+
+    shards = True
+    places_model = True
+
+    def __init__(
+        self,
+        *,
+        shard: int | Literal["node"] | None = None,
+        wrap: Wrap = "auto",
+        reshard_after_forward: bool = True,
+        cpu_offload: bool = False,
+        checkpointing: bool | Literal["selective"] = False,
+        backend: str | None = None,
+    ) -> None:
+        if shard not in (None, "node") and (not isinstance(shard, int) or isinstance(shard, bool) or shard < 1):
+            raise OptionError(f"FSDPStrategy(shard={shard!r}): it is None, 'node', or a number of ranks.")
+        check_wrap(wrap)
+        if checkpointing not in (False, True, "selective"):
+            raise OptionError(f"FSDPStrategy(checkpointing={checkpointing!r}): it is False, True or 'selective'.")
+        self.shard, self.wrap, self.reshard_after_forward = shard, wrap, reshard_after_forward
+        self.cpu_offload, self.checkpointing, self.backend = cpu_offload, checkpointing, backend
+
+    def check(self, run: Options) -> None:
+        if run.comm is not None:
+            raise OptionError(
+                "comm= is of strategies whose ranks hold the whole model; under fsdp each unit's gradients are reduced "
+                "to the ranks that hold their shares. Leave comm out, or use strategy='ddp'."
+            )
+
+    def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
+        chosen = self._with(wrapping.options)
+        from distwrap.strategies.fsdp import sharded
+
+        if world.placement.world_size == 1:
+            plain = wrapping.in_precision.precision.weights(sharded.on_device(model, wrapping.device))
+            return local(plain, Wrapping(**{**vars(wrapping), "options": {}}))
+        return sharded.divided(model, world, wrapping, chosen)
+
+    def _with(self, options: dict[str, Any]) -> FSDPStrategy:
+        """Return the strategy with options of one call of `wrap_model`."""
+        known = [name for name in inspect.signature(FSDPStrategy.__init__).parameters if name != "self"]
+        for name in options:
+            if name not in known or name == "backend":
+                raise OptionError(unknown_name("option of wrap_model() under fsdp", name, known))
+        return FSDPStrategy(**{**{name: getattr(self, name) for name in known}, **options}) if options else self
+
+    # A step
+
+    def sync_gradients(self, model: nn.Module, on: bool) -> None:
+        net: Any = unwrap_model(model)
+        if hasattr(net, "set_requires_gradient_sync"):
+            net.set_requires_gradient_sync(on)
+
+    def gradients(self, model: nn.Module) -> list[torch.Tensor]:
+        from distwrap.strategies import shards
+
+        reduced = [shards.local(grad) for grad in super().gradients(model)]
+        found = [*reduced, *accumulated_gradients(unwrap_model(model))]
+        return list({grad.data_ptr(): grad for grad in found if grad.numel()}.values())  # of a gathered unit, both
+
+    def clip(
+        self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], max_norm: float
+    ) -> torch.Tensor | float | None:
+        from distwrap.strategies import shards
+
+        return shards.whole(nn.utils.clip_grad_norm_(parameters, max_norm))
+
+    # State
+
+    def held(self, model: nn.Module) -> Iterable[Held]:
+        from distwrap.strategies import shards
+
+        return shards.held(unwrap_model(model))
+
+    def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
+        from distwrap.strategies import shards
+
+        return shards.full_state(thing, everywhere=everywhere)
+
+    def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
+        from distwrap.strategies import shards
+
+        shards.load_full_state(thing, state)
+
+    def give_back(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
+        give_back = getattr(thing.__dict__.get("_distwrap"), "give_back", None)  # of no optimizer, nor in one process
+        if give_back is None:
+            super().give_back(thing, state)
+        else:
+            give_back(state)
+
+    def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
+        plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
+        return plain.state_dict()

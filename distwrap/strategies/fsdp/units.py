@@ -1,0 +1,126 @@
+"""Units of a model that is divided: the parts of it that are gathered, used and let go of together."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Literal
+
+from torch import nn
+
+from distwrap.errors import ModelError, OptionError
+from distwrap.wording import unknown_name
+
+Wrap = Literal["auto"] | str | int | Iterable[str] | Callable[[nn.Module], bool]
+
+_LISTS = (nn.ModuleList, nn.Sequential)
+
+
+def check_wrap(wrap: object) -> None:
+    """Refuse what chooses no units.
+
+    Raises:
+        OptionError: it is neither "auto", nor names of classes, nor a number of parameters, nor a function.
+    """
+    names = [wrap] if isinstance(wrap, str) else wrap
+    is_number = isinstance(wrap, int) and not isinstance(wrap, bool) and wrap > 0
+    is_names = isinstance(names, (list, tuple, set, frozenset)) and all(isinstance(name, str) for name in names)
+    if not (is_number or (is_names and names) or (callable(wrap) and not isinstance(wrap, type))):
+        raise OptionError(
+            f"FSDPStrategy(wrap={wrap!r}): it is 'auto', names of module classes as ['Block'], a number of parameters "
+            f"from which a module is a unit, or a function of a module that returns whether it is one."
+        )
+
+
+def units_of(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
+    """Return the modules that are units, those inside of others first; the model itself is one in any case.
+
+    Args:
+        model: the user's.
+        wrap: ``"auto"``: the blocks of each list of alike blocks, and whatever else is as large as those; names of
+            classes; the number of parameters from which a module is a unit, if none inside it is; or a function.
+
+    Raises:
+        ModelError: no module is chosen, or one that shares a weight with modules outside of it.
+    """
+    named = [(name, module) for name, module in model.named_modules() if name and _count(module)]
+    if wrap == "auto":
+        chosen = _alike_blocks(model)
+        own = {id(parameter) for block in chosen for parameter in block.parameters()}
+        mean = len(chosen) and sum(map(_count, chosen)) // len(chosen)
+        rest = [module for _, module in named if not any(True for _ in module.children())]
+        rest = [module for module in rest if own.isdisjoint(map(id, module.parameters()))]
+        chosen += [module for module in rest if mean and _count(module) >= mean]
+        chosen = [unit for unit in chosen if not _shared_outside(model, unit)]
+    else:
+        chosen = _asked_for(named, wrap)
+        for unit in chosen:
+            if shared := _shared_outside(model, unit):
+                names = " and ".join(repr(name) for name, module in named if module is unit)
+                raise ModelError(
+                    f"wrap={wrap!r} makes {names} a unit, which shares the weight {shared!r} with modules outside of "
+                    f"it: what shares a weight must be in one unit. Choose a module that holds both."
+                )
+    depth = {id(module): number for number, (_, module) in enumerate(named)}
+    return sorted({id(unit): unit for unit in chosen}.values(), key=lambda unit: -depth[id(unit)])
+
+
+def _asked_for(named: Sequence[tuple[str, nn.Module]], wrap: Wrap) -> list[nn.Module]:
+    if isinstance(wrap, int):
+        chosen: list[nn.Module] = []
+        for _, module in reversed(named):  # those inside of others first
+            inside = {id(part) for part in module.modules()}
+            rest = _count(module) - sum(_count(unit) for unit in chosen if id(unit) in inside)
+            if rest >= wrap and not isinstance(module, (nn.ModuleList, nn.ModuleDict)):
+                chosen.append(module)
+    elif callable(wrap):
+        chosen = [module for _, module in named if wrap(module)]
+    else:
+        names = {wrap} if isinstance(wrap, str) else set(wrap)
+        known = sorted({type(module).__name__ for _, module in named})
+        for name in sorted(names):
+            if name not in known:
+                raise ModelError(unknown_name("module class of the model, in wrap=,", name, known))
+        chosen = [module for _, module in named if type(module).__name__ in names]
+    lists = [module for module in chosen if isinstance(module, (nn.ModuleList, nn.ModuleDict))]
+    if lists or not chosen:
+        what = f"a {type(lists[0]).__name__}, which has no forward" if lists else "no module"
+        sizes = ", ".join(f"{name} ({_count(module):,})" for name, module in named[:8])
+        raise ModelError(
+            f"wrap={wrap!r} makes {what} a unit, so that all of the model would be gathered at once. Its modules and "
+            f"their numbers of parameters: {sizes}, … Leave wrap at 'auto', or name the class of its blocks."
+        )
+    return chosen
+
+
+def _alike_blocks(model: nn.Module) -> list[nn.Module]:
+    """Return the blocks of each list in which most are of one class and have weights.
+
+    What is inside of a block belongs to it, as its layers; but for lists of blocks, as of a stage's.
+    """
+    found: list[nn.Module] = []
+    inside: set[int] = set()
+    for module in model.modules():
+        blocks = [child for child in module.children() if _count(child)] if isinstance(module, _LISTS) else []
+        classes = Counter(type(block) for block in blocks)
+        kind, number = classes.most_common(1)[0] if classes else (nn.ModuleList, 0)
+        alike = [block for block in blocks if type(block) is kind]
+        are_layers = not isinstance(module, nn.ModuleList) or not any([*block.children()] for block in alike)
+        if number < 2 or issubclass(kind, (nn.ModuleList, nn.ModuleDict)) or (id(module) in inside and are_layers):
+            continue
+        found += alike
+        inside |= {id(part) for block in alike for part in block.modules()}
+    return found
+
+
+def _shared_outside(model: nn.Module, unit: nn.Module) -> str:
+    """Return the name of a weight of a unit that modules outside of it have too; empty where there is none."""
+    inside = {id(part) for part in unit.modules()}
+    own = {id(parameter): name for name, parameter in unit.named_parameters()}
+    others = (part for part in model.modules() if id(part) not in inside)
+    shared = (own.get(id(value)) for part in others for value in part.parameters(recurse=False))
+    return next((name for name in shared if name is not None), "")
+
+
+def _count(module: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())

@@ -1,0 +1,127 @@
+"""Tensors of which each rank holds a shard: torch's DTensors, made whole, compared, and filled from whole ones.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.tensor.html
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from distwrap.model.in_sync import Held, left_to_ranks
+from distwrap.model.state_dict import strip_module_prefix
+from distwrap.model.transparent import unwrap_model
+from distwrap.nesting import rebuilt
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's numbers of a tensor; a change of them changes the tensor."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a tensor with all of its numbers; every rank that has a shard calls it."""
+    with torch.no_grad():
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def divided_like(pattern: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's shard of a whole tensor, which all ranks have, where the pattern is a DTensor; no exchange."""
+    if not isinstance(pattern, DTensor) or isinstance(tensor, DTensor):
+        return tensor
+    mesh = pattern.device_mesh
+    alike = DTensor.from_local(
+        tensor.detach().to(pattern.to_local().device), mesh, [Replicate()] * mesh.ndim, run_check=False
+    )
+    return alike.redistribute(placements=pattern.placements)
+
+
+def fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
+    """Fill this rank's shard of a tensor from the whole."""
+    local(tensor).copy_(local(divided_like(tensor, whole)))
+
+
+def held(model: nn.Module) -> Iterator[Held]:
+    """Yield the tensors of a model of which more than one rank has the same part."""
+    own = left_to_ranks(model)
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        if name in own:
+            continue
+        if not isinstance(value, DTensor):
+            yield Held(name, "", value)
+        elif (first := _first_holder(value)) is not None:
+            yield Held(name, f"{first}: the shard that rank {first} has", local(value))
+
+
+def _first_holder(tensor: DTensor) -> int | None:
+    """Return the first rank that has the same shard as this one; ``None`` where no other rank has it."""
+    mesh, here = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    assert here is not None
+    alike = [placement.is_replicate() and mesh.size(i) > 1 for i, placement in enumerate(tensor.placements)]
+    if not any(alike):
+        return None
+    place = tuple(0 if same else at for same, at in zip(alike, here, strict=True))
+    return int(mesh.mesh[place].item())
+
+
+def full_state(thing: nn.Module | Optimizer, *, everywhere: bool) -> dict[str, Any]:
+    """Return a state whose tensors are whole, on the CPU, on rank 0 or everywhere; every rank calls it.
+
+    Other ranks than those get empty tensors in the place of divided ones. No rank holds more than one tensor beside
+    what it returns.
+    """
+    plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
+    wanted = everywhere or dist.get_rank() == 0
+
+    def gathered(leaf: Any, path: tuple[Any, ...]) -> Any:
+        if not isinstance(leaf, DTensor):
+            return leaf
+        full = whole(leaf.detach())
+        return full.cpu() if wanted else full.new_empty(0, device="cpu")
+
+    return cast("dict[str, Any]", rebuilt(plain.state_dict(), gathered))
+
+
+def load_full_state(thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
+    """Load a state whose tensors are whole or divided into a model or optimizer of divided tensors."""
+    if isinstance(thing, nn.Module):
+        net = unwrap_model(thing)
+        patterns = dict(net.state_dict())
+        given = strip_module_prefix(state, target=net)
+        net.load_state_dict({name: divided_like(patterns.get(name, value), value) for name, value in given.items()})
+        return
+    numbered = [parameter for group in thing.param_groups for parameter in group["params"]]
+    divided = {
+        number: {name: _like_parameter(parameter, value) for name, value in state["state"][number].items()}
+        for number, parameter in enumerate(numbered)
+        if number in state["state"]
+    }
+    thing.load_state_dict({**state, "state": {**state["state"], **divided}})
+
+
+def _like_parameter(parameter: torch.Tensor, value: Any) -> Any:
+    """Return an optimizer's value for a parameter: divided like it where it has the parameter's shape, or whole."""
+    if isinstance(value, DTensor) and not isinstance(parameter, DTensor):
+        return whole(value)
+    if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
+        return divided_like(parameter, value)
+    return value
+
+
+def divide_optimizer_state(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
+    """Move what an optimizer keeps for a parameter to one that has taken its place."""
+    if old in optimizer.state:
+        values = optimizer.state.pop(old)
+        optimizer.state[new] = {name: _like_parameter(new, value) for name, value in values.items()}
+
+
+def stripped(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a model's state with the keys of the plain model."""
+    return strip_module_prefix(state if isinstance(state, dict) else dict(state), target=model)

@@ -1,0 +1,103 @@
+"""The conformance suite notices what a strategy does wrong, and goes on with the rest."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+from torch import nn
+
+from distwrap import DDPStrategy, rank
+from distwrap.errors import ConformanceError, OptionError
+from distwrap.testing import check_strategy, conformance
+from tests.strategies.wrappers import Copy
+
+AROUND = ["is_an_instance", "training_flag"]  # which nothing here breaks
+
+
+class WrongClip(DDPStrategy):
+    """DDP whose clip goes wrong in a way that is asked for."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how = how
+
+    def clip(self, optimizer: Any, parameters: Any, max_norm: float) -> Any:
+        norm = super().clip(optimizer, parameters, max_norm)
+        if self.how == "half the norm":
+            return norm / 2
+        if self.how == "refused":
+            raise OptionError("WrongClip clips nothing. Leave max_norm out.")
+        if rank() == 1 and self.how == "hangs":
+            time.sleep(60)
+        if rank() == 1 and self.how == "dies":
+            os._exit(3)
+        if rank() == 1 and self.how == "raises":
+            raise ZeroDivisionError("on rank 1")
+        return norm
+
+
+class Apart(DDPStrategy):
+    """A strategy that averages nothing."""
+
+    def prepare_model(self, model: nn.Module, world: Any, wrapping: Any) -> nn.Module:
+        return Copy(model)
+
+    def held(self, model: nn.Module) -> Any:
+        return ()
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ("half the norm", r"clip_tells_the_norm: AssertionError: Scalars are not close"),
+        ("refused", r"clip_tells_the_norm: refused, where refuses= does not list it: OptionError: WrongClip clips"),
+        ("hangs", r"clip_tells_the_norm: rank 0 failed, and rank 1 did not come to its end in 1 s: .*Timed out"),
+        ("dies", r"clip_tells_the_norm: the ranks ended: WorkerDiedError: .*rank 1"),
+        ("raises", r"clip_tells_the_norm: rank 1 failed, and rank 0 did not come to its end in 1 s: ZeroDivisionError"),
+    ],
+)
+def test_what_goes_wrong_is_told_by_name(how: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong number, a hang, a death, an exception on one rank: the behaviour is named, and the others have run."""
+    monkeypatch.setattr(conformance, "_LIMIT", 1.0)
+    with pytest.raises(ConformanceError, match=words) as caught:
+        check_strategy(WrongClip(how), only=["clip_tells_the_norm", *AROUND])
+    assert "1 of 3 behaviours failed" in str(caught.value)
+
+
+def test_a_refusal_by_name_is_no_failure() -> None:
+    """What a strategy says that it refuses, it must refuse, by an error of distwrap's."""
+    results = dict(check_strategy(WrongClip("refused"), only=["clip_tells_the_norm"], refuses=["clip_tells_the_norm"]))
+    assert results["clip_tells_the_norm"].startswith("refused: OptionError: WrongClip clips nothing")
+    with pytest.raises(ConformanceError, match="training_flag: it passed, and refuses= lists it"):
+        check_strategy("ddp", 1, only=AROUND, refuses=["training_flag"])
+
+
+def test_numbers_are_compared_with_one_process() -> None:
+    """A strategy under which each rank trains alone fails wherever a number comes out."""
+    with pytest.raises(ConformanceError) as caught:
+        check_strategy(Apart(), only=["sgd_with_momentum", "scale_loss_by_count", "resume_exactly", *AROUND])
+    assert "3 of 5 behaviours failed" in str(caught.value)
+
+
+def test_unknown_names_are_refused_before_any_process_starts() -> None:
+    """A name that no behaviour has is told with the nearest one."""
+    with pytest.raises(OptionError, match=r"unknown behaviour 'deep_copy'. Did you mean 'deepcopy'"):
+        check_strategy("ddp", refuses=["deep_copy"])
+    with pytest.raises(OptionError, match="unknown strategy"):
+        check_strategy("dpp")
+
+
+class Unarranged(DDPStrategy):
+    """A strategy whose ranks cannot be arranged."""
+
+    def setup(self, world: Any) -> Any:
+        raise ZeroDivisionError("no mesh")
+
+
+def test_a_strategy_that_cannot_start_is_told_once() -> None:
+    """Where no behaviour can begin, the error of the start is raised as it is."""
+    with pytest.raises(ZeroDivisionError, match="no mesh"):
+        check_strategy(Unarranged(), only=AROUND)
