@@ -28,7 +28,7 @@ from distwrap.model.wrapped_models import WrappedModels, parameters_of
 from distwrap.precision import LossScaling
 from distwrap.strategies.optimizer_share import OptimizerShares, balanced
 
-_IN_FLIGHT = 4  # buckets
+_IN_FLIGHT = 2  # buckets
 
 
 class _Note(NamedTuple):
