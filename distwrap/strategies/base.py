@@ -176,12 +176,28 @@ class Strategy:
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
         """Return what `state` would, with this rank's piece of each divided tensor, for a checkpoint in parts.
 
-        Every rank calls it, and returns the same names. A tensor of which each rank has another piece is a ``DTensor``,
-        which torch's distributed checkpoint puts together; any other tensor must be alike on all ranks, and of what is
-        no tensor rank 0's is saved. `load_state` gets whole tensors, at any number of ranks.
+        Every rank calls it, and returns the same names. A tensor of which each rank has another piece is a ``DTensor``;
+        torch's distributed checkpoint puts the pieces together, or rank 0 one tensor after the other for a single file.
+        Any other tensor must be alike on all ranks, and of what is no tensor rank 0's is saved. `load_state` gets whole
+        tensors, at any number of ranks, unless `parts_to_load` asks for pieces.
 
         Returns:
             ``None`` where everything is whole here, so that `state` has it.
+        """
+        return None
+
+    def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Return a stored state with an empty ``DTensor`` in the place of each tensor of which this rank needs a piece.
+
+        A checkpoint fills them, out of parts or of a file, and gives the result to `load_state`, which then takes both
+        ``DTensor`` and whole tensors: so no rank reads all of a large state.
+
+        Args:
+            thing: as for `state`.
+            state: what was saved of it, under any strategy; its tensors may have no numbers yet. Its keys stay.
+
+        Returns:
+            ``None`` where `load_state` is to get whole tensors.
         """
         return None
 

@@ -142,3 +142,8 @@ class FSDPStrategy(Strategy):
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
         plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
         return plain.state_dict()
+
+    def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        from distwrap.strategies import shards
+
+        return shards.empty_shards(thing, state)
