@@ -26,14 +26,11 @@ def full_state(optimizer: Optimizer, share: OptimizerShare, *, everywhere: bool)
             received = broadcast(own["state"].get(index), src=owner)
             if everywhere or share.rank == 0:
                 state[index] = rebuilt(received, _on_cpu)
-    known = sorted(state, key=lambda index: (not isinstance(index, int), index if isinstance(index, int) else 0))
-    return {**own, "state": {index: state[index] for index in known}}
+    return {**own, "state": _in_order(state)}
 
 
 def state_in_parts(optimizer: Optimizer, share: OptimizerShare) -> dict[str, Any]:
     """Return the state for a checkpoint in parts: each tensor is a ``DTensor`` on its owner alone."""
-    from torch.distributed.tensor import DTensor, Replicate
-
     own, owners = _own(optimizer, share)
     mine = {index: state for index, state in own["state"].items() if owners.get(index, 0) == share.rank}
     everyones = gather_object({index: rebuilt(state, _described) for index, state in mine.items()})
@@ -50,14 +47,38 @@ def state_in_parts(optimizer: Optimizer, share: OptimizerShare) -> dict[str, Any
                     local = mine[index]
                     for key in path:
                         local = local[key]
-                stride = torch.empty(shape, device="meta").stride()
-                mesh = current_world().part(_OwnerMeshes).of(owner, device)
-                return DTensor.from_local(
-                    local, mesh, [Replicate()], run_check=False, shape=torch.Size(shape), stride=stride
-                )
+                return _on_owner(local, shape, owner)
 
             state[index] = rebuilt(values, piece)
-    return {**own, "state": state}
+    return {**own, "state": _in_order(state)}
+
+
+def parts_to_load(optimizer: Optimizer, share: OptimizerShare, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a stored state with tensors that are on the owners of their parameters alone, in the place of others."""
+    owners = share.owners_in(optimizer, state)
+
+    def empty(leaf: Any, path: tuple[Any, ...]) -> Any:
+        owner = owners.get(path[0]) if path else None
+        if owner is None or not isinstance(leaf, torch.Tensor) or not leaf.dim():
+            return leaf
+        return _on_owner(torch.empty(leaf.shape if owner == share.rank else 0, dtype=leaf.dtype), leaf.shape, owner)
+
+    return {**state, "state": rebuilt(state["state"], empty)}
+
+
+def on_this_rank(state: dict[str, Any]) -> dict[str, Any]:
+    """Return a loaded state with this rank's tensors in the place of those of `parts_to_load`."""
+    local: dict[str, Any] = rebuilt(state, lambda leaf, path: leaf.to_local() if hasattr(leaf, "to_local") else leaf)
+    return local
+
+
+def _on_owner(local: torch.Tensor, shape: tuple[int, ...], owner: int) -> Any:
+    """Return a ``DTensor`` that is whole on its owner; every rank calls it in the same order."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = current_world().part(_OwnerMeshes).of(owner, local.device.type)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [Replicate()], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 class _OwnerMeshes(RunPart):
@@ -87,6 +108,12 @@ def _own(optimizer: Optimizer, share: OptimizerShare) -> tuple[dict[str, Any], d
         if parameter in share.owners
     }
     return own, owners
+
+
+def _in_order(state: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the parameters' states by number, as one process has them."""
+    known = sorted(state, key=lambda index: (not isinstance(index, int), index if isinstance(index, int) else 0))
+    return {index: state[index] for index in known}
 
 
 def _described(leaf: Any, path: tuple[Any, ...]) -> Any:
