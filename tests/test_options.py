@@ -53,7 +53,7 @@ def test_a_number_in_quotes_is_called_a_string(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "fsdp"}, "unknown strategy 'fsdp'. There are no sharded models yet: each rank holds the whole"),
+        ({"strategy": "deepspeed"}, "unknown strategy 'deepspeed'. Its engine is not here. What its stages 1, 2 and 3"),
         ({"launcher": "torchrun"}, "unknown launcher 'torchrun'. Ranks that torchrun, srun or mpirun has started are"),
         (
             {"find_unused_parameters": True},
@@ -364,8 +364,7 @@ def test_another_packages_name_stands_for_what_it_became(name: str, became: str,
 
 def test_a_name_of_what_is_not_there_yet_keeps_its_hint() -> None:
     """A name counts from when its strategy is there; an option of a name that has a launcher too is refused."""
-    assert "There are no sharded models yet" in refusal(strategy="fully_sharded")
-    assert "zero1 and zero2" in refusal(strategy="deepspeed")
+    assert "zero1, zero2 and fsdp" in refusal(strategy="deepspeed")
     assert "strategy='zero2(…)' with launcher='spawn'" in refusal(strategy="ddp_sharded_spawn(static_graph=True)")
     assert "Say strategy='zero2' with the launcher" in refusal(strategy="ddp_sharded_spawn", launcher="fork")
     registry: Registry[Any] = Registry("strategy", (), "nowhere", former={"old": "new(x=1)"}, hints={"old": "Not yet."})

@@ -9,11 +9,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from distwrap.errors import ConformanceError, DistwrapError
 from distwrap.group.world import World, current_world
 from distwrap.seeding import preserved
 from distwrap.supervision.hang_report import Activity
-from distwrap.testing.behaviours import BEHAVIOURS
 from distwrap.testing.behaviours.base import Behaviour
 from distwrap.testing.behaviours.sides import Trial
 from distwrap.wording import named_ranks
@@ -43,22 +44,23 @@ class Verdict:
         return cls("failed", f"{type(error).__name__}: {words}")
 
 
-def perform(names: list[str], folder: Path, limit: float) -> None:
+def perform(behaviours: dict[str, Behaviour], folder: Path, limit: float) -> None:
     """Do behaviours one after the other, in step with the other ranks.
 
     Args:
-        names: of the behaviours.
+        behaviours: by their names.
         folder: for the verdicts, the same on all ranks.
         limit: seconds that a rank waits for the others at the end of a behaviour.
 
     Raises:
         ConformanceError: the others did not come to its end.
     """
-    for name in names:
+    torch.set_num_threads(1)  # the nets are too small for more
+    for name, behaviour in behaviours.items():
         world = current_world()
         here = folder / name
         here.mkdir(exist_ok=True)
-        verdict = _tried(BEHAVIOURS[name], world, here)
+        verdict = _tried(behaviour, world, here)
         _put(here, f"verdict.{world.placement.rank}", json.dumps(asdict(verdict)))
         _await_others(here, name, world, limit, verdict)
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from distwrap import FSDPStrategy, Strategy, broadcast
-from distwrap.group.world import Layout, World
+from distwrap import FSDPStrategy, Strategy, broadcast, unwrap_model
+from distwrap.group.world import Layout, World, current_world
+from distwrap.model.wrapped_models import WrappedModels
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp2 import DDP2Strategy
+from tests.limits import MORE_RANKS
 from tests.strategies.by_hand import ByHand
 
 
@@ -23,6 +25,7 @@ class Cell:
         strategy: a name, or an object.
         nprocs: number of ranks.
         refuses: the behaviours that it refuses by name.
+        lacks: the behaviours that are not asked of it.
         slow: why it is for `make test-all` alone, if it is.
     """
 
@@ -30,6 +33,7 @@ class Cell:
     strategy: str | Strategy
     nprocs: int = 2
     refuses: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
     slow: str = ""
 
 
@@ -60,6 +64,7 @@ class Pair(ByHand):
         if self.layout.group is None:
             Strategy.backward(self, loss)
         else:
+            self.models = [unwrap_model(model) for model in current_world().part(WrappedModels)]  # none that is gone
             super().backward(loss)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -68,17 +73,22 @@ class Pair(ByHand):
 
 # LBFGS needs all parameters as one vector; hooks of divided parameters see no gradient, but after it is reduced.
 DIVIDED = ("lbfgs", "gradient_hooks", "deepcopy")
+FP16 = ("fp16", "fp16_overflow", "fp16_clip")
+# ByHand averages in `distwrap.backward` alone, and leaves buffers to each share.
+ONLY_BY_HELPERS = ("plain_backward_and_step", "retrofit", "batch_norm")
 
 CELLS = (
     Cell("ddp", "ddp"),
-    Cell("ddp on one rank", "ddp", 1),
-    Cell("ddp on three ranks", "ddp", 3, slow="the same again on more ranks"),
-    Cell("ddp2", NodesOfOne()),
-    Cell("fsdp", "fsdp", refuses=DIVIDED),
-    Cell("fsdp on three ranks", "fsdp", 3, DIVIDED, slow="the same again on more ranks"),
-    Cell("hsdp", FSDPStrategy(shard=2), 4, DIVIDED, slow="four ranks"),
+    Cell("ddp on one rank", "ddp", 1, slow="one process is in every cell's suite"),
+    Cell("ddp on three ranks", "ddp", 3, slow=MORE_RANKS),
+    Cell("ddp on four ranks", "ddp", 4, slow=MORE_RANKS),
+    Cell("ddp2", NodesOfOne(), slow="ddp's own code, where a node has no accelerators"),
     Cell("zero1", "zero1", refuses=("lbfgs",)),
-    Cell("zero1 on three ranks", "zero1", 3, refuses=("lbfgs",), slow="the same again on more ranks"),
+    Cell("zero1 on three ranks", "zero1", 3, refuses=("lbfgs",), slow=MORE_RANKS),
     Cell("zero2", "zero2", refuses=("lbfgs", "torchs_own_clip")),
-    Cell("by hand", Pair(), refuses=("fp16", "fp16_overflow", "fp16_clip")),
+    Cell("fsdp", "fsdp", refuses=DIVIDED),
+    Cell("fsdp on three ranks", "fsdp", 3, refuses=DIVIDED, slow=MORE_RANKS),
+    Cell("hsdp", FSDPStrategy(shard=2), 4, refuses=DIVIDED, slow=MORE_RANKS),
+    Cell("by hand", Pair(), refuses=FP16),
+    Cell("by hand, two pairs", Pair(), 4, refuses=FP16, lacks=ONLY_BY_HELPERS, slow=MORE_RANKS),
 )

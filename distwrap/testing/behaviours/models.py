@@ -13,7 +13,7 @@ from distwrap.model import unwrap_model
 from distwrap.strategies import wrap_model
 from distwrap.testing.behaviours.base import behaviour
 from distwrap.testing.behaviours.nets import BLOCKS, WIDTH, SmallNet, small
-from distwrap.testing.behaviours.sides import OneProcess, Trial, epoch, fit, sgd
+from distwrap.testing.behaviours.sides import OneProcess, Trial, compare, epoch, fit, sgd
 
 
 @behaviour()
@@ -114,7 +114,7 @@ def _is_a_copy(trial: Trial, model: Any, copied: Any) -> None:
     epoch(trial, model, optimizer)
     x, _ = next(trial.batches())
     with torch.no_grad():
-        trial.compare(copied(x), small()(x))
+        compare(copied(x), small()(x))
 
 
 class BufferedNet(SmallNet):
@@ -168,7 +168,7 @@ def batch_norm(trial: Trial) -> None:
     assert state["statistics.num_batches_tracked"] == 2, "the state lacks the statistics of two batches"
     plain = small(NormedNet)
     plain.load_state_dict(state)
-    trial.compare(plain.eval()(x).detach(), outputs[0])
+    compare(plain.eval()(x).detach(), outputs[0])
 
 
 @behaviour()
@@ -209,7 +209,7 @@ def uneven_evaluation(trial: Trial) -> None:
     x, _ = next(trial.alone.batches())
     with torch.no_grad():
         for _ in range(1 + trial.rank):
-            trial.compare(model(x), small()(x))
+            compare(model(x), small()(x))
 
 
 @behaviour(may_refuse=True)
@@ -221,6 +221,6 @@ def evaluation_on_one_share(trial: Trial) -> None:
     if trial.rank == 0:
         model.eval()
         with torch.no_grad():
-            trial.compare(model(x), small()(x))
+            compare(model(x), small()(x))
         model.train()
     epoch(trial, model, optimizer)

@@ -53,7 +53,7 @@ class SmallNet(nn.Module):
 
     def loss_sum(self, x: torch.Tensor, y: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         """Return the sum of the squared errors of the rows that count, for `scale_loss`."""
-        errors: torch.Tensor = (self(x) - y).square()
+        errors: torch.Tensor = (self(x) - y).square().mean(1, keepdim=True)
         return (errors * keep).sum()
 
     def count(self) -> int:
