@@ -54,22 +54,13 @@ def state_in_parts(optimizer: Optimizer, share: OptimizerShare) -> dict[str, Any
 
 
 def parts_to_load(optimizer: Optimizer, share: OptimizerShare, state: dict[str, Any]) -> dict[str, Any]:
-    """Return a stored state with tensors that are on the owners of their parameters alone, in the place of others."""
-    owners = share.owners_in(optimizer, state)
+    """Return a stored state without the tensors of parameters that other ranks own."""
+    others = {index for index, owner in share.owners_in(optimizer, state).items() if owner != share.rank}
 
-    def empty(leaf: Any, path: tuple[Any, ...]) -> Any:
-        owner = owners.get(path[0]) if path else None
-        if owner is None or not isinstance(leaf, torch.Tensor) or not leaf.dim():
-            return leaf
-        return _on_owner(torch.empty(leaf.shape if owner == share.rank else 0, dtype=leaf.dtype), leaf.shape, owner)
+    def needed(leaf: Any, path: tuple[Any, ...]) -> Any:
+        return None if isinstance(leaf, torch.Tensor) and path[0] in others else leaf
 
-    return {**state, "state": rebuilt(state["state"], empty)}
-
-
-def on_this_rank(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a loaded state with this rank's tensors in the place of those of `parts_to_load`."""
-    local: dict[str, Any] = rebuilt(state, lambda leaf, path: leaf.to_local() if hasattr(leaf, "to_local") else leaf)
-    return local
+    return {**state, "state": rebuilt(state["state"], needed)}
 
 
 def _on_owner(local: torch.Tensor, shape: tuple[int, ...], owner: int) -> Any:

@@ -22,7 +22,7 @@ from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp import DDPStrategy
 from distwrap.strategies.gradient_share import GradientShares
 from distwrap.strategies.optimizer_share import OptimizerShare, OptimizerShares
-from distwrap.strategies.optimizer_state import full_state, on_this_rank, parts_to_load, state_in_parts
+from distwrap.strategies.optimizer_state import full_state, parts_to_load, state_in_parts
 
 
 class ZeroStrategy(DDPStrategy):
@@ -112,9 +112,6 @@ class ZeroStrategy(DDPStrategy):
     def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         share = _share_of(thing)
         return None if share is None or not isinstance(thing, Optimizer) else parts_to_load(thing, share, state)
-
-    def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
-        super().load_state(thing, on_this_rank(state) if isinstance(thing, Optimizer) else state)
 
     def _refuse(self, options: dict[str, Any]) -> None:
         """Refuse options of DDP that do not go with a division over all ranks."""
