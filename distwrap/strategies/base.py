@@ -187,10 +187,11 @@ class Strategy:
         return None
 
     def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a stored state with an empty ``DTensor`` in the place of each tensor of which this rank needs a piece.
+        """Return a stored state with what this rank needs of it, so that no rank reads all of a large one.
 
-        A checkpoint fills them, out of parts or of a file, and gives the result to `load_state`, which then takes both
-        ``DTensor`` and whole tensors: so no rank reads all of a large state.
+        In the place of a tensor of which it needs a piece is an empty ``DTensor``, and ``None`` in the place of one of
+        which it needs nothing; what is left is read whole. A checkpoint fills them, out of parts or of a file, and
+        gives the result to `load_state`.
 
         Args:
             thing: as for `state`.

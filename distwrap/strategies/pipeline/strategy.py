@@ -164,10 +164,16 @@ class PipelineStrategy(Strategy):
 
     def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
         states = _states(thing)
-        if states is None or isinstance(thing, nn.Module):
+        if states is None:
             super().load_state(thing, state)
+        elif isinstance(thing, nn.Module):
+            states.load_model(state)
         else:
             states.load_optimizer(thing, state)
+
+    def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        states = _states(thing)
+        return None if states is None else states.needed(thing, state)
 
     def give_back(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
         if isinstance(thing, Optimizer) or not isinstance(thing.__dict__.get("_distwrap"), PipelineRouting):
