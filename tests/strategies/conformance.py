@@ -11,6 +11,7 @@ from distwrap import FSDPStrategy, Strategy, broadcast
 from distwrap.group.world import Layout, World
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp2 import DDP2Strategy
+from distwrap.strategies.pipeline import PipelineStrategy
 from tests.strategies.by_hand import ByHand
 
 
@@ -69,6 +70,9 @@ class Pair(ByHand):
 # LBFGS needs all parameters as one vector; hooks of divided parameters see no gradient, but after it is reduced.
 DIVIDED = ("lbfgs", "gradient_hooks", "deepcopy")
 
+# LBFGS needs all gradients as one vector; torch's clip sees those of one stage.
+IN_STAGES = ("lbfgs", "torchs_own_clip")
+
 CELLS = (
     Cell("ddp", "ddp"),
     Cell("ddp on one rank", "ddp", 1),
@@ -77,5 +81,9 @@ CELLS = (
     Cell("fsdp", "fsdp", refuses=DIVIDED),
     Cell("fsdp on three ranks", "fsdp", 3, DIVIDED, slow="the same again on more ranks"),
     Cell("hsdp", FSDPStrategy(shard=2), 4, DIVIDED, slow="four ranks"),
+    Cell("pipeline", "pipeline", refuses=IN_STAGES),
+    Cell("pipeline, interleaved", PipelineStrategy(schedule="interleaved"), 2, IN_STAGES, slow="the same, interleaved"),
+    Cell("pipeline on three ranks", "pipeline", 3, IN_STAGES, slow="the same again on more ranks"),
+    Cell("two pipelines", PipelineStrategy(stages=2, schedule="gpipe"), 4, IN_STAGES, slow="four ranks"),
     Cell("by hand", Pair(), refuses=("fp16", "fp16_overflow", "fp16_clip")),
 )
