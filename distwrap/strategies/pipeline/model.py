@@ -161,7 +161,8 @@ class PipelineRouting(Routing):
                 self._is_first = False
             if torch.is_grad_enabled():
                 return self._in_precision.outputs(self._train(name, method, given))
-            return self._evaluate(name, method, given)
+            with torch.inference_mode(False), torch.no_grad():  # where views of parameters can be taken
+                return self._evaluate(name, method, given)
         except RuntimeError as error:
             if "timed out" in str(error).lower():
                 raise CollectiveTimeoutError(
@@ -181,8 +182,7 @@ class PipelineRouting(Routing):
         others = [leaf for leaf in tree_leaves(given) if not isinstance(leaf, torch.Tensor)]
         key = name, torch.is_grad_enabled(), self.model.training, repr(sizes), repr(others)
         if key not in self._surveys:
-            graph = torch.is_grad_enabled()
-            with preserved(), torch.inference_mode(False), torch.set_grad_enabled(graph), self._in_precision.context():
+            with preserved(), self._in_precision.context():
                 survey = self.relay.survey(method, *given)
                 self.holders.settle(survey)
             self._surveys[key] = survey
