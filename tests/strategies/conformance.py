@@ -9,6 +9,7 @@ from torch import nn
 
 from distwrap import FSDPStrategy, Strategy, broadcast
 from distwrap.group.world import Layout, World
+from distwrap.strategies.auto import AutoStrategy
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp2 import DDP2Strategy
 from tests.strategies.by_hand import ByHand
@@ -80,5 +81,7 @@ CELLS = (
     Cell("fsdp", "fsdp", refuses=DIVIDED),
     Cell("fsdp on three ranks", "fsdp", 3, DIVIDED, slow="the same again on more ranks"),
     Cell("hsdp", FSDPStrategy(shard=2), 4, DIVIDED, slow="four ranks"),
+    Cell("auto", "auto"),
+    Cell("auto in little memory", AutoStrategy(device_memory=1000), 2, DIVIDED, slow="fsdp's again, chosen"),
     Cell("by hand", Pair(), refuses=("fp16", "fp16_overflow", "fp16_clip")),
 )
