@@ -10,6 +10,7 @@ from torch import nn
 from distwrap import FSDPStrategy, Strategy, broadcast, unwrap_model
 from distwrap.group.world import Layout, World, current_world
 from distwrap.model.wrapped_models import WrappedModels
+from distwrap.strategies.auto import AutoStrategy
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp2 import DDP2Strategy
 from distwrap.strategies.pipeline import PipelineStrategy
@@ -97,6 +98,8 @@ CELLS = (
     Cell("pipeline, interleaved", PipelineStrategy(schedule="interleaved"), refuses=IN_STAGES, slow=MORE_RANKS),
     Cell("pipeline on three ranks", "pipeline", 3, refuses=IN_STAGES, slow=MORE_RANKS),
     Cell("two pipelines", PipelineStrategy(stages=2, schedule="gpipe"), 4, refuses=IN_STAGES, slow=MORE_RANKS),
+    Cell("auto", "auto", slow="ddp's own code, chosen"),
+    Cell("auto in little memory", AutoStrategy(device_memory=1000), refuses=DIVIDED, slow="fsdp's again, chosen"),
     Cell("by hand", Pair(), refuses=FP16),
     Cell("by hand, two pairs", Pair(), 4, refuses=FP16, lacks=ONLY_BY_HELPERS, slow=MORE_RANKS),
 )
