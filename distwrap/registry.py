@@ -191,6 +191,7 @@ strategies: Registry[Strategy] = Registry(
         ("single", "single:SingleStrategy", "one process, one device"),
         ("fsdp", "fsdp:FSDPStrategy", "each rank holds a share of every weight: torch's FSDP2"),
         ("hsdp", "fsdp:hsdp", "each node holds a copy, divided over its ranks: FSDP2 on two dimensions"),
+        ("tp", "fsdp:tp", "the ranks of a node cut each layer among them: torch's tensor parallelism"),
         ("bagua", "bagua:BaguaStrategy", "DDP with an algorithm under Bagua's name: algorithm='gradient_allreduce', …"),
     ),
     aliases=dict.fromkeys(LAUNCHER_OF_STRATEGY, "ddp"),

@@ -2,9 +2,23 @@
 
 from typing import Any
 
+from torch import nn
+
 from distwrap.strategies.fsdp.strategy import FSDPStrategy as FSDPStrategy
 
 
 def hsdp(**options: Any) -> FSDPStrategy:
     """Return a strategy that divides a model over the ranks of a node, each of which holds a copy."""
     return FSDPStrategy(**{"shard": "node", **options})
+
+
+def tp(**options: Any) -> FSDPStrategy:
+    """Return a strategy under which the ranks of a node cut each layer among them."""
+    return FSDPStrategy(**{"tensor_parallel": "node", **options})
+
+
+def plan_of(model: nn.Module) -> str:
+    """Return the table of how a model's layers are cut under tensor parallelism; empty where none is."""
+    routing = model.__dict__.get("_distwrap")
+    found = getattr(routing, "tensor_parallel", None)
+    return "" if found is None else repr(found)
