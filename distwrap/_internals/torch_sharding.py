@@ -61,7 +61,8 @@ class BeforeFSDP:
 
     Relies on ``torch.distributed._composable_state:_module_state_mapping``, ``torch.nn:Module()._forward_pre_hooks``,
     ``torch.nn:Module()._forward_hooks``, ``torch.nn:Module()._state_dict_pre_hooks``,
-    ``torch.nn:Module()._load_state_dict_pre_hooks``, ``torch.nn:Module()._load_state_dict_post_hooks``.
+    ``torch.nn:Module()._load_state_dict_pre_hooks``, ``torch.nn:Module()._load_state_dict_post_hooks``,
+    ``torch.distributed.tensor:distribute_module``, which sets ``_distribute_module_applied``.
     Without it: a model that went through a retrofit keeps FSDP's hooks.
 
     Args:
@@ -69,6 +70,7 @@ class BeforeFSDP:
     """
 
     _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+    _CUT = ("_distribute_module_applied",)  # by tensor parallelism
     _MORE = ("_load_state_dict_post_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 
     def __init__(self, model: nn.Module) -> None:

@@ -127,7 +127,7 @@ def _in_one_piece(leaf: Any) -> Any:
         return leaf
     placements = [*leaf.placements[:-1], Shard(0)]
     with torch.no_grad():
-        return leaf.detach().redistribute(placements=placements)
+        return leaf.redistribute(placements=placements)
 
 
 def divide_optimizer_state(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:

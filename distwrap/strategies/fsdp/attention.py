@@ -46,7 +46,7 @@ def attend(
     weights = module.in_proj_weight.chunk(3)
     biases = (None,) * 3 if module.in_proj_bias is None else module.in_proj_bias.chunk(3)
     q, k, v = (
-        F.linear(given, weight, bias).unflatten(-1, (heads, -1)).transpose(1, 2)
+        _by_heads(F.linear(given, weight, bias), heads)
         for given, weight, bias in zip((query, key, value), weights, biases, strict=True)
     )
     mask = _mask(q, key_padding_mask, attn_mask, mesh)
@@ -66,19 +66,22 @@ def attend(
     return found if module.batch_first else found.transpose(0, 1), chances
 
 
+def _by_heads(tensor: torch.Tensor, heads: int) -> torch.Tensor:
+    return tensor.view(*tensor.shape[:-1], heads, -1).transpose(1, 2)
+
+
 def _mask(
     q: torch.Tensor, padding: torch.Tensor | None, mask: torch.Tensor | None, mesh: DeviceMesh
 ) -> torch.Tensor | None:
     """Return one mask to add to this rank's scores, of a batch, heads, targets and sources."""
     if mask is not None and mask.dim() == 3:
         heads = q.shape[1]
-        mask = mask.unflatten(0, (-1, heads * mesh.size())).narrow(1, mesh.get_local_rank() * heads, heads)
-    added = [
-        None if padding is None else _to_add(padding, q)[:, None, None],
-        None if mask is None else _to_add(mask, q),
-    ]
-    found = [part for part in added if part is not None]
-    return sum(found[1:], found[0]) if found else None
+        mask = mask.view(-1, heads * mesh.size(), *mask.shape[1:]).narrow(1, mesh.get_local_rank() * heads, heads)
+    mask = None if mask is None else _to_add(mask, q)
+    if padding is None:
+        return mask
+    padding = _to_add(padding, q)[:, None, None]
+    return padding if mask is None else mask + padding
 
 
 def _to_add(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

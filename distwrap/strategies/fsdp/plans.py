@@ -85,7 +85,7 @@ def asked_for(model: nn.Module, plan: Mapping[str, str] | Callable[[str, nn.Modu
                 raise ModelError(unknown_name("module of the model, in plan=,", pattern, named))
             words.update(dict.fromkeys(found, word))
     else:
-        words = {name: word for name, module in named.items() if (word := plan(name, module))}
+        words = {name: word for name, module in named.items() if (word := plan(name, module) or "")}
     words = {name: word for name, word in words.items() if word != "whole"}
     for name, word in words.items():
         why = _why_word_does_not_fit(named[name], word, ranks)
@@ -220,8 +220,8 @@ def _ways(
     if not heads:
         return [*packed, plain], ""
     ways, why = [], ""
-    if bad := [name for name, value in heads.items() if value % ranks]:
-        why = f"{bad[0]}={heads[bad[0]]} is not divisible by {ranks} ranks"
+    if odd := [name for name, value in heads.items() if value % ranks]:
+        why = f"{odd[0]}={heads[odd[0]]} is not divisible by {ranks} ranks"
     else:
         fewer = Cuts({}, {("", name): value // ranks for name, value in heads.items()})
         whole = {name: value for name, value in vars(module).items() if type(value) is int and value == hidden}

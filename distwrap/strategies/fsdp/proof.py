@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -74,7 +74,12 @@ class Twins:
         return self._compared(names, own, found, expected)
 
     def _computed(
-        self, block: nn.Module, parameters: list[torch.Tensor], numbers: dict[str, torch.Tensor], args: Any, kwargs: Any
+        self,
+        block: nn.Module,
+        parameters: Sequence[torch.Tensor],
+        numbers: dict[str, torch.Tensor],
+        args: Any,
+        kwargs: Any,
     ) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor | None]]:
         """Return outputs, gradients of the inputs, and those of the parameters."""
         leaves = [parameter.detach().requires_grad_() for parameter in parameters]
@@ -158,7 +163,9 @@ class Proof:
 
     def __init__(self, name: str, twins: Twins, blocks: list[nn.Module], layers: list[str], says: str) -> None:
         self._name, self._twins, self._blocks, self._says = name, twins, blocks, says
-        self._handles = [block.register_forward_pre_hook(self._before, with_kwargs=True) for block in blocks]
+        self._handles = [
+            block.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True) for block in blocks
+        ]
         inside = [block.get_submodule(layer) for block in blocks for layer in layers if layer]
         self._handles += [layer.register_forward_pre_hook(self._outside) for layer in inside]
 
@@ -201,7 +208,7 @@ class Proof:
         mine = torch.stack(marks).to(mesh.device_type) if marks else torch.zeros(0, 3)
         count = torch.tensor([len(marks), -len(marks)], device=mesh.device_type)
         dist.all_reduce(count, dist.ReduceOp.MAX, group=mesh.get_group())
-        alike = count[0] == -count[1]
+        alike = bool(count[0] == -count[1])
         if alike and marks:
             theirs = [torch.empty_like(mine) for _ in range(mesh.size())]
             dist.all_gather(theirs, mine, group=mesh.get_group())

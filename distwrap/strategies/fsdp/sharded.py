@@ -196,8 +196,8 @@ def tensor_ranks(strategy: FSDPStrategy, world: World) -> int:
     assert isinstance(ranks, int)
     if place.world_size % ranks or (place.nnodes > 1 and place.local_world_size % ranks):
         raise OptionError(
-            f"FSDPStrategy(tensor_parallel={asked!r}): {place.world_size} ranks, {place.local_world_size} on this node, "
-            f"cannot be divided into groups of {ranks}. Take a divisor of both."
+            f"FSDPStrategy(tensor_parallel={asked!r}): {place.world_size} ranks, {place.local_world_size} on this "
+            f"node, cannot be divided into groups of {ranks}. Take a divisor of both."
         )
     return ranks
 

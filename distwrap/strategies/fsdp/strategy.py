@@ -91,7 +91,7 @@ class FSDPStrategy(Strategy):
             raise OptionError("FSDPStrategy(): plan= and sequence_parallel= are of tensor_parallel=, which is None.")
         if tensor_parallel is not None and shard is not None:
             raise OptionError(
-                "FSDPStrategy(): with tensor_parallel= FSDP divides over all other ranks; leave shard out."
+                "FSDPStrategy(): tensor_parallel= leaves all other ranks to shard over; leave shard= out."
             )
         check_plan(plan)
         self.tensor_parallel, self.plan, self.sequence_parallel = tensor_parallel, plan, sequence_parallel

@@ -1,4 +1,4 @@
-"""Styles of tensor parallelism: torch's own for layers, and for what torch has none: packed layers, attention, the rest.
+"""Styles of tensor parallelism: torch's own for layers; others for packed layers, attention, and what stays whole.
 
 Each says how one module's parameters lie on the ranks of a tensor-parallel group; all of them are ``DTensor``s then.
 
@@ -8,9 +8,9 @@ Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -130,7 +130,7 @@ class Whole(ParallelStyle):
         local.summed.update(local.picks)
         module.__dict__[_LOCAL] = local
         names = tuple(name for name, value in module._parameters.items() if value is not None)
-        module.__class__ = _localised(type(module), names, self.forward(device_mesh) is not None)
+        module.__class__ = _localised(cast("Hashable", type(module)), names, self.forward(device_mesh) is not None)
         return module
 
 
@@ -156,7 +156,7 @@ class Packed(Whole):
 
 
 class Rowwise(Whole):
-    """torch's ``RowwiseParallel`` of a layer, whose bias has one gradient on all ranks, also by pieces of a sequence."""
+    """A layer that is cut by its inputs; its bias has one gradient on all ranks, also by pieces of a sequence."""
 
     def __init__(self, running: Running, goes: Placement) -> None:
         super().__init__(running, sums=goes != Replicate())
@@ -230,27 +230,21 @@ def summed_of(module: nn.Module) -> set[str] | None:
     return None if local is None else local.summed
 
 
-def forget(module: nn.Module) -> None:
-    """Make a module of the class again that it was of before it was cut."""
-    if module.__dict__.pop(_LOCAL, None) is not None:
-        module.__class__ = next(kind for kind in type(module).__mro__ if "_distwrap_plain" not in vars(kind))
-
-
 def _own_pieces(count: int, mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor]:
     def pick(whole: torch.Tensor) -> torch.Tensor:
-        pieces: torch.Tensor = whole.unflatten(0, (count, mesh.size(), -1))[:, mesh.get_local_rank()].flatten()
+        pieces: torch.Tensor = whole.view(count, mesh.size(), -1)[:, mesh.get_local_rank()].flatten()
         return pieces
 
     return pick
 
 
 @cache
-def _localised(kind: type[nn.Module], names: tuple[str, ...], has_forward: bool) -> type[nn.Module]:
+def _localised(kind: Any, names: tuple[str, ...], has_forward: bool) -> type[nn.Module]:
     """Return a class whose parameters are plain in a forward; as torchtitan's SimpleFSDP does it."""
     members: dict[str, Any] = {name: _reader(name) for name in names}
     if has_forward:
         members["forward"] = lambda module, *args, **kwargs: vars(module)[_LOCAL].forward(module, *args, **kwargs)
-    about = {"_distwrap_plain": kind, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    about = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
     return type(kind.__name__, (kind,), {**members, **about})
 
 

@@ -178,28 +178,33 @@ class TensorParallel:
     def _cut(self, module: nn.Module, cuts: Cuts, by_sequence: bool, undo: list[Callable[[], object]]) -> None:
         """Cut a block in place, or its twin."""
         for (name, attribute), value in cuts.numbers.items():
-            owner = module.get_submodule(name)
-            undo.append(_setting(owner, attribute, getattr(owner, attribute)))
-            setattr(owner, attribute, value)
+            holder = module.get_submodule(name)
+            undo.append(_setting(holder, attribute, getattr(holder, attribute)))
+            setattr(holder, attribute, value)
+        gathers = set[str]()  # parts that take a whole sequence, though their block has a piece of it
         for name, word in cuts.words.items():
-            style = style_of(word, self.running, by_sequence=by_sequence)
-            parallelize_module(module.get_submodule(name), self._mesh, style, src_data_rank=None)
+            part, owner = module.get_submodule(name), name.rpartition(".")[0]
+            if owner and word not in ("rowwise", "heads"):
+                gathers.add(owner)
+            style = style_of(
+                word, self.running, by_sequence=by_sequence and (word == "rowwise" or owner not in gathers)
+            )
+            parallelize_module(part, self._mesh, style, src_data_rank=None)
             if word == "heads":  # without a hook torch would take a short cut around the forward
-                handle = module.get_submodule(name).register_forward_pre_hook(lambda *_: None)
-                undo.append(handle.remove)
-        for part in module.modules():
+                undo.append(part.register_forward_pre_hook(lambda *_: None).remove)
+        for at, part in module.named_modules():
             own = [value for value in part._parameters.values() if value is not None]
             if own and not all(isinstance(value, DTensor) for value in own):
-                style_of("whole", self.running, by_sequence=by_sequence)._apply(part, self._mesh)
+                in_pieces = by_sequence and not any(_is_inside(at, owner) for owner in gathers)
+                style_of("whole", self.running, by_sequence=in_pieces)._apply(part, self._mesh)
             if isinstance(part, nn.TransformerEncoder) and part.use_nested_tensor:
                 undo.append(_setting(part, "use_nested_tensor", True))
                 part.use_nested_tensor = False
         if by_sequence:
-            handles = [
-                module.register_forward_pre_hook(self._divide_sequence),
-                module.register_forward_hook(self._join_sequence),
-            ]
-            undo += [handle.remove for handle in handles]
+            undo.append(module.register_forward_pre_hook(self._divide_sequence).remove)
+            undo.append(module.register_forward_hook(self._join_sequence).remove)
+            for owner in gathers:
+                undo.append(module.get_submodule(owner).register_forward_pre_hook(self._gather_sequence).remove)
 
     def _divide_sequence(self, block: nn.Module, args: Any) -> Any:
         x, *rest = args
@@ -211,11 +216,13 @@ class TensorParallel:
         alike = DTensor.from_local(x, self._mesh, [Replicate()], run_check=False)
         return alike.redistribute(placements=[Shard(1)]).to_local(), *rest
 
+    def _gather_sequence(self, part: nn.Module, args: Any) -> Any:
+        pieces = DTensor.from_local(args[0], self._mesh, [Shard(1)], run_check=False)
+        return pieces.redistribute(placements=[Replicate()]).to_local(), *args[1:]
+
     def _join_sequence(self, block: nn.Module, args: Any, output: Any) -> Any:
-        x, *rest = output if isinstance(output, tuple) else (output,)
-        pieces = DTensor.from_local(x, self._mesh, [Shard(1)], run_check=False)
-        whole = pieces.redistribute(placements=[Replicate()]).to_local()
-        return (whole, *rest) if isinstance(output, tuple) else whole
+        whole = self._gather_sequence(block, output if isinstance(output, tuple) else (output,))
+        return whole if isinstance(output, tuple) else whole[0]
 
     # The table
 
@@ -234,7 +241,7 @@ class TensorParallel:
 
 
 def _shapes(own: dict[str, Any], seen: Callable[[Any], torch.Tensor]) -> str:
-    return ", ".join("×".join(map(str, seen(value).shape)) or "1" for value in own.values())
+    return ", ".join(" x ".join(map(str, seen(value).shape)) or "1" for value in own.values())
 
 
 def _setting(owner: nn.Module, attribute: str, value: Any) -> Callable[[], None]:
