@@ -152,7 +152,7 @@ def state_bytes(parameters: Sequence[nn.Parameter], make: MakeOptimizer) -> dict
 
 
 class _Kept:
-    """What a model keeps in memory: its parameters and buffers, without numbers, in the types of a precision."""
+    """Tensors that a model keeps: its parameters and buffers, without numbers, in the types of a precision."""
 
     def __init__(self, model: nn.Module, in_precision: InPrecision) -> None:
         shadow = nn.Module()

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from distwrap import Strategy, scale_loss
+from distwrap import FSDPStrategy, Strategy, scale_loss
+from distwrap.strategies.pipeline import PipelineStrategy
 from distwrap.testing.behaviours.base import Behaviour
 from distwrap.testing.behaviours.gradients import SMALL_NORM, counted, windows
 from distwrap.testing.behaviours.nets import small
@@ -67,6 +68,17 @@ ROWS = (
     Row("ddp on three ranks", "ddp", 3, slow=MORE_RANKS),
     Row("ddp on four ranks", "ddp", 4, slow=MORE_RANKS),
     Row("ddp2", NodesOfOne(), slow="ddp's own code, where a node has no accelerators"),
+    Row("zero1", "zero1", refuses=("lbfgs",)),
+    Row("zero1 on three ranks", "zero1", 3, refuses=("lbfgs",), slow=MORE_RANKS),
+    Row("zero2", "zero2", refuses=("lbfgs",)),
+    Row("fsdp", "fsdp", refuses=("lbfgs",)),
+    Row("fsdp on three ranks", "fsdp", 3, refuses=("lbfgs",), slow=MORE_RANKS),
+    Row("hsdp", FSDPStrategy(shard=2), 4, refuses=("lbfgs",), slow=MORE_RANKS),
+    Row("tp", "tp", refuses=("lbfgs",)),
+    Row("fsdp+tp", FSDPStrategy(tensor_parallel=2), 4, refuses=("lbfgs",), slow=MORE_RANKS),
+    Row("pipeline", "pipeline", refuses=("lbfgs",)),
+    Row("pipeline on three ranks", "pipeline", 3, refuses=("lbfgs",), slow=MORE_RANKS),
+    Row("two pipelines", PipelineStrategy(stages=2), 4, refuses=("lbfgs",), slow=MORE_RANKS),
     Row("by hand", Pair(), refuses=("fp16 overflow",)),
     Row("by hand, two pairs", Pair(), 4, refuses=("fp16 overflow",), slow=MORE_RANKS),
 )
