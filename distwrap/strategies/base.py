@@ -99,6 +99,13 @@ class Strategy:
 
     # Models and optimizers
 
+    def choose(self, model: nn.Module, run: Options, device: torch.device) -> Strategy:
+        """Return the strategy that is to prepare this model: itself, unless it chooses among others.
+
+        `wrap_model` calls it on every rank, and binds the model to what is returned, which is to be alike on all ranks.
+        """
+        return self
+
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
         """Return the model that the loop trains.
 

@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from distwrap.comm.base import Algorithm
 from distwrap.comm.qadam import QAdam
+from distwrap.devices.memory import return_freed_memory
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import World, current_world
 from distwrap.model.distributed import AveragingModel, DistributedModel
@@ -60,6 +61,7 @@ class ZeroStrategy(DDPStrategy):
         if isinstance(wrapped, DistributedModel):
             gradients = world.part(GradientShares)  # whose hook must be there before a step looks at all hooks
             if self.stage == 2:
+                return_freed_memory(world.device)
                 gradients.divide(wrapped)
             world.part(OptimizerShares).adopt_by(_divide)
         return wrapped

@@ -21,6 +21,7 @@ from distwrap.errors import CollectiveTimeoutError, ModelError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import World, say_once
+from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import Routing
 from distwrap.model.in_sync import Held, fingerprints, first_difference
 from distwrap.model.model_first import ModelFirst
@@ -29,7 +30,7 @@ from distwrap.precision import LossScaling
 from distwrap.seeding import preserved
 from distwrap.strategies.alignment import Alignment
 from distwrap.strategies.base import Wrapping
-from distwrap.strategies.pipeline.absent import make_present, refuse_copy
+from distwrap.strategies.pipeline.absent import is_here, make_present, refuse_copy
 from distwrap.strategies.pipeline.blocks import Chain
 from distwrap.strategies.pipeline.gradients import Gradients, Results, apart
 from distwrap.strategies.pipeline.holders import Holders
@@ -88,7 +89,8 @@ class PipelineRouting(Routing):
         self.holders = Holders(net, chain, line)
         self.relay = Relay(net, chain)
         self.syncs = True
-        self._alignment = Alignment(type(net).__name__)
+        self._alignment = Alignment(type(net).__name__, line.ranks)
+        self.stage_buffers = self._stage_buffers()
         self._surveys: dict[Any, Survey] = {}
         self._passes: dict[Any, TrainingPass] = {}
         self._kinds: dict[tuple[str, bool], bool] = {}  # whether a method calls the model as a whole
@@ -159,7 +161,8 @@ class PipelineRouting(Routing):
                 self._is_first = False
             if torch.is_grad_enabled():
                 return self._in_precision.outputs(self._train(name, method, given))
-            return self._evaluate(name, method, given)
+            with torch.inference_mode(False), torch.no_grad():  # where views of parameters can be taken
+                return self._evaluate(name, method, given)
         except RuntimeError as error:
             if "timed out" in str(error).lower():
                 raise CollectiveTimeoutError(
@@ -179,15 +182,25 @@ class PipelineRouting(Routing):
         others = [leaf for leaf in tree_leaves(given) if not isinstance(leaf, torch.Tensor)]
         key = name, torch.is_grad_enabled(), self.model.training, repr(sizes), repr(others)
         if key not in self._surveys:
-            graph = torch.is_grad_enabled()
-            with preserved(), torch.inference_mode(False), torch.set_grad_enabled(graph), self._in_precision.context():
+            with preserved(), self._in_precision.context():
                 survey = self.relay.survey(method, *given)
                 self.holders.settle(survey)
             self._surveys[key] = survey
             survey.key = key
         return self._surveys[key]
 
+    def _stage_buffers(self) -> Buffers | None:
+        """Return the buffers of this rank's stages, of which the first pipeline's are those that count."""
+        channel, place = self.world.channel, dist.get_rank(self.line.group)
+        name = f"{self.world.count('model in stages')} of stage {place}"
+        if channel is None or self.world.layout.size == 1:
+            return None
+        rank = self.world.placement.rank
+        return Buffers(self.model, rank, channel, name, source=place, holds=is_here)
+
     def _train(self, name: str, method: Method, given: Any) -> Any:
+        if self.stage_buffers is not None:
+            self.stage_buffers.forwards += 1
         count = self._count(name, given)
         parts = _parts(given, count)
         survey = self._survey(name, method, parts[0])
@@ -331,6 +344,14 @@ class PipelineModel(ModelFirst):
     """A model of which this rank has the blocks of its stages."""
 
     _distwrap: PipelineRouting
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the training flag; when training pauses, take over the first pipeline's buffers."""
+        buffers, pauses = self._distwrap.stage_buffers, self.training and not mode
+        super().train(mode)
+        if pauses and buffers is not None:
+            buffers.pause()
+        return self
 
     def __reduce__(self) -> Any:
         refuse_copy()

@@ -12,7 +12,7 @@ from torch.func import functional_call
 
 from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.errors import ModelError
-from distwrap.strategies.pipeline.absent import Absent
+from distwrap.strategies.pipeline.absent import Absent, is_here
 from distwrap.strategies.pipeline.blocks import Chain
 
 Method = Callable[..., Any]
@@ -28,12 +28,14 @@ class Survey:
         needs: names of the parameters and buffers of no block of which each stage computes.
         result: of the method, with absent tensors.
         key: of the method and the sizes.
+        hidden: absent tensors for a stage, in the place of others that are here.
     """
 
     outputs: list[Any] = field(default_factory=list)
     needs: list[set[str]] = field(default_factory=list)
     result: Any = None
     key: Any = None
+    hidden: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
 
 
 class Leave(BaseException):
@@ -106,6 +108,11 @@ class Relay:
                     )
                 if source not in names:
                     survey.needs[stage].add(source)
+        for name, _ in self.net.named_buffers():  # a count of batches goes where its module's statistics do
+            path = name.rpartition(".")[0]
+            for needs in survey.needs if path else ():
+                if any(needed.rpartition(".")[0] == path for needed in needs):
+                    needs.add(name)
         return survey
 
     def run(self, survey: Survey, stage: int, received: list[torch.Tensor], method: Method, given: Any) -> Any:
@@ -139,12 +146,26 @@ class Relay:
             return output
 
         args, kwargs = given
+        hidden = self._hidden(survey, stage)
         try:
-            result = self._while(block, lambda: method(*args, **kwargs))
+            if hidden:
+                result = self._while(block, lambda: functional_call(_Caller(self.net), hidden, (method, args, kwargs)))
+            else:
+                result = self._while(block, lambda: method(*args, **kwargs))
         except Leave as leave:
             return leave.output
         self._refuse_absent(result, "what the method returns", stage)
         return result
+
+    def _hidden(self, survey: Survey, stage: int) -> dict[str, torch.Tensor]:
+        """Return absent tensors for what is here for another stage of this rank, and would be used in vain."""
+        if stage not in survey.hidden:
+            others = set().union(*survey.needs) - survey.needs[stage]
+            named = [*self.net.named_parameters(), *self.net.named_buffers()]
+            survey.hidden[stage] = {
+                f"net.{name}": _absent(tensor, name) for name, tensor in named if name in others and is_here(tensor)
+            }
+        return survey.hidden[stage]
 
     def _while(self, block: BlockRun, run: Callable[[], Any]) -> Any:
         self._run = block
