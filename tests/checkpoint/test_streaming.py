@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import distwrap as dw
+from distwrap.checkpoint import SafetensorsIO
 from distwrap.checkpoint.formats import FileIO
-from distwrap.checkpoint.safetensors_format import SafetensorsIO
 from distwrap.errors import CheckpointError, OptionError
 from distwrap.strategies.fsdp import FSDPStrategy
 from distwrap.testing import run_ranks
