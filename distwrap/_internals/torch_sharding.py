@@ -61,7 +61,8 @@ class BeforeFSDP:
 
     Relies on ``torch.distributed._composable_state:_module_state_mapping``, ``torch.nn:Module()._forward_pre_hooks``,
     ``torch.nn:Module()._forward_hooks``, ``torch.nn:Module()._state_dict_pre_hooks``,
-    ``torch.nn:Module()._load_state_dict_pre_hooks``, ``torch.nn:Module()._load_state_dict_post_hooks``.
+    ``torch.nn:Module()._load_state_dict_pre_hooks``, ``torch.nn:Module()._load_state_dict_post_hooks``,
+    ``torch.distributed.tensor:distribute_module``, which sets ``_distribute_module_applied``.
     Without it: a model that went through a retrofit keeps FSDP's hooks.
 
     Args:
@@ -69,6 +70,7 @@ class BeforeFSDP:
     """
 
     _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
+    _CUT = ("_distribute_module_applied",)  # by tensor parallelism
     _MORE = ("_load_state_dict_post_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
 
     def __init__(self, model: nn.Module) -> None:
@@ -83,13 +85,16 @@ class BeforeFSDP:
 
         mapping = getattr(_composable_state, "_module_state_mapping", {})
         for module, kind, names, hooks in self._modules:
-            if hasattr(module, "_get_fsdp_state"):
+            if (
+                hasattr(module, "_get_fsdp_state")
+                or {"_distwrap_local", "_distribute_module_applied"} & vars(module).keys()
+            ):
                 module.__class__ = kind
                 for name, before in hooks.items():
                     for key in set(vars(module)[name]) - before:
                         del vars(module)[name][key]
                 for name in [name for name in vars(module) if name not in names]:
-                    if name == "forward" or "composable" in name or name.startswith("__"):
+                    if name == "forward" or "composable" in name or name.startswith(("__", "_dist")):
                         del vars(module)[name]
                 mapping.pop(module, None)
 
@@ -172,3 +177,23 @@ def products() -> set[Any]:
     attention = ("flash_attention", "flash_attention_for_cpu", "efficient_attention")
     names = ["mm", "addmm", "bmm", "convolution", *(f"_scaled_dot_product_{kind}" for kind in attention)]
     return {getattr(aten, name).default for name in names if hasattr(aten, name)}
+
+
+def shard_in_pieces(dimension: int, count: int) -> Any:
+    """Return the placement of a tensor of `count` equal pieces, each of which is divided over the ranks by itself.
+
+    Relies on ``torch.distributed.tensor.placement_types:_StridedShard``.
+    Without it: layers of queries, keys and values in one weight cannot be cut.
+    """
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dimension, split_factor=count)
+
+
+def is_in_pieces(placement: Any) -> bool:
+    """Return whether a placement may be one of `shard_in_pieces`.
+
+    Relies on ``torch.distributed.tensor.placement_types:_StridedShard``.
+    Without it: as for `shard_in_pieces`.
+    """
+    return type(placement).__name__ == "_StridedShard"

@@ -11,9 +11,10 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.optim import Optimizer
 
+from distwrap._internals.torch_sharding import is_in_pieces
 from distwrap.model.in_sync import Held, left_to_ranks
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.transparent import unwrap_model
@@ -135,6 +136,20 @@ def _like_parameter(parameter: torch.Tensor, value: Any) -> Any:
     if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
         return divided_like(parameter, value)
     return value
+
+
+def parts(thing: nn.Module | Optimizer) -> dict[str, Any]:
+    """Return a state for torch's distributed checkpoint, in which each rank's piece of a tensor is a box of it."""
+    plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
+    return cast("dict[str, Any]", rebuilt(plain.state_dict(), lambda leaf, path: _in_one_piece(leaf)))
+
+
+def _in_one_piece(leaf: Any) -> Any:
+    if not isinstance(leaf, DTensor) or not is_in_pieces(leaf.placements[-1]):
+        return leaf
+    placements = [*leaf.placements[:-1], Shard(0)]
+    with torch.no_grad():
+        return leaf.redistribute(placements=placements)
 
 
 def divide_optimizer_state(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
 
 import torch
@@ -17,6 +18,7 @@ from distwrap.model.model_first import ModelFirst
 from distwrap.precision import InPrecision
 from distwrap.strategies import shards
 from distwrap.strategies.alignment import Alignment
+from distwrap.strategies.fsdp.tensor_parallel import TensorParallel
 
 
 class FSDPRouting(Routing):
@@ -25,9 +27,11 @@ class FSDPRouting(Routing):
     Attributes:
         buffers: by which the ranks take over rank 0's when training pauses.
         give_back: makes the user's module what it was, with the numbers of a full state.
+        tensor_parallel: how its blocks are cut, where they are.
     """
 
     give_back: Callable[[dict[str, torch.Tensor]], None]
+    tensor_parallel: TensorParallel | None = None
 
     def __init__(
         self, module: nn.Module, in_precision: InPrecision, forward_methods: ForwardMethods, buffers: Buffers | None
@@ -41,10 +45,14 @@ class FSDPRouting(Routing):
         args, kwargs = self._moved((args, kwargs))
         self._count()
         try:
-            return self.module(*args, **kwargs)
+            with self._running():
+                return self.module(*args, **kwargs)
         except Exception:
             leave_fsdp_forward(self.model)
             raise
+
+    def _running(self) -> AbstractContextManager[object]:
+        return nullcontext() if self.tensor_parallel is None else self.tensor_parallel.running
 
     def _count(self) -> None:
         self.alignment.forward()
@@ -55,6 +63,7 @@ class FSDPRouting(Routing):
         super()._begin(call)
         self._count()
         begin_fsdp_forward(self.model)
+        call.inside.enter_context(self._running())
         call.inside.push(self._after_failure)
         return False
 

@@ -8,14 +8,15 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Shard
 
 from distwrap._internals.torch import norm_classes
-from distwrap._internals.torch_sharding import BeforeFSDP, has_gradient_hook
+from distwrap._internals.torch_sharding import BeforeFSDP, has_gradient_hook, is_in_pieces
 from distwrap.devices.memory import return_freed_memory
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.collectives import broadcast
 from distwrap.group.setup import require_group
-from distwrap.group.world import RunPart, World, current_world, say_once
+from distwrap.group.world import Layout, RunPart, World, current_world, say_once
 from distwrap.model.buffers import Buffers
 from distwrap.model.empty import fill
 from distwrap.model.transparent import unwrap_model
@@ -25,6 +26,7 @@ from distwrap.strategies.adoption import Adoption, Replacement
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.fsdp.model import DividedModel, FSDPRouting
 from distwrap.strategies.fsdp.recomputation import recompute
+from distwrap.strategies.fsdp.tensor_parallel import TensorParallel
 from distwrap.strategies.fsdp.units import units_of
 
 if TYPE_CHECKING:
@@ -59,7 +61,11 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     _refuse_hooks(net)
     return_freed_memory(current_world().device)
     wrapping.in_precision.precision.weights(net)
-    mesh = world.part(Meshes).over(_ranks(strategy.shard, world))
+    mesh = tensor_mesh = None
+    if strategy.tensor_parallel is None:
+        mesh = world.part(Meshes).over(_ranks(strategy.shard, world))
+    else:
+        mesh, tensor_mesh = _meshes_of_layout(world, strategy)
     units = units_of(net, strategy.wrap)
     parameters = dict(net.named_parameters(remove_duplicate=False))
     before = BeforeFSDP(net)
@@ -70,8 +76,16 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
         _share(net, wrapping.device, strategy.cpu_offload)
     if strategy.checkpointing:
         recompute(units, selective=strategy.checkpointing == "selective")
-    _say_what_is_small(net, units, mesh)
-    _shard(net, units, mesh, wrapping, strategy)
+    tensor_parallel = None
+    if tensor_mesh is not None:
+        tensor_parallel = TensorParallel(
+            net, tensor_mesh, strategy.plan, by_sequence=strategy.sequence_parallel, shares=mesh.size() if mesh else 1
+        )
+        say_once("tensor parallel", f"tensor_parallel={tensor_mesh.size()}:\n{tensor_parallel!r}")
+    elif mesh is not None:
+        _say_what_is_small(net, units, mesh)
+    if mesh is not None:
+        _shard(net, units, mesh, wrapping, strategy)
     if is_empty:
         fill(net, torch.device("cpu") if strategy.cpu_offload else wrapping.device, drawn_seed(), shards.fill)
     replacement = Replacement(parameters, net)
@@ -81,10 +95,12 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     routing = FSDPRouting(model, wrapping.in_precision, wrapping.forward_methods, buffers)
 
     def give_back(state: dict[str, torch.Tensor]) -> None:
+        if tensor_parallel is not None:
+            tensor_parallel.undo()
         before.restore()
         replacement.undo(state)
 
-    routing.give_back = give_back
+    routing.give_back, routing.tensor_parallel = give_back, tensor_parallel
     return DividedModel(routing)
 
 
@@ -127,6 +143,7 @@ def _shard(
         "mesh": mesh,
         "reshard_after_forward": strategy.reshard_after_forward,
         "offload_policy": CPUOffloadPolicy() if strategy.cpu_offload else OffloadPolicy(),
+        "shard_placement_fn": _placement,
     }
     norms = norms_of(net) if dtype is not None else []
     if norms:
@@ -140,6 +157,52 @@ def _shard(
 def norms_of(net: nn.Module) -> list[nn.Module]:
     """Return the norms that have weights."""
     return [part for part in net.modules() if isinstance(part, norm_classes()) and [*part.parameters(recurse=False)]]
+
+
+def _placement(parameter: nn.Parameter) -> Shard | None:
+    """Return the dimension in which a parameter is divided, where it is not the first: that one is cut in pieces."""
+    return Shard(1) if isinstance(parameter, DTensor) and is_in_pieces(parameter.placements[0]) else None
+
+
+def _meshes_of_layout(world: World, strategy: FSDPStrategy) -> tuple[DeviceMesh | None, DeviceMesh]:
+    """Return the meshes over which FSDP divides, ``None`` for one rank, and over which layers are cut.
+
+    Raises:
+        OptionError: the ranks were not arranged for it as the run began.
+    """
+    mesh = world.layout.mesh
+    names = () if mesh is None else mesh.mesh_dim_names or ()
+    if mesh is None or "tensor" not in names or mesh["tensor"].size() != tensor_ranks(strategy, world):
+        raise OptionError(
+            f"FSDPStrategy(tensor_parallel={strategy.tensor_parallel!r}) arranges the ranks as the run begins: say "
+            f"@distributed(strategy=…), not wrap_model(strategy=…)."
+        )
+    return (mesh["shard"] if mesh["shard"].size() > 1 else None), mesh["tensor"]
+
+
+def arranged(world: World, strategy: FSDPStrategy) -> Layout:
+    """Arrange the ranks in groups that take the same share of the data, of consecutive ranks."""
+    ranks = tensor_ranks(strategy, world)
+    shares = world.placement.world_size // ranks
+    mesh = init_device_mesh(world.device.type, (shares, ranks), mesh_dim_names=("shard", "tensor"))
+    return Layout(world.placement.rank // ranks, shares, mesh.get_group("shard"), mesh)
+
+
+def tensor_ranks(strategy: FSDPStrategy, world: World) -> int:
+    """Return how many ranks are one tensor-parallel group.
+
+    Raises:
+        OptionError: the ranks, or those of a node, cannot be divided into such groups.
+    """
+    place, asked = world.placement, strategy.tensor_parallel
+    ranks = place.local_world_size if asked == "node" else asked
+    assert isinstance(ranks, int)
+    if place.world_size % ranks or (place.nnodes > 1 and place.local_world_size % ranks):
+        raise OptionError(
+            f"FSDPStrategy(tensor_parallel={asked!r}): {place.world_size} ranks, {place.local_world_size} on this "
+            f"node, cannot be divided into groups of {ranks}. Take a divisor of both."
+        )
+    return ranks
 
 
 def computed_in(in_precision: InPrecision, net: nn.Module) -> torch.dtype | None:

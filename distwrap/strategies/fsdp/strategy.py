@@ -15,11 +15,12 @@ from torch.optim import Optimizer
 
 from distwrap._internals.torch_sharding import accumulated_gradients
 from distwrap.errors import OptionError
-from distwrap.group.world import World
+from distwrap.group.world import Layout, World
 from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model
 from distwrap.options import Options
 from distwrap.strategies.base import Strategy, Wrapping
+from distwrap.strategies.fsdp.plan_words import Plan, check_plan
 from distwrap.strategies.fsdp.units import Wrap, check_wrap
 from distwrap.strategies.single import local
 from distwrap.wording import unknown_name
@@ -37,6 +38,15 @@ class FSDPStrategy(Strategy):
         reshard_after_forward: whether a unit is let go of after its forward, and gathered again for its backward, which
             saves memory; else it stays until its backward.
         cpu_offload: whether weights, gradients and optimizer states are kept on the CPU, on accelerators.
+        tensor_parallel: how many ranks, consecutive ones, are a group that takes the same share of the data, and cuts
+            layers among its ranks; ``"node"`` for those of a node. The other dimension of the ranks is FSDP's.
+        plan: which layers are cut: ``"auto"`` for pairs of layers that are found, attention by heads, and large
+            embeddings and heads; words by patterns of modules' names, as ``{"*.mlp.0": "colwise", "*.mlp.2":
+            "rowwise"}``, out of colwise, rowwise, packed2, packed3, heads, gathered, vocabulary and whole; or a
+            function of a name and a module that returns a word. Each kind of block is computed whole once, at its
+            first forward, and compared. `plan_of` shows what became of it.
+        sequence_parallel: whether what is not cut in a block, as norms, computes with a piece of the sequence, the
+            second dimension, on each rank of a group.
         checkpointing: whether a unit's activations are computed again in its backward; ``"selective"``: but for
             products of matrices, which are kept.
         backend: of the process group.
@@ -60,6 +70,9 @@ class FSDPStrategy(Strategy):
         reshard_after_forward: bool = True,
         cpu_offload: bool = False,
         checkpointing: bool | Literal["selective"] = False,
+        tensor_parallel: int | Literal["node"] | None = None,
+        plan: Plan = "auto",
+        sequence_parallel: bool = False,
         backend: str | None = None,
     ) -> None:
         if shard not in (None, "node") and (not isinstance(shard, int) or isinstance(shard, bool) or shard < 1):
@@ -67,6 +80,20 @@ class FSDPStrategy(Strategy):
         check_wrap(wrap)
         if checkpointing not in (False, True, "selective"):
             raise OptionError(f"FSDPStrategy(checkpointing={checkpointing!r}): it is False, True or 'selective'.")
+        if tensor_parallel not in (None, "node") and (
+            not isinstance(tensor_parallel, int) or isinstance(tensor_parallel, bool) or tensor_parallel < 2
+        ):
+            raise OptionError(
+                f"FSDPStrategy(tensor_parallel={tensor_parallel!r}): it is None, 'node', or a number of ranks from 2."
+            )
+        if tensor_parallel is None and (plan != "auto" or sequence_parallel):
+            raise OptionError("FSDPStrategy(): plan= and sequence_parallel= are of tensor_parallel=, which is None.")
+        if tensor_parallel is not None and shard is not None:
+            raise OptionError(
+                "FSDPStrategy(): tensor_parallel= leaves all other ranks to shard over; leave shard= out."
+            )
+        check_plan(plan)
+        self.tensor_parallel, self.plan, self.sequence_parallel = tensor_parallel, plan, sequence_parallel
         self.shard, self.wrap, self.reshard_after_forward = shard, wrap, reshard_after_forward
         self.cpu_offload, self.checkpointing, self.backend = cpu_offload, checkpointing, backend
 
@@ -76,6 +103,13 @@ class FSDPStrategy(Strategy):
                 "comm= is of strategies whose ranks hold the whole model; under fsdp each unit's gradients are reduced "
                 "to the ranks that hold their shares. Leave comm out, or use strategy='ddp'."
             )
+
+    def setup(self, world: World) -> Layout | None:
+        if self.tensor_parallel is None:
+            return None
+        from distwrap.strategies.fsdp import sharded
+
+        return sharded.arranged(world, self)
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
         chosen = self._with(wrapping.options)
@@ -140,8 +174,9 @@ class FSDPStrategy(Strategy):
             give_back(state)
 
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
-        plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
-        return plain.state_dict()
+        from distwrap.strategies import shards
+
+        return shards.parts(thing)
 
     def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         from distwrap.strategies import shards

@@ -45,7 +45,7 @@ def units_of(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
     """
     named = [(name, module) for name, module in model.named_modules() if name and _count(module)]
     if wrap == "auto":
-        chosen = _alike_blocks(model)
+        chosen = alike_blocks(model)
         own = {id(parameter) for block in chosen for parameter in block.parameters()}
         mean = len(chosen) and sum(map(_count, chosen)) // len(chosen)
         rest = [module for _, module in named if not any(True for _ in module.children())]
@@ -93,7 +93,7 @@ def _asked_for(named: Sequence[tuple[str, nn.Module]], wrap: Wrap) -> list[nn.Mo
     return chosen
 
 
-def _alike_blocks(model: nn.Module) -> list[nn.Module]:
+def alike_blocks(model: nn.Module) -> list[nn.Module]:
     """Return the blocks of each list in which most are of one class and have weights.
 
     What is inside of a block belongs to it, as its layers; but for lists of blocks, as of a stage's.

@@ -1,0 +1,274 @@
+"""Proof that a block is computed right when it is cut: outputs and gradients beside those of the block as a whole."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+from distwrap._internals.torch_tree import map_tensors, tensors_in
+from distwrap.errors import ModelError
+from distwrap.strategies import shards
+from distwrap.strategies.fsdp.styles import Running, spread, summed_of
+
+_TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
+_SMALL = 1e-2  # of the largest gradient: what is smaller is compared with this much, as it may be rounding alone
+
+
+class Twins:
+    """A block without numbers as it was, and one that is cut, which compute with numbers given.
+
+    Args:
+        block: whole, as it was before anything was cut.
+        cut: cuts a block in place.
+        mesh: of the ranks of a group.
+        running: the model's.
+        dtype: in which the two compute.
+    """
+
+    def __init__(
+        self, block: nn.Module, cut: Callable[[nn.Module], object], mesh: DeviceMesh, running: Running, dtype: Any
+    ) -> None:
+        self.whole, self.cut = _empty(block, dtype), _empty(block, dtype)
+        self.mesh, self.running, self.dtype = mesh, running, dtype
+        cut(self.cut)
+
+    def difference(self, numbers: dict[str, torch.Tensor], args: Any, kwargs: Any) -> tuple[str, list[tuple[str, str]]]:
+        """Return what differs between the two, empty if nothing does; and whose gradients are sums over the ranks.
+
+        Ranks of the group call it together, with the same arguments, and get the same answer.
+
+        Args:
+            numbers: parameters and buffers, whole.
+            args: of the forward.
+            kwargs: of the forward.
+        """
+        kind = self.mesh.device_type
+        devices = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
+        with (
+            torch.random.fork_rng(devices, device_type=kind if devices else "cuda"),
+            torch.inference_mode(False),
+            torch.enable_grad(),
+            torch.autocast(kind, enabled=False),
+        ):
+            names = [name for name, _ in self.whole.named_parameters()]
+            try:
+                expected = self._computed(self.whole, [numbers[name] for name in names], numbers, args, kwargs)
+            except Exception as error:  # noqa: BLE001 - the caller tells it
+                return f"its forward cannot be computed by itself: {type(error).__name__}: {error}", []
+            pieces = dict(self.cut.named_parameters())
+            own = [spread(numbers[name], self.mesh, pieces[name].placements[0]) for name in names]  # type: ignore[attr-defined]
+            try:
+                with self.running:
+                    found = self._computed(self.cut, own, numbers, args, kwargs)
+            except Exception as error:  # noqa: BLE001 - the caller tells it
+                return f"its forward raises {type(error).__name__}: {error}", []
+        return self._compared(names, own, found, expected)
+
+    def _computed(
+        self,
+        block: nn.Module,
+        parameters: Sequence[torch.Tensor],
+        numbers: dict[str, torch.Tensor],
+        args: Any,
+        kwargs: Any,
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """Return outputs, gradients of the inputs, and those of the parameters."""
+        leaves = [parameter.detach().requires_grad_() for parameter in parameters]
+        names = [name for name, _ in self.whole.named_parameters()]
+        buffers = {name: _as(numbers[name], self.dtype).clone() for name, _ in self.whole.named_buffers()}
+        inputs: list[torch.Tensor] = []
+
+        def given(tensor: torch.Tensor) -> torch.Tensor:
+            tensor = _as(tensor.detach(), self.dtype).clone()
+            if tensor.is_floating_point():
+                inputs.append(tensor.requires_grad_())
+            return tensor
+
+        args, kwargs = map_tensors(given, (args, kwargs))
+        output = functional_call(block, {**dict(zip(names, leaves, strict=True)), **buffers}, args, kwargs)
+        outputs = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
+        ends = [tensor for tensor in outputs if tensor.requires_grad]
+        generator = torch.Generator().manual_seed(0)
+        probes = [torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in ends]
+        gradients = torch.autograd.grad(ends, [*inputs, *leaves], probes, allow_unused=True)
+        return [tensor.detach() for tensor in outputs], list(gradients[: len(inputs)]), list(gradients[len(inputs) :])
+
+    def _compared(self, names: list[str], own: list[DTensor], found: Any, expected: Any) -> tuple[str, Any]:
+        outputs, of_inputs, of_parameters = found
+        if [tensor.shape for tensor in outputs] != [tensor.shape for tensor in expected[0]]:
+            return "its outputs have other shapes", []
+        scale = max((float(grad.abs().max()) for grad in (*expected[1], *expected[2]) if grad is not None), default=0.0)
+        pairs = [(f"output {i}", *pair, 0.0) for i, pair in enumerate(zip(outputs, expected[0], strict=True))]
+        pairs += [
+            (f"the gradient of input {i}", *pair, scale)
+            for i, pair in enumerate(zip(of_inputs, expected[1], strict=True))
+        ]
+        for name, parameter, mine, wanted in zip(names, own, of_parameters, expected[2], strict=True):
+            if mine is not None:
+                mine = mine.redistribute(placements=parameter.placements).to_local()
+            if wanted is not None:
+                wanted = spread(wanted, self.mesh, parameter.placements[0]).to_local()
+            pairs.append((f"the gradient of {name}", mine, wanted, scale))
+        wrong = self._wrong(pairs)
+        summed: list[tuple[str, str]] = []
+        for (what, mine, wanted, least), is_wrong in zip(pairs, wrong, strict=True):
+            name = what.removeprefix("the gradient of ")
+            if not is_wrong:
+                continue
+            owner, _, attribute = name.rpartition(".")
+            if name not in names or summed_of(self.cut.get_submodule(owner)) is None or wanted is None:
+                return f"{what} differs", []
+            total = torch.zeros_like(wanted) if mine is None else mine.clone()
+            dist.all_reduce(total, group=self.mesh.get_group())
+            if any(self._wrong([(what, total, wanted, least)])):
+                return f"{what} differs", []
+            summed.append((owner, attribute))
+        return "", summed
+
+    def _wrong(self, pairs: list[tuple[str, Any, Any, float]]) -> list[bool]:
+        """Return which of some pairs differ on any rank of the group."""
+        flags = torch.tensor([float(self._differ(*pair)) for _, *pair in pairs], device=self.mesh.device_type)
+        dist.all_reduce(flags, dist.ReduceOp.MAX, group=self.mesh.get_group())
+        return [flag > 0 for flag in flags.tolist()]
+
+    def _differ(self, found: torch.Tensor | None, expected: torch.Tensor | None, scale: float) -> bool:
+        if found is None or expected is None:
+            found, expected = (tensor for tensor in ((found, expected) if expected is None else (expected, found)))
+            return found is not None and float(found.abs().max()) > _TOLERANCE[self.dtype] * scale
+        if not expected.numel():
+            return False
+        largest = max(float(expected.abs().max()), _SMALL * scale)
+        return not float((found - expected).abs().max()) <= _TOLERANCE[self.dtype] * largest
+
+
+class Proof:
+    """Proof of one kind of block at its first forward, before that computes.
+
+    Args:
+        name: of the first such block.
+        twins: of it.
+        blocks: all of this kind.
+        layers: that are cut in each, which are not to be used before.
+        says: what a user can do about it.
+    """
+
+    def __init__(self, name: str, twins: Twins, blocks: list[nn.Module], layers: list[str], says: str) -> None:
+        self._name, self._twins, self._blocks, self._says = name, twins, blocks, says
+        self._handles = [
+            block.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True) for block in blocks
+        ]
+        inside = [block.get_submodule(layer) for block in blocks for layer in layers if layer]
+        self._handles += [layer.register_forward_pre_hook(self._outside) for layer in inside]
+
+    def end(self) -> None:
+        """Look at no forward any more."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before(self, block: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._handles:
+            return
+        self._compare_inputs([*tensors_in((args, kwargs))])
+        twins, named = self._twins, (*block.named_parameters(), *block.named_buffers())
+        numbers = {name: _as(shards.whole(value.detach()), twins.dtype) for name, value in named}
+        why, summed = twins.difference(numbers, args, kwargs)
+        if why:
+            raise ModelError(
+                f"{self._name!r}, a {type(block).__name__} that is cut over {twins.mesh.size()} ranks, is not what it "
+                f"is in one process: {why}. {self._says}"
+            )
+        for other in self._blocks:
+            add_summed(other, summed)
+        self.end()
+
+    def _outside(self, layer: nn.Module, args: Any) -> None:
+        if self._handles:
+            raise ModelError(
+                f"a layer of {self._name!r} runs outside of that block's own forward, so that it cannot be proven "
+                f"right when it is cut. {self._says}"
+            )
+
+    def _compare_inputs(self, inputs: list[torch.Tensor]) -> None:
+        mesh = self._twins.mesh
+        marks = []
+        for number, tensor in enumerate(inputs):
+            probe = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(number)).double()
+            value = tensor.detach().double().cpu()
+            marks.append(torch.stack([(value * probe).sum(), value.abs().sum(), torch.tensor(float(value.numel()))]))
+        mine = torch.stack(marks).to(mesh.device_type) if marks else torch.zeros(0, 3)
+        count = torch.tensor([len(marks), -len(marks)], device=mesh.device_type)
+        dist.all_reduce(count, dist.ReduceOp.MAX, group=mesh.get_group())
+        alike = bool(count[0] == -count[1])
+        if alike and marks:
+            theirs = [torch.empty_like(mine) for _ in range(mesh.size())]
+            dist.all_gather(theirs, mine, group=mesh.get_group())
+            size = 1e-6 * theirs[0][:, 1] + 1e-9
+            alike = all(bool(((other - theirs[0]).abs() <= size.unsqueeze(1)).all()) for other in theirs)
+        if not alike:
+            ranks = ", ".join(map(str, mesh.mesh.flatten().tolist()))
+            raise ModelError(
+                f"ranks {ranks} are one tensor-parallel group, and were given different batches: {self._name!r} gets "
+                f"other inputs on one than on another. Take the data by distwrap.shard_loader(loader), or by the share "
+                f"that the layout names, not by the rank."
+            )
+
+
+def add_summed(block: nn.Module, summed: list[tuple[str, str]]) -> None:
+    """Let gradients of some parameters be summed over the ranks of a group."""
+    for owner, attribute in summed:
+        names = summed_of(block.get_submodule(owner))
+        assert names is not None
+        names.add(attribute)
+
+
+def trial_inputs(block: nn.Module, width: int, ranks: int, dtype: torch.dtype, device: str) -> torch.Tensor | None:
+    """Return what a block can be tried on before there is any data; ``None`` where it takes more than one thing."""
+    parameters = list(inspect.signature(block.forward).parameters.values())
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    needed = [each for each in parameters if each.kind in kinds and each.default is inspect.Parameter.empty]
+    if len(needed) != 1 or needed[0].kind is inspect.Parameter.KEYWORD_ONLY:
+        return None
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(3, 2 * ranks, width, dtype=dtype, generator=generator).to(device)
+
+
+def trial_numbers(block: nn.Module, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor] | None:
+    """Return numbers to try a block with, that are not its own; ``None`` where its buffers have none."""
+    if any(buffer.is_meta for buffer in block.buffers()):
+        return None
+    generator = torch.Generator().manual_seed(2)
+    drawn = {
+        name: torch.randn(value.shape, dtype=dtype, generator=generator).mul_(0.3).to(device)
+        for name, value in block.named_parameters()
+    }
+    return {**drawn, **{name: _as(value.to(device), dtype) for name, value in block.named_buffers()}}
+
+
+def _empty(block: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Return a copy of a block, which evaluates, with parameters that have no numbers."""
+    memo: dict[int, Any] = {}
+    for parameter in block.parameters():
+        empty = torch.empty(parameter.shape, dtype=dtype, device="meta")
+        memo[id(parameter)] = nn.Parameter(empty)
+    try:
+        twin = copy.deepcopy(block, memo)
+    except Exception as error:
+        raise ModelError(
+            f"a {type(block).__name__} cannot be copied, so that it cannot be proven right when it is cut: {error}. "
+            f"Say 'whole' of its layers in plan=."
+        ) from error
+    return twin.eval()
+
+
+def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -1,0 +1,252 @@
+"""Styles of tensor parallelism: torch's own for layers; others for packed layers, attention, and what stays whole.
+
+Each says how one module's parameters lie on the ranks of a tensor-parallel group; all of them are ``DTensor``s then.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Hashable
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+
+from distwrap._internals.torch import current_backward
+from distwrap._internals.torch_sharding import shard_in_pieces
+from distwrap.strategies.fsdp.attention import attend
+
+_LOCAL = "_distwrap_local"
+
+
+class Running:
+    """Count of forwards that run; only inside of them modules see their parameters as this rank's plain tensors.
+
+    Attributes:
+        known: while a model is cut, parameters as they were, by their ids, and what became of them.
+    """
+
+    def __init__(self) -> None:
+        self.depth = 0
+        self.known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
+
+    def __enter__(self) -> None:
+        self.depth += 1
+
+    def __exit__(self, *_: object) -> None:
+        self.depth -= 1
+
+    def __bool__(self) -> bool:
+        return self.depth > 0 or current_backward() not in (None, -1)  # which computes activations again
+
+
+def style_of(word: str, running: Running, *, by_sequence: bool = False) -> ParallelStyle:
+    """Return the style that a word of a plan stands for.
+
+    Args:
+        word: ``"colwise"``, ``"rowwise"``, ``"packed3"``, ``"heads"``, ``"gathered"``, ``"vocabulary"``, ``"whole"``.
+        running: the model's.
+        by_sequence: whether what comes in and goes out is a piece of the sequence on each rank.
+    """
+    outside = Shard(1) if by_sequence else Replicate()
+    if word == "colwise":
+        return ColwiseParallel(input_layouts=outside)
+    if word == "rowwise":
+        return Rowwise(running, outside)
+    if word == "gathered":
+        return ColwiseParallel(output_layouts=Replicate())
+    if word == "vocabulary":
+        return RowwiseParallel(input_layouts=Replicate())
+    if word == "heads":
+        return Attention(running, outside)
+    if packed := re.fullmatch(r"packed(\d)", word):
+        return Packed(running, int(packed[1]), outside)
+    return Whole(running, sums=by_sequence)
+
+
+def spread(tensor: torch.Tensor, mesh: DeviceMesh, placement: Placement) -> DTensor:
+    """Return this rank's piece of a tensor that every rank has; no exchange."""
+    alike = DTensor.from_local(tensor.detach(), mesh, [Replicate()], run_check=False)
+    return alike.redistribute(placements=[placement])
+
+
+def enter(tensor: torch.Tensor, mesh: DeviceMesh, comes: Placement | None = None) -> torch.Tensor:
+    """Return a tensor for ranks to compute with, each another part, so that its gradient is the sum of theirs."""
+    given = DTensor.from_local(tensor, mesh, [comes or Replicate()], run_check=False)
+    local: torch.Tensor = given.redistribute(placements=[Replicate()]).to_local(grad_placements=[Partial()])
+    return local
+
+
+def leave(tensor: torch.Tensor, mesh: DeviceMesh, goes: Placement | None = None) -> torch.Tensor:
+    """Return the sum of the ranks' tensors, or a piece of it."""
+    local: torch.Tensor = (
+        DTensor.from_local(tensor, mesh, [Partial()], run_check=False).redistribute(placements=[goes or Replicate()])
+    ).to_local()
+    return local
+
+
+class Whole(ParallelStyle):
+    """A module that every rank has whole, though its parameters are DTensors of the mesh as all others.
+
+    Attributes:
+        sums: whether each rank's gradient comes from another part of the data.
+    """
+
+    def __init__(self, running: Running, *, sums: bool = False) -> None:
+        super().__init__()
+        self.running, self.sums = running, sums
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        """Return how the parameters lie that are cut."""
+        return {}
+
+    def picks(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+        """Return what takes out of a parameter that is whole what this rank computes with."""
+        return {}
+
+    def forward(self, mesh: DeviceMesh) -> Callable[..., Any] | None:
+        """Return what the module computes instead of its own forward."""
+        return None
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        local = _Local(self, device_mesh, self.picks(module, device_mesh))
+        cut = self.placements(module)
+        known = self.running.known
+        for name, parameter in list(module._parameters.items()):
+            if parameter is None or isinstance(parameter, DTensor):
+                continue
+            if id(parameter) not in known:
+                new = nn.Parameter(spread(parameter, device_mesh, cut.get(name, Replicate())), parameter.requires_grad)
+                known[id(parameter)] = parameter, new
+            module._parameters[name] = known[id(parameter)][1]
+        if self.sums:
+            local.summed.update(set(module._parameters) - cut.keys())
+        local.summed.update(local.picks)
+        module.__dict__[_LOCAL] = local
+        names = tuple(name for name, value in module._parameters.items() if value is not None)
+        module.__class__ = _localised(cast("Hashable", type(module)), names, self.forward(device_mesh) is not None)
+        return module
+
+
+class Packed(Whole):
+    """A layer of several projections in one weight, as of queries, keys and values: each is cut by itself."""
+
+    def __init__(self, running: Running, count: int, comes: Placement) -> None:
+        super().__init__(running)
+        self.count, self.comes = count, comes
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        return {"weight": shard_in_pieces(0, self.count)}
+
+    def picks(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+        has_bias = module._parameters.get("bias") is not None
+        return {"bias": _own_pieces(self.count, mesh)} if has_bias else {}
+
+    def forward(self, mesh: DeviceMesh) -> Callable[..., Any]:
+        def run(module: Any, x: torch.Tensor) -> torch.Tensor:
+            return nn.functional.linear(enter(x, mesh, self.comes), module.weight, module.bias)
+
+        return run
+
+
+class Rowwise(Whole):
+    """A layer that is cut by its inputs; its bias has one gradient on all ranks, also by pieces of a sequence."""
+
+    def __init__(self, running: Running, goes: Placement) -> None:
+        super().__init__(running, sums=goes != Replicate())
+        self.goes = goes
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        return {"weight": Shard(1)}
+
+    def forward(self, mesh: DeviceMesh) -> Callable[..., Any]:
+        def run(module: Any, x: torch.Tensor) -> torch.Tensor:
+            found = leave(nn.functional.linear(x, module.weight), mesh, self.goes)
+            return found if module.bias is None else found + module.bias
+
+        return run
+
+
+class Attention(Whole):
+    """torch's ``nn.MultiheadAttention``, of which each rank computes some heads."""
+
+    def __init__(self, running: Running, comes: Placement) -> None:
+        super().__init__(running)
+        self.comes = comes
+
+    def placements(self, module: nn.Module) -> dict[str, Placement]:
+        return {"in_proj_weight": shard_in_pieces(0, 3)}
+
+    def picks(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
+        return {"in_proj_bias": _own_pieces(3, mesh)} if module._parameters.get("in_proj_bias") is not None else {}
+
+    def forward(self, mesh: DeviceMesh) -> Callable[..., Any]:
+        def run(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+            given = {id(tensor): enter(tensor, mesh, self.comes) for tensor in (query, key, value)}
+            query, key, value = (given[id(tensor)] for tensor in (query, key, value))
+            return attend(module, mesh, query, key, value, *args, **kwargs)
+
+        return run
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        Rowwise(self.running, self.comes)._apply(module.get_submodule("out_proj"), device_mesh)
+        return super()._apply(module, device_mesh)
+
+
+class _Local:
+    """Ways of one module to see its parameters.
+
+    Attributes:
+        summed: names of those that are whole, and whose gradients on the ranks are parts of one sum.
+    """
+
+    def __init__(self, style: Whole, mesh: DeviceMesh, picks: dict[str, Callable[[Any], Any]]) -> None:
+        self.style, self.mesh, self.picks = style, mesh, picks
+        self.summed: set[str] = set()
+        self.forward = style.forward(mesh)
+
+    def __deepcopy__(self, memo: Any) -> _Local:
+        return self
+
+    def read(self, parameter: Any, name: str) -> Any:
+        """Return a parameter, in a forward as this rank's plain tensor."""
+        if not self.style.running or not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:
+            return parameter
+        found = parameter.to_local()
+        if name in self.summed:
+            found = enter(found, self.mesh)
+        return self.picks[name](found) if name in self.picks else found
+
+
+def summed_of(module: nn.Module) -> set[str] | None:
+    """Return the names of a module's parameters whose gradients are summed, to add to; ``None`` where none can be."""
+    local = module.__dict__.get(_LOCAL)
+    return None if local is None else local.summed
+
+
+def _own_pieces(count: int, mesh: DeviceMesh) -> Callable[[torch.Tensor], torch.Tensor]:
+    def pick(whole: torch.Tensor) -> torch.Tensor:
+        pieces: torch.Tensor = whole.view(count, mesh.size(), -1)[:, mesh.get_local_rank()].flatten()
+        return pieces
+
+    return pick
+
+
+@cache
+def _localised(kind: Any, names: tuple[str, ...], has_forward: bool) -> type[nn.Module]:
+    """Return a class whose parameters are plain in a forward; as torchtitan's SimpleFSDP does it."""
+    members: dict[str, Any] = {name: _reader(name) for name in names}
+    if has_forward:
+        members["forward"] = lambda module, *args, **kwargs: vars(module)[_LOCAL].forward(module, *args, **kwargs)
+    about = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+    return type(kind.__name__, (kind,), {**members, **about})
+
+
+def _reader(name: str) -> property:
+    return property(lambda module: vars(module)[_LOCAL].read(module._parameters[name], name))

@@ -1,0 +1,282 @@
+"""Tensor and sequence parallelism: blocks of a model are cut over the ranks of a group, and proven to be right.
+
+What cannot be cut is whole on each rank of the group. All parameters are ``DTensor``s of the group's mesh.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+
+from distwrap.errors import ModelError
+from distwrap.strategies import shards
+from distwrap.strategies.fsdp.plan_words import Plan
+from distwrap.strategies.fsdp.plans import Cuts, asked_for, guesses, large, shared_weights, unit_of
+from distwrap.strategies.fsdp.proof import Proof, Twins, add_summed, trial_inputs, trial_numbers
+from distwrap.strategies.fsdp.styles import Running, style_of, summed_of
+
+logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # told at each clip
+
+_ALONE = ("gathered", "vocabulary")
+
+
+class TensorParallel:
+    """A model whose blocks are cut over the ranks of a group; its ``repr`` is a table of how.
+
+    Args:
+        net: the user's model, whole, which is changed in place.
+        mesh: of the group.
+        plan: of the strategy.
+        by_sequence: whether what is not cut computes with pieces of the sequence.
+        shares: by how many ranks FSDP divides what is cut.
+
+    Attributes:
+        running: the forwards of the model.
+        rows: of the table: modules, their class, how they are cut, shapes, and shapes on a rank.
+    """
+
+    def __init__(self, net: nn.Module, mesh: DeviceMesh, plan: Plan, *, by_sequence: bool, shares: int) -> None:
+        self.running, self._net, self._mesh, self._by_sequence = Running(), net, mesh, by_sequence
+        self._shares, self._reasons = shares, dict[str, str]()
+        self._undo: list[Callable[[], object]] = []
+        types = {parameter.dtype for parameter in net.parameters() if parameter.is_floating_point()}
+        self._dtype = torch.float64 if torch.float64 in types else torch.float32
+        self._summed: dict[str, list[tuple[str, str]]] = {}
+        units = self._found() if plan == "auto" else self._named(plan)
+        self._cut_all(units)
+        self.rows = self._table(units)
+
+    def undo(self) -> None:
+        """Take off what is not found by looking at the modules: proofs, numbers of heads, pieces of sequences."""
+        for undo in reversed(self._undo):
+            undo()
+
+    def __repr__(self) -> str:
+        head = ("modules", "class", "cut", "whole", "on a rank")
+        widths = [max(len(row[i]) for row in (head, *self.rows)) for i in range(5)]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (head, *self.rows)
+        ]
+        reasons = [f"{name} is whole: {why}" for name, why in self._reasons.items()]
+        return "\n".join(line.rstrip() for line in (*lines, *dict.fromkeys(reasons)))
+
+    # What is cut
+
+    def _named(self, plan: Any) -> dict[str, Cuts]:
+        units: dict[str, Cuts] = {}
+        cuts = asked_for(self._net, plan, self._mesh.size())
+        for name, word in cuts.words.items():
+            unit = name if word in _ALONE else unit_of(self._net, name.rpartition(".")[0])
+            units[unit] = units.get(unit, Cuts()) | Cuts({_inside(unit, name): word})
+        for (name, attribute), value in cuts.numbers.items():
+            unit = unit_of(self._net, name)
+            units[unit] = units.get(unit, Cuts()) | Cuts({}, {(_inside(unit, name), attribute): value})
+        shared = shared_weights(self._net)
+        for name in cuts.words:
+            if not shared.isdisjoint(map(id, self._net.get_submodule(name).parameters())):
+                raise ModelError(f"plan= cuts {name!r}, whose weight another module has too. Leave it whole.")
+        return {unit: cuts for unit, cuts in units.items() if cuts.words}
+
+    def _found(self) -> dict[str, Cuts]:
+        net, ranks, shared = self._net, self._mesh.size(), shared_weights(self._net)
+        groups: dict[str, list[list[Cuts]]] = {}
+        for name, module in net.named_modules():
+            for ways, why in guesses(module, ranks):
+                fit = [way for way in ways if self._fits(module, way, shared)]
+                if not fit:
+                    self._reasons[_general(name)] = why or "its weights are shared, or their inputs not divisible"
+                    continue
+                unit = unit_of(net, name)
+                groups.setdefault(unit, []).append([_below(_inside(unit, name), way) for way in fit])
+        units, kinds = {}, dict[str, tuple[Cuts, list[tuple[str, str]]]]()
+        for unit, ways_of_groups in groups.items():
+            kind = _kind(net.get_submodule(unit))
+            if kind not in kinds:
+                kinds[kind] = self._tried(unit, ways_of_groups)
+            if kinds[kind][0].words:
+                units[unit], self._summed[unit] = kinds[kind]
+        for name, module in net.named_modules():
+            word = large(module, ranks)
+            is_cut = any(_is_inside(name, unit) for unit in units)
+            if word and not is_cut and shared.isdisjoint(map(id, module.parameters())):
+                units[name] = Cuts({"": word})
+        return units
+
+    def _fits(self, module: nn.Module, way: Cuts, shared: set[int]) -> bool:
+        for name, word in way.words.items():
+            layer = module.get_submodule(name)
+            width = layer.embed_dim if isinstance(layer, nn.MultiheadAttention) else getattr(layer, "in_features", 0)
+            if not shared.isdisjoint(map(id, layer.parameters())) or layer.__dict__.get("parametrizations"):
+                return False
+            if (word.startswith("packed") or word == "heads") and width % self._shares:
+                return False
+        return True
+
+    def _tried(self, unit: str, groups: list[list[Cuts]]) -> tuple[Cuts, list[tuple[str, str]]]:
+        """Return what of a block can be cut, as far as that can be tried without data."""
+        block, device, kind = self._net.get_submodule(unit), self._mesh.device_type, torch.float64
+        first = next(part for part in block.modules() if hasattr(part, "in_features") or hasattr(part, "embed_dim"))
+        width = int(getattr(first, "in_features", 0) or getattr(first, "embed_dim", 0))
+        x, numbers = trial_inputs(block, width, self._mesh.size(), kind, device), trial_numbers(block, kind, device)
+        taken, summed, can_try = Cuts(), list[tuple[str, str]](), x is not None and numbers is not None
+        for ways in groups:
+            for way in ways:
+                if not can_try:
+                    taken = taken | way
+                    break
+                why, sums = self._twins(block, taken | way, kind, False).difference(numbers or {}, (x,), {})
+                if why.startswith("its forward cannot"):
+                    can_try, taken = False, taken | ways[0]
+                    break
+                if not why:
+                    taken, summed = taken | way, sums
+                    break
+                self._reasons[_general(f"{unit}.{next(iter(way.words))}")] = why
+        if can_try and self._by_sequence and taken.words:
+            summed = self._twins(block, taken, kind, True).difference(numbers or {}, (x,), {})[1]
+        return taken, summed
+
+    def _twins(self, block: nn.Module, cuts: Cuts, dtype: torch.dtype, by_sequence: bool) -> Twins:
+        return Twins(block, lambda twin: self._cut(twin, cuts, by_sequence, []), self._mesh, self.running, dtype)
+
+    # Cutting
+
+    def _cut_all(self, units: dict[str, Cuts]) -> None:
+        net = self._net
+        kinds: dict[str, list[str]] = {}
+        for unit in units:
+            kinds.setdefault(f"{_kind(net.get_submodule(unit))} {units[unit]}", []).append(unit)
+        twins = {
+            names[0]: self._twins(
+                net.get_submodule(names[0]), units[names[0]], self._dtype, self._pieces(units[names[0]])
+            )
+            for names in kinds.values()
+        }
+        for unit, cuts in units.items():
+            self._cut(net.get_submodule(unit), cuts, self._pieces(cuts), self._undo)
+            add_summed(net.get_submodule(unit), self._summed.get(unit, []))
+        self._cut(net, Cuts(), False, self._undo)
+        self.running.known.clear()
+        for names in kinds.values():
+            blocks = [net.get_submodule(name) for name in names]
+            says = f"Say plan={{…}} with other styles, or 'whole' of the layers in {_general(names[0])!r}"
+            says += ", or leave sequence_parallel out." if self._by_sequence else "."
+            proof = Proof(names[0] or "the model", twins[names[0]], blocks, [*units[names[0]].words], says)
+            self._undo.append(proof.end)
+
+    def _pieces(self, cuts: Cuts) -> bool:
+        return self._by_sequence and not set(_ALONE).intersection(cuts.words.values())
+
+    def _cut(self, module: nn.Module, cuts: Cuts, by_sequence: bool, undo: list[Callable[[], object]]) -> None:
+        """Cut a block in place, or its twin."""
+        for (name, attribute), value in cuts.numbers.items():
+            holder = module.get_submodule(name)
+            undo.append(_setting(holder, attribute, getattr(holder, attribute)))
+            setattr(holder, attribute, value)
+        gathers = set[str]()  # parts that take a whole sequence, though their block has a piece of it
+        for name, word in cuts.words.items():
+            part, owner = module.get_submodule(name), name.rpartition(".")[0]
+            if owner and word not in ("rowwise", "heads"):
+                gathers.add(owner)
+            style = style_of(
+                word, self.running, by_sequence=by_sequence and (word == "rowwise" or owner not in gathers)
+            )
+            parallelize_module(part, self._mesh, style, src_data_rank=None)
+            if word == "heads":  # without a hook torch would take a short cut around the forward
+                undo.append(part.register_forward_pre_hook(lambda *_: None).remove)
+        for at, part in module.named_modules():
+            own = [value for value in part._parameters.values() if value is not None]
+            if own and not all(isinstance(value, DTensor) for value in own):
+                in_pieces = by_sequence and not any(_is_inside(at, owner) for owner in gathers)
+                style_of("whole", self.running, by_sequence=in_pieces)._apply(part, self._mesh)
+            if isinstance(part, nn.TransformerEncoder) and part.use_nested_tensor:
+                undo.append(_setting(part, "use_nested_tensor", True))
+                part.use_nested_tensor = False
+        if by_sequence:
+            undo.append(module.register_forward_pre_hook(self._divide_sequence).remove)
+            undo.append(module.register_forward_hook(self._join_sequence).remove)
+            for owner in gathers:
+                undo.append(module.get_submodule(owner).register_forward_pre_hook(self._gather_sequence).remove)
+
+    def _divide_sequence(self, block: nn.Module, args: Any) -> Any:
+        x, *rest = args
+        if x.dim() < 3 or x.shape[1] % self._mesh.size():
+            raise ModelError(
+                f"sequence_parallel=True: {type(block).__name__} got a tensor of shape {tuple(x.shape)}, whose second "
+                f"dimension {self._mesh.size()} ranks do not divide. Pad the sequences, or leave it out."
+            )
+        alike = DTensor.from_local(x, self._mesh, [Replicate()], run_check=False)
+        return alike.redistribute(placements=[Shard(1)]).to_local(), *rest
+
+    def _gather_sequence(self, part: nn.Module, args: Any) -> Any:
+        pieces = DTensor.from_local(args[0], self._mesh, [Shard(1)], run_check=False)
+        return pieces.redistribute(placements=[Replicate()]).to_local(), *args[1:]
+
+    def _join_sequence(self, block: nn.Module, args: Any, output: Any) -> Any:
+        whole = self._gather_sequence(block, output if isinstance(output, tuple) else (output,))
+        return whole if isinstance(output, tuple) else whole[0]
+
+    # The table
+
+    def _table(self, units: dict[str, Cuts]) -> list[tuple[str, str, str, str, str]]:
+        words = {_joined(unit, name): word for unit, cuts in units.items() for name, word in cuts.words.items()}
+        rows: dict[tuple[str, str, str, str, str], None] = {}
+        for name, module in self._net.named_modules():
+            own = {key: value for key, value in module._parameters.items() if value is not None}
+            if own:
+                word = words.get(name) or ("rowwise" if words.get(name.rpartition(".")[0]) == "heads" else "whole")
+                if word == "whole" and summed_of(module):
+                    word = "whole, gradients summed"
+                shapes = [_shapes(own, lambda value: value), _shapes(own, shards.local)]
+                rows[_general(name), type(module).__name__, word, shapes[0], shapes[1]] = None
+        return list(rows)
+
+
+def _shapes(own: dict[str, Any], seen: Callable[[Any], torch.Tensor]) -> str:
+    return ", ".join(" x ".join(map(str, seen(value).shape)) or "1" for value in own.values())
+
+
+def _setting(owner: nn.Module, attribute: str, value: Any) -> Callable[[], None]:
+    return lambda: setattr(owner, attribute, value)
+
+
+def _kind(block: nn.Module) -> str:
+    """Return what blocks have in common that compute the same with other numbers."""
+    plain = (int, float, str, bool, tuple, type(None))
+    settings = [
+        sorted((name, value) for name, value in vars(part).items() if isinstance(value, plain) and name != "training")
+        for part in block.modules()
+    ]
+    shapes = [(name, tuple(value.shape)) for name, value in block.named_parameters()]
+    return f"{type(block).__qualname__} {block} {shapes} {settings}"
+
+
+def _inside(unit: str, name: str) -> str:
+    return name[len(unit) :].removeprefix(".")
+
+
+def _is_inside(name: str, unit: str) -> bool:
+    return not unit or name == unit or name.startswith(f"{unit}.")
+
+
+def _joined(*names: str) -> str:
+    return ".".join(filter(None, names))
+
+
+def _below(prefix: str, cuts: Cuts) -> Cuts:
+    return Cuts(
+        {_joined(prefix, name): word for name, word in cuts.words.items()},
+        {(_joined(prefix, name), attribute): value for (name, attribute), value in cuts.numbers.items()},
+    )
+
+
+def _general(name: str) -> str:
+    return re.sub(r"\b\d+\b", "*", name) or "the model"
