@@ -51,7 +51,10 @@ class Piece(Later):
 
 
 class PieceGroup(RunPart):
-    """Process group over which pieces travel; made with the first checkpoint that needs it, by all ranks."""
+    """Process group over which pieces travel; made with the first checkpoint that needs it, by all ranks.
+
+    It ends with the others, after the `Writer` has used it for the last time.
+    """
 
     def __init__(self, world: World) -> None:
         self.group: dist.ProcessGroup | None = None
@@ -66,11 +69,6 @@ class PieceGroup(RunPart):
         lines = [torch.empty_like(mine) for _ in range(self.group.size())]
         dist.all_gather(lines, mine, group=self.group)
         return [bytes(line.tolist()).decode(errors="replace").strip() for line in lines]
-
-    def close(self) -> None:
-        """Leave the group."""
-        if self.group is not None and dist.is_initialized():
-            dist.destroy_process_group(self.group)
 
 
 class Gathering:

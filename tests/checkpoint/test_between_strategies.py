@@ -62,7 +62,7 @@ def made(strategy: str | Strategy, seed: int) -> dict[str, Any]:
     """Return a model and its optimizer, with a state of its own."""
     model = dw.wrap_model(Net(seed=seed), strategy=strategy)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = dw.wrap_optimizer(torch.optim.AdamW(trained, lr=0.01, amsgrad=True))
+    optimizer = dw.wrap_optimizer(torch.optim.AdamW(trained, lr=0.01))
     generator = torch.Generator().manual_seed(seed)
     for _ in range(2):
         dw.backward(model(torch.randn(4, 5, generator=generator)).square().mean())
@@ -91,7 +91,10 @@ def load_each_and_save_again(folder: Path) -> list[str]:
     """Load each checkpoint under each strategy; return what was not the same. Save each once more."""
     wrong = []
     objects = {row.name: made(row.on_three, 99) for row in ROWS}
-    for source, (io, suffix), target in product(["single", *objects], FORMATS.items(), objects):
+    pairs = [pair for pair in product(["single", *objects], objects) if pair[0] != pair[1]]
+    ways = [list(FORMATS.items())[number % 2] for number, _ in enumerate(pairs)]  # half of them in a file
+    again = [((row.name, row.name), way) for row in ROWS for way in FORMATS.items()]
+    for (source, target), (io, suffix) in [*zip(pairs, ways, strict=True), *again]:
         other = objects[target]
         loaded = dw.load(folder / f"{source}{suffix}", into=other)
         if is_in_pieces(loaded["optimizer"]["state"]) != (target != "ddp"):

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import distwrap as dw
+from distwrap.checkpoint import SafetensorsIO
 from distwrap.checkpoint.formats import FileIO
-from distwrap.checkpoint.safetensors_format import SafetensorsIO
 from distwrap.errors import CheckpointError, OptionError
 from distwrap.strategies.fsdp import FSDPStrategy
 from distwrap.testing import run_ranks
@@ -200,6 +200,24 @@ def test_no_rank_holds_it_all(tmp_path: Path) -> None:
         assert max(taken) < 8, taken
     whole = torch.load(tmp_path / "b.pt", weights_only=True)
     assert [value.shape for value in whole.values()] == [(1024, 2048)] * 8
+
+
+def test_a_rank_that_fails_during_a_save_in_the_background_ends_the_others(tmp_path: Path) -> None:
+    """What was being written is there whole, or not at all."""
+
+    def on_rank() -> None:
+        net = nn.Sequential(*(nn.Linear(2048, 1024, bias=False) for _ in range(4)))
+        model = dw.wrap_model(net, strategy="fsdp")
+        dw.save(model, tmp_path / "a.pt", background=True)
+        dw.barrier()
+        if dw.rank() == 1:
+            raise KeyError("of rank 1")
+        dw.barrier()
+
+    with pytest.raises(KeyError, match="of rank 1"):
+        run_ranks(on_rank, 2, timeout=60)
+    for path in tmp_path.glob("a.pt"):
+        assert len(torch.load(path, weights_only=True)) == 4
 
 
 def test_a_folder_that_holds_more_than_a_model_is_not_replaced(tmp_path: Path) -> None:
