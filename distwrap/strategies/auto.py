@@ -16,7 +16,7 @@ from distwrap.devices.kinds import kind_of
 from distwrap.errors import OptionError
 from distwrap.group.collectives import gather_object
 from distwrap.group.setup import require_group
-from distwrap.group.world import RunPart, World, current_world, say
+from distwrap.group.world import RunPart, World, current_world, say_once
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, bind, bound_strategy, parameters_of
 from distwrap.options import Options
@@ -84,10 +84,8 @@ class AutoStrategy(Strategy):
         choice = recommended(needs, memory)
         chosen = able[choice.strategy]
         taken.by[unwrap_model(model)] = next(need.total for need in needs if need.strategy == choice.strategy)
-        say(
-            f"strategy='auto' is {choice.strategy!r} for {type(unwrap_model(model)).__name__}: {choice.why} "
-            f"(assuming {self.optimizer}, without activations)"
-        )
+        said = f"strategy='auto' is {choice.strategy!r} for {type(unwrap_model(model)).__name__}: {choice.why}"
+        say_once(said, f"{said} (assuming {self.optimizer}, without activations)")
         _bind_optimizers(model, chosen)
         return chosen
 
