@@ -6,7 +6,6 @@ _UNUSED = {
 }
 
 # What became of FairScale's, Lightning's, DeepSpeed's and FSDP's names, also as an older Lightning spelt them.
-# A name counts from when its strategy is there.
 BECAME = {
     **dict.fromkeys(("zero", "oss", "deepspeed_stage_1", "zero_dp_1"), "zero1"),
     **dict.fromkeys(("ddp_sharded", "ddp_sharded_spawn", "sharded_ddp", "fairscale"), "zero2"),
@@ -33,5 +32,5 @@ LAUNCHER_OF_STRATEGY = {
     **{f"ddp_notebook_{words}": "forkserver" for words in _UNUSED},
 }
 
-# What to say of a name whose strategy is not there.
+# What to say of a name whose engine is not here.
 HINTS = {"deepspeed": "Its engine is not here. What its stages 1, 2 and 3 divide, zero1, zero2 and fsdp do."}

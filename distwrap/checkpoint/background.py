@@ -13,7 +13,7 @@ from distwrap.group.world import RunPart, World
 
 
 class Writer(RunPart):
-    """Background checkpoint writer; one per run, on rank 0. A state waits until the one before it is written."""
+    """Background checkpoint writer; one per run and rank. A state waits until the one before it is written."""
 
     def __init__(self, world: World) -> None:
         self._staging = Staging()
@@ -21,13 +21,14 @@ class Writer(RunPart):
         self._error: Exception | None = None
         self._what = ""
 
-    def write(self, state: Any, write: Callable[[Any], None], what: str) -> None:
+    def write(self, state: Any, write: Callable[[Any], None], what: str, *, tells: bool = True) -> None:
         """Copy a plain state, and write the copy in the background, after what is being written now.
 
         Args:
             state: plain values.
             write: writes a copy of them.
             what: is written, for the error at the program's end.
+            tells: whether this rank raises what fails; of a state that all ranks write, rank 0 alone does.
 
         Raises:
             Exception: that of the state before, which could not be written.
@@ -39,7 +40,7 @@ class Writer(RunPart):
             try:
                 write(copy)
             except Exception as error:  # noqa: BLE001 - raised where somebody waits
-                self._error = error
+                self._error = error if tells else None
 
         atexit.unregister(self._end_program)
         atexit.register(self._end_program)

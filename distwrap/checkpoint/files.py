@@ -57,6 +57,26 @@ def write_atomically(path: Path, write: Callable[[Path], None], before: Callable
     _sync(path.parent)  # the new name itself must survive a power cut
 
 
+def write_folder(path: Path, write: Callable[[Path], None], check: Callable[[], None]) -> None:
+    """Write a folder beside `path`, bring it to the disk, and give it that name; as `write_atomically`.
+
+    Args:
+        path: the folder.
+        write: gets the name of an empty folder.
+        check: raises an error where what has the name now must not be replaced.
+    """
+    check()
+    temporary = path.parent / f".{path.name}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        write(temporary)
+        put_folder(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
 def put_folder(temporary: Path, path: Path) -> None:
     """Give a complete folder its name; a folder that had the name stays as `_previous` until then.
 

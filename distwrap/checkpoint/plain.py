@@ -4,12 +4,14 @@ Source of the safe loader: https://docs.pytorch.org/docs/stable/notes/serializat
 """
 
 from collections import Counter, OrderedDict
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn import Parameter
 
 from distwrap._internals.torch import metadata_of, set_metadata
+from distwrap.checkpoint.pieces import Later, Piece
 from distwrap.errors import CheckpointError
 from distwrap.model import unwrap_model
 from distwrap.model.wrapped_models import bound_strategy
@@ -36,6 +38,8 @@ def plain(value: Any, where: str = "") -> Any:
     if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()):
         return value.detach().resolve_conj().resolve_neg()  # a copy of its memory is not one of its numbers
     if isinstance(value, _PLAIN) and type(value).__module__.split(".")[0] in ("builtins", "torch"):
+        return value
+    if isinstance(value, Later):
         return value
     strategy = bound_strategy(value)
     if strategy is not None:
@@ -66,6 +70,8 @@ class Staging:
         self._storages = []
 
         def copy(leaf: Any, path: tuple[Any, ...]) -> Any:
+            if isinstance(leaf, Piece):
+                return replace(leaf, local=copy(leaf.local, path))
             if not isinstance(leaf, torch.Tensor):
                 return leaf
             if leaf.layout is not torch.strided or leaf.is_quantized or type(leaf) not in (torch.Tensor, Parameter):

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from distwrap.checkpoint import files, retention
-from distwrap.checkpoint.saving import load, load_into
+from distwrap.checkpoint.loading import load_into, read
+from distwrap.checkpoint.saving import format_of
 from distwrap.comm.exchange import RunExchanges
 from distwrap.devices.kinds import kind_of
 from distwrap.errors import CheckpointError, DistwrapError
@@ -31,7 +32,8 @@ def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any:
 
     Args:
         path: the file that the loop gives to `save`; of a numbered series the link to its latest.
-        into: objects in the nesting in which they are saved, that are to go on from there; as for `load`.
+        into: objects in the nesting in which they are saved, that are to go on from there; as for `load`. Of what a
+            strategy divides each rank reads its pieces alone, where all nodes have the file.
 
     Returns:
         The state, on the CPU, or ``None``.
@@ -64,7 +66,7 @@ def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any:
     problem, state = "", None
     if everybody or rank == source:
         try:
-            state = load(path)
+            state = read(path, into if everybody else None, io=format_of("auto"))
         except CheckpointError as error:
             problem = f"{error} (rank {rank} on {socket.gethostname()})"
     problems = [text for text in gather_object(problem) if text]

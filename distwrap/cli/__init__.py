@@ -1,9 +1,9 @@
-"""The command line: ``python -m distwrap doctor``, ``estimate`` and ``strip``."""
+"""The command line: ``python -m distwrap doctor``, ``estimate``, ``strip`` and ``convert-checkpoint``."""
 
 import argparse
 from collections.abc import Sequence
 
-from distwrap.cli import doctor, estimate, strip
+from distwrap.cli import convert, doctor, estimate, strip
 
 __all__ = ["main"]
 
@@ -19,6 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     doctor.add_arguments(commands)
     estimate.add_arguments(commands)
     strip.add_arguments(commands)
+    convert.add_arguments(commands)
     given = parser.parse_args(arguments)
     if "run" not in given:
         parser.print_help()

@@ -10,14 +10,14 @@ from zipfile import is_zipfile
 import torch
 
 from distwrap.checkpoint import files
-from distwrap.checkpoint.formats import FileIO, SafetensorsIO, safetensors
+from distwrap.checkpoint.formats import FileIO
+from distwrap.checkpoint.safetensors_format import SUFFIX, SafetensorsIO, safetensors
 from distwrap.checkpoint.untrusted import check_regular, load_file
 from distwrap.errors import CheckpointError, DistwrapError
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.nesting import rebuilt
 from distwrap.wording import first_line
 
-SAFETENSORS = ".safetensors"
 _SHOWN = 20
 
 
@@ -52,7 +52,7 @@ def _strip_file(given: argparse.Namespace) -> int:
     if given.target is None and not given.dry_run and given.check is None:
         raise CheckpointError("strip IN writes nothing: give OUT, the file to write, or --dry-run to look only.")
     if given.target is not None and not given.dry_run:
-        _refuse_target(given.source, given.target, force=given.force)
+        refuse_target(given.source, given.target, force=given.force)
     state, metadata = read(given.source, unsafe=given.unsafe)
     wanted = None if given.check is None else _model_in(given.check, unsafe=given.unsafe)
     stripped, renames, dicts = strip(state, wanted)
@@ -84,7 +84,7 @@ def read(path: Path, *, unsafe: bool = False) -> tuple[Any, dict[str, str] | Non
         FileNotFoundError: it is not there.
     """
     try:
-        if path.suffix == SAFETENSORS:
+        if path.suffix == SUFFIX:
             unsafe = True  # the format has no code, so that the hint would be none
             check_regular(path)
             with safetensors().safe_open(path, framework="pt") as file:
@@ -102,7 +102,7 @@ def read(path: Path, *, unsafe: bool = False) -> tuple[Any, dict[str, str] | Non
 
 def write(state: Any, metadata: dict[str, str] | None, path: Path) -> None:
     """Write a file whole, or not at all."""
-    io = SafetensorsIO(metadata) if path.suffix == SAFETENSORS else FileIO()
+    io = SafetensorsIO(metadata) if path.suffix == SUFFIX else FileIO()
     files.write_atomically(files.place_of(path), lambda temporary: io.save(state, temporary))
 
 
@@ -188,7 +188,12 @@ def _differences(dicts: list[dict[str, Any]], wanted: dict[str, Any]) -> Iterato
             yield f"shape: {name} is {shapes[0]}, and {shapes[1]} in the model"
 
 
-def _refuse_target(source: Path, target: Path, *, force: bool) -> None:
+def refuse_target(source: Path, target: Path, *, force: bool) -> None:
+    """Refuse to write over what is read, or, unless it is forced, over what is there.
+
+    Raises:
+        CheckpointError: it would.
+    """
     if target.exists() and source.exists() and target.samefile(source):
         raise CheckpointError(f"{target} is the file that is read: give another name.")
     if target.exists() and not force:

@@ -55,7 +55,14 @@ def fill(net: nn.Module, device: torch.device, seed: int, copy: Copy | None = No
         for name, value in part.named_buffers(recurse=False)
         if not value.is_meta
     ]
+    tied: dict[int, list[tuple[nn.Module, str]]] = {}
+    for part in net.modules():
+        for name, parameter in part.named_parameters(recurse=False):
+            tied.setdefault(id(parameter), []).append((part, name))
     net.to_empty(device=device)
+    for (first, own), *others in tied.values():  # each place has got a parameter of its own
+        for part, name in others:
+            setattr(part, name, getattr(first, own))
     for part, name, value in kept:
         part.register_buffer(name, value.to(device), is_saved(part, name))
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]), torch.no_grad():

@@ -103,6 +103,13 @@ class Adoption(RunPart):
                 "LBFGS multiplies all parameters as one vector, and each rank has a share of them. Use a strategy "
                 "whose ranks hold the whole model, as 'ddp', or an optimizer that goes by tensors, as AdamW."
             )
+        if any(
+            parameter.numel() and not parameter.untyped_storage().nbytes() for parameter in set(held) - set(divided)
+        ):
+            raise ModelError(
+                f"this {type(optimizer).__name__} was made between a forward and its backward, when a part of the "
+                f"model was gathered, and would train copies of it. Make it before the forward."
+            )
         if any(has_gradient_hook(parameter, after_accumulation=False) for parameter in divided):
             raise ModelError(
                 "a divided parameter has a hook of register_hook(), which is never called: its gradient comes from an "

@@ -117,9 +117,6 @@ class Strategy:
         """Return the optimizer that the loop steps; a subclass of `DDPStrategy` hands it on to ``super()``."""
         return optimizer
 
-    def release(self, optimizer: Optimizer) -> None:
-        """Let go of an optimizer of the caller's own, which then loads its full state; for ``retrofit``."""
-
     # A step
 
     def backward(self, loss: torch.Tensor) -> None:
@@ -178,19 +175,37 @@ class Strategy:
             state = strip_module_prefix(state, target=thing)
         thing.load_state_dict(state)
 
-    def give_back(self, model: nn.Module, state: dict[str, Any]) -> None:
-        """Make the user's own module again what it was before `prepare_model`, with a full state; for a retrofit."""
-        unwrap_model(model).load_state_dict(state)
+    def give_back(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
+        """Make the caller's own model or optimizer what it was before, with a full state; for ``retrofit``."""
+        plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
+        plain.load_state_dict(state)
 
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
         """Return what `state` would, with this rank's piece of each divided tensor, for a checkpoint in parts.
 
-        Every rank calls it, and returns the same names. A tensor of which each rank has another piece is a ``DTensor``,
-        which torch's distributed checkpoint puts together; any other tensor must be alike on all ranks, and of what is
-        no tensor rank 0's is saved. `load_state` gets whole tensors, at any number of ranks.
+        Every rank calls it, and returns the same names. A tensor of which each rank has another piece is a ``DTensor``;
+        torch's distributed checkpoint puts the pieces together, or rank 0 one tensor after the other for a single file.
+        Any other tensor must be alike on all ranks, and of what is no tensor rank 0's is saved. `load_state` gets whole
+        tensors, at any number of ranks, unless `parts_to_load` asks for pieces.
 
         Returns:
             ``None`` where everything is whole here, so that `state` has it.
+        """
+        return None
+
+    def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Return a stored state with what this rank needs of it, so that no rank reads all of a large one.
+
+        In the place of a tensor of which it needs a piece is an empty ``DTensor``, and ``None`` in the place of one of
+        which it needs nothing; what is left is read whole. A checkpoint fills them, out of parts or of a file, and
+        gives the result to `load_state`.
+
+        Args:
+            thing: as for `state`.
+            state: what was saved of it, under any strategy; its tensors may have no numbers yet. Its keys stay.
+
+        Returns:
+            ``None`` where `load_state` is to get whole tensors.
         """
         return None
 

@@ -100,7 +100,8 @@ class GradientShare:
         self._ready: list[tuple[nn.Parameter, torch.Tensor]] = []
         self._is_finite = True
         self._backwards = 0
-        self._buckets: list[tuple[torch.UntypedStorage, int]] = []
+        self._buckets: list[torch.UntypedStorage] = []
+        self._freed: list[tuple[torch.UntypedStorage, int]] = []
         leave_gradients_alone(ddp)
         model.register_comm_hook(self, lambda share, bucket: share.take(bucket))
         self._handles = [parameter.register_hook(self._hook_of(parameter)) for parameter in parameters]  # type: ignore[no-untyped-call]
@@ -115,7 +116,7 @@ class GradientShare:
         """Send a bucket's gradients to their owners, and free them; runs in a backward."""
         if bucket.index() == 0:
             self._pending.clear()  # of a backward that was cut off
-            self._ready, self._is_finite = [], True
+            self._ready, self._buckets, self._is_finite = [], [], True
             after_backward(lambda: after_backward(self._finish))  # after DDP's own end
         ddp, values, parameters = self._ddp(), bucket.buffer(), bucket.parameters()
         values.div_(self._size)
@@ -130,7 +131,7 @@ class GradientShare:
             self._complete()
         self._pending.append(_Pending(bucket, self.owners, self.rank, used))
         if self._backwards:  # after the first one DDP makes its buckets anew
-            self._buckets.append((values.untyped_storage(), values.untyped_storage().nbytes()))
+            self._buckets.append(values.untyped_storage())
         done: torch.futures.Future[torch.Tensor] = torch.futures.Future(
             devices=None if values.device.type == "cpu" else [values.device]
         )
@@ -186,8 +187,8 @@ class GradientShare:
 
     def _before_gradient(self, parameter: nn.Parameter) -> None:
         """Give DDP's buckets their memory again, and an averaged gradient the weight of all ranks in the next sum."""
-        while self._buckets:
-            storage, size = self._buckets.pop()
+        while self._freed:
+            storage, size = self._freed.pop()
             storage.resize_(size)
         if parameter in self._averaged:
             self._averaged.discard(parameter)
@@ -216,7 +217,9 @@ class GradientShare:
                 gradient.fill_(torch.inf)
         self._notes = {parameter: _Note(id(gradient), version_of(gradient)) for parameter, gradient in ready}
         self._averaged = set(self._notes)
-        for storage, _ in self._buckets:
+        self._freed = [(storage, storage.nbytes()) for storage in self._buckets]
+        self._buckets = []
+        for storage, _ in self._freed:
             storage.resize_(0)
         self._backwards += 1
 

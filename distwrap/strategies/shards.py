@@ -106,6 +106,28 @@ def load_full_state(thing: nn.Module | Optimizer, state: dict[str, Any]) -> None
     thing.load_state_dict({**state, "state": {**state["state"], **divided}})
 
 
+def empty_shards(thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a stored state with an empty shard in the place of each tensor that is divided in a model or optimizer."""
+
+    def like(pattern: Any, value: Any) -> Any:
+        is_divided = isinstance(pattern, DTensor) and isinstance(value, torch.Tensor) and value.shape == pattern.shape
+        return torch.empty_like(pattern, dtype=value.dtype, requires_grad=False) if is_divided else value
+
+    if isinstance(thing, nn.Module):
+        net = unwrap_model(thing)
+        names, patterns = strip_module_prefix(state, target=net), dict(net.state_dict())
+        pairs = zip(state.items(), names, strict=True)
+        return {key: like(patterns.get(name), value) for (key, value), name in pairs}
+    numbered = [parameter for group in thing.param_groups for parameter in group["params"]]
+    stored = {
+        number: {name: like(numbered[number], value) for name, value in values.items()}
+        if number in range(len(numbered))
+        else values
+        for number, values in state["state"].items()
+    }
+    return {**state, "state": stored}
+
+
 def _like_parameter(parameter: torch.Tensor, value: Any) -> Any:
     """Return an optimizer's value for a parameter: divided like it where it has the parameter's shape, or whole."""
     if isinstance(value, DTensor) and not isinstance(parameter, DTensor):

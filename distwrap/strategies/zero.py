@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 
 from distwrap.comm.base import Algorithm
 from distwrap.comm.qadam import QAdam
+from distwrap.devices.memory import return_freed_memory
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import World, current_world
 from distwrap.model.distributed import AveragingModel, DistributedModel
@@ -22,7 +23,7 @@ from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp import DDPStrategy
 from distwrap.strategies.gradient_share import GradientShares
 from distwrap.strategies.optimizer_share import OptimizerShare, OptimizerShares
-from distwrap.strategies.optimizer_state import full_state, state_in_parts
+from distwrap.strategies.optimizer_state import full_state, parts_to_load, state_in_parts
 
 
 class ZeroStrategy(DDPStrategy):
@@ -60,6 +61,7 @@ class ZeroStrategy(DDPStrategy):
         if isinstance(wrapped, DistributedModel):
             gradients = world.part(GradientShares)  # whose hook must be there before a step looks at all hooks
             if self.stage == 2:
+                return_freed_memory(world.device)
                 gradients.divide(wrapped)
             world.part(OptimizerShares).adopt_by(_divide)
         return wrapped
@@ -86,8 +88,10 @@ class ZeroStrategy(DDPStrategy):
             return super().clip(optimizer, parameters, max_norm)
         return world.part(GradientShares).clip(parameters, max_norm)
 
-    def release(self, optimizer: Optimizer) -> None:
-        current_world().part(OptimizerShares).release(optimizer)
+    def give_back(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
+        if isinstance(thing, Optimizer):
+            current_world().part(OptimizerShares).release(thing)
+        super().give_back(thing, state)
 
     def held(self, model: nn.Module) -> Iterable[Held]:
         options = current_world().part(OptimizerShares).options(model)
@@ -106,6 +110,10 @@ class ZeroStrategy(DDPStrategy):
             return super().state(thing) if current_world().placement.world_size > 1 else None
         assert isinstance(thing, Optimizer)
         return state_in_parts(thing, share)
+
+    def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        share = _share_of(thing)
+        return None if share is None or not isinstance(thing, Optimizer) else parts_to_load(thing, share, state)
 
     def _refuse(self, options: dict[str, Any]) -> None:
         """Refuse options of DDP that do not go with a division over all ranks."""

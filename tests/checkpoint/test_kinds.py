@@ -265,10 +265,10 @@ def test_a_sharded_checkpoint_cannot_run_code(tmp_path: Path) -> None:
     assert not (tmp_path / "exploded").exists()
 
 
-def test_a_sharded_checkpoint_in_the_background_is_refused(tmp_path: Path) -> None:
+def test_parts_of_a_users_own_format_are_not_written_in_the_background(tmp_path: Path) -> None:
     """It is the work of all ranks together."""
-    with pytest.raises(OptionError, match="written by all ranks"):
-        dw.save({}, tmp_path / "a", io="sharded", background=True)
+    with pytest.raises(OptionError, match="OwnParts is written by all ranks"):
+        dw.save({}, tmp_path / "a", io=OwnParts(), background=True)
 
 
 def test_a_failing_part_is_everybodys_error(tmp_path: Path) -> None:

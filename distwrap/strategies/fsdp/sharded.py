@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from distwrap._internals.torch_sharding import BeforeFSDP, has_gradient_hook
+from distwrap.devices.memory import return_freed_memory
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.collectives import broadcast
 from distwrap.group.setup import require_group
@@ -57,7 +55,7 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     require_group("wrap_model")
     net = unwrap_model(model)
     _refuse_hooks(net)
-    _return_freed_memory()
+    return_freed_memory(current_world().device)
     wrapping.in_precision.precision.weights(net)
     mesh = world.part(Meshes).over(_ranks(strategy.shard, world))
     units = units_of(net, strategy.wrap)
@@ -170,15 +168,3 @@ def _say_what_is_small(net: nn.Module, units: list[nn.Module], mesh: DeviceMesh)
             f"strategy='fsdp': {type(net).__name__} has no list of alike blocks, so all of it is gathered at once. "
             f"Name the classes that are to be gathered one by one: FSDPStrategy(wrap=['Block']).",
         )
-
-
-def _return_freed_memory() -> None:
-    """Let the C library give gathered weights back to the system: glibc would keep each rank's buffers.
-
-    Source: https://man7.org/linux/man-pages/man3/mallopt.3.html
-    """
-    if sys.platform == "linux" and current_world().device.type == "cpu":
-        with suppress(AttributeError, OSError):
-            mallopt = ctypes.CDLL(None).mallopt
-            for setting in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-                mallopt(setting, 2**20)

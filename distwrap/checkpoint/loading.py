@@ -1,0 +1,139 @@
+"""Reading of checkpoints: everything, or of what a strategy divides the pieces of this rank alone."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from traceback import format_exception_only
+from typing import Any
+
+import torch
+
+from distwrap.checkpoint.formats import CheckpointIO, Streamed, choose
+from distwrap.checkpoint.pieces import Later, box_of, part_of
+from distwrap.checkpoint.plain import Staging
+from distwrap.errors import CheckpointError
+from distwrap.group.collective_guard import check_collectives_allowed
+from distwrap.group.world import current_world
+from distwrap.model import unwrap_model
+from distwrap.model.state_dict import strip_module_prefix
+from distwrap.model.wrapped_models import bound_strategy
+from distwrap.nesting import rebuilt
+
+
+def read(path: Path, into: Any = None, *, map_location: Any = "cpu", io: str | CheckpointIO = "auto") -> Any:
+    """Return what is in a checkpoint, for `load_into`; pieces of what is divided alone where it goes to the CPU.
+
+    Args:
+        path: the file or folder.
+        into: the objects for which it is read: of a divided one this rank's pieces come, as ``DTensor``.
+        map_location: as for ``torch.load``.
+        io: the format.
+
+    Raises:
+        CheckpointError: it is none.
+        FileNotFoundError: it is not there.
+    """
+    chosen = choose(io, path)
+    if chosen.collective:
+        check_collectives_allowed("load() of a sharded checkpoint")
+    try:
+        if not _any_divided(into) or str(map_location) not in ("cpu", "None"):
+            return chosen.load(path, map_location)
+        if isinstance(chosen, Streamed):
+            return _read_mapped(chosen.mapped(path), into)
+        if hasattr(chosen, "load_pieces"):
+            return chosen.load_pieces(path, map_location, lambda state: _with_pieces(state, into))
+        return chosen.load(path, map_location)
+    except (FileNotFoundError, CheckpointError):
+        raise
+    except Exception as error:
+        place = current_world().placement
+        why = format_exception_only(error)[0].splitlines()[0].rstrip(". ")  # with its type: "101" says nothing
+        raise CheckpointError(
+            f"rank {place.rank} cannot load {os.fspath(path)}: {why}. "
+            f"Save it again with distwrap.save(), or, if you trust where it comes from, read it with "
+            f"torch.load(path, weights_only=False)."
+        ) from error
+
+
+def load_into(into: Any, state: Any, where: str = "") -> None:
+    """Hand each object in a nesting what was saved in its place.
+
+    Raises:
+        CheckpointError: nothing was; names the place.
+    """
+    strategy, target = bound_strategy(into), into
+    if strategy is not None:
+        strategy.load_state(into, state)
+        return
+    if isinstance(into, torch.nn.Module):
+        target = unwrap_model(into)
+        state = strip_module_prefix(state, target=target)
+    if callable(getattr(target, "load_state_dict", None)):
+        target.load_state_dict(state)
+    elif isinstance(into, Mapping):
+        for key, item in into.items():
+            if not isinstance(state, Mapping) or key not in state:
+                there = ", ".join(map(repr, state)) if isinstance(state, Mapping) else type(state).__name__
+                raise CheckpointError(f"the checkpoint has no state{where}[{key!r}]. It has: {there}.")
+            load_into(item, state[key], f"{where}[{key!r}]")
+    elif isinstance(into, (list, tuple)):
+        if not isinstance(state, (list, tuple)) or len(state) != len(into):
+            raise CheckpointError(f"the checkpoint's state{where} is no list of {len(into)}.")
+        for index, item in enumerate(into):
+            load_into(item, state[index], f"{where}[{index}]")
+
+
+def _any_divided(into: Any) -> bool:
+    """Return whether a strategy divides one of the objects in a nesting."""
+    found = False
+
+    def look(part: Any, _: tuple[Any, ...]) -> Any:
+        nonlocal found
+        strategy = bound_strategy(part)
+        found = found or (strategy is not None and strategy.shards)
+        return part
+
+    rebuilt(into, look)
+    return found
+
+
+def _with_pieces(state: Any, into: Any) -> Any:
+    """Return a state with what this rank needs of it, as `Strategy.parts_to_load` says."""
+
+    def replaced(part: Any, path: tuple[Any, ...]) -> Any:
+        target = _at(into, path)
+        strategy = bound_strategy(target)
+        parts = strategy.parts_to_load(target, part) if strategy is not None and isinstance(part, dict) else None
+        return part if parts is None else parts
+
+    return rebuilt(state, replaced)
+
+
+def _at(value: Any, path: tuple[Any, ...]) -> Any:
+    """Return what some keys lead to in a nesting; ``None`` where they lead out of it."""
+    for key in path:
+        is_dict = isinstance(value, Mapping) and key in value
+        if not is_dict and not (isinstance(value, (list, tuple)) and isinstance(key, int) and key < len(value)):
+            return None
+        value = value[key]
+    return value
+
+
+def _read_mapped(state: Any, into: Any) -> Any:
+    """Return a state out of one whose numbers are still in its file: pieces, and all of other tensors."""
+    pieces: list[torch.Tensor] = []
+
+    def filled(leaf: Any, path: tuple[Any, ...]) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf is (mapped := _at(state, path)):
+            return leaf
+        with torch.no_grad():
+            local: torch.Tensor = leaf.to_local()  # type: ignore[attr-defined]
+            if local.numel():
+                local.copy_(part_of(mapped, *box_of(leaf)))
+        pieces.append(leaf)
+        return Later(leaf.shape, leaf.dtype)
+
+    rest = Staging().copied(rebuilt(_with_pieces(state, into), filled))  # in memory of its own, not the file's
+    found = iter(pieces)
+    return rebuilt(rest, lambda leaf, _: next(found) if isinstance(leaf, Later) else leaf)

@@ -1,0 +1,89 @@
+"""Work of some ranks on a checkpoint, of which all ranks learn whether it was done."""
+
+import json
+import re
+import socket
+from collections.abc import Callable, Sequence
+
+from distwrap.errors import CheckpointError, CollectiveError
+from distwrap.group.collective_guard import CollectiveGuard
+from distwrap.group.wait_for_rank import share_result
+from distwrap.group.world import current_world
+from distwrap.supervision.hang_report import Activity
+
+
+def do_on_ranks(work: Callable[[], object], what: str, name: str, workers: Sequence[int] = (0,)) -> None:
+    """Do some work on some ranks, and raise a failure of one of them on every rank.
+
+    Where only some ranks are, as in `rank_zero_only`, the others learn of nothing.
+
+    Args:
+        work: writes something.
+        what: is written, for the error.
+        name: of the work, alike on every rank. The ranks meet in calls of one line and one name.
+        workers: the ranks that do it.
+
+    Raises:
+        CheckpointError: names the rank and the host; or this rank's name has its rank in it.
+    """
+    rank, host = current_world().placement.rank, socket.gethostname()
+    activity = current_world().part(Activity)
+    activity.record(name)
+    problem: str = ""
+    cause: BaseException | None = None
+    if rank in workers:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001 - whatever is raised, all ranks raise
+            problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            cause = error
+    for worker in workers:
+        its_host, its_problem = host, problem
+        if not current_world().part(CollectiveGuard).function:
+            mine = json.dumps([name, host, problem]).encode() if rank == worker else None
+            its_name = ""
+            while its_name != name:  # of what that rank has saved alone, or to a path of its own
+                its_name, its_host, its_problem = _told_by(worker, mine, name, activity.site, its_name)
+                if its_name != name:
+                    _refuse_own_name(rank, name, worker, its_name)
+        if cause is not None and not isinstance(cause, Exception):
+            raise cause
+        if its_problem:
+            raise CheckpointError(
+                f"{what} was not written by rank {worker} on {its_host}: {its_problem}. What was there before is "
+                f"untouched."
+            ) from (cause if rank == worker else None)
+
+
+def _told_by(worker: int, mine: bytes | None, name: str, site: str, before: str) -> list[str]:
+    """Return what a rank tells of its work in this line: the name, its host, and the problem.
+
+    Args:
+        worker: that rank.
+        mine: what this rank tells, if it is that one.
+        name: of the work on this rank.
+        site: the line.
+        before: another name that the rank told there meanwhile, for the error and the hang report.
+
+    Raises:
+        CheckpointError: it has left without coming to this line.
+    """
+    waits_for = f"{name} (rank {worker} did {before!r} there)" if before else name
+    try:
+        return json.loads(share_result(waits_for, worker, mine, turn=f"save at {site}"))  # type: ignore[no-any-return]
+    except CollectiveError as error:
+        why = "with the same path" if before else f"which rank {worker} did not reach"
+        raise CheckpointError(
+            f"{waits_for!r} at {site}: {error} All ranks must call it from one line, {why}."
+        ) from error
+
+
+def _refuse_own_name(rank: int, name: str, worker: int, its_name: str) -> None:
+    """Raise an error where two ranks' names differ in their ranks: each means to write a file of its own."""
+    mine, its = (re.split(r"(\d+)", each) for each in (name, its_name))
+    differ = [pair for pair in zip(mine, its, strict=False) if pair[0] != pair[1]]
+    if len(mine) == len(its) and all(one.isdigit() and (int(one), int(two)) == (rank, worker) for one, two in differ):
+        raise CheckpointError(
+            f"rank {rank} called {name!r}, and rank {worker} {its_name!r}. Only rank {worker} writes, for all ranks, "
+            f"so all must give the same name. For a file of each rank's own use torch.save(), or else io='sharded'."
+        )

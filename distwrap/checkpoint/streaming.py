@@ -1,0 +1,174 @@
+"""Files whose tensors come one at a time: torch's own, and safetensors in one file or in several with an index.
+
+A file is written with room for the numbers, which are filled in as they come.
+
+Source: https://docs.pytorch.org/docs/stable/notes/serialization.html#torch.serialization.skip_data
+Source: https://huggingface.co/docs/safetensors#format
+"""
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from distwrap.checkpoint.pieces import Later, leaves
+from distwrap.checkpoint.untrusted import begin_of_numbers, load_file
+from distwrap.errors import CheckpointError
+from distwrap.group.tensors_apart import as_bytes, is_dense
+from distwrap.nesting import rebuilt
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_BUFFER = 2**22  # bytes
+_TYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.uint16: "U16",
+    torch.uint32: "U32",
+    torch.uint64: "U64",
+}
+
+
+def write_torch(state: Any, path: Path, wholes: Iterator[torch.Tensor]) -> None:
+    """Write a file that ``torch.load`` reads, with tensors that come one at a time.
+
+    Args:
+        state: a plain state, with a `Later` in the place of each tensor to come.
+        path: the file.
+        wholes: those tensors, in their order.
+
+    Raises:
+        CheckpointError: a tensor beside them is sparse, quantized, or of a class of its own.
+    """
+    with torch.serialization.skip_data():
+        torch.save(rebuilt(state, _with_room), path)
+    begin = begin_of_numbers(path)
+    there = [leaf.untyped_storage() for leaf in leaves(load_file(path, "cpu", mapped=True), torch.Tensor)]
+    base = min((storage.data_ptr() for storage in there if storage.nbytes()), default=0)
+    with open(path, "r+b") as file:
+        for leaf, storage in zip(leaves(state, (Later, torch.Tensor)), there, strict=True):
+            if storage.nbytes():
+                file.seek(begin + storage.data_ptr() - base)
+            _write(file, next(wholes) if isinstance(leaf, Later) else _all_of(leaf))  # and hold on to none of them
+
+
+def write_safetensors(
+    state: Mapping[str, Any], path: Path, wholes: Iterator[torch.Tensor], metadata: Mapping[str, str]
+) -> None:
+    """Write a ``.safetensors`` file with tensors that come one at a time.
+
+    Args:
+        state: names, and tensors or `Later` in their places.
+        path: the file.
+        wholes: the tensors to come, in their order.
+        metadata: words beside the tensors.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name in sorted(state, key=lambda name: -state[name].dtype.itemsize):  # so that numbers begin at a multiple
+        leaf = state[name]
+        if leaf.dtype not in _TYPES:
+            raise CheckpointError(f"a .safetensors file holds no {leaf.dtype}, as {name!r} is; save to a .pt file")
+        begin, end = end, end + leaf.nbytes
+        header[name] = {"dtype": _TYPES[leaf.dtype], "shape": list(leaf.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text = text.ljust(-(-len(text) // 8) * 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, leaf in state.items():
+            file.seek(8 + len(text) + header[name]["data_offsets"][0])
+            _write(file, next(wholes) if isinstance(leaf, Later) else leaf)
+        file.truncate(8 + len(text) + end)
+
+
+def write_folder(
+    state: Mapping[str, Any],
+    folder: Path,
+    wholes: Iterator[torch.Tensor],
+    metadata: Mapping[str, str],
+    max_shard_size: int,
+) -> None:
+    """Write a model to ``.safetensors`` files of a size, with an index where there are several, as Hugging Face does.
+
+    Args:
+        state: names, and tensors or `Later` in their places.
+        folder: an empty one.
+        wholes: the tensors to come, in their order.
+        metadata: words beside the tensors.
+        max_shard_size: bytes of the tensors in a file, in which there is at least one.
+
+    Source: https://huggingface.co/docs/transformers/main/big_models
+    """
+    files: list[dict[str, Any]] = [{}]
+    held = 0
+    for name, leaf in state.items():
+        if files[-1] and held + leaf.nbytes > max_shard_size:
+            files.append({})
+            held = 0
+        files[-1][name] = leaf
+        held += leaf.nbytes
+    if len(files) == 1:
+        write_safetensors(state, folder / SINGLE, wholes, metadata)
+        return
+    weight_map: dict[str, str] = {}
+    for number, part in enumerate(files, 1):
+        file = f"model-{number:05}-of-{len(files):05}.safetensors"
+        write_safetensors(part, folder / file, wholes, metadata)
+        weight_map.update(dict.fromkeys(part, file))
+    total = sum(leaf.nbytes for leaf in state.values())
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def drained(wholes: Iterator[torch.Tensor], write: Callable[[Iterator[torch.Tensor]], object]) -> None:
+    """Write tensors that come from other ranks, and take all of them where that fails: nobody waits to send one."""
+    try:
+        write(wholes)
+    except Exception:
+        for _ in wholes:
+            pass
+        raise
+
+
+def _with_room(leaf: Any, _: tuple[Any, ...]) -> Any:
+    """Return a tensor whose memory nobody touches, so that it takes none, in the place of one to come."""
+    if isinstance(leaf, Later):
+        storage = torch.UntypedStorage(leaf.nbytes)  # type: ignore[no-untyped-call]
+        strides = torch.empty(leaf.shape, device="meta").stride()
+        return torch.empty(0, dtype=leaf.dtype).set_(storage, 0, leaf.shape, strides)
+    if isinstance(leaf, torch.Tensor) and not (type(leaf) in (torch.Tensor, torch.nn.Parameter) and is_dense(leaf)):
+        raise CheckpointError(
+            f"a {type(leaf).__name__} that is sparse, quantized, or of a class of its own cannot be in one file with a "
+            f"divided model; save it to another"
+        )
+    return leaf
+
+
+def _all_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of all the memory that a tensor is in, which it may share with others, as in the file."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+
+
+def _write(file: IO[bytes], tensor: torch.Tensor) -> None:
+    numbers = tensor.detach().cpu().contiguous()
+    if not numbers.numel():
+        return
+    everything = as_bytes(numbers)
+    buffer = bytearray(min(_BUFFER, everything.numel()))
+    window = torch.frombuffer(buffer, dtype=torch.uint8)
+    for part in everything.split(len(buffer)):  # type: ignore[no-untyped-call]
+        window[: part.numel()].copy_(part)
+        file.write(memoryview(buffer)[: part.numel()])

@@ -1,0 +1,152 @@
+"""The two ways to write a checkpoint, now or in the background: rank 0 all of it, or every rank its part."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from distwrap.checkpoint import files, retention
+from distwrap.checkpoint.background import Writer
+from distwrap.checkpoint.formats import CheckpointIO
+from distwrap.checkpoint.on_ranks import do_on_ranks
+from distwrap.checkpoint.pieces import Gathering, Piece, PieceGroup, leaves
+from distwrap.checkpoint.plain import plain
+from distwrap.checkpoint.safetensors_format import SafetensorsIO, check_replaceable
+from distwrap.errors import CheckpointError
+from distwrap.group.collective_guard import check_collectives_allowed
+from distwrap.group.world import current_world
+from distwrap.nesting import rebuilt
+
+
+def write_file(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, background: bool) -> None:
+    """Write a checkpoint on rank 0, to which the other ranks send their pieces of divided tensors, if there are any.
+
+    Args:
+        state: of each rank; with a `Piece` in the place of each divided tensor.
+        path: the file.
+        keep: how many to keep.
+        io: the format.
+        background: copy, and go on.
+    """
+    what, name, placement = f"the checkpoint {path}", f"save {path}", current_world().placement
+    writer, here = current_world().part(Writer), placement.rank == 0
+    pieces = leaves(state, Piece)
+    if not pieces:
+        do_on_ranks(lambda: _write_alone(state, path, keep, io, background=background), what, name)
+        return
+    gathering, everybody = Gathering(pieces), range(placement.world_size)
+    own: list[Any] = [pieces]
+
+    def prepare() -> None:
+        writer.wait()
+        if here:
+            own[:] = [_plain(state), files.place_of(path)]
+
+    def write(state: Any) -> None:
+        wholes = gathering.run(leaves(state, Piece))
+        try:
+            if here:
+                _put(own[1], keep, io, lambda temporary: io.stream(state, temporary, wholes))  # type: ignore[attr-defined]
+        finally:
+            for _ in wholes:  # all of them, also where the writing has failed: nobody must wait to send one
+                pass
+
+    do_on_ranks(prepare, what, f"{name} state", everybody)  # before a rank sends, which is no use where rank 0 cannot
+    if background:
+        do_on_ranks(lambda: writer.write(own[0], write, what, tells=here), what, f"{name} copy", everybody)
+    else:
+        do_on_ranks(lambda: write(own[0]), what, name, everybody)
+
+
+def write_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, background: bool) -> None:
+    """Write a checkpoint to a folder, every rank its part.
+
+    Args:
+        state: of each rank; with a ``DTensor`` in the place of each divided tensor.
+        path: the folder.
+        keep: how many to keep.
+        io: the format; in the background one of ours.
+        background: copy, and go on.
+    """
+    check_collectives_allowed("save() of a sharded checkpoint")
+    what, name, placement = f"the checkpoint {path}", f"save {path}", current_world().placement
+    writer, everybody = current_world().part(Writer), range(placement.world_size)
+    plain_state: list[Any] = []
+    place = Path(os.path.realpath(path))
+    temporary = place.parent / f".{place.name}.tmp"
+
+    def make_room() -> None:
+        writer.wait()
+        files.place_of(path)
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+
+    def finish() -> None:
+        files.put_folder(temporary, place)
+        retention.prune(place, keep)
+
+    def write(state: Any) -> None:
+        group, problem = current_world().part(PieceGroup), ""
+        try:
+            io.over(group.group).save(state, temporary)  # type: ignore[attr-defined]
+        except Exception as error:  # noqa: BLE001 - rank 0 raises it
+            problem = f"rank {placement.rank}: {type(error).__name__}: {error}"
+        problems = [text for text in group.gather_text(problem) if text]
+        if problems:
+            raise CheckpointError(problems[0])
+        if placement.rank == 0:
+            finish()
+
+    do_on_ranks(make_room, what, name)
+    # Before a rank begins to write, which it may do together with the others.
+    do_on_ranks(lambda: plain_state.append(plain(state)), what, f"{name} state", everybody)
+    if background:
+        current_world().part(PieceGroup)
+
+        def copy() -> None:
+            writer.write(plain_state[0], write, what, tells=placement.rank == 0)
+
+        do_on_ranks(copy, what, f"{name} copy", everybody)
+        return
+    do_on_ranks(lambda: io.save(plain_state[0], temporary), what, f"{name} part", everybody)
+    do_on_ranks(finish, what, name)
+
+
+def _write_alone(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, background: bool) -> None:
+    writer, place = current_world().part(Writer), files.place_of(path)
+    plain_state = _plain(state)
+
+    def write(state: Any) -> None:
+        _put(place, keep, io, lambda temporary: io.save(state, temporary))
+
+    if background:
+        writer.write(plain_state, write, f"the checkpoint {path}")
+    else:
+        writer.wait()  # a later state must not be overtaken by an earlier one
+        write(plain_state)
+
+
+def _put(place: Path, keep: int | None, io: CheckpointIO, write: Any) -> None:
+    """Write a file, or a folder where the format is one of several files, and remove older ones."""
+    if isinstance(io, SafetensorsIO) and io.is_folder(place):
+        files.write_folder(place, write, lambda: check_replaceable(place))
+    else:
+        files.write_atomically(place, write, lambda: retention.keep_predecessors(place, keep))
+    retention.prune(place, keep)
+
+
+def _plain(state: Any) -> Any:
+    return rebuilt(plain(state), _refuse_piece)
+
+
+def _refuse_piece(leaf: Any, path: tuple[Any, ...]) -> Any:
+    if hasattr(leaf, "full_tensor") and any(  # as a DTensor has, whose class takes long to import
+        ranks > 1 and not placement.is_replicate()
+        for placement, ranks in zip(leaf.placements, leaf.device_mesh.shape, strict=True)
+    ):
+        where, rank = "".join(f"[{key!r}]" for key in path), current_world().placement.rank
+        raise CheckpointError(
+            f"state{where} is a DTensor, of which rank {rank} has a piece. Save with io='sharded', or save what its "
+            f"full_tensor() returns on every rank."
+        )
+    return leaf
