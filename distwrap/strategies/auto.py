@@ -76,7 +76,7 @@ class AutoStrategy(Strategy):
             InPrecision(run.precision, device),
             optimizer_named(self.optimizer),
         )
-        memory = self._memory(device, place.local_world_size) - taken.beside(model)
+        memory = max(0, self._memory(device, place.local_world_size) - taken.beside(model))
         everyones = gather_object((memory, [vars(need) for need in needs]))  # so that all ranks choose alike
         memory, needs = min(each for each, _ in everyones), [Need(**each) for each in everyones[0][1]]
         able = {need.strategy: strategies.make(need.strategy) for need in needs}
@@ -123,11 +123,13 @@ class _Taken(RunPart):
     """Bytes that the models of one run take, by the strategies chosen for them."""
 
     def __init__(self, world: World) -> None:
+        self._world = world
         self.by: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
     def beside(self, model: nn.Module) -> int:
-        """Return those of all other models."""
-        return sum(size for other, size in self.by.items() if other is not unwrap_model(model))
+        """Return those of the other models that are trained, and that somebody still holds."""
+        others = {unwrap_model(wrapped) for wrapped in self._world.part(WrappedModels)} - {unwrap_model(model)}
+        return sum(self.by.get(other, 0) for other in others)
 
 
 def _takes(strategy: Strategy, run: Options) -> bool:
