@@ -146,11 +146,15 @@ def model_of(place: str, args: Sequence[Any], kwargs: dict[str, Any]) -> nn.Modu
     if not callable(found):
         raise OptionError(f"{place} is a {type(found).__name__}: give a class, or a function that returns the model.")
     try:
-        inspect.signature(found).bind(*args, **kwargs)
+        signature = inspect.signature(found)
+    except ValueError:  # of a function in C
+        signature = inspect.Signature.from_callable(lambda *args, **kwargs: None)
+    try:
+        signature.bind(*args, **kwargs)
     except TypeError as error:
         raise OptionError(
-            f"{place} takes other arguments: {error}. Its signature is {attribute}{inspect.signature(found)}; give "
-            f"them as --args 3 or --kwargs width=3."
+            f"{place} takes other arguments: {error}. Its signature is {attribute}{signature}; give them as --args 3 "
+            f"or --kwargs width=3."
         ) from error
     try:
         with init_empty():

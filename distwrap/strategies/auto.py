@@ -16,7 +16,7 @@ from distwrap.devices.kinds import kind_of
 from distwrap.errors import OptionError
 from distwrap.group.collectives import gather_object
 from distwrap.group.setup import require_group
-from distwrap.group.world import RunPart, World, current_world, say
+from distwrap.group.world import RunPart, World, current_world, say_once
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, bind, bound_strategy, parameters_of
 from distwrap.options import Options
@@ -76,7 +76,7 @@ class AutoStrategy(Strategy):
             InPrecision(run.precision, device),
             optimizer_named(self.optimizer),
         )
-        memory = self._memory(device, place.local_world_size) - taken.beside(model)
+        memory = max(0, self._memory(device, place.local_world_size) - taken.beside(model))
         everyones = gather_object((memory, [vars(need) for need in needs]))  # so that all ranks choose alike
         memory, needs = min(each for each, _ in everyones), [Need(**each) for each in everyones[0][1]]
         able = {need.strategy: strategies.make(need.strategy) for need in needs}
@@ -84,10 +84,8 @@ class AutoStrategy(Strategy):
         choice = recommended(needs, memory)
         chosen = able[choice.strategy]
         taken.by[unwrap_model(model)] = next(need.total for need in needs if need.strategy == choice.strategy)
-        say(
-            f"strategy='auto' is {choice.strategy!r} for {type(unwrap_model(model)).__name__}: {choice.why} "
-            f"(assuming {self.optimizer}, without activations)"
-        )
+        said = f"strategy='auto' is {choice.strategy!r} for {type(unwrap_model(model)).__name__}: {choice.why}"
+        say_once(said, f"{said} (assuming {self.optimizer}, without activations)")
         _bind_optimizers(model, chosen)
         return chosen
 
@@ -125,11 +123,13 @@ class _Taken(RunPart):
     """Bytes that the models of one run take, by the strategies chosen for them."""
 
     def __init__(self, world: World) -> None:
+        self._world = world
         self.by: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
     def beside(self, model: nn.Module) -> int:
-        """Return those of all other models."""
-        return sum(size for other, size in self.by.items() if other is not unwrap_model(model))
+        """Return those of the other models that are trained, and that somebody still holds."""
+        others = {unwrap_model(wrapped) for wrapped in self._world.part(WrappedModels)} - {unwrap_model(model)}
+        return sum(self.by.get(other, 0) for other in others)
 
 
 def _takes(strategy: Strategy, run: Options) -> bool:

@@ -18,7 +18,7 @@ from distwrap.checks import parsed
 from distwrap.errors import OptionError
 from distwrap.model.transparent import unwrap_model
 from distwrap.precision import InPrecision
-from distwrap.strategies.fsdp.units import units_of
+from distwrap.strategies.fsdp.units import computed_in, norms_of, units_of
 from distwrap.strategies.optimizer_share import balanced
 from distwrap.wording import first_line, unknown_name
 
@@ -152,7 +152,7 @@ def state_bytes(parameters: Sequence[nn.Parameter], make: MakeOptimizer) -> dict
 
 
 class _Kept:
-    """Tensors that a model keeps: its parameters and buffers, without numbers, in the types of a precision."""
+    """Parameters and buffers of a model, without numbers, in the types in which a precision trains them."""
 
     def __init__(self, model: nn.Module, in_precision: InPrecision) -> None:
         shadow = nn.Module()
@@ -189,8 +189,6 @@ def _gathered(model: nn.Module, kept: _Kept) -> int:
 
     Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
-    from distwrap.strategies.fsdp.sharded import computed_in, norms_of
-
     dtype = computed_in(kept.in_precision, kept.shadow)
     seen: set[int] = set()
 

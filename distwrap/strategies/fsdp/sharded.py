@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from distwrap._internals.torch import norm_classes
 from distwrap._internals.torch_sharding import BeforeFSDP, has_gradient_hook, is_in_pieces
 from distwrap.devices.memory import return_freed_memory
 from distwrap.errors import ModelError, OptionError
@@ -20,14 +19,13 @@ from distwrap.group.world import Layout, RunPart, World, current_world, say_once
 from distwrap.model.buffers import Buffers
 from distwrap.model.empty import fill
 from distwrap.model.transparent import unwrap_model
-from distwrap.precision import InPrecision
 from distwrap.strategies import shards
 from distwrap.strategies.adoption import Adoption, Replacement
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.fsdp.model import DividedModel, FSDPRouting
 from distwrap.strategies.fsdp.recomputation import recompute
 from distwrap.strategies.fsdp.tensor_parallel import TensorParallel
-from distwrap.strategies.fsdp.units import units_of
+from distwrap.strategies.fsdp.units import computed_in, norms_of, units_of
 
 if TYPE_CHECKING:
     from distwrap.strategies.fsdp.strategy import FSDPStrategy
@@ -154,11 +152,6 @@ def _shard(
     fully_shard(net, mp_policy=policy, **{**options, "reshard_after_forward": False if units else None})
 
 
-def norms_of(net: nn.Module) -> list[nn.Module]:
-    """Return the norms that have weights."""
-    return [part for part in net.modules() if isinstance(part, norm_classes()) and [*part.parameters(recurse=False)]]
-
-
 def _placement(parameter: nn.Parameter) -> Shard | None:
     """Return the dimension in which a parameter is divided, where it is not the first: that one is cut in pieces."""
     return Shard(1) if isinstance(parameter, DTensor) and is_in_pieces(parameter.placements[0]) else None
@@ -203,15 +196,6 @@ def tensor_ranks(strategy: FSDPStrategy, world: World) -> int:
             f"node, cannot be divided into groups of {ranks}. Take a divisor of both."
         )
     return ranks
-
-
-def computed_in(in_precision: InPrecision, net: nn.Module) -> torch.dtype | None:
-    """Return the type in which autocast multiplies weights, if it is to: they are gathered in it then."""
-    kind = in_precision.device.type
-    with in_precision.context():
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-    types = {parameter.dtype for parameter in net.parameters() if parameter.is_floating_point()}
-    return dtype if types == {torch.float32} else None
 
 
 def _share(net: nn.Module, device: torch.device, stays: bool) -> None:

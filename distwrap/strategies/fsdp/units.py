@@ -1,4 +1,4 @@
-"""Units of a model that is divided: the parts of it that are gathered, used and let go of together."""
+"""Units of a model that is divided: the parts of it that are gathered, used and let go of together, and their type."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
+import torch
 from torch import nn
 
+from distwrap._internals.torch import norm_classes
 from distwrap.errors import ModelError, OptionError
+from distwrap.precision import InPrecision
 from distwrap.wording import unknown_name
 
 Wrap = Literal["auto"] | str | int | Iterable[str] | Callable[[nn.Module], bool]
@@ -63,6 +66,20 @@ def units_of(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
                 )
     depth = {id(module): number for number, (_, module) in enumerate(named)}
     return sorted({id(unit): unit for unit in chosen}.values(), key=lambda unit: -depth[id(unit)])
+
+
+def norms_of(net: nn.Module) -> list[nn.Module]:
+    """Return the norms that have weights."""
+    return [part for part in net.modules() if isinstance(part, norm_classes()) and [*part.parameters(recurse=False)]]
+
+
+def computed_in(in_precision: InPrecision, net: nn.Module) -> torch.dtype | None:
+    """Return the type in which autocast multiplies weights, if it is to: they are gathered in it then."""
+    kind = in_precision.device.type
+    with in_precision.context():
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
+    types = {parameter.dtype for parameter in net.parameters() if parameter.is_floating_point()}
+    return dtype if types == {torch.float32} else None
 
 
 def _asked_for(named: Sequence[tuple[str, nn.Module]], wrap: Wrap) -> list[nn.Module]:
