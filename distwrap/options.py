@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 from distwrap.checks import AT_LEAST_ONE, SECONDS, SEED, Check, either, one_of, whole
 from distwrap.errors import OptionError
-from distwrap.registry import LAUNCHER_OF_STRATEGY, algorithms, launchers, precisions, strategies
+from distwrap.former_names import BECAME, LAUNCHER_OF_STRATEGY
+from distwrap.registry import algorithms, launchers, precisions, strategies
 from distwrap.wording import unknown_name
 
 if TYPE_CHECKING:
@@ -68,8 +69,8 @@ def _strategy(_: str, value: object) -> Any:
     name = value.partition("(")[0].strip() if isinstance(value, str) else ""
     if name in LAUNCHER_OF_STRATEGY and name not in strategies.names():
         raise OptionError(
-            f"strategy {value!r}: {name!r} stands for a launcher too, and takes no options. Say strategy='ddp(…)' with "
-            f"launcher={LAUNCHER_OF_STRATEGY[name]!r}."
+            f"strategy {value!r}: {name!r} stands for a launcher too, and takes no options. Say "
+            f"strategy='{BECAME.get(name, 'ddp').partition('(')[0]}(…)' with launcher={LAUNCHER_OF_STRATEGY[name]!r}."
         )
     return strategies.make(value)
 
@@ -156,11 +157,12 @@ class Options:
                 raise OptionError(f"{where}: {error}") from error.__cause__  # of a broken plug-in
         strategy = checked.get("strategy")
         if isinstance(strategy, str) and strategy in LAUNCHER_OF_STRATEGY:
-            checked["strategy"], implied = strategies.name_of(strategy), LAUNCHER_OF_STRATEGY[strategy]
+            implied = LAUNCHER_OF_STRATEGY[strategy]
+            checked["strategy"] = strategies.make(strategy) if strategy in BECAME else strategies.name_of(strategy)
             if checked.get("launcher", implied) not in ("auto", implied):
                 raise OptionError(
                     f"{where}: strategy={strategy!r} means launcher={implied!r}, but launcher={checked['launcher']!r} "
-                    f"was given too. Say strategy='ddp' with the launcher you want."
+                    f"was given too. Say strategy={BECAME.get(strategy, 'ddp')!r} with the launcher you want."
                 )
             checked["launcher"] = implied
         result = replace(self, **checked)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 from distwrap import entry_points
 from distwrap.checks import parsed
 from distwrap.errors import OptionError
+from distwrap.former_names import BECAME, HINTS, LAUNCHER_OF_STRATEGY
 from distwrap.wording import unknown_name
 
 if TYPE_CHECKING:
@@ -38,8 +39,9 @@ class Registry(Generic[Thing]):
         members: the attributes that such a thing must have.
         plural: the word for several, which is also the name of the entry points: ``distwrap.<plural>``.
         package: where the modules of `rows` are.
-        rows: our own: name, ``"module:name"`` of the factory, one line of description.
+        rows: our own: name, ``"module:name"`` of the factory, one line of description, and what the factory is handed.
         aliases: other spellings of names.
+        former: names in other packages, each with what it became here, from when that is there.
         hints: names that people try and that are none, with a sentence for the error.
         loose: whether names may be given in capitals, or as numbers: ``"BF16"``, ``32``.
     """
@@ -50,16 +52,17 @@ class Registry(Generic[Thing]):
         members: tuple[str, ...],
         plural: str,
         package: str = "",
-        rows: Iterable[tuple[str, str, str]] = (),
+        rows: Iterable[tuple[str, str, str] | tuple[str, str, str, dict[str, Any]]] = (),
         *,
         aliases: Mapping[str, str] | None = None,
+        former: Mapping[str, str] | None = None,
         hints: Mapping[str, str] | None = None,
         loose: bool = False,
     ) -> None:
         self._kind, self._members, self._group, self._loose = kind, members, f"distwrap.{plural}", loose
-        self._rows = {name: _Row((f"{package}.{place}",), description) for name, place, description in rows}
+        self._rows = {name: _Row((f"{package}.{place}",), *rest) for name, place, *rest in rows}
         self._own = set(self._rows)
-        self._aliases, self._hints = dict(aliases or {}), hints
+        self._aliases, self._former, self._hints = dict(aliases or {}), former or {}, hints
         self._installed: dict[str, _Row] | None = None
 
     def register(self, name: str, factory: Factory | str, description: str = "", **defaults: Any) -> None:
@@ -126,7 +129,8 @@ class Registry(Generic[Thing]):
                 raise OptionError(f"{self._kind} {chosen!r}: give a name, or {thing}.")
             return chosen  # type: ignore[return-value]
         spelling, options = parsed(self._kind, text)
-        name = self.name_of(spelling)
+        became, given = self._became(spelling)
+        name, options = self.name_of(became), {**given, **options}
         row = self._row(name)
         factory = row.factory if callable(row.factory) else entry_points.load(f"{self._kind} {name!r}", row.factory)
         try:
@@ -140,6 +144,8 @@ class Registry(Generic[Thing]):
             raise OptionError(
                 f"{self._kind} {name!r}: its factory has made a {type(made).__name__} without {self._missing(made)[0]}."
             )
+        if became != spelling:
+            made.formerly = spelling  # type: ignore[attr-defined]
         return made
 
     def chosen(self, value: object) -> str | Thing:
@@ -153,6 +159,13 @@ class Registry(Generic[Thing]):
             return self.make(value)
         name = self.name_of(value)
         return name if name in self._own else self.make(name)
+
+    def _became(self, spelling: str) -> tuple[str, dict[str, Any]]:
+        """Return what another package's name became, and its options; any other name as it is."""
+        if spelling not in self._former or spelling in self.names():
+            return spelling, {}
+        name, options = parsed(self._kind, self._former[spelling])
+        return (name, options) if name in self.names() else (spelling, {})
 
     def _text(self, spelling: object) -> str | None:
         if self._loose and isinstance(spelling, (str, numbers.Integral)) and not isinstance(spelling, bool):
@@ -172,13 +185,6 @@ class Registry(Generic[Thing]):
         return self._installed
 
 
-# A strategy and a launcher in one word: spellings of ours, of Lightning ("ddp_notebook") and of people in a hurry.
-LAUNCHER_OF_STRATEGY = {
-    **{f"ddp_{launcher}": launcher for launcher in ("spawn", "fork", "forkserver", "script")},
-    **{launcher: launcher for launcher in ("spawn", "fork", "forkserver")},
-    "ddp_notebook": "forkserver",
-}
-
 strategies: Registry[Strategy] = Registry(
     "strategy",
     ("prepare_model", "prepare_optimizer"),
@@ -189,13 +195,17 @@ strategies: Registry[Strategy] = Registry(
         ("ddp2", "ddp2:DDP2Strategy", "one process a node over all its devices, gradients averaged across nodes"),
         ("dp", "dp:DPStrategy", "one process over all its devices, in threads: torch's DataParallel"),
         ("single", "single:SingleStrategy", "one process, one device"),
+        ("zero1", "zero:ZeroStrategy", "ddp with the optimizer's state divided over the ranks", {"stage": 1}),
+        ("zero2", "zero:ZeroStrategy", "zero1, and each rank keeps its share of the gradients alone", {"stage": 2}),
         ("fsdp", "fsdp:FSDPStrategy", "each rank holds a share of every weight: torch's FSDP2"),
-        ("hsdp", "fsdp:hsdp", "each node holds a copy, divided over its ranks: FSDP2 on two dimensions"),
+        ("hsdp", "fsdp:FSDPStrategy", "each node holds a copy, divided over its ranks: FSDP2", {"shard": "node"}),
         ("pipeline", "pipeline:PipelineStrategy", "the blocks of a model in stages on the ranks, over microbatches"),
+        ("auto", "auto:AutoStrategy", "the plainest of ddp, zero1, zero2, hsdp and fsdp that fits, by an estimate"),
         ("bagua", "bagua:BaguaStrategy", "DDP with an algorithm under Bagua's name: algorithm='gradient_allreduce', …"),
     ),
-    aliases=dict.fromkeys(LAUNCHER_OF_STRATEGY, "ddp"),
-    hints={"deepspeed": "Its stages 1 and 3 are 'zero1' and 'fsdp' here."},
+    aliases=dict.fromkeys(LAUNCHER_OF_STRATEGY.keys() - BECAME, "ddp"),
+    former=BECAME,
+    hints=HINTS,
 )
 
 algorithms: Registry[Algorithm] = Registry(

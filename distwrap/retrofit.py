@@ -48,7 +48,9 @@ class Retrofitted:
         replaced = isinstance(self.original, Optimizer) and self.wrapped is not self.original
         if strategy is not None and (replaced or type(strategy).state is not Strategy.state):
             self.trained = strategy.state(self.wrapped, everywhere=True)
-        if isinstance(self.original, DataLoader) or (self.trained is not None and self.wrapped is not self.original):
+        divided = strategy is not None and strategy.shards and isinstance(self.original, Optimizer)
+        changed = self.trained is not None and (self.wrapped is not self.original or divided)
+        if isinstance(self.original, DataLoader) or changed:
             self.load(self.state())  # where this process is the caller's own, nobody else brings it home
 
     def state(self) -> Any:
@@ -75,17 +77,20 @@ class Retrofitted:
                     f"do not fit the caller's model, which is as it was: {differing[0][0]!r} differs. "
                     f"Return the model instead."
                 )
-            strategy = bound_strategy(self.wrapped)
-            if strategy is None:
-                self.original.load_state_dict(weights)
-            else:
-                strategy.give_back(self.wrapped, weights)
+            self._give_back(weights)
             for module, flag in zip(self.original.modules(), training, strict=False):
                 module.training = flag
             for parameter, flag in zip(self.original.parameters(), trained, strict=False):
                 parameter.requires_grad_(flag)
         else:
+            self._give_back(state)
+
+    def _give_back(self, state: Any) -> None:
+        strategy = bound_strategy(self.wrapped)
+        if strategy is None:
             self.original.load_state_dict(state)
+        else:
+            strategy.give_back(self.wrapped, state)
 
 
 def _shapes(state: dict[str, Any]) -> set[tuple[str, tuple[int, ...]]]:

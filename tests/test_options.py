@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -9,7 +10,7 @@ from distwrap import available_launchers, available_strategies, distributed, set
 from distwrap.errors import OptionError
 from distwrap.group.world import say
 from distwrap.options import Options, switched_on
-from distwrap.registry import precisions, strategies
+from distwrap.registry import Registry, precisions, strategies
 
 
 def given(**options: Any) -> Options:
@@ -52,7 +53,7 @@ def test_a_number_in_quotes_is_called_a_string(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "fsdp"}, "unknown strategy 'fsdp'. There are no sharded models yet: each rank holds the whole"),
+        ({"strategy": "deepspeed"}, "unknown strategy 'deepspeed'. Its engine is not here. What its stages 1, 2 and 3"),
         ({"launcher": "torchrun"}, "unknown launcher 'torchrun'. Ranks that torchrun, srun or mpirun has started are"),
         (
             {"find_unused_parameters": True},
@@ -340,3 +341,34 @@ def test_a_disabled_call_stays_in_this_process() -> None:
         patch.setenv("DISTWRAP_DISABLE", "1")
         distributed(nprocs=2)(lambda: seen.append(world_size()))()
     assert seen == [1]
+
+
+@pytest.mark.parametrize(
+    ("name", "became", "launcher"),
+    [
+        ("ddp_sharded", "zero2", "auto"),
+        ("ddp_sharded_spawn", "zero2", "spawn"),
+        ("fairscale", "zero2", "auto"),
+        ("deepspeed_stage_1", "zero1", "auto"),
+        ("ddp_spawn_find_unused_parameters_true", "ddp(find_unused_parameters=True)", "spawn"),
+        ("ddp_sharded(static_graph=True)", "zero2(static_graph=True)", "auto"),
+    ],
+)
+def test_another_packages_name_stands_for_what_it_became(name: str, became: str, launcher: str) -> None:
+    """Lightning's, FairScale's and DeepSpeed's names are those of the strategies here that do the same."""
+    options = given(strategy=name)
+    assert (repr(options.strategy), options.launcher) == (repr(strategies.make(became)), launcher)
+    assert not isinstance(options.strategy, str)
+    assert options.strategy.formerly == name.partition("(")[0]
+
+
+def test_a_name_of_what_is_not_there_yet_keeps_its_hint() -> None:
+    """A name counts from when its strategy is there; an option of a name that has a launcher too is refused."""
+    assert "zero1, zero2 and fsdp" in refusal(strategy="deepspeed")
+    assert "strategy='zero2(…)' with launcher='spawn'" in refusal(strategy="ddp_sharded_spawn(static_graph=True)")
+    assert "Say strategy='zero2' with the launcher" in refusal(strategy="ddp_sharded_spawn", launcher="fork")
+    registry: Registry[Any] = Registry("strategy", (), "nowhere", former={"old": "new(x=1)"}, hints={"old": "Not yet."})
+    with pytest.raises(OptionError, match=r"unknown strategy 'old'. Not yet\."):
+        registry.make("old")
+    registry.register("new", SimpleNamespace)
+    assert registry.make("old(y=2)") == SimpleNamespace(x=1, y=2, formerly="old")

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from distwrap.checkpoint.formats import CheckpointIO, Streamed, choose
-from distwrap.checkpoint.pieces import box_of, leaves, part_of
+from distwrap.checkpoint.pieces import Later, box_of, part_of
+from distwrap.checkpoint.plain import Staging
 from distwrap.errors import CheckpointError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.world import current_world
@@ -20,7 +21,7 @@ from distwrap.nesting import rebuilt
 
 
 def read(path: Path, into: Any = None, *, map_location: Any = "cpu", io: str | CheckpointIO = "auto") -> Any:
-    """Return what is in a checkpoint, for `load_into`.
+    """Return what is in a checkpoint, for `load_into`; pieces of what is divided alone where it goes to the CPU.
 
     Args:
         path: the file or folder.
@@ -36,10 +37,10 @@ def read(path: Path, into: Any = None, *, map_location: Any = "cpu", io: str | C
     if chosen.collective:
         check_collectives_allowed("load() of a sharded checkpoint")
     try:
-        if not _any_divided(into) or callable(map_location) or isinstance(map_location, Mapping):
+        if not _any_divided(into) or str(map_location) not in ("cpu", "None"):
             return chosen.load(path, map_location)
         if isinstance(chosen, Streamed):
-            return _read_mapped(chosen.mapped(path), into, map_location)
+            return _read_mapped(chosen.mapped(path), into)
         if hasattr(chosen, "load_pieces"):
             return chosen.load_pieces(path, map_location, lambda state: _with_pieces(state, into))
         return chosen.load(path, map_location)
@@ -98,15 +99,10 @@ def _any_divided(into: Any) -> bool:
 
 
 def _with_pieces(state: Any, into: Any) -> Any:
-    """Return a state with an empty ``DTensor`` in the place of each tensor of which this rank needs a piece."""
+    """Return a state with what this rank needs of it, as `Strategy.parts_to_load` says."""
 
     def replaced(part: Any, path: tuple[Any, ...]) -> Any:
-        target = into
-        for key in path:
-            is_there = key in target if isinstance(target, Mapping) else isinstance(key, int) and _has(target, key)
-            if not is_there:
-                return part
-            target = target[key]
+        target = _at(into, path)
         strategy = bound_strategy(target)
         parts = strategy.parts_to_load(target, part) if strategy is not None and isinstance(part, dict) else None
         return part if parts is None else parts
@@ -114,25 +110,30 @@ def _with_pieces(state: Any, into: Any) -> Any:
     return rebuilt(state, replaced)
 
 
-def _has(target: Any, index: int) -> bool:
-    return isinstance(target, (list, tuple)) and index < len(target)
+def _at(value: Any, path: tuple[Any, ...]) -> Any:
+    """Return what some keys lead to in a nesting; ``None`` where they lead out of it."""
+    for key in path:
+        is_dict = isinstance(value, Mapping) and key in value
+        if not is_dict and not (isinstance(value, (list, tuple)) and isinstance(key, int) and key < len(value)):
+            return None
+        value = value[key]
+    return value
 
 
-def _read_mapped(state: Any, into: Any, map_location: Any) -> Any:
+def _read_mapped(state: Any, into: Any) -> Any:
     """Return a state out of one whose numbers are still in its file: pieces, and all of other tensors."""
-    stored = iter(leaves(state, torch.Tensor))
-    device = torch.device("cpu" if map_location is None else map_location)
+    pieces: list[torch.Tensor] = []
 
-    def own(leaf: Any, _: tuple[Any, ...]) -> Any:
-        if not isinstance(leaf, torch.Tensor):
+    def filled(leaf: Any, path: tuple[Any, ...]) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf is (mapped := _at(state, path)):
             return leaf
-        mapped = next(stored)
-        if leaf is mapped:
-            return leaf.detach().to(device, copy=True)
         with torch.no_grad():
             local: torch.Tensor = leaf.to_local()  # type: ignore[attr-defined]
-            begin, size = box_of(leaf)
-            local.copy_(part_of(mapped, begin, size) if local.numel() else local)
-        return leaf
+            if local.numel():
+                local.copy_(part_of(mapped, *box_of(leaf)))
+        pieces.append(leaf)
+        return Later(leaf.shape, leaf.dtype)
 
-    return rebuilt(_with_pieces(state, into), own)
+    rest = Staging().copied(rebuilt(_with_pieces(state, into), filled))  # in memory of its own, not the file's
+    found = iter(pieces)
+    return rebuilt(rest, lambda leaf, _: next(found) if isinstance(leaf, Later) else leaf)

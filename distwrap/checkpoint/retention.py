@@ -9,6 +9,7 @@ from distwrap.checkpoint import files
 from distwrap.checks import is_whole
 from distwrap.errors import OptionError
 
+_REMOVED = ".removed"  # ends the name of a folder that is about to go
 _COUNTED = "(?:step|epoch|iter|iteration|ckpt|checkpoint)s?"
 _SERIES = (  # a number at the end that stands by itself, or after such a word; or one amid a name after such a word
     re.compile(rf"(|.*(?:[\W_](?<!\d\.)|{_COUNTED}))(\d+)()", re.DOTALL | re.IGNORECASE),
@@ -60,9 +61,11 @@ def prune(path: Path, keep: int | None) -> None:
         if other == path:
             continue
         if other.is_dir():
-            shutil.rmtree(other)
+            other.rename(other.with_name(f".{other.name}{_REMOVED}"))  # half a folder must not have the name
         else:
             other.unlink(missing_ok=True)
+    for left in path.parent.glob(f".*{_REMOVED}"):
+        shutil.rmtree(left, ignore_errors=True)
 
 
 def series_of(latest: Path) -> list[Path]:

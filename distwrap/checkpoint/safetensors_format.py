@@ -19,7 +19,7 @@ from distwrap.errors import CheckpointError, OptionError
 
 SUFFIX = ".safetensors"
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_LARGEST_INDEX = 2**28  # bytes
+_LARGEST_INDEX = 2**26  # bytes
 
 
 class SafetensorsIO:

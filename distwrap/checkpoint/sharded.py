@@ -6,12 +6,9 @@ ranks reads them back, whole. The folder must be on a disk that all nodes see.
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
-import io
-import pickle
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,19 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
-from distwrap._internals.python import PATH_MODULES, unpickler
-from distwrap._internals.torch import LAYOUT_FUNCTION
 from distwrap.checkpoint.files import SKELETON
-from distwrap.checkpoint.pickles import check_pickle
-from distwrap.checkpoint.untrusted import check_regular, load_file, load_tensor
+from distwrap.checkpoint.safe_reader import SafeReader, bytes_in
+from distwrap.checkpoint.untrusted import load_file
 from distwrap.errors import CheckpointError
 from distwrap.group.collectives import gather_object
 from distwrap.model.in_sync import Held, fingerprints, first_difference, left_to_ranks
@@ -52,7 +44,7 @@ class ShardedIO:
 
     def save(self, state: Any, path: Path) -> None:
         """Write this rank's part of the tensors; rank 0 also writes what is no tensor."""
-        skeleton, tensors = _separated(state, lambda leaf: (leaf.detach(), _whole(leaf)))
+        skeleton, tensors = separated(state, lambda leaf: (leaf.detach(), _whole(leaf)))
         with _as_checkpoint_error():
             save_parts(tensors, storage_writer=FileSystemWriter(path, sync_files=False), process_group=self._group)
         if not dist.is_initialized() or dist.get_rank() == 0:  # alone, so after what is done together
@@ -69,11 +61,11 @@ class ShardedIO:
             path: the folder.
             map_location: as for ``torch.load``, of what is whole.
             choose: gets the state with tensors that have no numbers, and puts a ``DTensor`` in the place of each tensor
-                of which this rank reads its piece.
+                of which this rank reads its piece, and ``None`` in the place of one that it does not read.
         """
         skeleton = load_file(path / SKELETON)
-        needed = sum(leaf.nbytes for leaf in _separated(skeleton, lambda leaf: (leaf, leaf))[1].values())
-        held = sum(file.stat().st_size for file in path.iterdir())
+        needed = sum(leaf.nbytes for leaf in separated(skeleton, lambda leaf: (leaf, leaf))[1].values())
+        held = bytes_in(path)
         if needed > held:
             raise CheckpointError(f"cannot load {path}: it should hold {needed} bytes of numbers, and has {held}.")
         device = torch.device("cpu" if map_location is None else map_location)
@@ -81,8 +73,8 @@ class ShardedIO:
         def place(leaf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return (leaf if isinstance(leaf, DTensor) else torch.empty_like(leaf, device=device),) * 2
 
-        state, tensors = _separated(choose(skeleton), place)
-        reader = _SafeReader(path, tensors)
+        state, tensors = separated(choose(skeleton), place)
+        reader = SafeReader(path, tensors)
         with _as_checkpoint_error():
             load_parts(tensors, storage_reader=reader)
         for name, count in reader.missing.items():
@@ -97,7 +89,7 @@ def check_parts(parts: dict[str, Any], thing: Any, strategy: str) -> dict[str, A
     Raises:
         CheckpointError: ranks have other tensors, or one that is whole differs; names it, on every rank.
     """
-    tensors = _separated(parts, lambda leaf: (leaf, leaf))[1].items()
+    tensors = separated(parts, lambda leaf: (leaf, leaf))[1].items()
     own = left_to_ranks(thing) if isinstance(thing, nn.Module) else set()  # of which any rank's is as good
     nothing = torch.empty(0)  # to be compared of pieces, beside their names and whole sizes
     held = [
@@ -120,11 +112,7 @@ def _whole(leaf: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(leaf, device="meta")
 
 
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _separated(
+def separated(
     state: Any, divide: Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 ) -> tuple[Any, dict[str, torch.Tensor]]:
     """Return a state with other tensors, and the tensors to write or read, by their names.
@@ -160,94 +148,3 @@ def _as_checkpoint_error() -> Iterator[None]:
         except CheckpointException as error:
             first = next(iter(error.failures.items()), (0, (error, None)))
             raise CheckpointError(f"rank {first[0]}: {first[1][0]}") from error
-
-
-class _SafeReader(FileSystemReader):
-    """Reader of a folder that a stranger may have made.
-
-    It runs nothing that is in torch's pickled table of contents, and reads no number that is not in the folder.
-
-    Attributes:
-        missing: how many numbers of each tensor have not been read.
-    """
-
-    def __init__(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
-        super().__init__(path)
-        self._folder = path
-        table = io.BytesIO(self._inside(".metadata").read_bytes())
-        check_pickle(table, path / ".metadata")
-        table.seek(0)
-        self._contents = _Contents(table).load()
-        if type(self._contents) is not Metadata:
-            raise CheckpointError(f"cannot load {path}: its .metadata is no table of contents.")
-        self.missing = {name: _local(tensor).numel() for name, tensor in tensors.items()}
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        metadata: Metadata = self._contents
-        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
-        metadata.storage_meta.load_id = self.load_id
-        return metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            info = self.storage_data[item.storage_index]
-            if getattr(info, "transform_descriptors", None):
-                raise CheckpointError(f"cannot load {self._folder}: it is compressed, as distwrap.save() writes none.")
-            path = self._inside(info.relative_path)
-            with open(path, "rb") as file:
-                tensor = load_tensor(file, info.offset, info.length, path)
-            for dimension, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                tensor = tensor.narrow(dimension, begin, length)
-            target = planner.resolve_tensor(item).detach()
-            if target.shape != tensor.shape:
-                shapes = f"{tuple(tensor.shape)}, not {tuple(target.shape)}"
-                raise CheckpointError(f"cannot load {path}: a piece of {item.dest_index.fqn} is {shapes}.")
-            target.copy_(tensor)
-            planner.commit_tensor(item, target)
-            self.missing[item.dest_index.fqn] -= target.numel()
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def _inside(self, name: str) -> Path:
-        """Return the path of a file in the folder.
-
-        Raises:
-            CheckpointError: the name, or a symbolic link of this name, leads out of it.
-        """
-        path = (self._folder / name).resolve()
-        if path.parent != self._folder.resolve():
-            raise CheckpointError(f"cannot load {self._folder}: its {name} is {path}, outside of it. Copy it there.")
-        check_regular(path)
-        return path
-
-
-class _Contents(unpickler()):  # type: ignore[misc]
-    """Unpickler that knows the classes of a table of contents, and no others."""
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name in _CLASSES.get(module, ()) or (module == "torch" and isinstance(vars(torch).get(name), torch.dtype)):
-            return super().find_class(module, name)
-        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's table of contents")
-
-    def load_build(self) -> None:
-        """Fill an object of the table's: of a class, or a function, it would change what the whole process uses."""
-        if not is_dataclass(changed := self.stack[-2]) or isinstance(changed, type):
-            raise pickle.UnpicklingError(f"{changed!r} has no place in a checkpoint's table of contents")
-        super().load_build()
-
-    dispatch = {**getattr(unpickler(), "dispatch", {}), pickle.BUILD[0]: load_build}
-
-
-_METADATA = Metadata.__module__
-_CLASSES = {
-    _METADATA: {
-        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
-        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
-    },
-    FileSystemReader.__module__: {"_StorageInfo", "_StoragePrefix"},
-    "torch": {"Size"},
-    "collections": {"OrderedDict"},
-    LAYOUT_FUNCTION[0]: {LAYOUT_FUNCTION[1]},
-    **{module: {"PosixPath"} for module in PATH_MODULES},
-}

@@ -79,6 +79,21 @@ def load_tensor(file: IO[bytes], start: int, length: int, path: Path) -> torch.T
     Raises:
         CheckpointError: the part is not in the file, is no tensor, or claims to hold more than it does.
     """
+    tensor, lists = _load_part(file, start, length, path)
+    if not isinstance(tensor, torch.Tensor) or lists != 1:
+        raise CheckpointError(f"cannot load {path}: a {type(tensor).__name__} is where a tensor should be.")
+    return tensor
+
+
+def load_value(file: IO[bytes], start: int, length: int, path: Path) -> Any:
+    """Return what ``torch.save`` has written to a part of a file, by torch's safe loader; as `load_tensor`."""
+    value, _ = _load_part(file, start, length, path)
+    _check_state(value, length, path)
+    return value
+
+
+def _load_part(file: IO[bytes], start: int, length: int, path: Path) -> tuple[Any, int]:
+    """Return what a part of a file holds, and how many lists of numbers it has."""
     records = _records(file, start, length, path)
     file.seek(start)
     part = io.BytesIO(file.read(length))
@@ -90,12 +105,9 @@ def load_tensor(file: IO[bytes], start: int, length: int, path: Path) -> torch.T
     _check_pickles(part, records, path)
     part.seek(0)
     numbers = [size for name, (_, size) in records.items() if b"/data/" in name]
-    restore = _restorer("cpu", min(numbers, default=0), path)
     with Bounded(length, path):
-        tensor = torch.load(part, map_location=restore, weights_only=True)
-    if not isinstance(tensor, torch.Tensor) or len(numbers) != 1:
-        raise CheckpointError(f"cannot load {path}: a {type(tensor).__name__} is where a tensor should be.")
-    return tensor
+        value = torch.load(part, map_location=_restorer("cpu", sum(numbers), path), weights_only=True)
+    return value, len(numbers)
 
 
 def begin_of_numbers(path: Path) -> int:

@@ -52,7 +52,7 @@ def _strip_file(given: argparse.Namespace) -> int:
     if given.target is None and not given.dry_run and given.check is None:
         raise CheckpointError("strip IN writes nothing: give OUT, the file to write, or --dry-run to look only.")
     if given.target is not None and not given.dry_run:
-        _refuse_target(given.source, given.target, force=given.force)
+        refuse_target(given.source, given.target, force=given.force)
     state, metadata = read(given.source, unsafe=given.unsafe)
     wanted = None if given.check is None else _model_in(given.check, unsafe=given.unsafe)
     stripped, renames, dicts = strip(state, wanted)
@@ -188,7 +188,12 @@ def _differences(dicts: list[dict[str, Any]], wanted: dict[str, Any]) -> Iterato
             yield f"shape: {name} is {shapes[0]}, and {shapes[1]} in the model"
 
 
-def _refuse_target(source: Path, target: Path, *, force: bool) -> None:
+def refuse_target(source: Path, target: Path, *, force: bool) -> None:
+    """Refuse to write over what is read, or, unless it is forced, over what is there.
+
+    Raises:
+        CheckpointError: it would.
+    """
     if target.exists() and source.exists() and target.samefile(source):
         raise CheckpointError(f"{target} is the file that is read: give another name.")
     if target.exists() and not force:

@@ -286,6 +286,9 @@ def announce(world: World, launcher: str) -> None:
         f"{ranks} on {nodes} ({socket.gethostname()}), {world.device.type}, {world.backend}{through}, "
         f"precision {world.options.precision}, started by {launcher}, {torch.get_num_threads()} thread(s) a rank"
     )
+    strategy = world.options.strategy
+    if not isinstance(strategy, str) and strategy.formerly:
+        say(f"strategy={strategy.formerly!r} is here {strategy!r}")
 
 
 def require_group(what: str) -> None:

@@ -157,8 +157,9 @@ class Gradients:
             return True  # it may come back to a parameter in a backward within the backward
         return is_averaging(ddp, otherwise=True) or _averaged_elsewhere(model, task)
 
-    def _averages(self, parameter: torch.Tensor) -> bool:
-        return any(parameter is own for own, _ in self._accumulators)
+    def averaged(self) -> list[nn.Parameter]:
+        """Return the parameters whose gradients DDP averages, in its order."""
+        return [parameter for parameter, _ in self._accumulators]
 
 
 def refuse_unfreezing(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[Any]:
@@ -171,7 +172,8 @@ def refuse_unfreezing(parameters: Iterable[tuple[str, nn.Parameter]]) -> list[An
 
 def _refuse_unfreezing(name: str, parameter: nn.Parameter) -> Any:
     def on_gradient(parameter: torch.Tensor) -> None:
-        if not any(other._averages(parameter) for other in current_world().part(WrappedModels).gradients.values()):
+        watches = current_world().part(WrappedModels).gradients.values()
+        if not any(parameter is own for other in watches for own in other.averaged()):
             raise ModelError(
                 f"the parameter {name!r} was frozen when wrap_model() was called, and has a gradient now, which DDP "
                 f"does not average: the ranks would train it apart. Set requires_grad before wrap_model(), or wrap "

@@ -51,7 +51,8 @@ class Optimizers(RunPart):
         """Return whether the optimizer's tensors may be shards that a strategy has made of a model's parameters."""
         own = bound_strategy(optimizer)
         strategies = [own] if own is not None else map(bound_strategy, self._models)
-        return any(strategy is not None and strategy.shards for strategy in strategies)
+        divides = any(strategy is not None and strategy.shards for strategy in strategies)
+        return divides and not self._models.of_optimizer(optimizer)
 
     def _refuse_newcomers(self, held: dict[int, nn.Parameter], model: nn.Module) -> None:
         """Refuse to train what came into a model after it was wrapped: nobody averages its gradients."""

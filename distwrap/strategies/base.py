@@ -59,6 +59,7 @@ class Strategy:
         owns_scale: whether `backward` and `step` scale fp16 by themselves, so that distwrap's scaler stays out.
         shards: whether a model's or optimizer's full state is put together from several ranks: `state` is then a
             collective, also for a checkpoint that rank 0 writes.
+        formerly: another package's name, by which it was asked for; a line at the start says what that became.
     """
 
     launches: Literal["device", "node", "one"] = "device"
@@ -66,6 +67,7 @@ class Strategy:
     places_model: bool = False
     owns_scale: bool = False
     shards: bool = False
+    formerly: str = ""
 
     # In the caller
 
@@ -96,6 +98,13 @@ class Strategy:
         return None
 
     # Models and optimizers
+
+    def choose(self, model: nn.Module, run: Options, device: torch.device) -> Strategy:
+        """Return the strategy that is to prepare this model: itself, unless it chooses among others.
+
+        `wrap_model` calls it on every rank, and binds the model to what is returned, which is to be alike on all ranks.
+        """
+        return self
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
         """Return the model that the loop trains.
@@ -166,9 +175,10 @@ class Strategy:
             state = strip_module_prefix(state, target=thing)
         thing.load_state_dict(state)
 
-    def give_back(self, model: nn.Module, state: dict[str, Any]) -> None:
-        """Make the user's own module again what it was before `prepare_model`, with a full state; for a retrofit."""
-        unwrap_model(model).load_state_dict(state)
+    def give_back(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
+        """Make the caller's own model or optimizer what it was before, with a full state; for ``retrofit``."""
+        plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
+        plain.load_state_dict(state)
 
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
         """Return what `state` would, with this rank's piece of each divided tensor, for a checkpoint in parts.
@@ -184,10 +194,11 @@ class Strategy:
         return None
 
     def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a stored state with an empty ``DTensor`` in the place of each tensor of which this rank needs a piece.
+        """Return a stored state with what this rank needs of it, so that no rank reads all of a large one.
 
-        A checkpoint fills them, out of parts or of a file, and gives the result to `load_state`, which then takes both
-        ``DTensor`` and whole tensors: so no rank reads all of a large state.
+        In the place of a tensor of which it needs a piece is an empty ``DTensor``, and ``None`` in the place of one of
+        which it needs nothing; what is left is read whole. A checkpoint fills them, out of parts or of a file, and
+        gives the result to `load_state`.
 
         Args:
             thing: as for `state`.
@@ -203,5 +214,6 @@ class Strategy:
         return "auto"
 
     def __repr__(self) -> str:
-        options = ", ".join(f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        shown = {name: value for name, value in vars(self).items() if not name.startswith("_") and name != "formerly"}
+        options = ", ".join(f"{name}={value!r}" for name, value in shown.items())
         return f"{type(self).__name__}({options})"

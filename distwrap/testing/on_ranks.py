@@ -9,14 +9,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from distwrap.errors import ConformanceError, DistwrapError
-from distwrap.group.world import World, current_world
+from distwrap.group.world import RunPart, World, current_world
 from distwrap.seeding import preserved
-from distwrap.supervision.hang_report import Activity
-from distwrap.testing.behaviours import BEHAVIOURS
 from distwrap.testing.behaviours.base import Behaviour
 from distwrap.testing.behaviours.sides import Trial
 from distwrap.wording import named_ranks
+
+Parts = dict[type[RunPart], RunPart]
 
 _POLL = 0.001
 _IN_VAIN = "in_vain"
@@ -43,22 +45,24 @@ class Verdict:
         return cls("failed", f"{type(error).__name__}: {words}")
 
 
-def perform(names: list[str], folder: Path, limit: float) -> None:
+def perform(behaviours: dict[str, Behaviour], folder: Path, limit: float) -> None:
     """Do behaviours one after the other, in step with the other ranks.
 
     Args:
-        names: of the behaviours.
+        behaviours: by their names.
         folder: for the verdicts, the same on all ranks.
         limit: seconds that a rank waits for the others at the end of a behaviour.
 
     Raises:
         ConformanceError: the others did not come to its end.
     """
-    for name in names:
-        world = current_world()
+    torch.set_num_threads(1)  # the nets are too small for more
+    world = current_world()
+    first = dict(world._parts)
+    for name, behaviour in behaviours.items():
         here = folder / name
         here.mkdir(exist_ok=True)
-        verdict = _tried(BEHAVIOURS[name], world, here)
+        verdict = _tried(behaviour, world, first, here)
         _put(here, f"verdict.{world.placement.rank}", json.dumps(asdict(verdict)))
         _await_others(here, name, world, limit, verdict)
 
@@ -74,7 +78,7 @@ def words_of_end(folder: Path, name: str) -> str:
     return said.read_text() if said.exists() else ""
 
 
-def _tried(behaviour: Behaviour, world: World, folder: Path) -> Verdict:
+def _tried(behaviour: Behaviour, world: World, first: Parts, folder: Path) -> Verdict:
     options = world.options
     try:
         with preserved():
@@ -84,20 +88,20 @@ def _tried(behaviour: Behaviour, world: World, folder: Path) -> Verdict:
         verdict = Verdict.of(error)
     world.options = options  # which hold the seed
     try:
-        _begin_anew(world)
+        _begin_anew(world, first)
     except Exception as error:  # noqa: BLE001 - as of ranks that drifted apart
         verdict = Verdict("failed", Verdict.of(error).words) if verdict.how == "passed" else verdict
     return verdict
 
 
-def _begin_anew(world: World) -> None:
-    """Bring to an end all that a behaviour has left in the run, but what tells a hang report where this rank is."""
-    activity = world.part(Activity)
+def _begin_anew(world: World, first: Parts) -> None:
+    """Bring to an end all that a behaviour has left in the run, but for the parts that the run has had at first."""
     try:
         world.settle()
     finally:
+        world._parts = {kind: part for kind, part in world._parts.items() if kind not in first}
         world.close()
-        world._parts[Activity] = activity
+        world._parts = dict(first)
 
 
 def _put(folder: Path, name: str, text: str) -> None:

@@ -1,7 +1,8 @@
 """Running of test bodies on several ranks."""
 
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from distwrap.checks import AT_LEAST_ONE
 from distwrap.launch import base
@@ -9,7 +10,6 @@ from distwrap.launch.forkserver import ForkServerLauncher
 from distwrap.launch.task import Task
 from distwrap.options import Options
 
-P = ParamSpec("P")
 R = TypeVar("R")
 
 
@@ -30,12 +30,25 @@ def run_ranks(fn: Callable[..., R], nprocs: int, *args: Any, timeout: float = 30
         >>> run_ranks(abs, 1, -3)
         [3]
     """
-    return run_with(Options(timeout=timeout, returns="all"), fn, nprocs, *args, timeout=timeout)
+    return Launch(Options(timeout=timeout, returns="all"), AT_LEAST_ONE("nprocs", nprocs), timeout)(fn, *args)
 
 
-def run_with(options: Options, fn: Callable[..., R], nprocs: int, *args: Any, timeout: float) -> list[R]:
-    """Run a function on ranks as `run_ranks` does, under options of a run, which return all ranks' values."""
-    nprocs = AT_LEAST_ONE("nprocs", nprocs)
-    job = base.Job(Task(fn, args, {}, options), nprocs, seconds=timeout)
-    values: list[R] = base.launch(ForkServerLauncher(), job)
-    return values
+@dataclass(frozen=True)
+class Launch:
+    """Launch of a function on ranks, which may be called many times.
+
+    Attributes:
+        options: of the run, which returns all ranks' values.
+        nprocs: number of ranks.
+        timeout: seconds for a call.
+    """
+
+    options: Options
+    nprocs: int
+    timeout: float
+
+    def __call__(self, fn: Callable[..., R], *args: Any, nprocs: int | None = None, **options: Any) -> list[R]:
+        """Run a function on as many ranks as were said, or on others, under `options` besides; see `run_ranks`."""
+        task = Task(fn, args, {}, self.options.updated(options))
+        values: list[R] = base.launch(ForkServerLauncher(), base.Job(task, nprocs or self.nprocs, seconds=self.timeout))
+        return values

@@ -31,6 +31,18 @@ def test_killed_at_any_of_300_moments_the_newest_complete_checkpoint_loads(tmp_p
     assert newest > 20
 
 
+@pytest.mark.slow("kills 10 pairs of ranks")
+def test_ranks_killed_while_they_save_parts_leave_the_newest_complete_ones(tmp_path: Path) -> None:
+    """SIGKILL of two ranks that save a divided model, now and in the background; `make kills` does it 300 times."""
+    command = [sys.executable, "-W", "error", "-m", "tests.checkpoint.kills", "--times", "10"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    assert done.returncode == 0, done.stderr[-3000:]
+    killed, in_midst, newest = map(int, done.stdout.split()[-3:])
+    assert killed == 10
+    assert in_midst > 1, "hardly any kill has met parts half-written: the moments prove nothing"
+    assert newest > 2
+
+
 def test_what_a_killed_process_had_begun_is_swept_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Halves of processes that are gone are removed by a later save; those of living ones, and young ones, stay."""
     gone = subprocess.Popen([sys.executable, "-c", ""])

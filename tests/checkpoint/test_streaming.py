@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 
 import distwrap as dw
+from distwrap.checkpoint.formats import FileIO
 from distwrap.checkpoint.safetensors_format import SafetensorsIO
 from distwrap.errors import CheckpointError, OptionError
 from distwrap.strategies.fsdp import FSDPStrategy
@@ -55,6 +57,19 @@ def stepped(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int = 1) 
         optimizer.zero_grad()
 
 
+class Full(FileIO):
+    """A file on a disk that is full after one tensor."""
+
+    def stream(self, state: Any, path: Path, wholes: Iterator[torch.Tensor]) -> None:
+        next(wholes)
+        raise OSError("No space left on device")
+
+
+def save_and_wait(*args: Any, **options: Any) -> None:
+    dw.save(*args, **options)
+    dw.wait_for_saves()
+
+
 def save_in_all_ways(folder: Path) -> list[dict[str, Any]]:
     """Save now, and in the background while the next steps are under way; return the states that were saved."""
     model, optimizer = made()
@@ -70,6 +85,10 @@ def save_in_all_ways(folder: Path) -> list[dict[str, Any]]:
             dw.save(state, folder / f"{background}-{name}", io=io, background=background)
     stepped(model, optimizer)
     dw.wait_for_saves()
+    for background in (False, True):  # where rank 0 cannot write, nobody waits to send it a tensor
+        for place, io in ((folder / "gone" / "a.pt", "auto"), (folder / "full.pt", Full())):
+            with pytest.raises(CheckpointError, match=r"was not written by rank 0 .*(gone|No space)"):
+                save_and_wait(model, place, io=io, background=background)
     with pytest.raises(CheckpointError, match="sparse"):
         dw.save({"model": model, "words": torch.eye(2).to_sparse()}, folder / "sparse.pt")
     with pytest.raises(CheckpointError, match=r"holds a dict of names and tensors"):
@@ -109,7 +128,7 @@ def test_a_file_holds_what_one_process_would_save(folder: Path, states: list[dic
         assert shared.tolist() == [0, 1, 2, 3, 4, 5]
         assert view.data_ptr() == shared.data_ptr() + 8
         assert found["none"].shape == (0, 3)
-    assert not [name for name in os.listdir(folder) if name.startswith((".", "sparse", "nested", "function"))]
+    assert not [name for name in os.listdir(folder) if name.startswith((".", "sparse", "nested", "function", "full"))]
 
 
 def test_parts_hold_what_the_ranks_had(folder: Path, states: list[dict[str, Any]]) -> None:

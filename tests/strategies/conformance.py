@@ -7,11 +7,14 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from distwrap import FSDPStrategy, Strategy, broadcast
-from distwrap.group.world import Layout, World
+from distwrap import FSDPStrategy, Strategy, broadcast, unwrap_model
+from distwrap.group.world import Layout, World, current_world
+from distwrap.model.wrapped_models import WrappedModels
+from distwrap.strategies.auto import AutoStrategy
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp2 import DDP2Strategy
 from distwrap.strategies.pipeline import PipelineStrategy
+from tests.limits import MORE_RANKS
 from tests.strategies.by_hand import ByHand
 
 
@@ -24,6 +27,7 @@ class Cell:
         strategy: a name, or an object.
         nprocs: number of ranks.
         refuses: the behaviours that it refuses by name.
+        lacks: the behaviours that are not asked of it.
         slow: why it is for `make test-all` alone, if it is.
     """
 
@@ -31,6 +35,7 @@ class Cell:
     strategy: str | Strategy
     nprocs: int = 2
     refuses: tuple[str, ...] = ()
+    lacks: tuple[str, ...] = ()
     slow: str = ""
 
 
@@ -61,6 +66,7 @@ class Pair(ByHand):
         if self.layout.group is None:
             Strategy.backward(self, loss)
         else:
+            self.models = [unwrap_model(model) for model in current_world().part(WrappedModels)]  # none that is gone
             super().backward(loss)
 
     def step(self, optimizer: torch.optim.Optimizer) -> bool:
@@ -69,21 +75,31 @@ class Pair(ByHand):
 
 # LBFGS needs all parameters as one vector; hooks of divided parameters see no gradient, but after it is reduced.
 DIVIDED = ("lbfgs", "gradient_hooks", "deepcopy")
+FP16 = ("fp16", "fp16_overflow", "fp16_clip")
+# ByHand averages in `distwrap.backward` alone, and leaves buffers to each share.
+ONLY_BY_HELPERS = ("plain_backward_and_step", "retrofit", "batch_norm")
 
 # LBFGS needs all gradients as one vector; torch's clip sees those of one stage.
 IN_STAGES = ("lbfgs", "torchs_own_clip")
 
 CELLS = (
     Cell("ddp", "ddp"),
-    Cell("ddp on one rank", "ddp", 1),
-    Cell("ddp on three ranks", "ddp", 3, slow="the same again on more ranks"),
-    Cell("ddp2", NodesOfOne()),
+    Cell("ddp on one rank", "ddp", 1, slow="one process is in every cell's suite"),
+    Cell("ddp on three ranks", "ddp", 3, slow=MORE_RANKS),
+    Cell("ddp on four ranks", "ddp", 4, slow=MORE_RANKS),
+    Cell("ddp2", NodesOfOne(), slow="ddp's own code, where a node has no accelerators"),
+    Cell("zero1", "zero1", refuses=("lbfgs",)),
+    Cell("zero1 on three ranks", "zero1", 3, refuses=("lbfgs",), slow=MORE_RANKS),
+    Cell("zero2", "zero2", refuses=("lbfgs", "torchs_own_clip")),
     Cell("fsdp", "fsdp", refuses=DIVIDED),
-    Cell("fsdp on three ranks", "fsdp", 3, DIVIDED, slow="the same again on more ranks"),
-    Cell("hsdp", FSDPStrategy(shard=2), 4, DIVIDED, slow="four ranks"),
+    Cell("fsdp on three ranks", "fsdp", 3, refuses=DIVIDED, slow=MORE_RANKS),
+    Cell("hsdp", FSDPStrategy(shard=2), 4, refuses=DIVIDED, slow=MORE_RANKS),
     Cell("pipeline", "pipeline", refuses=IN_STAGES),
-    Cell("pipeline, interleaved", PipelineStrategy(schedule="interleaved"), 2, IN_STAGES, slow="the same, interleaved"),
-    Cell("pipeline on three ranks", "pipeline", 3, IN_STAGES, slow="the same again on more ranks"),
-    Cell("two pipelines", PipelineStrategy(stages=2, schedule="gpipe"), 4, IN_STAGES, slow="four ranks"),
-    Cell("by hand", Pair(), refuses=("fp16", "fp16_overflow", "fp16_clip")),
+    Cell("pipeline, interleaved", PipelineStrategy(schedule="interleaved"), refuses=IN_STAGES, slow=MORE_RANKS),
+    Cell("pipeline on three ranks", "pipeline", 3, refuses=IN_STAGES, slow=MORE_RANKS),
+    Cell("two pipelines", PipelineStrategy(stages=2, schedule="gpipe"), 4, refuses=IN_STAGES, slow=MORE_RANKS),
+    Cell("auto", "auto", slow="ddp's own code, chosen"),
+    Cell("auto in little memory", AutoStrategy(device_memory=1000), refuses=DIVIDED, slow="fsdp's again, chosen"),
+    Cell("by hand", Pair(), refuses=FP16),
+    Cell("by hand, two pairs", Pair(), 4, refuses=FP16, lacks=ONLY_BY_HELPERS, slow=MORE_RANKS),
 )

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,6 +11,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 
 from distwrap._internals.torch import norm_classes
 from distwrap._internals.torch_sharding import BeforeFSDP, has_gradient_hook
+from distwrap.devices.memory import return_freed_memory
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.collectives import broadcast
 from distwrap.group.setup import require_group
@@ -59,7 +57,7 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     require_group("wrap_model")
     net = unwrap_model(model)
     _refuse_hooks(net)
-    _return_freed_memory()
+    return_freed_memory(current_world().device)
     wrapping.in_precision.precision.weights(net)
     mesh = world.part(Meshes).over(_ranks(strategy.shard, world))
     units = units_of(net, strategy.wrap)
@@ -123,15 +121,15 @@ def _ranks(shard: int | str | None, world: World) -> int:
 def _shard(
     net: nn.Module, units: list[nn.Module], mesh: DeviceMesh, wrapping: Wrapping, strategy: FSDPStrategy
 ) -> None:
-    dtype = _computed_in(wrapping.in_precision, net)
+    dtype = computed_in(wrapping.in_precision, net)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": strategy.reshard_after_forward,
         "offload_policy": CPUOffloadPolicy() if strategy.cpu_offload else OffloadPolicy(),
     }
-    norms = [part for part in net.modules() if isinstance(part, norm_classes()) and [*part.parameters(recurse=False)]]
-    if dtype is not None and norms:
+    norms = norms_of(net) if dtype is not None else []
+    if norms:
         # Norms compute in float32 under autocast, on the CPU only with weights in it: one unit of all of them.
         fully_shard(norms, **{**options, "reshard_after_forward": False})
     for unit in units:
@@ -139,7 +137,12 @@ def _shard(
     fully_shard(net, mp_policy=policy, **{**options, "reshard_after_forward": False if units else None})
 
 
-def _computed_in(in_precision: InPrecision, net: nn.Module) -> torch.dtype | None:
+def norms_of(net: nn.Module) -> list[nn.Module]:
+    """Return the norms that have weights."""
+    return [part for part in net.modules() if isinstance(part, norm_classes()) and [*part.parameters(recurse=False)]]
+
+
+def computed_in(in_precision: InPrecision, net: nn.Module) -> torch.dtype | None:
     """Return the type in which autocast multiplies weights, if it is to: they are gathered in it then."""
     kind = in_precision.device.type
     with in_precision.context():
@@ -181,15 +184,3 @@ def _say_what_is_small(net: nn.Module, units: list[nn.Module], mesh: DeviceMesh)
             f"strategy='fsdp': {type(net).__name__} has no list of alike blocks, so all of it is gathered at once. "
             f"Name the classes that are to be gathered one by one: FSDPStrategy(wrap=['Block']).",
         )
-
-
-def _return_freed_memory() -> None:
-    """Let the C library give gathered weights back to the system: glibc would keep each rank's buffers.
-
-    Source: https://man7.org/linux/man-pages/man3/mallopt.3.html
-    """
-    if sys.platform == "linux" and current_world().device.type == "cpu":
-        with suppress(AttributeError, OSError):
-            mallopt = ctypes.CDLL(None).mallopt
-            for setting in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
-                mallopt(setting, 2**20)

@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from distwrap._internals.torch_sharding import accumulated_gradients
 from distwrap.errors import OptionError
 from distwrap.group.world import World
-from distwrap.model.distributed import LocalRouting
 from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model
 from distwrap.options import Options
@@ -133,12 +132,12 @@ class FSDPStrategy(Strategy):
 
         shards.load_full_state(thing, state)
 
-    def give_back(self, model: nn.Module, state: dict[str, Any]) -> None:
-        routing = model.__dict__.get("_distwrap")
-        if isinstance(routing, LocalRouting) or routing is None:  # in one process
-            super().give_back(model, state)
+    def give_back(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
+        give_back = getattr(thing.__dict__.get("_distwrap"), "give_back", None)  # of no optimizer, nor in one process
+        if give_back is None:
+            super().give_back(thing, state)
         else:
-            routing.give_back(state)
+            give_back(state)
 
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
         plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing

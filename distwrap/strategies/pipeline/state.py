@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from distwrap.group.collectives import broadcast, gather_object
+from distwrap.model.state_dict import strip_module_prefix
 from distwrap.strategies.pipeline.absent import is_here
 from distwrap.strategies.pipeline.holders import Holders
 
@@ -57,10 +58,29 @@ class States:
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a whole state dict for the parameters that are here."""
-        here = {index for index, parameter in enumerate(_parameters(optimizer)) if is_here(parameter)}
-        saved = [index for group in state["param_groups"] for index in group["params"]]
-        mine = {key: entry for key, entry in state["state"].items() if key not in saved or saved.index(key) in here}
+        here = self._numbers_here(optimizer, state)
+        mine = {index: entry for index, entry in state["state"].items() if index in here}
         optimizer.load_state_dict({**state, "state": mine})
+
+    def needed(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a stored state of the model or an optimizer without the tensors of other stages."""
+        if isinstance(thing, nn.Module):
+            own = self._net.state_dict(keep_vars=True)
+            names = strip_module_prefix(state, target=own)
+            pairs = zip(state.items(), names, strict=True)
+            return {key: value if is_here(own.get(name, value)) else None for (key, value), name in pairs}
+        here = self._numbers_here(thing, state)
+        kept = {
+            index: {key: value if index in here else None for key, value in entry.items()}
+            for index, entry in state["state"].items()
+        }
+        return {**state, "state": kept}
+
+    def load_model(self, state: dict[str, Any]) -> None:
+        """Load a state dict of all tensors, or of those that are here."""
+        own = self._net.state_dict(keep_vars=True)
+        given = strip_module_prefix(state, target=own)
+        self._net.load_state_dict({name: own.get(name) if value is None else value for name, value in given.items()})
 
     def parts_of_model(self) -> dict[str, Any]:
         """Return the model's state dict with what each rank has of it."""
@@ -89,6 +109,12 @@ class States:
                 for key, value in entry.items()
             }
         return {**state, "state": whole}
+
+    def _numbers_here(self, optimizer: Optimizer, state: dict[str, Any]) -> set[Any]:
+        """Return the numbers in a stored state of what belongs to no parameter of another stage."""
+        saved = [index for group in state["param_groups"] for index in group["params"]]
+        pairs = zip(saved, _parameters(optimizer), strict=False)
+        return set(state["state"]) - {index for index, parameter in pairs if not is_here(parameter)}
 
     def _owners(self) -> dict[int, int]:
         """Return the rank of each tensor, by its id."""

@@ -167,15 +167,22 @@ class PipelineStrategy(Strategy):
 
     def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
         states = _states(thing)
-        if states is None or isinstance(thing, nn.Module):
+        if states is None:
             super().load_state(thing, state)
+        elif isinstance(thing, nn.Module):
+            states.load_model(state)
         else:
             states.load_optimizer(thing, state)
 
-    def give_back(self, model: nn.Module, state: dict[str, Any]) -> None:
-        if not isinstance(model.__dict__.get("_distwrap"), PipelineRouting):
-            super().give_back(model, state)
+    def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        states = _states(thing)
+        return None if states is None else states.needed(thing, state)
+
+    def give_back(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
+        if isinstance(thing, Optimizer) or not isinstance(thing.__dict__.get("_distwrap"), PipelineRouting):
+            super().give_back(thing, state)
             return
+        model = thing
         models = current_world().part(WrappedModels)
         own = [thing for thing in models.bound if isinstance(thing, Optimizer) and model in models.of_optimizer(thing)]
         states = [self.state(optimizer, everywhere=True) for optimizer in own]

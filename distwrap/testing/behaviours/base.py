@@ -14,7 +14,7 @@ class Behaviour:
     Attributes:
         body: raises where the strategy behaves otherwise, and a `DistwrapError` where it refuses.
         may_refuse: whether every strategy may refuse it by name.
-        launches: whether the body runs in the caller, and starts ranks of its own.
+        launches: whether the body runs in the caller, and gets a `Launch` to start ranks of its own.
     """
 
     body: Callable[..., None]

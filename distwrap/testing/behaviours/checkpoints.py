@@ -12,7 +12,7 @@ from distwrap.group.world import is_rank_zero
 from distwrap.model.state_dict import add_module_prefix
 from distwrap.testing.behaviours.base import behaviour
 from distwrap.testing.behaviours.nets import small
-from distwrap.testing.behaviours.sides import OneProcess, Trial, adamw, epoch, fit
+from distwrap.testing.behaviours.sides import OneProcess, Trial, adamw, compare, epoch, fit
 
 
 @behaviour()
@@ -24,7 +24,7 @@ def state_is_the_plain_one(trial: Trial) -> None:
     for name, tensor in state.items():
         assert type(tensor) is torch.Tensor, f"{name} is a {type(tensor).__name__}, and not whole"
         assert tensor.device.type == "cpu", f"{name} is on {tensor.device}"
-    trial.compare(dict(state), dict(plain))
+    compare(dict(state), dict(plain))
 
 
 @behaviour()
@@ -39,7 +39,7 @@ def load_plain_keys(trial: Trial) -> None:
     """Load a plain state dict by ``load_state_dict``."""
     model = trial.wrap(small())
     model.load_state_dict(small(seed=6).state_dict())
-    trial.compare(trial.weights(model), dict(small(seed=6).state_dict()))
+    compare(trial.weights(model), dict(small(seed=6).state_dict()))
 
 
 @behaviour()
@@ -49,7 +49,7 @@ def load_prefixed_keys(trial: Trial) -> None:
         return  # the model is the user's own
     model = trial.wrap(small())
     model.load_state_dict(add_module_prefix(small(seed=6).state_dict()))
-    trial.compare(trial.weights(model), dict(small(seed=6).state_dict()))
+    compare(trial.weights(model), dict(small(seed=6).state_dict()))
 
 
 def _trained(side: OneProcess, seed: int = 5, epochs: int = 1) -> tuple[Any, Any]:
@@ -75,7 +75,7 @@ def saved_for_one_process(trial: Trial) -> None:
     plain.load_state_dict(state["model"])
     plains.load_state_dict(state["optimizer"])
     epoch(trial.alone, plain, plains)
-    trial.compare(dict(plain.state_dict()), _two_epochs(trial))
+    compare(dict(plain.state_dict()), _two_epochs(trial))
 
 
 @behaviour()
@@ -88,7 +88,7 @@ def loaded_from_one_process(trial: Trial) -> None:
     model, optimizer = _trained(trial, seed=6, epochs=0)
     load(trial.folder / "plain.pt", into={"model": model, "optimizer": optimizer})
     epoch(trial, model, optimizer)
-    trial.compare(trial.weights(model), _two_epochs(trial))
+    compare(trial.weights(model), _two_epochs(trial))
 
 
 def _resumed(trial: Trial, path: Path, **how: Any) -> Any:
@@ -106,13 +106,13 @@ def _resumed(trial: Trial, path: Path, **how: Any) -> Any:
 @behaviour()
 def resume_exactly(trial: Trial) -> None:
     """Save model and optimizer, load them into others, and train on exactly."""
-    trial.compare(_resumed(trial, trial.folder / "state.pt"), _two_epochs(trial))
+    compare(_resumed(trial, trial.folder / "state.pt"), _two_epochs(trial))
 
 
 @behaviour()
 def resume_from_parts(trial: Trial) -> None:
     """Save in parts, ``io="sharded"``, load, and train on exactly."""
-    trial.compare(_resumed(trial, trial.folder / "parts", io="sharded"), _two_epochs(trial))
+    compare(_resumed(trial, trial.folder / "parts", io="sharded"), _two_epochs(trial))
 
 
 @behaviour()
@@ -125,13 +125,13 @@ def parts_are_whole_again(trial: Trial) -> None:
     plain.load_state_dict(state["model"])
     plains.load_state_dict(state["optimizer"])
     epoch(trial.alone, plain, plains)
-    trial.compare(dict(plain.state_dict()), _two_epochs(trial))
+    compare(dict(plain.state_dict()), _two_epochs(trial))
 
 
 @behaviour()
 def resume_from_the_background(trial: Trial) -> None:
     """Save in the background, load, and train on exactly."""
-    trial.compare(_resumed(trial, trial.folder / "state.pt", background=True), _two_epochs(trial))
+    compare(_resumed(trial, trial.folder / "state.pt", background=True), _two_epochs(trial))
 
 
 @behaviour()
@@ -167,4 +167,4 @@ def state_of_the_run(trial: Trial) -> None:
     assert state["epoch"] == 1
     assert torch.equal(torch.rand(3), drawn), "the random numbers do not go on where they were"
     assert after["rates"].get_last_lr() == before["rates"].get_last_lr()
-    trial.compare(trial.weights(after["model"]), trial.weights(before["model"]))
+    compare(trial.weights(after["model"]), trial.weights(before["model"]))

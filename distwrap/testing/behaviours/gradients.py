@@ -12,12 +12,12 @@ from distwrap.strategies.accumulation import accumulate
 from distwrap.strategies.windows import scale_loss
 from distwrap.testing.behaviours.base import behaviour
 from distwrap.testing.behaviours.nets import small
-from distwrap.testing.behaviours.sides import OneProcess, Trial, adamw, sgd
+from distwrap.testing.behaviours.sides import OneProcess, Trial, adamw, compare, sgd
 
-_NORM = 0.05  # to which every gradient of these nets must be cut
+SMALL_NORM = 0.05  # to which every gradient of these nets must be cut
 
 
-def _windows(side: OneProcess, model: Any, batches: list[Any], steps: int) -> Iterator[tuple[Any, int, bool]]:
+def windows(side: OneProcess, model: Any, batches: list[Any], steps: int) -> Iterator[tuple[Any, int, bool]]:
     """Yield each micro-batch, its window's size, and whether it is the last one."""
     if isinstance(side, Trial):
         for batch, window in accumulate(batches, steps, model):
@@ -33,7 +33,7 @@ def accumulated(side: OneProcess, steps: int = 2, count: int = 4, max_norm: floa
     """Train by windows of micro-batches."""
     model = side.wrap(small())
     optimizer = side.prepare(adamw(model.parameters()))
-    for (x, y), size, last in _windows(side, model, list(side.batches(count)), steps):
+    for (x, y), size, last in windows(side, model, list(side.batches(count)), steps):
         side.backward(model.loss(x, y) / size)
         if last:
             side.step(optimizer, max_norm)
@@ -56,7 +56,7 @@ def accumulate_a_short_window(trial: Trial) -> None:
 @behaviour()
 def accumulate_and_clip(trial: Trial) -> None:
     """Clip what a window has accumulated, once."""
-    trial.same(lambda side: accumulated(side, max_norm=_NORM))
+    trial.same(lambda side: accumulated(side, max_norm=SMALL_NORM))
 
 
 @behaviour()
@@ -76,7 +76,7 @@ def no_step_within_a_window(trial: Trial) -> None:
     raise AssertionError("a step in the middle of a window was taken")
 
 
-def _counted(side: OneProcess, index: int, x: torch.Tensor) -> tuple[torch.Tensor, int]:
+def counted(side: OneProcess, index: int, x: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return which rows of a micro-batch count, another number in each share's, and how many."""
     counts = [1 + (3 * index + share) % 5 for share in range(side.shares)]
     whole = torch.zeros(len(x) * side.size, 1, dtype=x.dtype)
@@ -90,11 +90,11 @@ def scaled(side: OneProcess, steps: int, make: Callable[[Any], Any] = adamw) -> 
     """Train by the mean over rows of which shares and micro-batches have other numbers."""
     model = side.wrap(small())
     optimizer = side.prepare(make(model.parameters()))
-    batches = [(x, y, *_counted(side, index, x)) for index, (x, y) in enumerate(side.batches(4))]
+    batches = [(x, y, *counted(side, index, x)) for index, (x, y) in enumerate(side.batches(4))]
     for first in range(0, len(batches), steps):
         window = batches[first : first + steps]
         total = sum(count for *_, count in window)
-        for (x, y, keep, count), _, last in _windows(side, model, window, steps):
+        for (x, y, keep, count), _, last in windows(side, model, window, steps):
             loss = model.loss_sum(x, y, keep)
             side.backward(scale_loss(loss, count) if isinstance(side, Trial) else loss / total)
             if last:
@@ -124,7 +124,7 @@ def clip_in_optimizer_step(trial: Trial) -> None:
         optimizer = side.prepare(sgd(model.parameters()))
         for x, y in side.batches():
             side.backward(model.loss(x, y))
-            side.step(optimizer, _NORM)
+            side.step(optimizer, SMALL_NORM)
             optimizer.zero_grad()
         return side.weights(model)
 
@@ -148,17 +148,17 @@ def _clipped(side: OneProcess, clip: Callable[[Any, Any], Any]) -> Any:
 @behaviour()
 def clip_tells_the_norm(trial: Trial) -> None:
     """Return from the strategy's own clip the norm of the whole gradient, whatever part of it is here."""
-    found = _clipped(trial, lambda optimizer, model: trial.strategy.clip(optimizer, model.parameters(), _NORM))
+    found = _clipped(trial, lambda optimizer, _: trial.clip(optimizer, SMALL_NORM))
     if found[1][0] is None:
         found = found[0], []  # an engine that clips in its step does not know it yet
-    expected = _clipped(trial.alone, lambda _, model: nn.utils.clip_grad_norm_(model.parameters(), _NORM))
-    trial.compare(found, (expected[0], expected[1][: len(found[1])]))
+    expected = _clipped(trial.alone, lambda _, model: nn.utils.clip_grad_norm_(model.parameters(), SMALL_NORM))
+    compare(found, (expected[0], expected[1][: len(found[1])]))
 
 
 @behaviour()
 def torchs_own_clip(trial: Trial) -> None:
     """Clip by ``torch.nn.utils.clip_grad_norm_``, which returns the norm of the whole gradient."""
-    trial.same(lambda side: _clipped(side, lambda _, model: nn.utils.clip_grad_norm_(model.parameters(), _NORM)))
+    trial.same(lambda side: _clipped(side, lambda _, model: nn.utils.clip_grad_norm_(model.parameters(), SMALL_NORM)))
 
 
 @behaviour()

@@ -13,12 +13,12 @@ from distwrap.model import unwrap_model
 from distwrap.strategies import wrap_model
 from distwrap.testing.behaviours.base import behaviour
 from distwrap.testing.behaviours.nets import BLOCKS, WIDTH, SmallNet, small
-from distwrap.testing.behaviours.sides import OneProcess, Trial, epoch, fit, sgd
+from distwrap.testing.behaviours.sides import OneProcess, Trial, compare, epoch, fit, sgd
 
 
 @behaviour()
 def attributes(trial: Trial) -> None:
-    """Read and set the user's attributes on the wrapped model; what is set counts in the loss."""
+    """Read, set and call the user's attributes on the wrapped model; what is set counts in the loss."""
 
     def loop(side: OneProcess) -> Any:
         model = side.wrap(small())
@@ -27,6 +27,7 @@ def attributes(trial: Trial) -> None:
         model.note = "mine"
         net: Any = unwrap_model(model)
         assert (net.note, net.scale) == ("mine", 3.0)
+        assert model.describe() == f"{BLOCKS} blocks, scale 3.0"
         return fit(side, model=model, epochs=1)
 
     trial.same(loop)
@@ -114,7 +115,7 @@ def _is_a_copy(trial: Trial, model: Any, copied: Any) -> None:
     epoch(trial, model, optimizer)
     x, _ = next(trial.batches())
     with torch.no_grad():
-        trial.compare(copied(x), small()(x))
+        compare(copied(x), small()(x))
 
 
 class BufferedNet(SmallNet):
@@ -165,10 +166,10 @@ def batch_norm(trial: Trial) -> None:
     for number, found in enumerate(outputs):
         assert torch.equal(found, outputs[0]), f"in evaluation rank {number} computes other outputs than rank 0"
     state = trial.weights(model)
-    assert state["statistics.num_batches_tracked"] == 2, "the state lacks the statistics of two batches"
+    assert state["statistics.num_batches_tracked"] >= 2, "the state lacks the statistics of two batches"
     plain = small(NormedNet)
     plain.load_state_dict(state)
-    trial.compare(plain.eval()(x).detach(), outputs[0])
+    compare(plain.eval()(x).detach(), outputs[0])
 
 
 @behaviour()
@@ -209,7 +210,7 @@ def uneven_evaluation(trial: Trial) -> None:
     x, _ = next(trial.alone.batches())
     with torch.no_grad():
         for _ in range(1 + trial.rank):
-            trial.compare(model(x), small()(x))
+            compare(model(x), small()(x))
 
 
 @behaviour(may_refuse=True)
@@ -221,6 +222,6 @@ def evaluation_on_one_share(trial: Trial) -> None:
     if trial.rank == 0:
         model.eval()
         with torch.no_grad():
-            trial.compare(model(x), small()(x))
+            compare(model(x), small()(x))
         model.train()
     epoch(trial, model, optimizer)

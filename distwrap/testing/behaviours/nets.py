@@ -53,12 +53,12 @@ class SmallNet(nn.Module):
 
     def loss_sum(self, x: torch.Tensor, y: torch.Tensor, keep: torch.Tensor) -> torch.Tensor:
         """Return the sum of the squared errors of the rows that count, for `scale_loss`."""
-        errors: torch.Tensor = (self(x) - y).square()
+        errors: torch.Tensor = (self(x) - y).square().mean(1, keepdim=True)
         return (errors * keep).sum()
 
-    def count(self) -> int:
-        """Return the number of weights."""
-        return sum(parameter.numel() for parameter in self.parameters())
+    def describe(self) -> str:
+        """Return a few words on the net, without a forward."""
+        return f"{len(self.blocks)} blocks, scale {self.scale}"
 
 
 def small(

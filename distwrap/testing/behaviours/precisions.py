@@ -6,7 +6,7 @@ import torch
 
 from distwrap.testing.behaviours.base import behaviour
 from distwrap.testing.behaviours.nets import small
-from distwrap.testing.behaviours.sides import OneProcess, Trial, fit, sgd
+from distwrap.testing.behaviours.sides import OneProcess, Trial, compare, fit, sgd
 
 # Of weights in float32 after six steps at a rate of 0.1, whose gradients are sums of rows that were rounded to 8 or 11
 # bits, and that each rank adds up for itself.
@@ -33,7 +33,7 @@ def bf16_outputs(trial: Trial) -> None:
         exact = small(dtype=torch.float32)(x)
     assert found.dtype == torch.float32, f"the outputs are in {found.dtype}"
     assert not torch.equal(found, exact), "the forward was computed in float32"
-    trial.compare(found, exact, tolerance=0.05)
+    compare(found, exact, tolerance=0.05)
 
 
 @behaviour()

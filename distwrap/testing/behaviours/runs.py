@@ -1,33 +1,40 @@
 """Behaviours of whole runs: of one process, retrofitted, with an exception on one rank."""
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from distwrap.decorator import distributed
 from distwrap.group.world import current_world
 from distwrap.testing.behaviours.base import behaviour
 from distwrap.testing.behaviours.nets import SmallNet, examples, small
-from distwrap.testing.behaviours.sides import Trial, adamw, fit
+from distwrap.testing.behaviours.sides import Trial, adamw, compare, fit
+from distwrap.testing.ranks import Launch
 
-Run = Callable[..., list[Any]]
+_WHOLE = 12  # rows of a batch, which 1 to 4 shares divide
 
 
-@behaviour()
-def retrofit(trial: Trial) -> None:
+@behaviour(launches=True)
+def retrofit(launch: Launch) -> None:
     """Train a loop that knows nothing of distwrap; the caller's model and optimizer have what was trained."""
 
-    def trained(shares: int, *, wrapped: bool) -> Any:
+    def trained(run: Callable[..., Any], share: int) -> Any:
         model = small()
         optimizer = adamw(model.parameters())
-        loader = DataLoader(TensorDataset(*examples(16 * trial.shares)), batch_size=8 * shares)
-        (distributed(_plain_loop).options(retrofit=True) if wrapped else _plain_loop)(model, optimizer, loader)
+        loader = DataLoader(TensorDataset(*examples(4 * _WHOLE)), batch_size=share)
+        run(_plain_loop, model, optimizer, loader)
         return dict(model.state_dict()), optimizer.state_dict()["state"]
 
-    trial.compare(trained(1, wrapped=True), trained(trial.shares, wrapped=False))
+    [shares, *_] = launch(_shares)
+    expected = trained(lambda loop, *args: loop(*args), _WHOLE)
+    compare(trained(partial(launch, retrofit=True), _WHOLE // shares), expected)
+
+
+def _shares() -> int:
+    return current_world().layout.size
 
 
 def _plain_loop(model: Any, optimizer: Any, loader: Any) -> None:
@@ -38,9 +45,9 @@ def _plain_loop(model: Any, optimizer: Any, loader: Any) -> None:
 
 
 @behaviour(launches=True)
-def one_process(run: Run, nprocs: int) -> None:
+def one_process(launch: Launch) -> None:
     """Run the same script on one process: every helper is a plain call."""
-    run(_in_one_process, 1)
+    launch(_in_one_process, nprocs=1)
 
 
 def _in_one_process() -> None:
@@ -65,10 +72,10 @@ class RaisingNet(SmallNet):
 
 
 @behaviour(launches=True)
-def an_exception_ends_all_ranks(run: Run, nprocs: int) -> None:
+def an_exception_ends_all_ranks(launch: Launch) -> None:
     """Raise in the caller what a forward has raised on one rank, while the others wait for it."""
     try:
-        run(_raising, nprocs)
+        launch(_raising)
     except UntrainableError:
         return
     raise AssertionError("the forward of the last rank raised, and the run went on")

@@ -80,13 +80,17 @@ class OneProcess:
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
         if max_norm is not None:
-            nn.utils.clip_grad_norm_(parameters_of(optimizer).values(), max_norm)
+            self.clip(optimizer, max_norm)
         if self.scaler is None:
             optimizer.step()
             return True
         self.scaler.step(optimizer)
         self.scaler.update()
         return self.scaler.get_scale() == scale
+
+    def clip(self, optimizer: Optimizer, max_norm: float) -> Any:
+        """Clip an optimizer's gradients; return the norm before."""
+        return nn.utils.clip_grad_norm_(parameters_of(optimizer).values(), max_norm)
 
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         """Average a value of this side's share over all shares."""
@@ -142,6 +146,9 @@ class Trial(OneProcess):
     def step(self, optimizer: Optimizer, max_norm: float | None = None) -> bool:
         return optimizer_step(optimizer, max_norm=max_norm)
 
+    def clip(self, optimizer: Optimizer, max_norm: float) -> Any:
+        return self.strategy.clip(optimizer, parameters_of(optimizer).values(), max_norm)
+
     def mean(self, value: torch.Tensor) -> torch.Tensor:
         found: torch.Tensor = mean(value)
         return found
@@ -157,11 +164,12 @@ class Trial(OneProcess):
     def same(self, loop: Callable[[Any], Any], *, precision: str = "32", tolerance: float = EXACT) -> None:
         """Run a loop on both sides, and compare what they return."""
         expected = loop(OneProcess(self.shares, precision))  # first: nobody watches optimizers yet
-        self.compare(loop(Trial(self.world, self.folder, precision)), expected, tolerance=tolerance)
+        compare(loop(Trial(self.world, self.folder, precision)), expected, tolerance=tolerance)
 
-    def compare(self, found: Any, expected: Any, *, tolerance: float = EXACT) -> None:
-        """Raise where two nestings of tensors and numbers differ in their structure, a shape, or a number."""
-        torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+
+def compare(found: Any, expected: Any, *, tolerance: float = EXACT) -> None:
+    """Raise where two nestings of tensors and numbers differ in their structure, a shape, or a number."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
 
 
 def fit(

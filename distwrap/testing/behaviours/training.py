@@ -7,7 +7,7 @@ from torch import nn
 
 from distwrap.testing.behaviours.base import behaviour
 from distwrap.testing.behaviours.nets import OUTPUTS, WIDTH, SmallNet, small
-from distwrap.testing.behaviours.sides import OneProcess, Trial, epoch, fit, sgd
+from distwrap.testing.behaviours.sides import OneProcess, Trial, compare, epoch, fit, sgd
 
 
 @behaviour()
@@ -154,7 +154,7 @@ def tied_weights(trial: Trial) -> None:
         return side.weights(model), [name for name, _ in model.named_parameters()]
 
     (found, names), (expected, others) = loop(trial), loop(trial.alone)
-    trial.compare(found, expected)
+    compare(found, expected)
     assert names == others, f"the parameters are {names}, and in one process {others}"
 
 

@@ -1,0 +1,119 @@
+"""Conversion of a checkpoint from one format to another, tensor by tensor: none needs the memory for all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from distwrap.checkpoint import files
+from distwrap.checkpoint.formats import FileIO, choose
+from distwrap.checkpoint.pieces import Later, leaves
+from distwrap.checkpoint.safetensors_format import SafetensorsIO, check_replaceable
+from distwrap.errors import CheckpointError
+from distwrap.nesting import rebuilt
+
+TABLE = ".metadata"  # of torch's distributed checkpoint
+_SMALL = 2**24  # bytes
+
+
+class Stored:
+    """State of a checkpoint whose numbers are still on the disk.
+
+    Attributes:
+        state: what was saved; its tensors are memory-mapped, or have no numbers at all.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path = files.found(path)
+        if not path.exists():
+            raise CheckpointError(f"{path} is not there.")
+        self._fetch: dict[int, Callable[[], torch.Tensor]] = {}  # of each tensor that is not mapped, by its id
+        if path.is_dir() and (path / TABLE).exists():
+            self.state, self._fetch = _open_parts(path)
+            return
+        if path.is_dir() and not isinstance(choose("auto", path), SafetensorsIO):
+            raise CheckpointError(
+                f"{path} is a folder without a checkpoint: neither torch's {TABLE}, nor model.safetensors or its index."
+            )
+        io: Any = choose("auto", path)
+        self.state = io.mapped(path)
+
+    def write(self, path: Path, io: Any) -> None:
+        """Write the state, as it is by now, to a file or folder, whole or not at all.
+
+        Args:
+            path: the file or folder.
+            io: the format.
+        """
+        place = files.place_of(path)
+        if io.collective:
+            state = rebuilt(self.state, lambda leaf, _: self._whole(leaf) if isinstance(leaf, torch.Tensor) else leaf)
+            files.write_folder(place, lambda temporary: io.save(state, temporary), lambda: None)
+        elif isinstance(io, FileIO) and not self._fetch:
+            files.write_atomically(place, lambda temporary: io.save(self.state, temporary))
+        elif isinstance(io, SafetensorsIO) and io.is_folder(place):
+            files.write_folder(place, lambda temporary: self._stream(io, temporary), lambda: check_replaceable(place))
+        else:
+            files.write_atomically(place, lambda temporary: self._stream(io, temporary))
+
+    def _stream(self, io: Any, path: Path) -> None:
+        def later(leaf: Any, _: tuple[Any, ...]) -> Any:
+            return Later(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf
+
+        io.stream(rebuilt(self.state, later), path, self._wholes())
+
+    def _wholes(self) -> Iterator[torch.Tensor]:
+        for leaf in leaves(self.state, torch.Tensor):
+            yield self._whole(leaf)
+
+    def _whole(self, leaf: torch.Tensor) -> torch.Tensor:
+        fetch = self._fetch.get(id(leaf))
+        if fetch is None and leaf.nbytes > max(leaf.untyped_storage().nbytes(), _SMALL):  # by a stride of 0
+            raise CheckpointError(f"a tensor of {tuple(leaf.shape)} has fewer numbers in the checkpoint than its size.")
+        return leaf if fetch is None else fetch()
+
+
+def _open_parts(path: Path) -> tuple[Any, dict[int, Callable[[], torch.Tensor]]]:
+    """Return the state in a folder of ours or of torch's alone, and how to get the numbers of its tensors."""
+    from distwrap.checkpoint.safe_reader import SafeReader  # imports torch's distributed checkpoint
+    from distwrap.checkpoint.sharded import separated
+
+    reader = SafeReader(path, {})
+    stored = reader.tensors()
+    if (path / files.SKELETON).exists():
+        state = FileIO().load(path / files.SKELETON, "cpu")
+        named = separated(state, lambda leaf: (leaf, leaf))[1]
+    else:
+        state, named = _put_together({**stored, **reader.values()}, reader.paths()), stored
+    for name, leaf in named.items():
+        if name not in stored or stored[name].shape != leaf.shape:
+            raise CheckpointError(f"cannot read {path}: its {TABLE} has no {name!r} of {tuple(leaf.shape)}.")
+    return state, {id(leaf): lambda name=name: reader.whole(name) for name, leaf in named.items()}  # type: ignore[misc]
+
+
+def _put_together(values: dict[str, Any], paths: dict[str, tuple[Any, ...]]) -> Any:
+    """Return the nesting of which torch has flattened the names: numbers in a path are places in a list."""
+    root: dict[Any, Any] = {}
+    for name, value in values.items():
+        part = root
+        for key in paths[name][:-1]:
+            part = part.setdefault(key, {})
+            if not isinstance(part, dict):
+                raise CheckpointError(f"the checkpoint's table says that {name!r} is in {key!r}, which holds a value.")
+        part[paths[name][-1]] = value
+    return _with_lists(root)
+
+
+def _with_lists(part: Any) -> Any:
+    if not isinstance(part, dict):
+        return part
+    inside = {key: _with_lists(value) for key, value in part.items()}
+    if inside and sorted(inside, key=str) == sorted(range(len(inside)), key=str):
+        return [inside[index] for index in range(len(inside))]
+    of_optimizer = inside.get("state"), inside.get("param_groups")
+    if isinstance(of_optimizer[0], dict) and isinstance(of_optimizer[1], list):  # torch makes texts of its numbers
+        inside["state"] = {int(key) if str(key).isdigit() else key: value for key, value in of_optimizer[0].items()}
+    return inside

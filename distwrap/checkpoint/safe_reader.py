@@ -1,0 +1,188 @@
+"""Reading of a folder of torch's distributed checkpoint that a stranger may have made."""
+
+import io
+import pickle
+from dataclasses import is_dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.tensor import DTensor
+from torch.futures import Future
+
+from distwrap._internals.python import PATH_MODULES, unpickler
+from distwrap._internals.torch import LAYOUT_FUNCTION
+from distwrap.checkpoint.pickles import check_pickle
+from distwrap.checkpoint.pieces import part_of
+from distwrap.checkpoint.untrusted import check_regular, load_tensor, load_value
+from distwrap.errors import CheckpointError
+
+
+def bytes_in(folder: Path) -> int:
+    """Return how many bytes the files in a folder have."""
+    return sum(file.stat().st_size for file in folder.iterdir())
+
+
+def local_numbers(tensor: torch.Tensor) -> torch.Tensor:
+    """Return what this rank has of a tensor: of a ``DTensor`` its piece."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class SafeReader(FileSystemReader):
+    """Reader of a folder that a stranger may have made.
+
+    It runs nothing that is in torch's pickled table of contents, and reads no number that is not in the folder.
+
+    Attributes:
+        missing: how many numbers of each tensor have not been read.
+    """
+
+    def __init__(self, path: Path, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__(path)
+        self._folder = path
+        table = io.BytesIO(self._inside(".metadata").read_bytes())
+        check_pickle(table, path / ".metadata")
+        table.seek(0)
+        self._contents = _Contents(table).load()
+        if type(self._contents) is not Metadata:
+            raise CheckpointError(f"cannot load {path}: its .metadata is no table of contents.")
+        self.missing = {name: local_numbers(tensor).numel() for name, tensor in tensors.items()}
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        metadata: Metadata = self._contents
+        metadata.storage_meta = getattr(metadata, "storage_meta", None) or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            info = self.storage_data[item.storage_index]
+            if getattr(info, "transform_descriptors", None):
+                raise CheckpointError(f"cannot load {self._folder}: it is compressed, as distwrap.save() writes none.")
+            path = self._inside(info.relative_path)
+            with open(path, "rb") as file:
+                tensor = load_tensor(file, info.offset, info.length, path)
+            for dimension, (begin, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+                tensor = tensor.narrow(dimension, begin, length)
+            target = planner.resolve_tensor(item).detach()
+            if target.shape != tensor.shape:
+                shapes = f"{tuple(tensor.shape)}, not {tuple(target.shape)}"
+                raise CheckpointError(f"cannot load {path}: a piece of {item.dest_index.fqn} is {shapes}.")
+            target.copy_(tensor)
+            planner.commit_tensor(item, target)
+            self.missing[item.dest_index.fqn] -= target.numel()
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the tensors in the folder, by their names, without numbers.
+
+        Raises:
+            CheckpointError: they would have more numbers than the folder.
+        """
+        found = {
+            name: torch.empty(entry.size, dtype=entry.properties.dtype, device="meta")
+            for name, entry in self._contents.state_dict_metadata.items()
+            if isinstance(entry, TensorStorageMetadata)
+        }
+        needed, held = sum(each.nbytes for each in found.values()), bytes_in(self._folder)
+        if needed > held:
+            raise CheckpointError(f"cannot load {self._folder}: it should hold {needed} bytes, and has {held}.")
+        return found
+
+    def whole(self, name: str) -> torch.Tensor:
+        """Return a tensor that is put together of its pieces.
+
+        Raises:
+            CheckpointError: one is missing.
+        """
+        entry = self._contents.state_dict_metadata[name]
+        result = torch.empty(entry.size, dtype=entry.properties.dtype)
+        missing = result.numel()
+        for index, info in self._stored[name]:
+            path = self._inside(info.relative_path)
+            with open(path, "rb") as file:
+                tensor = load_tensor(file, info.offset, info.length, path)
+            part_of(result, index.offset or (0,) * tensor.dim(), tensor.shape).copy_(tensor)
+            missing -= tensor.numel()
+        if missing:
+            raise CheckpointError(f"cannot load {self._folder}: it lacks {missing} numbers of {name}.")
+        return result
+
+    def values(self) -> dict[str, Any]:
+        """Return what is no tensor, by names, where torch itself has written the folder; by torch's safe loader."""
+        found: dict[str, Any] = {}
+        for name, entry in self._contents.state_dict_metadata.items():
+            if isinstance(entry, BytesStorageMetadata):
+                for _, info in self._stored[name]:
+                    path = self._inside(info.relative_path)
+                    with open(path, "rb") as file:
+                        found[name] = load_value(file, info.offset, info.length, path)
+        return found
+
+    def paths(self) -> dict[str, tuple[Any, ...]]:
+        """Return the keys that lead to each name in the state that torch has written; the name where it has none."""
+        known = self._contents.planner_data
+        known = known if isinstance(known, dict) else {}
+        return {name: tuple(known.get(name) or (name,)) for name in self._contents.state_dict_metadata}
+
+    @cached_property
+    def _stored(self) -> dict[str, list[tuple[MetadataIndex, Any]]]:
+        stored: dict[str, list[tuple[MetadataIndex, Any]]] = {name: [] for name in self._contents.state_dict_metadata}
+        for index, info in self._contents.storage_data.items():
+            stored[index.fqn].append((index, info))
+        return stored
+
+    def _inside(self, name: str) -> Path:
+        """Return the path of a file in the folder.
+
+        Raises:
+            CheckpointError: the name, or a symbolic link of this name, leads out of it.
+        """
+        path = (self._folder / name).resolve()
+        if path.parent != self._folder.resolve():
+            raise CheckpointError(f"cannot load {self._folder}: its {name} is {path}, outside of it. Copy it there.")
+        check_regular(path)
+        return path
+
+
+class _Contents(unpickler()):  # type: ignore[misc]
+    """Unpickler that knows the classes of a table of contents, and no others."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name in _CLASSES.get(module, ()) or (module == "torch" and isinstance(vars(torch).get(name), torch.dtype)):
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's table of contents")
+
+    def load_build(self) -> None:
+        """Fill an object of the table's: of a class, or a function, it would change what the whole process uses."""
+        if not is_dataclass(changed := self.stack[-2]) or isinstance(changed, type):
+            raise pickle.UnpicklingError(f"{changed!r} has no place in a checkpoint's table of contents")
+        super().load_build()
+
+    dispatch = {**getattr(unpickler(), "dispatch", {}), pickle.BUILD[0]: load_build}
+
+
+_METADATA = Metadata.__module__
+_CLASSES = {
+    _METADATA: {
+        *("Metadata", "MetadataIndex", "StorageMeta", "TensorStorageMetadata", "BytesStorageMetadata"),
+        *("ChunkStorageMetadata", "TensorProperties", "_MEM_FORMAT_ENCODING"),
+    },
+    FileSystemReader.__module__: {"_StorageInfo", "_StoragePrefix"},
+    "torch": {"Size"},
+    "collections": {"OrderedDict"},
+    LAYOUT_FUNCTION[0]: {LAYOUT_FUNCTION[1]},
+    **{module: {"PosixPath"} for module in PATH_MODULES},
+}

@@ -1,0 +1,36 @@
+"""Names under which other packages know strategies that are here, and those that name a launcher too."""
+
+_LAUNCHERS = ("spawn", "fork", "forkserver", "script")
+_UNUSED = {
+    f"find_unused_parameters_{word}": f"ddp(find_unused_parameters={word.title()})" for word in ("true", "false")
+}
+
+# What became of FairScale's, Lightning's, DeepSpeed's and FSDP's names, also as an older Lightning spelt them.
+BECAME = {
+    **dict.fromkeys(("zero", "oss", "deepspeed_stage_1", "zero_dp_1"), "zero1"),
+    **dict.fromkeys(("ddp_sharded", "ddp_sharded_spawn", "sharded_ddp", "fairscale"), "zero2"),
+    **dict.fromkeys(("deepspeed_stage_2", "zero_dp_2"), "zero2"),
+    **{f"ddp_sharded{middle}_find_unused_parameters_false": "zero2" for middle in ("", "_spawn")},
+    **{f"ddp_{words}": strategy for words, strategy in _UNUSED.items()},
+    **{f"ddp_{how}_{words}": _UNUSED[words] for how in ("spawn", "fork", "notebook") for words in _UNUSED},
+    **dict.fromkeys(("fsdp_native", "fully_sharded", "ddp_fully_sharded", "full_shard", "fsdp2"), "fsdp"),
+    **dict.fromkeys(("deepspeed_stage_3", "zero3", "zero_dp_3"), "fsdp"),
+    **dict.fromkeys(
+        ("fsdp_cpu_offload", "fsdp_native_full_shard_offload", "deepspeed_stage_3_offload"), "fsdp(cpu_offload=True)"
+    ),
+    "shard_grad_op": "fsdp(reshard_after_forward=False)",
+    "no_shard": "ddp",
+}
+
+# A strategy and a launcher in one word: spellings of ours, of Lightning ("ddp_notebook") and of people in a hurry.
+LAUNCHER_OF_STRATEGY = {
+    **{f"ddp_{launcher}": launcher for launcher in _LAUNCHERS},
+    **{launcher: launcher for launcher in ("spawn", "fork", "forkserver")},
+    "ddp_notebook": "forkserver",
+    **{f"ddp_sharded_spawn{words}": "spawn" for words in ("", "_find_unused_parameters_false")},
+    **{f"ddp_{launcher}_{words}": launcher for launcher in ("spawn", "fork") for words in _UNUSED},
+    **{f"ddp_notebook_{words}": "forkserver" for words in _UNUSED},
+}
+
+# What to say of a name whose engine is not here.
+HINTS = {"deepspeed": "Its engine is not here. What its stages 1, 2 and 3 divide, zero1, zero2 and fsdp do."}

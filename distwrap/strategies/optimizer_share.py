@@ -1,0 +1,353 @@
+"""This rank's share of an optimizer: each rank steps some of the parameters, and all take over what it made of them.
+
+The user's own optimizer stays, of any class that treats each parameter by itself. Around its step the gradients of
+other ranks' parameters are hidden, so that it skips these parameters and keeps no state for them; after it the weights
+are broadcast from their owners, many in one message.
+
+Source: ZeRO, stage 1, https://arxiv.org/abs/1910.02054
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import zip_longest
+from typing import Any
+from weakref import WeakKeyDictionary, WeakSet
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.autograd.graph import increment_version
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from distwrap._internals.torch import foreach
+from distwrap._internals.torch_zero import unchanged_versions
+from distwrap.errors import ModelError
+from distwrap.group.collectives import gather_object
+from distwrap.group.tensors_apart import as_bytes
+from distwrap.group.world import RunPart, World
+from distwrap.model.wrapped_models import parameters_of
+
+_MESSAGE = 16 * 2**20  # bytes of weights in one broadcast, beside those of the other owners
+
+# Parameters that are divided, each with the rank that owns it, or None where this is open.
+Divided = Callable[[Optimizer], Mapping[nn.Parameter, int | None]]
+
+
+class OptimizerShare:
+    """Share of one optimizer on this rank, made on all ranks together.
+
+    Args:
+        optimizer: of any class whose step treats each parameter by itself; it is not kept alive.
+        world: of the run.
+        divided: tells which of its parameters are divided; the others are stepped on every rank.
+
+    Attributes:
+        owners: the rank that steps each divided parameter.
+        is_part: whether the optimizer here has a part of the state only.
+        is_over: whether the run has ended.
+    """
+
+    def __init__(self, optimizer: Optimizer, world: World, divided: Divided) -> None:
+        refuse_whole(optimizer)
+        self.rank, self._size = world.placement.rank, world.placement.world_size
+        self._divided = divided
+        self.owners: dict[nn.Parameter, int] = {}
+        self.is_part = self.is_over = False
+        self._loads = [0] * self._size
+        self._hidden: list[tuple[nn.Parameter, torch.Tensor]] = []
+        self._versions: AbstractContextManager[object] = nullcontext()
+        self._messages: list[list[_Message]] = []
+        self._planned: tuple[int, ...] = ()
+        self._is_agreed = self._collects = False
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before),
+            optimizer.register_step_post_hook(self._after),
+            optimizer.register_state_dict_pre_hook(self._refuse_part),
+            optimizer.register_load_state_dict_pre_hook(self._of_share),
+        ]
+        self.plan(optimizer)
+
+    def plan(self, optimizer: Optimizer) -> None:
+        """Give each new parameter an owner, and let go of the state of other ranks' parameters."""
+        self._planned = _sizes(optimizer)
+        divided = self._divided(optimizer)
+        new = [parameter for parameter in divided if parameter not in self.owners]
+        self.owners.update((each, owner) for each in new if (owner := divided[each]) is not None)
+        self.owners.update(balanced([each for each in new if divided[each] is None], self._loads))
+        held = parameters_of(optimizer)
+        self.owners = {parameter: owner for parameter, owner in self.owners.items() if id(parameter) in held}
+        self._messages = _messages(self.owners, self._size)
+        for other in [each for each in optimizer.state if not self.is_here(each)]:
+            del optimizer.state[other]
+            self.is_part = True
+        self._is_agreed = False
+
+    def is_here(self, parameter: Any) -> bool:
+        """Return whether the state of a parameter is on this rank."""
+        return self.owners.get(parameter, self.rank) == self.rank
+
+    @contextmanager
+    def collecting(self) -> Iterator[None]:
+        """Let the optimizer's ``state_dict()`` return this rank's part within a ``with``."""
+        self._collects = True
+        try:
+            yield
+        finally:
+            self._collects = False
+
+    def end(self) -> None:
+        """Let go of the run; the optimizer goes on by itself when it has all of its state again."""
+        self.is_over = True
+        if not self.is_part:
+            self.release()
+
+    def release(self) -> None:
+        """Take the hooks away."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if self.is_over:
+            raise ModelError(self._over(optimizer))
+        if self._planned != _sizes(optimizer):
+            self.plan(optimizer)
+        if not self._is_agreed:
+            self._agree(optimizer)
+        self._hidden.clear()
+        self._versions = unchanged_versions(list(self.owners))
+        self._versions.__enter__()
+        given = kwargs.get("closure") or next(iter(args[1:]), None)
+        if not callable(given):
+            self._hide()
+            return None
+        closure, calls = given, []
+
+        def of_share() -> Any:
+            calls.append(1)
+            if len(calls) > 1:
+                raise ModelError(
+                    f"rank {self.rank}: {type(optimizer).__name__}.step(closure) calls the closure more than once, and "
+                    f"in between each rank has moved its own share of the weights only. Use strategy='ddp' for it."
+                )
+            loss = closure()
+            self._hide()
+            return loss
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": of_share}
+        return (args[0], of_share, *args[2:]), kwargs
+
+    def _hide(self) -> None:
+        for parameter in self.owners:
+            if parameter.grad is not None and not self.is_here(parameter):
+                self._hidden.append((parameter, parameter.grad))
+                parameter.grad = None
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for parameter, gradient in self._hidden:
+            parameter.grad = gradient
+        self._hidden.clear()
+        for together in self._messages:
+            for message in [message.sent(self.rank) for message in together]:
+                message.receive()
+        # Changed once on every rank, whatever the step has done to this rank's share.
+        self._versions.__exit__(None, None, None)
+        increment_version(list(self.owners))
+        self.is_part = self.is_part or any(owner != self.rank for owner in self.owners.values())
+
+    def _agree(self, optimizer: Optimizer) -> None:
+        """Hold the ranks to one division, before they exchange by it."""
+        mine = [(list(parameter.shape), str(parameter.dtype), owner) for parameter, owner in self.owners.items()]
+        for rank, other in enumerate(gather_object(mine)):
+            if other != mine:
+                pairs = enumerate(zip_longest(mine, other, fillvalue="none"))
+                number, (own, its) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
+                raise ModelError(
+                    f"rank {self.rank}: the ranks' {type(optimizer).__name__} hold other parameters, or in another "
+                    f"order, so that their state cannot be divided: number {number} of the largest is {own} here and "
+                    f"{its} on rank {rank}. Make the optimizer alike on every rank."
+                )
+        self._is_agreed = True
+
+    def _refuse_part(self, optimizer: Optimizer) -> None:
+        if not self.is_part or self._collects:
+            return
+        if self.is_over:
+            raise ModelError(self._over(optimizer))
+        raise ModelError(
+            f"rank {self.rank}: {type(optimizer).__name__}.state_dict() would return a part, since the optimizer's "
+            f"state is divided over {self._size} ranks. Give the optimizer itself to distwrap.save() on every rank: "
+            f'save({{"optimizer": optimizer}}, path) writes all of its state, which any strategy can load.'
+        )
+
+    def owners_in(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[Any, int]:
+        """Return the owner of each divided parameter by its number in a state that is to be loaded."""
+        if self._planned != _sizes(optimizer):
+            self.plan(optimizer)
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        saved = [index for group in state["param_groups"] for index in group["params"]]
+        pairs = zip(saved, held, strict=False)
+        return {index: self.owners[parameter] for index, parameter in pairs if parameter in self.owners}
+
+    def _of_share(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        """Return what this rank keeps of a full state that is to be loaded."""
+        if self.is_over:
+            self.release()
+            return None
+        others = {index for index, owner in self.owners_in(optimizer, state).items() if owner != self.rank}
+        self.is_part = self.is_part or not others.isdisjoint(state["state"])
+        return {**state, "state": {index: each for index, each in state["state"].items() if index not in others}}
+
+    def _over(self, optimizer: Optimizer) -> str:
+        return (
+            f"rank {self.rank}: this {type(optimizer).__name__} has a part of its state, which was divided over the "
+            f"{self._size} ranks of a run that has ended. Save it within the run, by distwrap.save() on every rank, "
+            f"and load that into it."
+        )
+
+
+class OptimizerShares(RunPart):
+    """Shares of all divided optimizers of one run; an optimizer that nobody has prepared gets one at its first step."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._of: WeakKeyDictionary[Optimizer, OptimizerShare] = WeakKeyDictionary()
+        self._others: WeakSet[Optimizer] = WeakSet()
+        self._divide: Callable[[Optimizer], object] | None = None
+        self._handle = register_optimizer_step_pre_hook(self._before)
+
+    def release(self, optimizer: Optimizer) -> None:
+        """Let go of an optimizer, which has a part of its state, and is about to load all of it."""
+        share = self._of.pop(optimizer, None)
+        if share is not None:
+            share.release()
+
+    def adopt_by(self, divide: Callable[[Optimizer], object]) -> None:
+        """Call a function with each optimizer without a share that steps from now on; plan all shares anew."""
+        self._divide = divide
+        self._others.clear()
+        for optimizer, share in self._of.items():
+            share.plan(optimizer)
+
+    def divide(self, optimizer: Optimizer, divided: Divided) -> OptimizerShare:
+        """Return an optimizer's share, which is made at the first call."""
+        if optimizer not in self._of:
+            self._of[optimizer] = OptimizerShare(optimizer, self._world, divided)
+        return self._of[optimizer]
+
+    def of(self, optimizer: Optimizer) -> OptimizerShare | None:
+        """Return an optimizer's share, if it has one."""
+        return self._of.get(optimizer)
+
+    def owners(self) -> dict[nn.Parameter, int]:
+        """Return the rank that steps each divided parameter."""
+        return {parameter: owner for share in self._of.values() for parameter, owner in share.owners.items()}
+
+    def options(self, model: nn.Module) -> Iterator[tuple[str, float]]:
+        """Yield the numbers among the options of a model's optimizers, which a step may change, each with its name.
+
+        A step that computes one from all parameters at once, as D-Adaptation its ``d``, finds another on each rank.
+        """
+        own = set(map(id, model.parameters()))
+        for optimizer in self._of:
+            for number, group in enumerate(optimizer.param_groups):
+                for name, value in group.items() if not own.isdisjoint(parameters_of(optimizer)) else ():
+                    if isinstance(value, (int, float)):
+                        yield f"{name!r} of {type(optimizer).__name__}, group {number}", float(value)
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if optimizer not in self._of and optimizer not in self._others and self._divide is not None:
+            self._divide(optimizer)  # whose hooks are those of this step already
+            if optimizer not in self._of:
+                self._others.add(optimizer)
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self._handle.remove()
+        for share in self._of.values():
+            share.end()
+
+
+class _Message:
+    """Weights of one owner, of one type and device, that travel together."""
+
+    def __init__(self, owner: int) -> None:
+        self._owner, self._tensors, self.size = owner, list[nn.Parameter](), 0
+        self._work: Any = None
+        self._flat = torch.empty(0)
+
+    def add(self, parameter: nn.Parameter) -> None:
+        self._tensors.append(parameter)
+        self.size += parameter.nbytes
+
+    def sent(self, rank: int) -> "_Message":
+        """Begin to send the weights, or to receive them, and return this message."""
+        first, self._is_mine = self._tensors[0], rank == self._owner
+        if len(self._tensors) == 1 and first.is_contiguous():
+            self._flat, self._is_mine = first.data.view(-1), True  # received where it belongs
+        elif self._is_mine:
+            self._flat = torch.cat([tensor.data.reshape(-1) for tensor in self._tensors])
+        else:
+            self._flat = first.data.new_empty(sum(tensor.numel() for tensor in self._tensors))
+        self._work = dist.broadcast(as_bytes(self._flat), src=self._owner, async_op=True)
+        return self
+
+    def receive(self) -> None:
+        """Wait for the weights, and put them in their places."""
+        self._work.wait()
+        if not self._is_mine:
+            parts = self._flat.split([tensor.numel() for tensor in self._tensors])  # type: ignore[no-untyped-call]
+            pairs = zip(self._tensors, parts, strict=True)
+            foreach("copy_", [each.data for each in self._tensors], [part.view(each.shape) for each, part in pairs])
+        self._work, self._flat = None, torch.empty(0)
+
+
+def balanced(parameters: Iterable[nn.Parameter], loads: list[int]) -> dict[nn.Parameter, int]:
+    """Return an owner for each parameter, the largest first, each to the rank that has the fewest numbers yet.
+
+    Args:
+        parameters: in an order that is alike on all ranks.
+        loads: the numbers that each rank has; those of the parameters are added.
+
+    Example:
+        >>> weights = [nn.Parameter(torch.empty(size)) for size in (1, 4, 2, 2)]
+        >>> list(balanced(weights, [0, 0]).values())
+        [0, 1, 1, 0]
+    """
+    owners = {}
+    for parameter in sorted(parameters, key=lambda parameter: -parameter.numel()):
+        owners[parameter] = loads.index(min(loads))
+        loads[owners[parameter]] += parameter.numel()
+    return owners
+
+
+def _messages(owners: Mapping[nn.Parameter, int], size: int) -> list[list[_Message]]:
+    """Return the messages in which weights travel, those together that different owners send at one time."""
+    of_owner: list[list[_Message]] = [[] for _ in range(size)]
+    last: dict[tuple[int, torch.dtype, torch.device], _Message] = {}
+    for parameter, owner in owners.items():
+        kind = owner, parameter.dtype, parameter.device
+        message = last.get(kind)
+        if message is None or message.size + parameter.nbytes > _MESSAGE:
+            message = last[kind] = _Message(owner)
+            of_owner[owner].append(message)
+        message.add(parameter)
+    return [[message for message in together if message is not None] for together in zip_longest(*of_owner)]
+
+
+def refuse_whole(optimizer: Optimizer) -> None:
+    """Refuse an optimizer whose step looks at all parameters at once.
+
+    Raises:
+        ModelError: names its class.
+    """
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ModelError(
+            f"{type(optimizer).__name__} takes each step along one direction for all parameters together, so its state "
+            f"cannot be divided over ranks. Use strategy='ddp' for it, or an optimizer that treats each parameter by "
+            f"itself, as AdamW."
+        )
+
+
+def _sizes(optimizer: Optimizer) -> tuple[int, ...]:
+    return tuple(len(group["params"]) for group in optimizer.param_groups)

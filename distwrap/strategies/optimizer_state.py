@@ -1,0 +1,117 @@
+"""State of an optimizer that is divided over ranks: put together as one process would have it, or in parts."""
+
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from distwrap.group.collectives import broadcast, gather_object
+from distwrap.group.world import RunPart, World, current_world
+from distwrap.nesting import rebuilt
+from distwrap.strategies.optimizer_share import OptimizerShare
+
+_PIECE = "distwrap: a tensor of"  # marks a tensor of another rank among plain values
+
+
+def full_state(optimizer: Optimizer, share: OptimizerShare, *, everywhere: bool) -> dict[str, Any]:
+    """Return the state in full, on the CPU, on rank 0 or everywhere; every rank calls it.
+
+    The parameters' states travel one after the other, so that no other rank ever holds them all.
+    """
+    own, owners = _own(optimizer, share)
+    state: dict[Any, Any] = {}
+    there = gather_object([index for index in own["state"] if owners.get(index, 0) == share.rank])
+    for owner, indices in enumerate(there):
+        for index in indices:
+            received = broadcast(own["state"].get(index), src=owner)
+            if everywhere or share.rank == 0:
+                state[index] = rebuilt(received, _on_cpu)
+    return {**own, "state": _in_order(state)}
+
+
+def state_in_parts(optimizer: Optimizer, share: OptimizerShare) -> dict[str, Any]:
+    """Return the state for a checkpoint in parts: each tensor is a ``DTensor`` on its owner alone."""
+    own, owners = _own(optimizer, share)
+    mine = {index: state for index, state in own["state"].items() if owners.get(index, 0) == share.rank}
+    everyones = gather_object({index: rebuilt(state, _described) for index, state in mine.items()})
+    state: dict[Any, Any] = {}
+    for owner, described in enumerate(everyones):
+        for index, values in described.items():
+
+            def piece(leaf: Any, path: tuple[Any, ...], owner: int = owner, index: Any = index) -> Any:
+                if not isinstance(leaf, tuple) or leaf[:1] != (_PIECE,):
+                    return leaf
+                _, shape, dtype, device = leaf
+                local = torch.empty(0, dtype=dtype, device=device)
+                if owner == share.rank:
+                    local = mine[index]
+                    for key in path:
+                        local = local[key]
+                return _on_owner(local, shape, owner)
+
+            state[index] = rebuilt(values, piece)
+    return {**own, "state": _in_order(state)}
+
+
+def parts_to_load(optimizer: Optimizer, share: OptimizerShare, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a stored state without the tensors of parameters that other ranks own."""
+    others = {index for index, owner in share.owners_in(optimizer, state).items() if owner != share.rank}
+
+    def needed(leaf: Any, path: tuple[Any, ...]) -> Any:
+        return None if isinstance(leaf, torch.Tensor) and path[0] in others else leaf
+
+    return {**state, "state": rebuilt(state["state"], needed)}
+
+
+def _on_owner(local: torch.Tensor, shape: tuple[int, ...], owner: int) -> Any:
+    """Return a ``DTensor`` that is whole on its owner; every rank calls it in the same order."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = current_world().part(_OwnerMeshes).of(owner, local.device.type)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [Replicate()], run_check=False, shape=torch.Size(shape), stride=stride)
+
+
+class _OwnerMeshes(RunPart):
+    """Meshes of one rank each, on which that rank's tensors are whole tensors of a checkpoint."""
+
+    def __init__(self, world: World) -> None:
+        self._size = world.placement.world_size
+        self._meshes: dict[str, list[Any]] = {}
+
+    def of(self, owner: int, device: str) -> Any:
+        """Return an owner's mesh; every rank calls it in the same order."""
+        from torch.distributed.device_mesh import DeviceMesh
+
+        if device not in self._meshes:
+            self._meshes[device] = [DeviceMesh(device, [rank]) for rank in range(self._size)]
+        return self._meshes[device][owner]
+
+
+def _own(optimizer: Optimizer, share: OptimizerShare) -> tuple[dict[str, Any], dict[Any, int]]:
+    """Return this rank's part, and the owner of each divided parameter by its number in it."""
+    with share.collecting():
+        own = optimizer.state_dict()
+    owners = {
+        index: share.owners[parameter]
+        for group, saved in zip(optimizer.param_groups, own["param_groups"], strict=True)
+        for parameter, index in zip(group["params"], saved["params"], strict=True)
+        if parameter in share.owners
+    }
+    return own, owners
+
+
+def _in_order(state: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the parameters' states by number, as one process has them."""
+    known = sorted(state, key=lambda index: (not isinstance(index, int), index if isinstance(index, int) else 0))
+    return {index: state[index] for index in known}
+
+
+def _described(leaf: Any, path: tuple[Any, ...]) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.dim():
+        return _PIECE, tuple(leaf.shape), leaf.dtype, leaf.device.type
+    return leaf
+
+
+def _on_cpu(leaf: Any, path: tuple[Any, ...]) -> Any:
+    return leaf.cpu() if isinstance(leaf, torch.Tensor) else leaf

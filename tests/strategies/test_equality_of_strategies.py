@@ -1,0 +1,19 @@
+"""Every strategy trains to the weights of one process."""
+
+from __future__ import annotations
+
+import pytest
+
+from distwrap.testing.conformance import check_behaviours
+from tests.limits import slow
+from tests.strategies.matrix import COMBINATIONS, ROWS, Row
+
+
+@pytest.mark.timeout(400)  # a guard, of what takes some ten seconds
+@pytest.mark.parametrize(
+    "row", [slow(row, why=row.slow) if row.slow else row for row in ROWS], ids=lambda row: row.name
+)
+def test_it_trains_as_one_process_does(row: Row) -> None:
+    """After three epochs the weights are those of one process, by every optimizer, kind of step and type."""
+    refused = [name for name in COMBINATIONS if any(words in name for words in row.refuses)]
+    check_behaviours(COMBINATIONS, row.strategy, row.nprocs, refuses=refused)
