@@ -17,6 +17,7 @@ from distwrap.group.world import current_world
 from distwrap.strategies.pipeline import PipelineStrategy
 from distwrap.strategies.pipeline.absent import Absent, is_here
 from distwrap.strategies.pipeline.blocks import find_chain
+from distwrap.testing import run_ranks
 from tests.limits import slow
 
 WORDS, LENGTH, WIDTH, BATCH = 11, 5, 8, 12
@@ -102,7 +103,7 @@ def full(model: nn.Module) -> dict[str, Any]:
 
 def trained(how: str, make: Any, tied: bool) -> tuple[dict[str, Any], list[float]]:
     """Train an epoch in one of the ways of a hand-written loop; return the weights and the losses."""
-    model, optimizer = prepared(make, tied=tied)
+    model, optimizer = prepared(make, tied=tied, blocks=4)
     losses: list[float] = []
     if how == "accumulate":
         for (x, y), window in dw.accumulate(batches(), 2, model):
@@ -137,7 +138,15 @@ def plain(model: nn.Module) -> dict[str, Any]:
     return {name: tensor.tolist() for name, tensor in model.state_dict().items()}
 
 
-WAYS = ("plain", "accumulate", "scale_loss", "clip", "neither")
+SGD, ADAMW = torch.optim.SGD, torch.optim.AdamW
+CASES = (
+    ("plain", SGD, True),
+    ("plain", ADAMW, False),
+    ("accumulate", ADAMW, True),
+    ("scale_loss", SGD, False),
+    ("clip", ADAMW, True),
+    ("neither", SGD, False),
+)
 
 
 def shares() -> int:
@@ -145,19 +154,19 @@ def shares() -> int:
 
 
 def everything() -> dict[str, Any]:
-    """Train in all ways by both optimizers, in float64; return the weights, and the losses beside them."""
+    """Train in all ways of a loop, in float64; return the weights, and the losses beside them."""
     found: dict[str, Any] = {}
-    for how in WAYS:
-        for make, tied in ((torch.optim.SGD, True), (torch.optim.AdamW, False)):
-            if how != "neither" or shares() == 1:  # a mean of the shares' means is another loss
-                weights, losses = trained(how, make, tied)
-                found[f"{how} by {make.__name__}, tied={tied}"] = {**weights, "losses": losses}
+    for how, make, tied in CASES:
+        if how != "neither" or shares() == 1:  # a mean of the shares' means is another loss
+            weights, losses = trained(how, make, tied)
+            found[f"{how} by {make.__name__}, tied={tied}"] = {**weights, "losses": losses}
     return found
 
 
 @pytest.fixture(scope="module")
 def in_one_process() -> dict[str, Any]:
-    return everything()
+    [found] = run_ranks(everything, 1, timeout=60)
+    return dict(found)
 
 
 @pytest.mark.parametrize(
@@ -298,6 +307,7 @@ def gone_on(folder: Path) -> list[list[float]]:
     return found
 
 
+@pytest.mark.slow("launches of three strategies, in turn")
 def test_checkpoints_go_from_one_strategy_to_another(tmp_path: Path) -> None:
     """What a pipeline saves, one process, DDP and other pipelines go on with, and the other way round."""
     saved(tmp_path, "one")

@@ -38,6 +38,7 @@ from distwrap.strategies.pipeline.relay import Method, Relay, Survey
 from distwrap.strategies.pipeline.schedule import Line, TrainingPass, WholePass, shared
 
 _PASSES = 4  # of which the buffers are kept
+_SURVEYS = 64  # which are kept
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
@@ -179,14 +180,14 @@ class PipelineRouting(Routing):
 
     def _survey(self, name: str, method: Method, given: Any) -> Survey:
         sizes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(given)]
-        others = [leaf for leaf in tree_leaves(given) if not isinstance(leaf, torch.Tensor)]
+        others = [leaf for leaf in tree_leaves(given) if not isinstance(leaf, (torch.Tensor, float))]
         key = name, torch.is_grad_enabled(), self.model.training, repr(sizes), repr(others)
         if key not in self._surveys:
             with preserved(), self._in_precision.context():
                 survey = self.relay.survey(method, *given)
                 self.holders.settle(survey)
-            self._surveys[key] = survey
             survey.key = key
+            self._surveys = {**dict(list(self._surveys.items())[1 - _SURVEYS :]), key: survey}
         return self._surveys[key]
 
     def _stage_buffers(self) -> Buffers | None:

@@ -96,9 +96,10 @@ class PipelineStrategy(Strategy):
             return local(model, wrapping)
         if wrapping.comm is not None:
             raise OptionError("strategy='pipeline' exchanges gradients by itself: leave comm out.")
-        if wrapping.options:
+        for name in wrapping.options:
             raise OptionError(
-                unknown_name("option of wrap_model() under strategy='pipeline'", next(iter(wrapping.options)), ())
+                f"wrap_model() got {name!r}, and strategy='pipeline' takes no options there: give its own to "
+                f"PipelineStrategy(...)."
             )
         if self._mesh is None:
             raise OptionError(
@@ -111,7 +112,9 @@ class PipelineStrategy(Strategy):
         chain = find_chain(model, stages, self.split)
         with torch.no_grad():
             for tensor in (*model.parameters(), *model.buffers()):
-                dist.broadcast(tensor.data.contiguous(), src=0)
+                numbers = tensor.detach().contiguous()
+                dist.broadcast(numbers, src=0)
+                tensor.copy_(numbers)
         own = list(range(dist.get_rank(group), stages, len(ranks)))
         line = Line(group, ranks, own, stages, wrapping.device)
         settings = PassSettings(
