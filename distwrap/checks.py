@@ -2,6 +2,7 @@
 
 import ast
 import numbers
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -106,6 +107,22 @@ def parsed(kind: str, text: str) -> tuple[str, dict[str, Any]]:
         raise OptionError(
             f"{kind} {text!r}: write it as a name, or as name(option=value, …) with plain values."
         ) from None
+
+
+def as_bytes(name: str, value: object) -> int:
+    """Return a number of bytes out of a number, or out of a number with its unit.
+
+    Raises:
+        OptionError: it is none.
+
+    Example:
+        >>> as_bytes("memory", "80GB"), as_bytes("memory", "1.5 GiB")
+        (80000000000, 1610612736)
+    """
+    text = re.fullmatch(r"(\d+(?:\.\d+)?) ?([kmgt]?)(i?)b?", str(value).strip().lower())
+    if text is None or isinstance(value, bool) or (text[3] and not text[2]) or float(text[1]) == 0:
+        raise OptionError(f"{name}={value!r}: it must be a number of bytes, as '80GB', '512MiB' or 2_000_000.")
+    return int(float(text[1]) * (1024 if text[3] else 1000) ** (" kmgt".index(text[2] or " ")))
 
 
 def fraction(low: float = 0.0, high: float = 1.0, *, with_low: bool = False) -> Check:

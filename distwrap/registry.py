@@ -199,6 +199,8 @@ strategies: Registry[Strategy] = Registry(
         ("zero2", "zero:ZeroStrategy", "zero1, and each rank keeps its share of the gradients alone", {"stage": 2}),
         ("fsdp", "fsdp:FSDPStrategy", "each rank holds a share of every weight: torch's FSDP2"),
         ("hsdp", "fsdp:FSDPStrategy", "each node holds a copy, divided over its ranks: FSDP2", {"shard": "node"}),
+        ("pipeline", "pipeline:PipelineStrategy", "the blocks of a model in stages on the ranks, over microbatches"),
+        ("auto", "auto:AutoStrategy", "the plainest of ddp, zero1, zero2, hsdp and fsdp that fits, by an estimate"),
         ("bagua", "bagua:BaguaStrategy", "DDP with an algorithm under Bagua's name: algorithm='gradient_allreduce', …"),
     ),
     aliases=dict.fromkeys(LAUNCHER_OF_STRATEGY.keys() - BECAME, "ddp"),

@@ -41,6 +41,19 @@ def named_ranks(numbers: Iterable[int]) -> str:
     return ("rank " if sum(map(len, runs)) == 1 else "ranks ") + ", ".join(words)
 
 
+def as_size(count: int) -> str:
+    """Put bytes into words.
+
+    Example:
+        >>> as_size(1_234_567), as_size(80_000_000_000), as_size(12)
+        ('1.2 MB', '80.0 GB', '12 B')
+    """
+    for unit, size in (("TB", 10**12), ("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if count >= size:
+            return f"{count / size:.1f} {unit}"
+    return f"{count} B"
+
+
 def first_names(names: list[str]) -> str:
     """Put the first three names into words, and how many more there are.
 

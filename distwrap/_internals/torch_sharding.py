@@ -44,8 +44,8 @@ def end_fsdp_forward(model: nn.Module, output: Any) -> Any:
 def leave_fsdp_forward(model: nn.Module) -> None:
     """Bring FSDP back to where the next forward can begin, after an exception in the midst of one.
 
-    Relies on ``torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._training_state``,
-    ``torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._state_ctx``.
+    Relies on ``torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()._training_state``,
+    ``torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()._state_ctx``.
     Without it: a loop that goes on after an exception in a forward gets wrong gradients of its next one.
     """
     for module, state in _states(model):
@@ -97,9 +97,8 @@ class BeforeFSDP:
 def accumulated_gradients(model: nn.Module) -> list[torch.Tensor]:
     """Return gradients that have accumulated on this rank and are not reduced yet.
 
-    Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.fsdp_params``,
-    ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.unsharded_accumulated_grad``,
-    ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._unsharded_param``.
+    Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["_unsharded_param"]``,
+    ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["unsharded_accumulated_grad"]``.
     Without it: `scale_loss` in a window of `accumulate` weighs micro-batches by the first one's count.
     """
     params = [param for _, state in _states(model) for group in _groups(state) for param in group.fsdp_params]
@@ -118,7 +117,7 @@ def _states(model: nn.Module) -> Iterator[tuple[Any, Any]]:
 def _groups(state: Any) -> list[Any]:
     """Return the groups of parameters of a state: one until torch 2.12, several since.
 
-    Relies on ``torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._fsdp_param_groups`` or ``_fsdp_param_group``.
+    Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup``.
     """
     several = getattr(state, "_fsdp_param_groups", None)
     group = getattr(state, "_fsdp_param_group", None)
@@ -164,9 +163,9 @@ def has_gradient_hook(parameter: torch.Tensor, *, after_accumulation: bool = Tru
 def products() -> set[Any]:
     """Return the operators that multiply matrices, of which attention is one.
 
-    Relies on ``torch.ops.aten:_scaled_dot_product_flash_attention``,
-    ``torch.ops.aten:_scaled_dot_product_flash_attention_for_cpu``,
-    ``torch.ops.aten:_scaled_dot_product_efficient_attention``.
+    Relies on ``torch:ops.aten._scaled_dot_product_flash_attention``,
+    ``torch:ops.aten._scaled_dot_product_flash_attention_for_cpu``,
+    ``torch:ops.aten._scaled_dot_product_efficient_attention``.
     Without it: attention is computed again under ``checkpointing="selective"``.
     """
     aten: Any = torch.ops.aten

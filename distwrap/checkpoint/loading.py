@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distwrap.checkpoint.formats import CheckpointIO, Streamed, choose
-from distwrap.checkpoint.pieces import Later, box_of, leaves, part_of
+from distwrap.checkpoint.pieces import Later, box_of, part_of
 from distwrap.checkpoint.plain import Staging
 from distwrap.errors import CheckpointError
 from distwrap.group.collective_guard import check_collectives_allowed
@@ -99,15 +99,10 @@ def _any_divided(into: Any) -> bool:
 
 
 def _with_pieces(state: Any, into: Any) -> Any:
-    """Return a state with an empty ``DTensor`` in the place of each tensor of which this rank needs a piece."""
+    """Return a state with what this rank needs of it, as `Strategy.parts_to_load` says."""
 
     def replaced(part: Any, path: tuple[Any, ...]) -> Any:
-        target = into
-        for key in path:
-            is_there = key in target if isinstance(target, Mapping) else isinstance(key, int) and _has(target, key)
-            if not is_there:
-                return part
-            target = target[key]
+        target = _at(into, path)
         strategy = bound_strategy(target)
         parts = strategy.parts_to_load(target, part) if strategy is not None and isinstance(part, dict) else None
         return part if parts is None else parts
@@ -115,21 +110,25 @@ def _with_pieces(state: Any, into: Any) -> Any:
     return rebuilt(state, replaced)
 
 
-def _has(target: Any, index: int) -> bool:
-    return isinstance(target, (list, tuple)) and index < len(target)
+def _at(value: Any, path: tuple[Any, ...]) -> Any:
+    """Return what some keys lead to in a nesting; ``None`` where they lead out of it."""
+    for key in path:
+        is_dict = isinstance(value, Mapping) and key in value
+        if not is_dict and not (isinstance(value, (list, tuple)) and isinstance(key, int) and key < len(value)):
+            return None
+        value = value[key]
+    return value
 
 
 def _read_mapped(state: Any, into: Any) -> Any:
     """Return a state out of one whose numbers are still in its file: pieces, and all of other tensors."""
-    stored = iter(leaves(state, torch.Tensor))
     pieces: list[torch.Tensor] = []
 
-    def filled(leaf: Any, _: tuple[Any, ...]) -> Any:
-        mapped = next(stored) if isinstance(leaf, torch.Tensor) else leaf
-        if leaf is mapped:
+    def filled(leaf: Any, path: tuple[Any, ...]) -> Any:
+        if not isinstance(leaf, torch.Tensor) or leaf is (mapped := _at(state, path)):
             return leaf
         with torch.no_grad():
-            local = leaf.to_local()
+            local: torch.Tensor = leaf.to_local()  # type: ignore[attr-defined]
             if local.numel():
                 local.copy_(part_of(mapped, *box_of(leaf)))
         pieces.append(leaf)

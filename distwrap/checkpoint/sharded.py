@@ -61,7 +61,7 @@ class ShardedIO:
             path: the folder.
             map_location: as for ``torch.load``, of what is whole.
             choose: gets the state with tensors that have no numbers, and puts a ``DTensor`` in the place of each tensor
-                of which this rank reads its piece.
+                of which this rank reads its piece, and ``None`` in the place of one that it does not read.
         """
         skeleton = load_file(path / SKELETON)
         needed = sum(leaf.nbytes for leaf in separated(skeleton, lambda leaf: (leaf, leaf))[1].values())

@@ -1,7 +1,8 @@
-"""Number of CPUs that this process may use, and of threads that a rank takes of them."""
+"""CPUs and memory of the host that this process may use, and the threads that a rank takes of them."""
 
 import math
 import os
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,21 @@ def _quota(root: str = "/sys/fs/cgroup") -> float | None:
             continue
         return quota / period if quota > 0 else None
     return None
+
+
+def allowed_memory(root: str = "/sys/fs/cgroup") -> int | None:
+    """Return the bytes of the host's memory that this process's cgroup may use; ``None`` where nobody tells.
+
+    See https://docs.kernel.org/admin-guide/cgroup-v2.html, memory.max, and cgroup-v1's memory.limit_in_bytes.
+    """
+    try:
+        found = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    except (AttributeError, ValueError, OSError):
+        return None
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):  # "max"
+            found.append(int(Path(root, name).read_text()))
+    return min(found)
 
 
 def choose_threads(local_world_size: int) -> int | None:

@@ -9,6 +9,7 @@ from types import ModuleType
 import torch
 import torch.distributed as dist
 
+from distwrap.devices.cpus import allowed_memory
 from distwrap.errors import OptionError
 from distwrap.registry import Registry
 
@@ -80,6 +81,11 @@ class DeviceKind:
         """Return the module with the streams on which a copy runs beside the computation; ``None`` without such."""
         return None
 
+    def memory(self, device: torch.device) -> int | None:
+        """Return the bytes that the device has; ``None`` where torch does not tell."""
+        info = getattr(self.module, "mem_get_info", None)
+        return None if info is None else int(info(device)[1])
+
     def versions(self) -> dict[str, str]:
         """Return the versions of the libraries that torch uses for these devices."""
         return {}
@@ -103,6 +109,9 @@ class CPU(DeviceKind):
 
     def prevents_fork(self) -> bool:
         return False
+
+    def memory(self, device: torch.device) -> int | None:
+        return allowed_memory()
 
 
 device_kinds: Registry[DeviceKind] = Registry(

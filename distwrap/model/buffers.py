@@ -5,6 +5,7 @@ forwards before one backward. Running statistics are not read in training: it is
 """
 
 import io
+from collections.abc import Callable
 from weakref import ref
 
 import torch
@@ -32,21 +33,33 @@ class Buffers:
         model: the user's.
         rank: this one.
         channel: to the other ranks.
-        name: of the model, alike on every rank.
+        name: of the model, alike on every rank that asks the same one.
+        source: the rank whose buffers the others take over, which is called rank 0 here.
+        holds: tells of which tensors this rank has the numbers; by default of all.
 
     Attributes:
         forwards: how many forwards there were in training; by this number ranks know which of them is ahead.
         agreed_at: that number when all ranks were given the same buffers for the last time, by a collective.
     """
 
-    def __init__(self, model: nn.Module, rank: int, channel: Channel, name: str) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        rank: int,
+        channel: Channel,
+        name: str,
+        *,
+        source: int = 0,
+        holds: Callable[[torch.Tensor], bool] = lambda tensor: True,
+    ) -> None:
         self._model, self._rank, self._channel, self._name = ref(model), rank, channel, f"buffers/{name}"
-        self._at_first = {key: fingerprint(value) for key, value in _others(model).items()}
-        self._last = dict(model.named_buffers()) if rank == 0 else {}  # for who asks when rank 0's model is gone
+        self._source, self._holds = source, holds
+        self._at_first = {key: fingerprint(value) for key, value in _others(model).items() if holds(value)}
+        self._last = dict(model.named_buffers()) if rank == source else {}  # for who asks when rank 0's model is gone
         self._kept: dict[str, torch.Tensor] | None = None
         self._kept_at = self.forwards = self._pauses = 0
         self.agreed_at = -1
-        if rank == 0:
+        if rank == source:
             channel.work.serve(self._name, self._packed)
 
     def pause(self, *, waits: bool = True) -> None:
@@ -60,11 +73,11 @@ class Buffers:
         if self.agreed_at == self.forwards:
             return
         self._pauses += 1
-        if self._rank == 0:
+        if self._rank == self._source:
             self._kept = {key: value.clone() for key, value in self._trained(model).items()}
             self._kept_at = self.forwards
             return
-        data = self._channel.work.ask(self._name, 0, [self.forwards, PATIENCE if waits else 0.0])
+        data = self._channel.work.ask(self._name, self._source, [self.forwards, PATIENCE if waits else 0.0])
         at, pauses, answer = torch.load(io.BytesIO(data), weights_only=True)
         if 0 <= at < self.forwards or (at >= 0 and pauses == self._pauses):
             self.forwards = at  # ranks that have counted apart are together here, unless rank 0 is at a later pause
@@ -104,8 +117,9 @@ class Buffers:
 
     def _trained(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return the buffers that training changes: running statistics, and others once they differ."""
-        others = {key: value for key, value in _others(model).items() if fingerprint(value) != self._at_first.get(key)}
-        return {**statistics_of(model), **others}
+        others = {key: value for key, value in _others(model).items() if self._holds(value)}
+        changed = {key: value for key, value in others.items() if fingerprint(value) != self._at_first.get(key)}
+        return {**{key: value for key, value in statistics_of(model).items() if self._holds(value)}, **changed}
 
 
 def sync_buffers(model: nn.Module, how: str = "rank0") -> None:

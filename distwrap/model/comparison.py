@@ -128,15 +128,15 @@ class Comparison(Generic[P]):
 
     def _firsts(self, look: Look[P]) -> set[int]:
         """Return the ranks with which this one compares a look: of each part the first that has it."""
-        return set(map(int, self._digests(look.marks)))
+        parts = self._digests(look.marks)
+        return {self._ranks[0] if (first := in_sync.first_rank(part)) is None else first for part in parts}
 
     def _digests(self, marks: list[Mark] | None) -> dict[str, str]:
-        """Return the digest of the parts that each rank is the first to have, by that rank."""
+        """Return the digest of what is here of each part."""
         parts: dict[str, list[Mark]] = {}
         for mark in marks or ():
-            first = in_sync.first_rank(mark)
-            parts.setdefault(str(self._ranks[0] if first is None else first), []).append(mark)
-        return {first: _digest(own) for first, own in parts.items()} or {str(self._ranks[0]): ""}
+            parts.setdefault(in_sync.part_of(mark), []).append(mark)
+        return {part: _digest(own) for part, own in parts.items()} or {"": ""}
 
     def _told_by(self, rank: int) -> tuple[str, dict[str, dict[str, str]]]:
         """Return what a rank computes on, and the digests that it has told last."""
@@ -151,7 +151,7 @@ class Comparison(Generic[P]):
         if theirs is None:
             return False
         mine = self._digests(look.marks)
-        if any(mine[first] != theirs[first] for first in mine.keys() & theirs.keys()):
+        if any(mine[part] != theirs[part] for part in mine.keys() & theirs.keys()):
             marks = {rank: found for rank in self._ranks if (found := self._marks_of(rank, look)) is not None}
             exact = processor == self._processor
             if other in marks:

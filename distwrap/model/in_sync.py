@@ -103,9 +103,13 @@ def marks(held: Sequence[Held], numbers: torch.Tensor) -> list[Mark]:
     return found
 
 
-def first_rank(mark: Mark) -> int | None:
-    """Return the first rank that has the part of a mark; ``None`` where every rank has the whole."""
-    part = mark[2] if len(mark) > 2 else ""
+def part_of(mark: Mark) -> str:
+    """Return which part a mark is of."""
+    return mark[2] if len(mark) > 2 else ""
+
+
+def first_rank(part: str) -> int | None:
+    """Return the first rank that has a part; ``None`` where every rank has the whole."""
     return int(part.partition(":")[0]) if part else None
 
 
@@ -130,11 +134,11 @@ def first_difference(
         ranks: whose they are; by default 0, 1, ….
     """
     ranks = range(len(everyone)) if ranks is None else ranks
-    of_first: dict[int | None, dict[int, list[Mark]]] = {None: {rank: [] for rank in ranks}}
+    of_part: dict[str, dict[int, list[Mark]]] = {"": {rank: [] for rank in ranks}}
     for rank, marks in zip(ranks, everyone, strict=True):
         for mark in marks:
-            of_first.setdefault(first_rank(mark), {}).setdefault(rank, []).append(mark)
-    return next(filter(None, (_first_difference_of(held, exact) for held in of_first.values())), None)
+            of_part.setdefault(part_of(mark), {}).setdefault(rank, []).append(mark)
+    return next(filter(None, (_first_difference_of(held, exact) for held in of_part.values())), None)
 
 
 def _first_difference_of(held: dict[int, list[Mark]], exact: bool) -> str | None:

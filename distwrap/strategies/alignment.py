@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from weakref import WeakValueDictionary
 
 import torch
@@ -71,14 +72,16 @@ class Alignment:
 
     Args:
         model: its name, for messages.
+        ranks: which run its forwards together; by default all.
 
     Attributes:
         turn: how many turns have begun.
         count: forwards in this turn, with the one that runs.
     """
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model: str, ranks: Sequence[int] | None = None) -> None:
         self._model, self._all = model, current_world().part(Alignments)
+        self._ranks = range(self._all.world.placement.world_size) if ranks is None else ranks
         self._with_gradients: bool | None = None
         self.turn = self.count = self._before = 0
         self._key = self._all.add(self)
@@ -107,7 +110,7 @@ class Alignment:
             return
         mine = [self.turn, self.count, self._with_gradients, self._before]
         channel.note(self._key, json.dumps(mine))
-        for other in range(1, place.world_size) if place.rank == 0 else (0,):
+        for other in self._ranks[1:] if place.rank == self._ranks[0] else self._ranks[:1]:
             self._wait_for(other)
 
     def _wait_for(self, other: int) -> None:

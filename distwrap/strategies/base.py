@@ -99,6 +99,13 @@ class Strategy:
 
     # Models and optimizers
 
+    def choose(self, model: nn.Module, run: Options, device: torch.device) -> Strategy:
+        """Return the strategy that is to prepare this model: itself, unless it chooses among others.
+
+        `wrap_model` calls it on every rank, and binds the model to what is returned, which is to be alike on all ranks.
+        """
+        return self
+
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
         """Return the model that the loop trains.
 
@@ -187,10 +194,11 @@ class Strategy:
         return None
 
     def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
-        """Return a stored state with an empty ``DTensor`` in the place of each tensor of which this rank needs a piece.
+        """Return a stored state with what this rank needs of it, so that no rank reads all of a large one.
 
-        A checkpoint fills them, out of parts or of a file, and gives the result to `load_state`, which then takes both
-        ``DTensor`` and whole tensors: so no rank reads all of a large state.
+        In the place of a tensor of which it needs a piece is an empty ``DTensor``, and ``None`` in the place of one of
+        which it needs nothing; what is left is read whole. A checkpoint fills them, out of parts or of a file, and
+        gives the result to `load_state`.
 
         Args:
             thing: as for `state`.

@@ -180,16 +180,21 @@ class OptimizerShare:
             f'save({{"optimizer": optimizer}}, path) writes all of its state, which any strategy can load.'
         )
 
+    def owners_in(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[Any, int]:
+        """Return the owner of each divided parameter by its number in a state that is to be loaded."""
+        if self._planned != _sizes(optimizer):
+            self.plan(optimizer)
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        saved = [index for group in state["param_groups"] for index in group["params"]]
+        pairs = zip(saved, held, strict=False)
+        return {index: self.owners[parameter] for index, parameter in pairs if parameter in self.owners}
+
     def _of_share(self, optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         """Return what this rank keeps of a full state that is to be loaded."""
         if self.is_over:
             self.release()
             return None
-        if self._planned != _sizes(optimizer):
-            self.plan(optimizer)
-        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        saved = [index for group in state["param_groups"] for index in group["params"]]
-        others = {index for index, parameter in zip(saved, held, strict=False) if not self.is_here(parameter)}
+        others = {index for index, owner in self.owners_in(optimizer, state).items() if owner != self.rank}
         self.is_part = self.is_part or not others.isdisjoint(state["state"])
         return {**state, "state": {index: each for index, each in state["state"].items() if index not in others}}
 

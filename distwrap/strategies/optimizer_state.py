@@ -26,14 +26,11 @@ def full_state(optimizer: Optimizer, share: OptimizerShare, *, everywhere: bool)
             received = broadcast(own["state"].get(index), src=owner)
             if everywhere or share.rank == 0:
                 state[index] = rebuilt(received, _on_cpu)
-    known = sorted(state, key=lambda index: (not isinstance(index, int), index if isinstance(index, int) else 0))
-    return {**own, "state": {index: state[index] for index in known}}
+    return {**own, "state": _in_order(state)}
 
 
 def state_in_parts(optimizer: Optimizer, share: OptimizerShare) -> dict[str, Any]:
     """Return the state for a checkpoint in parts: each tensor is a ``DTensor`` on its owner alone."""
-    from torch.distributed.tensor import DTensor, Replicate
-
     own, owners = _own(optimizer, share)
     mine = {index: state for index, state in own["state"].items() if owners.get(index, 0) == share.rank}
     everyones = gather_object({index: rebuilt(state, _described) for index, state in mine.items()})
@@ -50,14 +47,29 @@ def state_in_parts(optimizer: Optimizer, share: OptimizerShare) -> dict[str, Any
                     local = mine[index]
                     for key in path:
                         local = local[key]
-                stride = torch.empty(shape, device="meta").stride()
-                mesh = current_world().part(_OwnerMeshes).of(owner, device)
-                return DTensor.from_local(
-                    local, mesh, [Replicate()], run_check=False, shape=torch.Size(shape), stride=stride
-                )
+                return _on_owner(local, shape, owner)
 
             state[index] = rebuilt(values, piece)
-    return {**own, "state": state}
+    return {**own, "state": _in_order(state)}
+
+
+def parts_to_load(optimizer: Optimizer, share: OptimizerShare, state: dict[str, Any]) -> dict[str, Any]:
+    """Return a stored state without the tensors of parameters that other ranks own."""
+    others = {index for index, owner in share.owners_in(optimizer, state).items() if owner != share.rank}
+
+    def needed(leaf: Any, path: tuple[Any, ...]) -> Any:
+        return None if isinstance(leaf, torch.Tensor) and path[0] in others else leaf
+
+    return {**state, "state": rebuilt(state["state"], needed)}
+
+
+def _on_owner(local: torch.Tensor, shape: tuple[int, ...], owner: int) -> Any:
+    """Return a ``DTensor`` that is whole on its owner; every rank calls it in the same order."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = current_world().part(_OwnerMeshes).of(owner, local.device.type)
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh, [Replicate()], run_check=False, shape=torch.Size(shape), stride=stride)
 
 
 class _OwnerMeshes(RunPart):
@@ -87,6 +99,12 @@ def _own(optimizer: Optimizer, share: OptimizerShare) -> tuple[dict[str, Any], d
         if parameter in share.owners
     }
     return own, owners
+
+
+def _in_order(state: dict[Any, Any]) -> dict[Any, Any]:
+    """Return the parameters' states by number, as one process has them."""
+    known = sorted(state, key=lambda index: (not isinstance(index, int), index if isinstance(index, int) else 0))
+    return {index: state[index] for index in known}
 
 
 def _described(leaf: Any, path: tuple[Any, ...]) -> Any:

@@ -86,10 +86,12 @@ def wrap_model(
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     check_forward_methods(model, forward_methods)
     precision = precision if precision is not None else world.options.precision
+    run = replace(world.options, strategy=chosen, precision=precision, comm=algorithm)
     if strategy is not None:
-        chosen.check(replace(world.options, strategy=chosen, precision=precision, comm=algorithm))
+        chosen.check(run)
         if chosen.formerly:
             say_once(f"formerly {chosen.formerly}", f"strategy={chosen.formerly!r} is here {chosen!r}")
+    chosen = chosen.choose(model, run, where)
     in_precision = InPrecision(precision, where, owns_scale=chosen.owns_scale)
     wrapping = Wrapping(where, in_precision, forward_methods, algorithm, dict(ddp_kwargs))
     if not chosen.places_model:

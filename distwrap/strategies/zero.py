@@ -23,7 +23,7 @@ from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp import DDPStrategy
 from distwrap.strategies.gradient_share import GradientShares
 from distwrap.strategies.optimizer_share import OptimizerShare, OptimizerShares
-from distwrap.strategies.optimizer_state import full_state, state_in_parts
+from distwrap.strategies.optimizer_state import full_state, parts_to_load, state_in_parts
 
 
 class ZeroStrategy(DDPStrategy):
@@ -110,6 +110,10 @@ class ZeroStrategy(DDPStrategy):
             return super().state(thing) if current_world().placement.world_size > 1 else None
         assert isinstance(thing, Optimizer)
         return state_in_parts(thing, share)
+
+    def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        share = _share_of(thing)
+        return None if share is None or not isinstance(thing, Optimizer) else parts_to_load(thing, share, state)
 
     def _refuse(self, options: dict[str, Any]) -> None:
         """Refuse options of DDP that do not go with a division over all ranks."""

@@ -28,14 +28,14 @@ def check_strategy(
     *,
     only: Collection[str] | None = None,
     refuses: Collection[str] = (),
-    timeout: float = 100,
+    timeout: float = 300,
 ) -> tuple[tuple[str, str], ...]:
     """Run the conformance suite: each behaviour on real ranks, and its numbers against one process in plain torch.
 
     A behaviour is one thing that a hand-written loop does: it trains by AdamW, clips, accumulates, saves and resumes,
     evaluates uneven batches, copies the model. All of them run in one launch, on small nets of blocks that a strategy
-    can divide. What a strategy cannot do it must refuse by name, with a `DistwrapError`, and never by a hang or a wrong
-    number.
+    can divide; each is the function of its name in `distwrap.testing.behaviours`. What a strategy cannot do it must
+    refuse by name, with a `DistwrapError`, and never by a hang or a wrong number.
 
     Args:
         strategy: a name out of `available_strategies`, or a `Strategy`, which must be picklable.
@@ -76,7 +76,7 @@ def check_behaviours(
     nprocs: int,
     *,
     refuses: Collection[str] = (),
-    timeout: float = 100,
+    timeout: float = 300,
 ) -> tuple[tuple[str, str], ...]:
     """Do as `check_strategy`, with behaviours that are the suite's own or others."""
     nprocs = AT_LEAST_ONE("nprocs", nprocs)

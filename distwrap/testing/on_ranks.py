@@ -12,12 +12,13 @@ from typing import Literal
 import torch
 
 from distwrap.errors import ConformanceError, DistwrapError
-from distwrap.group.world import World, current_world
+from distwrap.group.world import RunPart, World, current_world
 from distwrap.seeding import preserved
-from distwrap.supervision.hang_report import Activity
 from distwrap.testing.behaviours.base import Behaviour
 from distwrap.testing.behaviours.sides import Trial
 from distwrap.wording import named_ranks
+
+Parts = dict[type[RunPart], RunPart]
 
 _POLL = 0.001
 _IN_VAIN = "in_vain"
@@ -56,11 +57,12 @@ def perform(behaviours: dict[str, Behaviour], folder: Path, limit: float) -> Non
         ConformanceError: the others did not come to its end.
     """
     torch.set_num_threads(1)  # the nets are too small for more
+    world = current_world()
+    first = dict(world._parts)
     for name, behaviour in behaviours.items():
-        world = current_world()
         here = folder / name
         here.mkdir(exist_ok=True)
-        verdict = _tried(behaviour, world, here)
+        verdict = _tried(behaviour, world, first, here)
         _put(here, f"verdict.{world.placement.rank}", json.dumps(asdict(verdict)))
         _await_others(here, name, world, limit, verdict)
 
@@ -76,7 +78,7 @@ def words_of_end(folder: Path, name: str) -> str:
     return said.read_text() if said.exists() else ""
 
 
-def _tried(behaviour: Behaviour, world: World, folder: Path) -> Verdict:
+def _tried(behaviour: Behaviour, world: World, first: Parts, folder: Path) -> Verdict:
     options = world.options
     try:
         with preserved():
@@ -86,20 +88,20 @@ def _tried(behaviour: Behaviour, world: World, folder: Path) -> Verdict:
         verdict = Verdict.of(error)
     world.options = options  # which hold the seed
     try:
-        _begin_anew(world)
+        _begin_anew(world, first)
     except Exception as error:  # noqa: BLE001 - as of ranks that drifted apart
         verdict = Verdict("failed", Verdict.of(error).words) if verdict.how == "passed" else verdict
     return verdict
 
 
-def _begin_anew(world: World) -> None:
-    """Bring to an end all that a behaviour has left in the run, but what tells a hang report where this rank is."""
-    activity = world.part(Activity)
+def _begin_anew(world: World, first: Parts) -> None:
+    """Bring to an end all that a behaviour has left in the run, but for the parts that the run has had at first."""
     try:
         world.settle()
     finally:
+        world._parts = {kind: part for kind, part in world._parts.items() if kind not in first}
         world.close()
-        world._parts[Activity] = activity
+        world._parts = dict(first)
 
 
 def _put(folder: Path, name: str, text: str) -> None:

@@ -12,6 +12,7 @@ import distwrap as dw
 from distwrap.errors import CheckpointError
 from distwrap.testing import run_ranks
 from tests.checkpoint.test_streaming import made, same, state_of, stepped
+from tests.limits import MORE_RANKS
 
 NAMES = ("file.pt", "parts")
 
@@ -44,6 +45,7 @@ def loaded(folder: Path) -> list[dict[str, Any]]:
     return states
 
 
+@pytest.mark.slow(MORE_RANKS)
 def test_pieces_are_read_at_any_number_of_ranks(tmp_path: Path) -> None:
     """A model and AdamW's state go on bit by bit on more ranks, on one, and in a process that knows no strategy."""
     expected = run_ranks(saved, 2, tmp_path, timeout=60)[0]

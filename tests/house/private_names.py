@@ -10,7 +10,17 @@ from pathlib import Path
 from types import ModuleType
 from typing import NamedTuple
 
-from distwrap._internals import cloudpickle, datasets, python, torch, torch_data, torch_tree, torch_zero
+from distwrap._internals import (
+    cloudpickle,
+    datasets,
+    python,
+    torch,
+    torch_data,
+    torch_sharding,
+    torch_subclass,
+    torch_tree,
+    torch_zero,
+)
 
 # Names with an underscore that their owners document.
 DOCUMENTED = {"_exit", "_fields", "_asdict", "_make", "_replace"}
@@ -61,11 +71,11 @@ def relied_on(module: ModuleType) -> Iterator[ReliedOn]:
             yield ReliedOn(where, expression, name, without[1] if without else "")
 
 
-TABLE = [
-    each
-    for module in (torch, torch_data, torch_tree, torch_zero, python, cloudpickle, datasets)
-    for each in relied_on(module)
-]
+MODULES = (
+    *(torch, torch_data, torch_sharding, torch_subclass, torch_tree, torch_zero),
+    *(python, cloudpickle, datasets),
+)
+TABLE = [each for module in MODULES for each in relied_on(module)]
 
 
 def is_private(name: str) -> bool:

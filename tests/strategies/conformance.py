@@ -10,8 +10,10 @@ from torch import nn
 from distwrap import FSDPStrategy, Strategy, broadcast, unwrap_model
 from distwrap.group.world import Layout, World, current_world
 from distwrap.model.wrapped_models import WrappedModels
+from distwrap.strategies.auto import AutoStrategy
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp2 import DDP2Strategy
+from distwrap.strategies.pipeline import PipelineStrategy
 from tests.limits import MORE_RANKS
 from tests.strategies.by_hand import ByHand
 
@@ -77,6 +79,9 @@ FP16 = ("fp16", "fp16_overflow", "fp16_clip")
 # ByHand averages in `distwrap.backward` alone, and leaves buffers to each share.
 ONLY_BY_HELPERS = ("plain_backward_and_step", "retrofit", "batch_norm")
 
+# LBFGS needs all gradients as one vector; torch's clip sees those of one stage.
+IN_STAGES = ("lbfgs", "torchs_own_clip")
+
 CELLS = (
     Cell("ddp", "ddp"),
     Cell("ddp on one rank", "ddp", 1, slow="one process is in every cell's suite"),
@@ -89,6 +94,12 @@ CELLS = (
     Cell("fsdp", "fsdp", refuses=DIVIDED),
     Cell("fsdp on three ranks", "fsdp", 3, refuses=DIVIDED, slow=MORE_RANKS),
     Cell("hsdp", FSDPStrategy(shard=2), 4, refuses=DIVIDED, slow=MORE_RANKS),
+    Cell("pipeline", "pipeline", refuses=IN_STAGES),
+    Cell("pipeline, interleaved", PipelineStrategy(schedule="interleaved"), refuses=IN_STAGES, slow=MORE_RANKS),
+    Cell("pipeline on three ranks", "pipeline", 3, refuses=IN_STAGES, slow=MORE_RANKS),
+    Cell("two pipelines", PipelineStrategy(stages=2, schedule="gpipe"), 4, refuses=IN_STAGES, slow=MORE_RANKS),
+    Cell("auto", "auto", slow="ddp's own code, chosen"),
+    Cell("auto in little memory", AutoStrategy(device_memory=1000), refuses=DIVIDED, slow="fsdp's again, chosen"),
     Cell("by hand", Pair(), refuses=FP16),
     Cell("by hand, two pairs", Pair(), 4, refuses=FP16, lacks=ONLY_BY_HELPERS, slow=MORE_RANKS),
 )

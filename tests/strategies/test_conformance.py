@@ -10,6 +10,7 @@ from tests.limits import slow
 from tests.strategies.conformance import CELLS, Cell
 
 
+@pytest.mark.timeout(400)  # a guard, of what takes some ten seconds
 @pytest.mark.parametrize(
     "cell", [slow(cell, why=cell.slow) if cell.slow else cell for cell in CELLS], ids=lambda cell: cell.name
 )

@@ -9,6 +9,7 @@ from tests.limits import slow
 from tests.strategies.matrix import COMBINATIONS, ROWS, Row
 
 
+@pytest.mark.timeout(400)  # a guard, of what takes some ten seconds
 @pytest.mark.parametrize(
     "row", [slow(row, why=row.slow) if row.slow else row for row in ROWS], ids=lambda row: row.name
 )

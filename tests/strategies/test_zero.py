@@ -153,7 +153,8 @@ def go_on(strategies: list[str], folder: Path) -> dict[tuple[str, str], torch.Te
     for path in sorted(folder.iterdir()):
         for strategy in strategies:
             model, optimizer, scheduler = begun(strategy)
-            saved = dw.load(path, into={"model": model, "optimizer": optimizer, "scheduler": scheduler})
+            dw.load(path, into={"model": model, "optimizer": optimizer, "scheduler": scheduler})
+            saved = dw.load(path)
             again = folder.parent / f"{dw.world_size()}.pt"
             dw.save({"model": model, "optimizer": optimizer}, again)
             whole = sum(map(bytes_of_parameter, saved["optimizer"]["state"].values()))

@@ -121,15 +121,15 @@ def _ranks(shard: int | str | None, world: World) -> int:
 def _shard(
     net: nn.Module, units: list[nn.Module], mesh: DeviceMesh, wrapping: Wrapping, strategy: FSDPStrategy
 ) -> None:
-    dtype = _computed_in(wrapping.in_precision, net)
+    dtype = computed_in(wrapping.in_precision, net)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32, cast_forward_inputs=False)
     options: dict[str, Any] = {
         "mesh": mesh,
         "reshard_after_forward": strategy.reshard_after_forward,
         "offload_policy": CPUOffloadPolicy() if strategy.cpu_offload else OffloadPolicy(),
     }
-    norms = [part for part in net.modules() if isinstance(part, norm_classes()) and [*part.parameters(recurse=False)]]
-    if dtype is not None and norms:
+    norms = norms_of(net) if dtype is not None else []
+    if norms:
         # Norms compute in float32 under autocast, on the CPU only with weights in it: one unit of all of them.
         fully_shard(norms, **{**options, "reshard_after_forward": False})
     for unit in units:
@@ -137,7 +137,12 @@ def _shard(
     fully_shard(net, mp_policy=policy, **{**options, "reshard_after_forward": False if units else None})
 
 
-def _computed_in(in_precision: InPrecision, net: nn.Module) -> torch.dtype | None:
+def norms_of(net: nn.Module) -> list[nn.Module]:
+    """Return the norms that have weights."""
+    return [part for part in net.modules() if isinstance(part, norm_classes()) and [*part.parameters(recurse=False)]]
+
+
+def computed_in(in_precision: InPrecision, net: nn.Module) -> torch.dtype | None:
     """Return the type in which autocast multiplies weights, if it is to: they are gathered in it then."""
     kind = in_precision.device.type
     with in_precision.context():

@@ -13,7 +13,7 @@ from distwrap.group.world import rank
 from distwrap.model import assert_in_sync
 from distwrap.seeding import seed_everything
 from distwrap.testing.behaviours.base import behaviour
-from distwrap.testing.behaviours.nets import examples, small
+from distwrap.testing.behaviours.nets import SmallNet, examples, small
 from distwrap.testing.behaviours.sides import OneProcess, Trial, adamw, compare, epoch, sgd
 
 
@@ -47,10 +47,7 @@ def loaders_go_by_share(trial: Trial) -> None:
         rows = TensorDataset(torch.arange(8 * trial.size))
         loader = shard_loader(DataLoader(rows, batch_size=4, shuffle=shuffle), seed=1)
         own = [row for (batch,) in loader for row in batch.tolist()]
-        by_share: dict[int, list[int]] = {}
-        for share, found in gather_object((trial.rank, own)):
-            assert by_share.setdefault(share, found) == found, f"ranks of share {share} took different rows"
-        everything = sorted(row for found in by_share.values() for row in found)
+        everything = sorted(row for found in _by_share(trial, own) for row in found)
         assert everything == list(range(8 * trial.size)), f"the shares have {everything}"
 
 
@@ -96,11 +93,36 @@ def noise_goes_by_share(trial: Trial) -> None:
     batch = next(iter(shard_loader(DataLoader(NoisyRows(), batch_size=2))))
     seed_everything(7, apart=True)
     drawn = batch.tolist(), torch.rand(2).tolist()
-    by_share: dict[int, Any] = {}
-    for share, found in gather_object((trial.rank, drawn)):
-        assert by_share.setdefault(share, found) == found, f"ranks of share {share} drew different numbers"
-    for kind, found in zip(("augmentation", "noise"), zip(*by_share.values(), strict=True), strict=True):
+    for kind, found in zip(("augmentation", "noise"), zip(*_by_share(trial, drawn), strict=True), strict=True):
         assert len(set(map(tuple, found))) == trial.size, f"shares drew the same {kind}: {found}"
+
+
+class DroppingNet(SmallNet):
+    """Net with dropout before its first layer."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the outputs."""
+        return super().forward(torch.nn.functional.dropout(x, 0.5, self.training))
+
+
+@behaviour()
+def dropout_goes_by_share(trial: Trial) -> None:
+    """Drop the same numbers on ranks of one share, and other ones on those of others."""
+    model = trial.wrap(small(DroppingNet))
+    x, y = next(trial.alone.batches())
+    seed_everything(7, apart=True)
+    loss = model.loss(x, y)
+    trial.backward(loss)
+    found = _by_share(trial, loss.item())
+    assert len(set(found)) == trial.size, f"shares dropped the same numbers, and their losses are {found}"
+
+
+def _by_share(trial: Trial, own: Any) -> list[Any]:
+    """Return what the ranks of each share have, which must be the same on all of them."""
+    found: dict[int, Any] = {}
+    for share, theirs in gather_object((trial.rank, own)):
+        assert found.setdefault(share, theirs) == theirs, f"ranks of share {share} have {found[share]} and {theirs}"
+    return list(found.values())
 
 
 @behaviour()

@@ -56,9 +56,9 @@ class SmallNet(nn.Module):
         errors: torch.Tensor = (self(x) - y).square().mean(1, keepdim=True)
         return (errors * keep).sum()
 
-    def count(self) -> int:
-        """Return the number of weights."""
-        return sum(parameter.numel() for parameter in self.parameters())
+    def describe(self) -> str:
+        """Return a few words on the net, without a forward."""
+        return f"{len(self.blocks)} blocks, scale {self.scale}"
 
 
 def small(

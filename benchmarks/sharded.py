@@ -1,0 +1,177 @@
+"""Memory a rank and time a step of divided models, beside hand-written torch and Accelerate.
+
+A model of 97.9 million parameters, AdamW, float32, on the CPU over gloo, on 2 and 4 ranks. All ways are alive at once,
+and take their steps in turns. Memory is that of a process above what it took before the model was made.
+
+    python benchmarks/sharded.py [--quick] [--json FILE] [--plot FILE.png]     # ten minutes, 16 GB of memory
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.util import find_spec
+from multiprocessing.connection import Connection, Pipe
+from pathlib import Path
+from typing import Any
+
+from sharded_ranks import SIZES, WAYS
+from timing import Row, Samples, arguments, compare, in_turns, report
+
+MEGABYTE = 2**20
+LIMIT = 300.0  # seconds for an answer
+SIDES = (("ddp", "torch ddp"), ("zero1", "torch zero"), ("zero2", "torch zero"), ("fsdp", "torch fsdp2"))
+
+
+class Ranks:
+    """Processes of one way, which wait to be asked."""
+
+    def __init__(self, way: str, ranks: int, size: str) -> None:
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        self._way, self._processes, self._conns = way, [], []
+        for rank in range(ranks):
+            ours, theirs = Pipe()
+            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "DISTWRAP_QUIET": 1}
+            env = {**os.environ, **{name: str(value) for name, value in (place | meeting).items()}}
+            command = [sys.executable, str(Path(__file__).with_name("sharded_ranks.py")), way, size]
+            self._processes.append(
+                subprocess.Popen([*command, str(theirs.fileno())], pass_fds=(theirs.fileno(),), env=env)
+            )
+            theirs.close()
+            self._conns.append(ours)
+
+    def wait(self) -> None:
+        """Wait until all have come."""
+        self._answers()
+
+    def ask(self, what: str) -> list[Any]:
+        """Return the answer of each rank."""
+        for conn in self._conns:
+            conn.send(what)
+        return self._answers()
+
+    def step(self) -> float:
+        """Return the seconds of the slowest rank."""
+        return float(max(self.ask("step")))
+
+    def close(self) -> None:
+        for conn in self._conns:
+            with suppress(BrokenPipeError):
+                conn.send("end")
+        for process in self._processes:
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                process.kill()
+
+    def _answers(self) -> list[Any]:
+        return [self._answer(conn) for conn in self._conns]
+
+    def _answer(self, conn: Connection) -> Any:
+        if not conn.poll(LIMIT):
+            for process in self._processes:
+                process.kill()
+            raise TimeoutError(f"{self._way}: no answer in {LIMIT:g} s")
+        return conn.recv()
+
+
+def main() -> None:
+    args = arguments(__doc__)
+    if args.against:
+        compare(__file__, args)
+        return
+    size, counts, rounds = ("quick", (2,), 3) if args.quick else ("full", (2, 4), 15)
+    plot, args.plot = args.plot, None
+    ways = [way for way in WAYS if not way.startswith("accelerate") or find_spec("accelerate")]
+    rows: list[Row] = []
+    figures: dict[int, dict[str, list[dict[str, int]]]] = {}
+    notes = [f"{way}: not installed" for way in WAYS if way not in ways]
+    for ranks in counts:
+        figures[ranks], more = measure(ranks, size, rounds, ways)
+        rows += more
+        notes += memory_of(figures[ranks], ranks, size)
+    report("sharded: a step of AdamW, and memory a rank", rows, notes, args)
+    if plot:
+        draw(figures, plot)
+
+
+def measure(ranks: int, size: str, rounds: int, ways: list[str]) -> tuple[dict[str, list[dict[str, int]]], list[Row]]:
+    """Return the memory of each way, and the rows of their steps."""
+    groups = {way: Ranks(way, ranks, size) for way in ways}
+    try:
+        for group in groups.values():
+            group.wait()
+        steps: dict[str, Callable[[], float]] = {way: group.step for way, group in groups.items()}
+        taken = in_turns(steps, rounds)
+        memory = {way: group.ask("memory") for way, group in groups.items()}
+        for way, each in zip(groups, memory.values(), strict=True):
+            peaks = groups[way].ask("save") if way == "distwrap fsdp" else [0] * ranks
+            for rank, peak in enumerate(peaks):
+                each[rank]["save"] = peak
+    finally:
+        for group in groups.values():
+            group.close()
+    rows = [
+        row(f"{ours}, {theirs}, {ranks} ranks", taken[f"distwrap {ours}"], taken[theirs], ours)
+        for ours, theirs in SIDES
+    ]
+    rows.append(
+        row(f"zero1, distwrap ddp, {ranks} ranks", taken["distwrap zero1"], taken["distwrap ddp"], "zero1 to ddp")
+    )
+    if "accelerate fsdp2" in taken:
+        rows.append(
+            row(f"fsdp, accelerate fsdp2, {ranks} ranks", taken["distwrap fsdp"], taken["accelerate fsdp2"], "")
+        )
+    return memory, rows
+
+
+def row(what: str, ours: Samples, theirs: Samples, kind: str) -> Row:
+    ratio = ours.over(theirs)
+    goal = {"fsdp": 1.02, "zero1 to ddp": 1.05}.get(kind)
+    met = None if goal is None else ratio <= goal
+    return Row(f"step: {what}", ours, theirs, "ms", f"{ratio:.3f} times", "" if goal is None else f"<= {goal}", met)
+
+
+def memory_of(memory: dict[str, list[dict[str, int]]], ranks: int, size: str) -> list[str]:
+    """Return a line a way: the most that a rank takes, in megabytes."""
+    width, blocks, words = SIZES[size]
+    share = 16 * (blocks * (12 * width**2 + 13 * width) + (words + 2) * width) / ranks / MEGABYTE
+    lines = [f"memory a rank on {ranks} ranks, in MB; 16 bytes a parameter / ranks are {share:.0f}"]
+    for way, each in memory.items():
+        most = {name: max(rank[name] for rank in each) / MEGABYTE for name in each[0]}
+        line = f"  {way:17} weights, gradients, state {most['held']:5.0f} ({most['held'] / share:.2f}); "
+        line += f"steady {most['steady']:5.0f}, peak {most['peak']:5.0f}"
+        lines.append(line + (f"; a full checkpoint {most['save']:.0f} more" if most["save"] else ""))
+    return lines
+
+
+def draw(figures: dict[int, dict[str, list[dict[str, int]]]], path: str) -> None:
+    """Draw the memory of a rank against the number of ranks, a line a way."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
+    for way in next(iter(figures.values())):
+        heights = [max(rank["peak"] for rank in of_ways[way]) / MEGABYTE for of_ways in figures.values()]
+        style = "-" if way.startswith("distwrap") else "--"
+        axes.plot(list(figures), heights, style, marker="o", label=way)
+    axes.set_xticks(list(figures))
+    axes.set_ylim(bottom=0)
+    axes.set_xlabel("ranks")
+    axes.set_ylabel("peak memory of a rank in training, MB above an idle process")
+    axes.legend()
+    figure.savefig(path, dpi=120)
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,196 @@
+"""One rank of a way to train a model of 100 million parameters, which `sharded.py` starts and asks for steps.
+
+Every way trains the same model on the same batches with AdamW; only what divides it differs.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+Prepared = tuple[nn.Module, Any, Callable[[], dict[str, Any]]]
+SIZES = {"full": (768, 12, 16_384), "quick": (64, 2, 512)}  # width, blocks, words: 97.9 million parameters
+TOKENS = 64  # a rank and step
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm_1(x)).chunk(3, -1)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return x + self.down(F.gelu(self.up(self.norm_2(x))))
+
+
+class Model(nn.Module):
+    def __init__(self, width: int, blocks: int, words: int) -> None:
+        super().__init__()
+        self.embedding, self.norm = nn.Embedding(words, width), nn.LayerNorm(width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x).square().mean()
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+
+
+def own_state(model: nn.Module, optimizer: Any) -> Callable[[], dict[str, Any]]:
+    return lambda: {"model": model.state_dict(), "optimizer": list(optimizer.state.values())}
+
+
+def torch_ddp(model: nn.Module) -> Prepared:
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = adamw(wrapped)
+    return wrapped, optimizer, own_state(model, optimizer)
+
+
+def torch_zero(model: nn.Module) -> Prepared:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, lr=1e-4)
+    return wrapped, optimizer, own_state(model, optimizer.optim)
+
+
+def torch_fsdp2(model: Any) -> Prepared:
+    import ctypes
+
+    from torch.distributed.fsdp import fully_shard
+
+    for setting in (-1, -3):  # as ours does: glibc would keep what is gathered
+        ctypes.CDLL(None).mallopt(setting, 2**20)
+    fully_shard(model.embedding)
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    optimizer = adamw(model)
+    return model, optimizer, own_state(model, optimizer)
+
+
+def accelerate_fsdp2(model: nn.Module) -> Prepared:
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+
+    plugin = FullyShardedDataParallelPlugin(
+        fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["Block", "Embedding"]
+    )
+    accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
+    prepared, optimizer = accelerator.prepare(model, adamw(model))
+    return prepared, optimizer, own_state(prepared, optimizer)
+
+
+def distwrap_way(strategy: str) -> Callable[[nn.Module], Prepared]:
+    def prepare(model: nn.Module) -> Prepared:
+        import distwrap
+
+        wrapped = distwrap.wrap_model(model, strategy=strategy)
+        optimizer = distwrap.wrap_optimizer(adamw(wrapped), wrapped)
+        return wrapped, optimizer, own_state(model, optimizer)
+
+    return prepare
+
+
+WAYS: dict[str, Callable[[nn.Module], Prepared]] = {
+    "torch ddp": torch_ddp,
+    "torch zero": torch_zero,
+    "torch fsdp2": torch_fsdp2,
+    "accelerate fsdp2": accelerate_fsdp2,
+    **{f"distwrap {strategy}": distwrap_way(strategy) for strategy in ("ddp", "zero1", "zero2", "fsdp")},
+}
+
+
+def be_a_rank(way: str, size: str, conn: Connection) -> None:
+    """Prepare the model, and take steps as asked for."""
+    import distwrap
+
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    if way.startswith("distwrap"):
+        distwrap.setup_process_group("gloo")
+    elif not way.startswith("accelerate"):
+        dist.init_process_group("gloo")
+    idle = memory("VmRSS")
+    torch.manual_seed(0)
+    model, optimizer, state = WAYS[way](Model(*SIZES[size]))
+    x = torch.randint(SIZES[size][2], (1, TOKENS), generator=torch.Generator().manual_seed(rank))
+
+    def step() -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        optimizer.zero_grad()
+        model(x).backward()
+        optimizer.step()
+        return time.perf_counter() - began
+
+    step()  # makes the optimizer's state
+    reset_peak()
+    conn.send({"ready": True, "ranks": ranks})
+    while (asked := conn.recv()) != "end":
+        if asked == "step":
+            conn.send(step())
+        elif asked == "memory":
+            parts = state()
+            held = sum(local(tensor).nbytes for tensor in tensors_in(parts))
+            held += sum(local(p.grad).nbytes for p in model.parameters() if p.grad is not None)
+            conn.send({"steady": memory("VmRSS") - idle, "peak": memory("VmHWM") - idle, "held": held})
+        else:  # a full checkpoint
+            before = memory("VmRSS")
+            reset_peak()
+            with tempfile.TemporaryDirectory() as folder:
+                distwrap.save({"model": model, "optimizer": optimizer}, shared(folder) / "full.pt")
+            conn.send(memory("VmHWM") - before)
+    if way.startswith("distwrap"):
+        distwrap.teardown_process_group()
+    elif dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def shared(folder: str) -> Path:
+    names: list[Any] = [folder]
+    dist.broadcast_object_list(names)
+    return Path(names[0])
+
+
+def tensors_in(parts: Any) -> list[torch.Tensor]:
+    if isinstance(parts, torch.Tensor):
+        return [parts]
+    values = parts.values() if isinstance(parts, dict) else parts if isinstance(parts, list) else ()
+    return [tensor for value in values for tensor in tensors_in(value)]
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def memory(name: str) -> int:
+    """Return a line of this process's status, in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+if __name__ == "__main__":
+    with Connection(int(sys.argv[3])) as conn:
+        be_a_rank(sys.argv[1], sys.argv[2], conn)

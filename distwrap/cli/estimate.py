@@ -1,0 +1,197 @@
+"""``python -m distwrap estimate``: the memory of a rank under each strategy, before anything is allocated."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import inspect
+import os
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from distwrap.checks import AT_LEAST_ONE, as_bytes
+from distwrap.devices.selection import visible_devices
+from distwrap.errors import DistwrapError, ModelError, OptionError
+from distwrap.model.empty import init_empty
+from distwrap.precision import InPrecision
+from distwrap.strategies.activations import activation_bytes, input_of
+from distwrap.strategies.auto import memory_of
+from distwrap.strategies.choice import fit, recommended
+from distwrap.strategies.estimate import Need, estimate, optimizer
+from distwrap.wording import as_size, first_line, unknown_name
+
+_COLUMNS = ("parameters", "gradients", "buckets", "optimizer", "gathered", "total")
+_OTHERS = (
+    Need("tp", why_not="divides single layers by a plan, which this does not know"),
+    Need("pipeline", why_not="divides layers and micro-batches by a schedule, which this does not know"),
+)
+
+
+def add_arguments(commands: Any) -> None:
+    """Add the command and its options to the command line."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "estimate",
+        help="the memory of a rank under each strategy, before a run",
+        description="Makes a model on the meta device, where it takes no memory, and shows what each strategy would "
+        "need. Exit code: 0 where one fits, 1 where none does, 2 where it cannot be estimated.",
+    )
+    parser.add_argument("model", metavar="MODULE:MODEL", help="a class, or a function that returns the model")
+    parser.add_argument("--args", nargs="+", default=[], metavar="VALUE", help="for the class or function")
+    parser.add_argument("--kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="for the class or function")
+    parser.add_argument("--nprocs", type=int, help="ranks on a node; by default one a visible device, or 1")
+    parser.add_argument("--nnodes", type=int, default=1, help="nodes; by default 1")
+    parser.add_argument("--precision", default="32", help="as of @distributed; by default 32")
+    parser.add_argument("--optimizer", default="adamw", help="of torch.optim, as 'sgd(momentum=0.9)', or module:Class")
+    parser.add_argument(
+        "--batch", nargs="+", metavar="SHAPE", help="inputs of a rank, as 32x128:int64, for activations"
+    )
+    parser.add_argument("--device-memory", metavar="80GB", help="of each rank; by default what is here")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Estimate, and print the table; return the exit code."""
+    try:
+        return _estimate(given)
+    except DistwrapError as error:
+        print(f"distwrap estimate: {error}", file=sys.stderr)
+        return 2
+
+
+def _estimate(given: argparse.Namespace) -> int:
+    devices = visible_devices()
+    nprocs = AT_LEAST_ONE("--nprocs", max(1, devices.count) if given.nprocs is None else given.nprocs)
+    ranks = nprocs * AT_LEAST_ONE("--nnodes", given.nnodes)
+    device = torch.device(devices.kind)
+    in_precision = InPrecision(given.precision, device)
+    make = optimizer(given.optimizer)
+    if given.device_memory is None:
+        memory = memory_of(device, nprocs)
+        where = f"the CPU's memory over {nprocs} ranks" if device.type == "cpu" else f"{devices.count} {device.type}"
+    else:
+        memory, where = as_bytes("--device-memory", given.device_memory), "as given"
+    batch = [input_of(each) for each in given.batch or ()]
+    model = model_of(given.model, [_value(text) for text in given.args], _kwargs(given.kwargs))
+    needs = estimate(model, ranks, nprocs, in_precision, make)
+    activations, remark = _activations(in_precision.precision.weights(model), batch, in_precision)
+    choice = recommended(needs, memory, activations)
+    numbers = sum(parameter.numel() for parameter in model.parameters())
+    trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    print(
+        f"{given.model}: {numbers:,} parameters{'' if trained == numbers else f', {trained:,} of them trained'}; "
+        f"{ranks} rank{'s' * (ranks > 1)}, precision {given.precision}, {given.optimizer}\n\n"
+        f"{table([*needs, *_OTHERS], memory, activations)}\n\n"
+        f"Activations: {remark}\n"
+        f"Memory of a rank: {as_size(memory)} ({where})\n"
+        f"Recommended: strategy={choice.strategy!r}: {choice.why}."
+    )
+    return 0 if choice.fits else 1
+
+
+def table(needs: Sequence[Need], memory: int, activations: int | None = None) -> str:
+    """Lay out what each strategy needs in columns.
+
+    Example:
+        >>> print(table([Need("ddp", 4000, 4000, 4000, 8000), Need("tp", why_not="by a plan")], 10**6))
+        strategy  parameters  gradients  buckets  optimizer  gathered    total
+        ddp           4.0 kB     4.0 kB   4.0 kB     8.0 kB         -  20.0 kB  fits
+        tp        -  by a plan
+    """
+    rows = [
+        [as_size(size) if (size := getattr(need, name)) else "-" for name in _COLUMNS] if not need.why_not else []
+        for need in needs
+    ]
+    first = max(len(need.strategy) for need in (*needs, Need("strategy")))
+    widths = [max(len(row[at]) for row in (_COLUMNS, *rows) if row) for at in range(len(_COLUMNS))]
+
+    def line(name: str, cells: Sequence[str], end: str) -> str:
+        padded = (cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+        return "  ".join([name.ljust(first), *padded, end]).rstrip()
+
+    lines = [line("strategy", _COLUMNS, "")]
+    for need, row in zip(needs, rows, strict=True):
+        why_not = f"{need.strategy.ljust(first)}  -  {need.why_not}"
+        lines.append(line(need.strategy, row, fit(need, memory, activations)) if row else why_not)
+    return "\n".join(lines)
+
+
+def model_of(place: str, args: Sequence[Any], kwargs: dict[str, Any]) -> nn.Module:
+    """Make the model of ``"module:class or function"`` on the meta device.
+
+    Raises:
+        OptionError: there is nothing of this name, or it takes other arguments.
+        ModelError: it cannot be made without numbers, or is no model.
+    """
+    name, _, attribute = place.partition(":")
+    if not attribute:
+        raise OptionError(f"{place!r} names no model: write it as module:Model, as my_package.nets:Net.")
+    sys.path.insert(0, os.getcwd())
+    try:
+        found: Any = importlib.import_module(name)
+    except Exception as error:
+        hint = f" Write the module's name, as {name[:-3].replace('/', '.')}." if name.endswith(".py") else ""
+        raise OptionError(f"cannot import {name!r}: {type(error).__name__}: {first_line(error)}.{hint}") from error
+    finally:
+        sys.path.remove(os.getcwd())
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            known = [each for each, value in vars(found).items() if callable(value) and not each.startswith("_")]
+            raise OptionError(unknown_name(f"model of {name!r}", part, known))
+        found = getattr(found, part)
+    if not callable(found):
+        raise OptionError(f"{place} is a {type(found).__name__}: give a class, or a function that returns the model.")
+    try:
+        inspect.signature(found).bind(*args, **kwargs)
+    except TypeError as error:
+        raise OptionError(
+            f"{place} takes other arguments: {error}. Its signature is {attribute}{inspect.signature(found)}; give "
+            f"them as --args 3 or --kwargs width=3."
+        ) from error
+    try:
+        with init_empty():
+            model = found(*args, **kwargs)
+    except Exception as error:
+        raise ModelError(
+            f"{place} cannot be made on the meta device, where tensors have no numbers: {type(error).__name__}: "
+            f"{first_line(error)}. Give a function that only builds the model, and neither loads nor moves it."
+        ) from error
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"{place} has returned a {type(model).__name__}, and no nn.Module.")
+    return model
+
+
+def _activations(model: nn.Module, batch: list[torch.Tensor], in_precision: InPrecision) -> tuple[int | None, str]:
+    """Return the bytes of activations, if they can be measured, and a remark on them."""
+    if not batch:
+        return None, "not in it; --batch measures them"
+    if not _is_without_autocast(in_precision):
+        return None, "not in it: autocast does nothing on the meta device, so they would be those of float32"
+    try:
+        found = activation_bytes(model, list(in_precision.inputs(batch)))
+    except Exception as error:  # noqa: BLE001 - a forward of the user's may do anything
+        return None, f"not in it: a forward on the meta device raised {type(error).__name__}: {first_line(error)}"
+    return found, f"{as_size(found)} besides, for the backward of one batch, under any of these"
+
+
+def _is_without_autocast(in_precision: InPrecision) -> bool:
+    with in_precision.context():
+        return not torch.is_autocast_enabled(in_precision.device.type)
+
+
+def _kwargs(given: Sequence[str]) -> dict[str, Any]:
+    for text in given:
+        if not text.partition("=")[0].isidentifier() or "=" not in text:
+            raise OptionError(f"--kwargs {text}: write it as key=value.")
+    return {key: _value(text) for key, _, text in (each.partition("=") for each in given)}
+
+
+def _value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (SyntaxError, ValueError):
+        return text

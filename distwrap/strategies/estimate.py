@@ -1,0 +1,226 @@
+"""Memory that a rank needs under each strategy, from a model's parameters alone; nothing is allocated.
+
+The numbers are those of a step's fullest moment, but for activations, which no strategy divides by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from distwrap import entry_points
+from distwrap.checks import parsed
+from distwrap.errors import OptionError
+from distwrap.model.transparent import unwrap_model
+from distwrap.precision import InPrecision
+from distwrap.strategies.fsdp.units import units_of
+from distwrap.strategies.optimizer_share import balanced
+from distwrap.wording import first_line, unknown_name
+
+MakeOptimizer = Callable[[Sequence[nn.Parameter]], Optimizer]
+
+
+@dataclass(frozen=True)
+class Need:
+    """Bytes that a rank needs under one strategy; of the rank that needs most.
+
+    Attributes:
+        strategy: its name.
+        parameters: and buffers of the model.
+        gradients: as they lie between backward and step.
+        buckets: of DDP, in which gradients travel.
+        optimizer: the state of the optimizer.
+        gathered: under fsdp, what is whole for a while: weights of two units, gradients of one on their way, and the
+            weights outside of units.
+        why_not: why it cannot be estimated, or is of no use; all else is 0 then.
+    """
+
+    strategy: str
+    parameters: int = 0
+    gradients: int = 0
+    buckets: int = 0
+    optimizer: int = 0
+    gathered: int = 0
+    why_not: str = ""
+
+    @property
+    def total(self) -> int:
+        """Bytes of all together."""
+        return self.parameters + self.gradients + self.buckets + self.optimizer + self.gathered
+
+
+def estimate(
+    model: nn.Module, ranks: int, ranks_a_node: int, in_precision: InPrecision, make: MakeOptimizer
+) -> list[Need]:
+    """Estimate what a rank needs under each strategy, the plainest strategy first.
+
+    Args:
+        model: on any device, also the meta device.
+        ranks: how many there are.
+        ranks_a_node: how many of them are on a node.
+        in_precision: in which the model is trained.
+        make: makes the optimizer that is asked for its state.
+
+    Raises:
+        OptionError: the optimizer cannot be made of such parameters, or asked.
+
+    Example:
+        >>> found = estimate(nn.Linear(9, 100), 2, 2, InPrecision("32", torch.device("cpu")), optimizer("adamw"))
+        >>> [(need.strategy, need.total) for need in found if not need.why_not]
+        [('ddp', 20008), ('zero1', 19204), ('zero2', 18804), ('fsdp', 20008)]
+    """
+    model = unwrap_model(model)
+    kept = _Kept(model, in_precision)
+    state = state_bytes(kept.trained, make)
+    fixed, gradients = kept.bytes, _bytes(kept.trained)
+    everything = sum(state.values())
+    if ranks == 1:
+        alone = "one rank has nobody to divide with"
+        names = ("zero1", "zero2", "hsdp", "fsdp")
+        return [Need("ddp", fixed, gradients, 0, everything), *(Need(name, why_not=alone) for name in names)]
+    owners = balanced(kept.trained, [0] * ranks)
+    shares = [[own for own, owner in owners.items() if owner == rank] for rank in range(ranks)]
+    needs = [
+        Need("ddp", fixed, gradients, gradients, everything),
+        Need("zero1", fixed, gradients, gradients, max(sum(state[own] for own in share) for share in shares)),
+        max(
+            (Need("zero2", fixed, _bytes(own), gradients, sum(map(state.__getitem__, own))) for own in shares),
+            key=lambda need: need.total,
+        ),
+    ]
+    if ranks_a_node in (1, ranks):
+        why_not = "a node has one rank" if ranks_a_node == 1 else "one node: fsdp is the same"
+        needs.append(Need("hsdp", why_not=why_not))
+    else:
+        needs.append(_divided("hsdp", model, kept, ranks_a_node, make))
+    return [*needs, _divided("fsdp", model, kept, ranks, make)]
+
+
+def optimizer(text: str) -> MakeOptimizer:
+    """Return what makes an optimizer of a name, as ``"adamw"``, ``"sgd(momentum=0.9)"`` or ``"package:Class"``.
+
+    Raises:
+        OptionError: torch has none of this name, or it cannot be imported, or has no such options.
+    """
+    name, options = parsed("optimizer", text)
+    kind: Any = entry_points.load(f"optimizer {text!r}", (name,)) if ":" in name else _of_torch(name)
+
+    def make(parameters: Sequence[nn.Parameter]) -> Optimizer:
+        try:
+            made = kind(parameters, **options)
+        except (TypeError, ValueError) as error:
+            raise OptionError(f"optimizer {text!r} cannot be made of this model: {first_line(error)}") from error
+        if not isinstance(made, Optimizer):
+            raise OptionError(f"optimizer {text!r} is a {type(made).__name__}, not an optimizer of torch's kind.")
+        return made
+
+    return make
+
+
+def state_bytes(parameters: Sequence[nn.Parameter], make: MakeOptimizer) -> dict[nn.Parameter, int]:
+    """Return the bytes of state that an optimizer keeps for each parameter on the meta device: it takes a step there.
+
+    Raises:
+        OptionError: it cannot step on numbers that are not there.
+    """
+    if not parameters:
+        return {}
+    asked = make(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    step = type(asked).step
+    try:
+        getattr(step, "__wrapped__", step)(asked)  # without hooks: a run's count the steps of all optimizers
+    except Exception as error:
+        if not all(asked.state.get(parameter) for parameter in parameters):  # else it looked at numbers only then
+            raise OptionError(
+                f"what {type(asked).__name__} keeps cannot be estimated: it does not step without numbers "
+                f"({first_line(error)}). Estimate with one that is like it, as AdamW."
+            ) from error
+    finally:
+        for parameter in parameters:
+            parameter.grad = None
+    return {
+        parameter: _bytes(value for value in asked.state.get(parameter, {}).values() if isinstance(value, torch.Tensor))
+        for parameter in parameters
+    }
+
+
+class _Kept:
+    """What a model keeps in memory: its parameters and buffers, without numbers, in the types of a precision."""
+
+    def __init__(self, model: nn.Module, in_precision: InPrecision) -> None:
+        shadow = nn.Module()
+        own = list(model.parameters())
+        for number, value in enumerate(own):
+            empty = torch.empty(value.shape, dtype=value.dtype, device="meta")
+            shadow.register_parameter(f"weight{number}", nn.Parameter(empty, value.requires_grad))
+        for number, buffer in enumerate(model.buffers()):
+            shadow.register_buffer(f"buffer{number}", torch.empty_like(buffer, device="meta"))
+        shadow = in_precision.precision.weights(shadow)
+        self.of = {id(value): each for value, each in zip(own, shadow.parameters(), strict=True)}
+        self.parameters = list(self.of.values())
+        self.trained = [kept for kept in self.parameters if kept.requires_grad]
+        self.buffers = _bytes(shadow.buffers())
+        self.bytes = self.buffers + _bytes(self.parameters)
+        self.in_precision, self.shadow = in_precision, shadow
+
+
+def _divided(name: str, model: nn.Module, kept: _Kept, ranks: int, make: MakeOptimizer) -> Need:
+    """Estimate FSDP2 over some ranks; the first of them has most, as each tensor is cut along its first dimension."""
+    if any(value.dim() == 0 for value in kept.parameters):
+        return Need(name, why_not="FSDP2 takes no parameter without dimensions: give it one, of size 1")
+    shards = [
+        nn.Parameter(value.detach()[: -(-value.shape[0] // ranks)].clone(), value.requires_grad)
+        for value in kept.parameters
+    ]
+    trained = [shard for shard in shards if shard.requires_grad]
+    state = sum(state_bytes(trained, make).values())
+    return Need(name, kept.buffers + _bytes(shards), _bytes(trained), 0, state, _gathered(model, kept))
+
+
+def _gathered(model: nn.Module, kept: _Kept) -> int:
+    """Return the bytes that are whole at a time: those of two units, since the next one's weights arrive early.
+
+    Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+    """
+    from distwrap.strategies.fsdp.sharded import computed_in, norms_of
+
+    dtype = computed_in(kept.in_precision, kept.shadow)
+    seen: set[int] = set()
+
+    def whole(parameters: Iterable[nn.Parameter], *, cast: bool = True) -> tuple[int, int]:
+        """Return the bytes of weights that are in no unit yet, and of their gradients, also on their way."""
+        own = {id(value): kept.of[id(value)] for value in parameters if id(value) not in seen}
+        seen.update(own)
+        size = torch.empty(0, dtype=dtype).element_size() if cast and dtype is not None else None
+        weights = [(value.numel(), size or value.element_size(), value) for value in own.values()]
+        gradients = (number * (each + value.element_size()) for number, each, value in weights if value.requires_grad)
+        return sum(number * each for number, each, _ in weights), sum(gradients)
+
+    norms = norms_of(model) if dtype is not None else []
+    stays = whole([value for norm in norms for value in norm.parameters(recurse=False)], cast=False)[0]
+    units = [whole(unit.parameters()) for unit in units_of(model, "auto")]
+    root, of_root = whole(model.parameters())
+    largest = sorted((weights for weights, _ in units), reverse=True)[:2]
+    return stays + root + sum(largest) + max([of_root, *(gradients for _, gradients in units)])
+
+
+def _of_torch(name: str) -> type[Optimizer]:
+    known = {
+        kind.__name__.lower(): kind
+        for kind in vars(torch.optim).values()
+        if isinstance(kind, type) and issubclass(kind, Optimizer) and kind is not Optimizer
+    }
+    if name.lower() not in known:
+        raise OptionError(unknown_name("optimizer", name, known))
+    return known[name.lower()]
+
+
+def _bytes(tensors: Iterable[torch.Tensor]) -> int:
+    return sum(tensor.nbytes for tensor in tensors)

@@ -1,0 +1,172 @@
+"""Tensors whose numbers other stages have: they have a size, a type and a device, and take no memory."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from distwrap._internals.torch_subclass import effects_of, wrapper_tensor
+from distwrap._internals.torch_tree import map_tensors, tensors_in
+from distwrap.errors import ModelError
+
+# Their results are known without the numbers.
+_CREATE = {"empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like"}
+# Their results are plain values of Python's.
+_READ = {"_local_scalar_dense", "equal", "is_nonzero", "item"}
+
+
+class Absent(torch.Tensor):
+    """Tensor of another stage; what is computed of it is absent too, and an optimizer that holds it leaves it alone.
+
+    Args:
+        like: a tensor of its size and type.
+        sources: the names of the parameters, buffers and blocks that it was computed of.
+        device: on which it is said to be.
+
+    Attributes:
+        sources: the same set in all views of one tensor.
+    """
+
+    sources: set[str]
+
+    @staticmethod
+    def __new__(cls, like: torch.Tensor, sources: set[str], device: torch.device | None = None) -> Absent:
+        return wrapper_tensor(cls, like, device or like.device)
+
+    def __init__(self, like: torch.Tensor, sources: set[str], device: torch.device | None = None) -> None:
+        self.sources = sources
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Compute the size and the type of a result, and nothing else."""
+        kwargs = kwargs or {}
+        name = func.__name__.split(".")[0]
+        given = tensors_in((args, kwargs))
+        absent = [tensor for tensor in given if isinstance(tensor, Absent)]
+        if name in _CREATE:
+            return func(*map_tensors(_hollow, args), **map_tensors(_hollow, kwargs))
+        if name in _READ:
+            _refuse_read(absent)
+        written, returns_written, returns_views = effects_of(func)
+        changed = tensors_in([arg for place, arg in [*enumerate(args), *kwargs.items()] if place in written])
+        sources = absent[0].sources if returns_views and not written else set()
+        sources.update(*(tensor.sources for tensor in absent))
+        for tensor in changed:
+            if not isinstance(tensor, Absent):
+                _refuse_write(name, tensor, sources)
+            tensor.sources.update(sources)
+        device = kwargs.get("device") or absent[0].device
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": torch.device("meta")}
+        try:
+            result = func(*map_tensors(_on_meta, args), **map_tensors(_on_meta, kwargs))
+        except NotImplementedError:
+            _refuse_read(absent)
+        if returns_written:
+            return changed[0] if len(changed) == 1 else changed
+        return map_tensors(lambda tensor: Absent(tensor, sources, torch.device(device)), result)
+
+    @property
+    def grad(self) -> None:
+        """``None``, since it has no gradient here; torch's clip, which would take the norm of a part, is refused."""
+        frame = inspect.currentframe()
+        asker = None if frame is None else frame.f_back
+        if asker is not None and asker.f_globals.get("__name__") == nn.utils.clip_grad.__name__:
+            raise ModelError(
+                "torch's clip_grad_norm_() sees the gradients of this stage only, and would clip each stage by a norm "
+                "of its own. Use distwrap.optimizer_step(optimizer, max_norm=...), which takes the norm over all."
+            )
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        if value is not None:
+            raise ModelError("a parameter of another stage takes no gradient here.")
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"Absent({tuple(self.shape)}, {self.dtype})"
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        refuse_copy()
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        refuse_copy()
+
+
+def refuse_copy() -> NoReturn:
+    """Refuse to copy or to pickle a model in stages."""
+    raise ModelError(
+        "under strategy='pipeline' each rank has the parameters of its own stage only, so the model and its "
+        "state_dict() cannot be copied or pickled. distwrap.save() takes the model itself, as in "
+        "save({'model': model}, path), and writes it whole."
+    )
+
+
+def is_here(tensor: torch.Tensor) -> bool:
+    """Return whether this rank has a tensor's numbers."""
+    return type(tensor) is not Absent
+
+
+def make_absent(net: nn.Module, names: Iterable[str]) -> None:
+    """Free parameters and buffers of a model; a parameter stays the same object, as optimizers hold it.
+
+    Raises:
+        ModelError: something else holds one.
+    """
+    parameters = dict(net.named_parameters(remove_duplicate=False))
+    for name in names:
+        path, _, last = name.rpartition(".")
+        if name not in parameters:
+            module = net.get_submodule(path)
+            module._buffers[last] = Absent(module.get_buffer(last), {name})
+        elif is_here(parameter := parameters[name]):
+            hollow = nn.Parameter(Absent(parameter.detach(), {name}), parameter.requires_grad)
+            try:
+                torch.utils.swap_tensors(parameter, hollow)  # type: ignore[no-untyped-call]
+            except RuntimeError as error:
+                raise ModelError(
+                    f"the parameter {name!r} cannot be left to another stage, since something here holds it: {error} "
+                    f"Call wrap_model() before a forward of the model, and before anything else takes note of it."
+                ) from error
+
+
+def make_present(net: nn.Module) -> None:
+    """Make room for the numbers of what is absent in a model, on the devices on which it is said to be."""
+    for parameter in net.parameters():
+        if not is_here(parameter):
+            present = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
+            torch.utils.swap_tensors(parameter, present)  # type: ignore[no-untyped-call]
+    for name, buffer in list(net.named_buffers()):
+        if not is_here(buffer):
+            path, _, last = name.rpartition(".")
+            net.get_submodule(path)._buffers[last] = torch.zeros_like(buffer)
+
+
+def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def _hollow(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.size())
+
+
+def _refuse_read(absent: list[Absent]) -> NoReturn:
+    raise ModelError(
+        f"the model looks at numbers that another stage has, computed of {_named(absent[0].sources)}. Under "
+        f"strategy='pipeline' what happens in between blocks may depend on sizes, and not on numbers."
+    )
+
+
+def _refuse_write(name: str, tensor: torch.Tensor, sources: set[str]) -> NoReturn:
+    raise ModelError(
+        f"{name}() would write numbers that another stage has, computed of {_named(sources)}, into a tensor of "
+        f"{tuple(tensor.shape)} that is here. Compute a new tensor instead."
+    )
+
+
+def _named(sources: set[str]) -> str:
+    named = sorted(sources)
+    return ", ".join(named[:3]) + (", …" if len(named) > 3 else "")

@@ -1,0 +1,57 @@
+"""Gradients that a schedule has computed, which the backward of the loss lays down in the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from distwrap.errors import ModelError
+
+Gradients = dict[nn.Parameter, torch.Tensor]
+
+
+@contextmanager
+def apart(parameters: list[nn.Parameter]) -> Iterator[Gradients]:
+    """Collect the gradients of a ``with`` apart from those that parameters have already."""
+    before = [parameter.grad for parameter in parameters]
+    found: Gradients = {}
+    try:
+        for parameter in parameters:
+            parameter.grad = None
+        yield found
+        found.update((parameter, parameter.grad) for parameter in parameters if parameter.grad is not None)
+    finally:
+        for parameter, grad in zip(parameters, before, strict=True):
+            parameter.grad = grad
+
+
+class Results(torch.autograd.Function):
+    """Results of a pass through the stages; their backward hands on their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: torch.Tensor, hand_on: Callable[[list[torch.Tensor]], None], *values: Any) -> Any:
+        """Return the results.
+
+        Args:
+            ctx: torch's.
+            anchor: a tensor that needs a gradient, so that the results have one.
+            hand_on: takes the results' gradients.
+            *values: the numbers of the results.
+        """
+        ctx.hand_on = hand_on
+        return tuple(value.clone() for value in values)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        if ctx.hand_on is None:
+            raise ModelError(
+                "a second backward() of one pass: under strategy='pipeline' what it needs is used up. Compute the "
+                "loss again, or add losses up before one backward()."
+            )
+        hand_on, ctx.hand_on = ctx.hand_on, None
+        hand_on(list(grads))
+        return None, None, *(None for _ in grads)

@@ -1,0 +1,138 @@
+"""Which ranks of a pipeline have a parameter or buffer, and sums of gradients that several of them have."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distwrap.errors import ModelError
+from distwrap.group.collectives import gather_object
+from distwrap.strategies.pipeline.absent import is_here, make_absent
+from distwrap.strategies.pipeline.blocks import Chain
+from distwrap.strategies.pipeline.gradients import Gradients
+from distwrap.strategies.pipeline.relay import Survey
+from distwrap.strategies.pipeline.schedule import Line
+
+
+class Holders:
+    """Places of a model's parameters and buffers.
+
+    What is in a block is on the rank of its stage. What is in none stays on every rank until the first batch shows
+    which stages compute of it; on these it stays.
+
+    Args:
+        net: the user's model; what other stages have is freed.
+        chain: its blocks.
+        line: this rank's place.
+
+    Attributes:
+        ranks: of each tensor's name, the places in the pipeline that have it.
+    """
+
+    def __init__(self, net: nn.Module, chain: Chain, line: Line) -> None:
+        self._net, self._line = net, line
+        self._all = set(range(len(line.ranks)))
+        self._place = dist.get_rank(line.group)
+        first: dict[int, str] = {}
+        self._loose: set[str] = set()  # in no block
+        self.ranks: dict[str, set[int]] = {}
+        for name, tensor in self._named():
+            name = first.setdefault(id(tensor), name)
+            self.ranks.setdefault(name, set())
+        for name, tensor in self._named():
+            stage, known = chain.stage_of(name), first[id(tensor)]
+            if stage is None:
+                self._loose.add(known)
+            else:
+                self.ranks[known].add(stage % len(line.ranks))
+        self._fixed = {name: set(ranks) for name, ranks in self.ranks.items()}
+        self._unsettled = set(self._loose)
+        for name in self._loose:
+            self.ranks[name] = set(self._all)
+        self._shared: list[str] | None = None
+        self._free()
+
+    def _named(self) -> list[tuple[str, torch.Tensor]]:
+        net = self._net
+        return [*net.named_parameters(remove_duplicate=False), *net.named_buffers(remove_duplicate=False)]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers by their names, each once; some of them are absent."""
+        return {**dict(self._net.named_parameters()), **dict(self._net.named_buffers())}
+
+    def trained(self) -> list[nn.Parameter]:
+        """Return the parameters that are trained here."""
+        return [parameter for parameter in self._net.parameters() if parameter.requires_grad and is_here(parameter)]
+
+    def counted_here(self) -> set[int]:
+        """Return the ids of the parameters that this rank counts in a norm, each of which one rank does."""
+        named = self._net.named_parameters()
+        return {id(parameter) for name, parameter in named if min(self.ranks[name]) == self._place}
+
+    def settle(self, survey: Survey) -> None:
+        """Leave what is in no block to the stages that compute of it.
+
+        Raises:
+            ModelError: a stage would need what another one has.
+        """
+        needed: dict[str, set[int]] = {}
+        for stage, names in enumerate(survey.needs):
+            for name in names:
+                needed.setdefault(name, set()).add(stage % len(self._line.ranks))
+        for name in self._unsettled & needed.keys():
+            self.ranks[name] = needed[name] | self._fixed[name]
+        self._unsettled -= needed.keys()
+        self._free()
+        for name, places in needed.items():
+            if lacking := places - self.ranks[name]:
+                raise ModelError(
+                    f"{name!r} is used by the stage of rank {self._line.ranks[min(lacking)]}, and is left to that of "
+                    f"rank {self._line.ranks[min(self.ranks[name])]}, since a block has it, or the method that ran "
+                    f"first used it there only. Call the method that trains before others, or move what uses it."
+                )
+
+    def add_up(self, found: Gradients) -> None:
+        """Give every rank that has a parameter the sum of the gradients that the stages have for it."""
+        named = dict(self._net.named_parameters())
+        several = [name for name in named if len(self.ranks[name]) > 1]
+        if self._shared is None:
+            mine = [name for name in several if named[name] in found]
+            anyone = set().union(*gather_object(mine))
+            self._shared = [name for name in several if name in anyone]
+        for name in several:
+            if named[name] in found and name not in self._shared:
+                raise ModelError(
+                    f"rank {dist.get_rank()}: the parameter {name!r} has a gradient now, and had none in the first "
+                    f"step, while several stages have it: they would train it apart. Let the first step use it too."
+                )
+        for name in self._shared:
+            places = sorted(self.ranks[name])
+            if self._place in places:
+                parameter = named[name]
+                grad = found.get(parameter)
+                found[parameter] = self._sum(torch.zeros_like(parameter) if grad is None else grad, places)
+
+    def _sum(self, grad: torch.Tensor, places: list[int]) -> torch.Tensor:
+        ranks, group = [self._line.ranks[place] for place in places], self._line.group
+        if self._place != places[0]:
+            dist.send(grad, ranks[0], group)
+            dist.recv(grad, ranks[0], group)
+            return grad
+        other = torch.empty_like(grad)
+        for rank in ranks[1:]:
+            dist.recv(other, rank, group)
+            grad += other
+        for rank in ranks[1:]:
+            dist.send(grad, rank, group)
+        return grad
+
+    def _free(self) -> None:
+        make_absent(
+            self._net,
+            [
+                name
+                for name, tensor in self.tensors().items()
+                if is_here(tensor) and self._place not in self.ranks[name]
+            ],
+        )

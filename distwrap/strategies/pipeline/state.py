@@ -1,0 +1,166 @@
+"""Full states of a model in stages and of its optimizers, put together tensor by tensor; and states in parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
+
+from distwrap.group.collectives import broadcast, gather_object
+from distwrap.model.state_dict import strip_module_prefix
+from distwrap.strategies.pipeline.absent import is_here
+from distwrap.strategies.pipeline.holders import Holders
+
+
+class States:
+    """States of one model and its optimizers.
+
+    Args:
+        net: the user's model.
+        holders: which ranks have what.
+        ranks: of the first pipeline, from which states are taken.
+        device: on which this rank computes.
+    """
+
+    def __init__(self, net: nn.Module, holders: Holders, ranks: list[int], device: torch.device) -> None:
+        self._net, self._holders, self._ranks, self._device = net, holders, ranks, device
+        self._meshes: dict[int, DeviceMesh] = {}
+
+    def of_model(self, *, everywhere: bool) -> dict[str, Any]:
+        """Return the model's state dict; on ranks that do not need it, an empty one. Every rank calls it."""
+        state, owners, known = self._net.state_dict(keep_vars=True), self._owners(), {}
+        wanted = everywhere or dist.get_rank() == 0
+        for name, tensor in list(state.items()):
+            if isinstance(tensor, torch.Tensor):
+                if id(tensor) not in known:
+                    known[id(tensor)] = self._brought(tensor, owners[id(tensor)], wanted)
+                state[name] = known[id(tensor)]
+        if not wanted:
+            state.clear()
+        return state
+
+    def of_optimizer(self, optimizer: Optimizer, *, everywhere: bool) -> dict[str, Any]:
+        """Return an optimizer's state dict, with everything for all parameters. Every rank calls it."""
+        state, owners = optimizer.state_dict(), self._owners()
+        wanted = everywhere or dist.get_rank() == 0
+        whole = {}
+        for index, parameter in enumerate(_parameters(optimizer)):
+            owner = owners.get(id(parameter), self._ranks[0])
+            entry = broadcast(state["state"].get(index), src=owner)
+            if entry is not None and wanted:
+                whole[index] = entry
+        return {**state, "state": whole}
+
+    def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
+        """Load a whole state dict for the parameters that are here."""
+        here = self._numbers_here(optimizer, state)
+        mine = {index: entry for index, entry in state["state"].items() if index in here}
+        optimizer.load_state_dict({**state, "state": mine})
+
+    def needed(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any]:
+        """Return a stored state of the model or an optimizer without the tensors of other stages."""
+        if isinstance(thing, nn.Module):
+            own = self._net.state_dict(keep_vars=True)
+            names = strip_module_prefix(state, target=own)
+            pairs = zip(state.items(), names, strict=True)
+            return {key: value if is_here(own.get(name, value)) else None for (key, value), name in pairs}
+        here = self._numbers_here(thing, state)
+        kept = {
+            index: {key: value if index in here else None for key, value in entry.items()}
+            for index, entry in state["state"].items()
+        }
+        return {**state, "state": kept}
+
+    def load_model(self, state: dict[str, Any]) -> None:
+        """Load a state dict of all tensors, or of those that are here."""
+        own = self._net.state_dict(keep_vars=True)
+        given = strip_module_prefix(state, target=own)
+        self._net.load_state_dict({name: own.get(name) if value is None else value for name, value in given.items()})
+
+    def parts_of_model(self) -> dict[str, Any]:
+        """Return the model's state dict with what each rank has of it."""
+        state, owners = self._net.state_dict(keep_vars=True), self._owners()
+        for name, tensor in list(state.items()):
+            if isinstance(tensor, torch.Tensor):
+                state[name] = self._part(tensor.detach(), owners[id(tensor)])
+        return state
+
+    def parts_of_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return an optimizer's state dict with what each rank has of it."""
+        state, owners, me = optimizer.state_dict(), self._owners(), dist.get_rank()
+        owned = [owners.get(id(parameter), self._ranks[0]) for parameter in _parameters(optimizer)]
+        mine = {
+            index: {key: _described(value) for key, value in entry.items()}
+            for index, entry in state["state"].items()
+            if owned[index] == me
+        }
+        whole: dict[int, Any] = {}
+        for index, entry in sorted(item for each in gather_object(mine) for item in each.items()):
+            own = state["state"].get(index, {})
+            whole[index] = {
+                key: value
+                if not isinstance(value, _Described)
+                else self._part(own[key] if owned[index] == me else value.tensor(), owned[index])
+                for key, value in entry.items()
+            }
+        return {**state, "state": whole}
+
+    def _numbers_here(self, optimizer: Optimizer, state: dict[str, Any]) -> set[Any]:
+        """Return the numbers in a stored state of what belongs to no parameter of another stage."""
+        saved = [index for group in state["param_groups"] for index in group["params"]]
+        pairs = zip(saved, _parameters(optimizer), strict=False)
+        return set(state["state"]) - {index for index, parameter in pairs if not is_here(parameter)}
+
+    def _owners(self) -> dict[int, int]:
+        """Return the rank of each tensor, by its id."""
+        ranks = self._holders.ranks
+        return {id(tensor): self._ranks[min(ranks[name])] for name, tensor in self._holders.tensors().items()}
+
+    def _brought(self, tensor: torch.Tensor, owner: int, wanted: bool) -> torch.Tensor:
+        mine = dist.get_rank() == owner
+        numbers = tensor.detach().contiguous() if mine else self._empty(tensor)
+        dist.broadcast(numbers, src=owner)
+        return numbers.cpu() if wanted else torch.empty(0)
+
+    def _part(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
+        """Return a tensor as the piece of its owner alone, which is the whole of it."""
+        if owner not in self._meshes:
+            for rank in self._ranks:  # every rank makes all of them, in one order
+                self._meshes[rank] = DeviceMesh(self._device.type, [rank])
+        local = tensor.contiguous() if dist.get_rank() == owner else torch.empty(0, dtype=tensor.dtype)
+        return DTensor.from_local(
+            local,
+            self._meshes[owner],
+            [Replicate()],
+            run_check=False,
+            shape=tensor.shape,
+            stride=_strides(tensor.shape),
+        )
+
+    def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
+
+
+class _Described(tuple[Any, ...]):
+    """Size and type of a tensor."""
+
+    def tensor(self) -> torch.Tensor:
+        """Return a tensor like it without numbers."""
+        return torch.empty(self[0], dtype=self[1], device="meta")
+
+
+def _described(value: Any) -> Any:
+    return _Described((tuple(value.shape), value.dtype)) if isinstance(value, torch.Tensor) and value.dim() else value
+
+
+def _strides(shape: torch.Size) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
+
+
+def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

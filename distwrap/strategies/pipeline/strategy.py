@@ -1,0 +1,236 @@
+"""`PipelineStrategy`: the blocks of a model divided among ranks, which work on several microbatches at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from distwrap.checks import is_whole
+from distwrap.errors import ModelError, OptionError
+from distwrap.group.world import Layout, RunPart, World, current_world
+from distwrap.model.in_sync import Held, left_to_ranks
+from distwrap.model.wrapped_models import WrappedModels
+from distwrap.options import Options
+from distwrap.strategies.base import Strategy, Wrapping
+from distwrap.strategies.pipeline.absent import is_here
+from distwrap.strategies.pipeline.blocks import find_chain
+from distwrap.strategies.pipeline.model import PassSettings, PipelineModel, PipelineRouting
+from distwrap.strategies.pipeline.schedule import Line
+from distwrap.strategies.pipeline.state import States
+from distwrap.strategies.single import local
+from distwrap.wording import named_ranks, unknown_name
+
+_SCHEDULES = ("1f1b", "gpipe", "interleaved")
+
+
+class PipelineStrategy(Strategy):
+    """The blocks of a model in stages, one after the other on the ranks; a batch goes through them in microbatches.
+
+    A step is ``loss = model.loss(x, y); loss.backward()``: a method that returns a loss runs torch's schedule, which
+    computes the gradients too, and the loss's backward lays them down. With gradients off any method of the model runs
+    through all stages, and returns its result on every rank. All ranks of a pipeline call it, on the same batch, which
+    `shard_loader` gives them.
+
+    Args:
+        stages: how many ranks a pipeline has; several pipelines train as DDP does. By default all ranks.
+        schedule: ``"1f1b"``, ``"gpipe"``, or ``"interleaved"``, in which a rank has two stages.
+        microbatches: into how many a batch is cut, at most: the largest number that divides it is taken. By default
+            two a stage.
+        split: the names of the blocks at which stages begin, but for the first; by default the model's longest chain
+            of blocks is cut into stages with as many parameters each.
+        reduction: whether a loss is the ``"mean"`` or the ``"sum"`` over its batch; ``"auto"`` finds out from the first
+            batch.
+
+    Raises:
+        OptionError: an option is wrong.
+
+    Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
+    """
+
+    shards = True
+
+    def __init__(
+        self,
+        stages: int | None = None,
+        schedule: str = "1f1b",
+        microbatches: int | None = None,
+        split: Sequence[str] | None = None,
+        reduction: Literal["auto", "mean", "sum"] = "auto",
+    ) -> None:
+        if schedule not in _SCHEDULES:
+            raise OptionError(unknown_name("schedule", schedule, _SCHEDULES))
+        if reduction not in ("auto", "mean", "sum"):
+            raise OptionError(unknown_name("reduction", reduction, ("auto", "mean", "sum")))
+        for name, value, least in (("stages", stages, 2), ("microbatches", microbatches, 1)):
+            if value is not None and not is_whole(value, least):
+                raise OptionError(f"{name}={value!r}: it must be a whole number from {least}.")
+        self.stages, self.schedule, self.microbatches = stages, schedule, microbatches
+        self.split, self.reduction = split, reduction
+        self._mesh: DeviceMesh | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_mesh": None}
+
+    def check(self, run: Options) -> None:
+        if run.comm is not None:
+            raise OptionError("strategy='pipeline' exchanges gradients by itself: leave comm out.")
+
+    def setup(self, world: World) -> Layout | None:
+        size = world.placement.world_size
+        stages = self.stages or size
+        if size % stages:
+            raise OptionError(
+                f"strategy='pipeline' with stages={stages} needs a multiple of {stages} ranks, and there are {size}."
+            )
+        self._mesh = init_device_mesh(world.device.type, (size // stages, stages), mesh_dim_names=("data", "stage"))
+        return Layout(self._mesh.get_local_rank("data"), size // stages, self._mesh.get_group("data"), self._mesh)
+
+    def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
+        if world.placement.world_size == 1:
+            return local(model, wrapping)
+        if wrapping.comm is not None:
+            raise OptionError("strategy='pipeline' exchanges gradients by itself: leave comm out.")
+        if wrapping.options:
+            raise OptionError(
+                unknown_name("option of wrap_model() under strategy='pipeline'", next(iter(wrapping.options)), ())
+            )
+        if self._mesh is None:
+            raise OptionError(
+                "strategy='pipeline' arranges the ranks when the run begins: give it to @distributed(strategy=...), or "
+                "as DISTWRAP_STRATEGY, and leave it out of wrap_model()."
+            )
+        group = self._mesh.get_group("stage")
+        ranks = dist.get_process_group_ranks(group)
+        stages = len(ranks) * (2 if self.schedule == "interleaved" else 1)
+        chain = find_chain(model, stages, self.split)
+        with torch.no_grad():
+            for tensor in (*model.parameters(), *model.buffers()):
+                dist.broadcast(tensor.data.contiguous(), src=0)
+        own = list(range(dist.get_rank(group), stages, len(ranks)))
+        line = Line(group, ranks, own, stages, wrapping.device)
+        settings = PassSettings(
+            self.schedule, self.microbatches or 2 * len(ranks), self.microbatches is not None, self.reduction
+        )
+        world.part(StageOptimizers)
+        return PipelineModel(PipelineRouting(model, chain, line, world, wrapping, settings))
+
+    def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
+        _refuse_whole(optimizer)
+        return optimizer
+
+    def sync_gradients(self, model: nn.Module, on: bool) -> None:
+        routing_of(model).syncs = on
+
+    def clip(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
+        given = [parameter for parameter in parameters if is_here(parameter) and parameter.grad is not None]
+        own: set[int] = set()
+        group = None
+        for model in current_world().part(WrappedModels).of_optimizer(optimizer):
+            if isinstance(routing := model.__dict__.get("_distwrap"), PipelineRouting):
+                own |= routing.holders.counted_here()
+                group = routing.line.group
+        grads = [parameter.grad for parameter in given if id(parameter) in own and parameter.grad is not None]
+        square = torch.zeros((), dtype=torch.float64, device=current_world().device)
+        if grads:
+            square += nn.utils.get_total_norm(grads).double() ** 2
+        if group is not None:
+            dist.all_reduce(square, group=group)
+        norm = square.sqrt().to(given[0].dtype if given else torch.float32)
+        nn.utils.clip_grads_with_norm_(given, max_norm, norm)
+        return norm
+
+    def held(self, model: nn.Module) -> Iterable[Held]:
+        routing = routing_of(model)
+        own, size = left_to_ranks(model), len(routing.line.ranks)
+        for name, tensor in routing.holders.tensors().items():
+            if name not in own and is_here(tensor):
+                places = sorted(routing.holders.ranks[name])
+                where = f"{places[0]}: {named_ranks(places)} of a pipeline"
+                yield Held(name, "" if len(places) == size else where, tensor)
+
+    def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
+        states = _states(thing)
+        if states is None:
+            return super().state(thing, everywhere=everywhere)
+        if isinstance(thing, nn.Module):
+            return states.of_model(everywhere=everywhere)
+        return states.of_optimizer(thing, everywhere=everywhere)
+
+    def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
+        states = _states(thing)
+        if states is None:
+            super().load_state(thing, state)
+        elif isinstance(thing, nn.Module):
+            states.load_model(state)
+        else:
+            states.load_optimizer(thing, state)
+
+    def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+        states = _states(thing)
+        return None if states is None else states.needed(thing, state)
+
+    def give_back(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
+        if isinstance(thing, Optimizer) or not isinstance(thing.__dict__.get("_distwrap"), PipelineRouting):
+            super().give_back(thing, state)
+            return
+        model = thing
+        models = current_world().part(WrappedModels)
+        own = [thing for thing in models.bound if isinstance(thing, Optimizer) and model in models.of_optimizer(thing)]
+        states = [self.state(optimizer, everywhere=True) for optimizer in own]
+        routing_of(model).give_back(state)
+        for optimizer, whole in zip(own, states, strict=True):
+            optimizer.load_state_dict(whole)
+
+    def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
+        states = _states(thing)
+        if states is None:
+            return None
+        return states.parts_of_model() if isinstance(thing, nn.Module) else states.parts_of_optimizer(thing)
+
+
+class StageOptimizers(RunPart):
+    """Looks at optimizers of models in stages before they step."""
+
+    def __init__(self, world: World) -> None:
+        self._handle = register_optimizer_step_pre_hook(lambda optimizer, *_: _refuse_whole(optimizer))
+
+    def close(self) -> None:
+        """Remove the hook."""
+        self._handle.remove()
+
+
+def _refuse_whole(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that needs all gradients at once, and forget its state for what is not here any more."""
+    gone = [
+        parameter for parameter in optimizer.state if isinstance(parameter, torch.Tensor) and not is_here(parameter)
+    ]
+    for parameter in gone:
+        del optimizer.state[parameter]
+    if isinstance(optimizer, torch.optim.LBFGS) and any(
+        not is_here(parameter) for group in optimizer.param_groups for parameter in group["params"]
+    ):
+        raise ModelError(
+            "LBFGS takes products over all gradients of a model, and under strategy='pipeline' each rank has those of "
+            "its stage. Use an optimizer that steps each parameter by itself, as AdamW, or strategy='ddp'."
+        )
+
+
+def routing_of(model: nn.Module) -> PipelineRouting:
+    """Return the runs of a model that this strategy has prepared."""
+    routing: PipelineRouting = model.__dict__["_distwrap"]
+    return routing
+
+
+def _states(thing: nn.Module | Optimizer) -> States | None:
+    models = [thing] if isinstance(thing, nn.Module) else current_world().part(WrappedModels).of_optimizer(thing)
+    for model in models:
+        if isinstance(routing := model.__dict__.get("_distwrap"), PipelineRouting):
+            ranks = list(range(len(routing.line.ranks)))
+            return States(routing.model, routing.holders, ranks, routing.line.device)
+    return None
