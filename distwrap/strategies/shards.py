@@ -111,8 +111,11 @@ def empty_shards(thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[st
     """Return a stored state with an empty shard in the place of each tensor that is divided in a model or optimizer."""
 
     def like(pattern: Any, value: Any) -> Any:
-        is_divided = isinstance(pattern, DTensor) and isinstance(value, torch.Tensor) and value.shape == pattern.shape
-        return torch.empty_like(pattern, dtype=value.dtype, requires_grad=False) if is_divided else value
+        if not isinstance(pattern, DTensor) or not isinstance(value, torch.Tensor) or value.shape != pattern.shape:
+            return value
+        if is_in_pieces(pattern.placements[-1]):  # no box of the whole, which is then divided
+            return value
+        return torch.empty_like(pattern, dtype=value.dtype, requires_grad=False)
 
     if isinstance(thing, nn.Module):
         net = unwrap_model(thing)
