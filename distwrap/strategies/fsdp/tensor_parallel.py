@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from distwrap._internals.torch_sharding import own_parameters
 from distwrap.errors import ModelError
 from distwrap.strategies import shards
 from distwrap.strategies.fsdp.plan_words import Plan
@@ -193,10 +194,10 @@ class TensorParallel:
             if word == "heads":  # without a hook torch would take a short cut around the forward
                 undo.append(part.register_forward_pre_hook(lambda *_: None).remove)
         for at, part in module.named_modules():
-            own = [value for value in part._parameters.values() if value is not None]
+            own = [value for value in own_parameters(part).values() if value is not None]
             if own and not all(isinstance(value, DTensor) for value in own):
                 in_pieces = by_sequence and not any(_is_inside(at, owner) for owner in gathers)
-                style_of("whole", self.running, by_sequence=in_pieces)._apply(part, self._mesh)
+                parallelize_module(part, self._mesh, style_of("whole", self.running, by_sequence=in_pieces))
             if isinstance(part, nn.TransformerEncoder) and part.use_nested_tensor:
                 undo.append(_setting(part, "use_nested_tensor", True))
                 part.use_nested_tensor = False
@@ -230,7 +231,7 @@ class TensorParallel:
         words = {_joined(unit, name): word for unit, cuts in units.items() for name, word in cuts.words.items()}
         rows: dict[tuple[str, str, str, str, str], None] = {}
         for name, module in self._net.named_modules():
-            own = {key: value for key, value in module._parameters.items() if value is not None}
+            own = {key: value for key, value in own_parameters(module).items() if value is not None}
             if own:
                 word = words.get(name) or ("rowwise" if words.get(name.rpartition(".")[0]) == "heads" else "whole")
                 if word == "whole" and summed_of(module):
