@@ -197,3 +197,12 @@ def is_in_pieces(placement: Any) -> bool:
     Without it: as for `shard_in_pieces`.
     """
     return type(placement).__name__ == "_StridedShard"
+
+
+def own_parameters(module: nn.Module) -> dict[str, Any]:
+    """Return a module's own table of parameters, to read and to change.
+
+    Relies on ``torch.nn:Module()._parameters``.
+    Without it: layers cannot be cut.
+    """
+    return module._parameters

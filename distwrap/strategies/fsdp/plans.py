@@ -110,16 +110,21 @@ def shared_weights(model: nn.Module) -> set[int]:
     return {key for key, count in owners.items() if count > 1}
 
 
-def unit_of(model: nn.Module, name: str) -> str:
+def blocks_of(model: nn.Module) -> set[int]:
+    """Return the ids of the blocks of a model's lists of alike blocks, which are more than a layer."""
+    return {id(block) for block in alike_blocks(model) if not isinstance(block, nn.Linear)}
+
+
+def holds_blocks(module: nn.Module, blocks: set[int]) -> bool:
+    """Return whether blocks are inside of a module."""
+    return any(id(part) in blocks for part in module.modules() if part is not module)
+
+
+def unit_of(model: nn.Module, name: str, blocks: set[int]) -> str:
     """Return the name of the block whose forward is computed whole once, to prove what is cut in it."""
-    blocks = set(map(id, alike_blocks(model)))
     parts = name.split(".")
-    for end in range(1, len(parts) + 1):
-        if id(model.get_submodule(".".join(parts[:end]))) in blocks:
-            inside = model.get_submodule(".".join(parts[:end]))
-            if not isinstance(inside, nn.Linear):
-                return ".".join(parts[:end])
-    return name
+    outer = (".".join(parts[:end]) for end in range(1, len(parts) + 1))
+    return next((each for each in outer if id(model.get_submodule(each)) in blocks), name)
 
 
 def _why_word_does_not_fit(module: nn.Module, word: str, ranks: int) -> str:

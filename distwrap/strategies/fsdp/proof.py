@@ -203,7 +203,7 @@ class Proof:
         marks = []
         for number, tensor in enumerate(inputs):
             probe = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(number)).double()
-            value = tensor.detach().double().cpu().nan_to_num(1.0, 2.0, 3.0)  # where fp16 overflows
+            value = tensor.detach().double().cpu().nan_to_num(1.0, 2.0, 3.0)  # of an overflow, or a mask
             marks.append(torch.stack([(value * probe).sum(), value.abs().sum(), torch.tensor(float(value.numel()))]))
         mine = torch.stack(marks).to(mesh.device_type) if marks else torch.zeros(0, 3)
         count = torch.tensor([len(marks), -len(marks)], device=mesh.device_type)

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
-from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
+from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
 from distwrap._internals.torch import current_backward
-from distwrap._internals.torch_sharding import shard_in_pieces
+from distwrap._internals.torch_sharding import own_parameters, shard_in_pieces
 from distwrap.strategies.fsdp.attention import attend
 
 _LOCAL = "_distwrap_local"
@@ -118,18 +118,18 @@ class Whole(ParallelStyle):
         local = _Local(self, device_mesh, self.picks(module, device_mesh))
         cut = self.placements(module)
         known = self.running.known
-        for name, parameter in list(module._parameters.items()):
+        for name, parameter in list(own_parameters(module).items()):
             if parameter is None or isinstance(parameter, DTensor):
                 continue
             if id(parameter) not in known:
                 new = nn.Parameter(spread(parameter, device_mesh, cut.get(name, Replicate())), parameter.requires_grad)
                 known[id(parameter)] = parameter, new
-            module._parameters[name] = known[id(parameter)][1]
+            own_parameters(module)[name] = known[id(parameter)][1]
         if self.sums:
-            local.summed.update(set(module._parameters) - cut.keys())
+            local.summed.update(set(own_parameters(module)) - cut.keys())
         local.summed.update(local.picks)
         module.__dict__[_LOCAL] = local
-        names = tuple(name for name, value in module._parameters.items() if value is not None)
+        names = tuple(name for name, value in own_parameters(module).items() if value is not None)
         module.__class__ = _localised(cast("Hashable", type(module)), names, self.forward(device_mesh) is not None)
         return module
 
@@ -145,7 +145,7 @@ class Packed(Whole):
         return {"weight": shard_in_pieces(0, self.count)}
 
     def picks(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-        has_bias = module._parameters.get("bias") is not None
+        has_bias = own_parameters(module).get("bias") is not None
         return {"bias": _own_pieces(self.count, mesh)} if has_bias else {}
 
     def forward(self, mesh: DeviceMesh) -> Callable[..., Any]:
@@ -184,7 +184,7 @@ class Attention(Whole):
         return {"in_proj_weight": shard_in_pieces(0, 3)}
 
     def picks(self, module: nn.Module, mesh: DeviceMesh) -> dict[str, Callable[[torch.Tensor], torch.Tensor]]:
-        return {"in_proj_bias": _own_pieces(3, mesh)} if module._parameters.get("in_proj_bias") is not None else {}
+        return {"in_proj_bias": _own_pieces(3, mesh)} if own_parameters(module).get("in_proj_bias") is not None else {}
 
     def forward(self, mesh: DeviceMesh) -> Callable[..., Any]:
         def run(module: Any, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
@@ -195,7 +195,7 @@ class Attention(Whole):
         return run
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        Rowwise(self.running, self.comes)._apply(module.get_submodule("out_proj"), device_mesh)
+        parallelize_module(module.get_submodule("out_proj"), device_mesh, Rowwise(self.running, self.comes))
         return super()._apply(module, device_mesh)
 
 
@@ -249,4 +249,4 @@ def _localised(kind: Any, names: tuple[str, ...], has_forward: bool) -> type[nn.
 
 
 def _reader(name: str) -> property:
-    return property(lambda module: vars(module)[_LOCAL].read(module._parameters[name], name))
+    return property(lambda module: vars(module)[_LOCAL].read(own_parameters(module)[name], name))

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -16,14 +16,26 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from distwrap._internals.torch_sharding import own_parameters
 from distwrap.errors import ModelError
 from distwrap.strategies import shards
 from distwrap.strategies.fsdp.plan_words import Plan
-from distwrap.strategies.fsdp.plans import Cuts, asked_for, guesses, large, shared_weights, unit_of
+from distwrap.strategies.fsdp.plans import (
+    Cuts,
+    asked_for,
+    blocks_of,
+    guesses,
+    holds_blocks,
+    large,
+    shared_weights,
+    unit_of,
+)
 from distwrap.strategies.fsdp.proof import Proof, Twins, add_summed, trial_inputs, trial_numbers
 from distwrap.strategies.fsdp.styles import Running, style_of, summed_of
 
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # told at each clip
+
+Thing = TypeVar("Thing")
 
 _ALONE = ("gathered", "vocabulary")
 
@@ -71,14 +83,15 @@ class TensorParallel:
     # What is cut
 
     def _named(self, plan: Any) -> dict[str, Cuts]:
-        units: dict[str, Cuts] = {}
+        units, blocks = dict[str, Cuts](), blocks_of(self._net)
         cuts = asked_for(self._net, plan, self._mesh.size())
         for name, word in cuts.words.items():
-            unit = name if word in _ALONE else unit_of(self._net, name.rpartition(".")[0])
+            unit = name if word in _ALONE else unit_of(self._net, name.rpartition(".")[0], blocks)
             units[unit] = units.get(unit, Cuts()) | Cuts({_inside(unit, name): word})
         for (name, attribute), value in cuts.numbers.items():
-            unit = unit_of(self._net, name)
+            unit = unit_of(self._net, name, blocks)
             units[unit] = units.get(unit, Cuts()) | Cuts({}, {(_inside(unit, name), attribute): value})
+        units = _outermost(units, lambda cuts, other: cuts | other, _below)
         shared = shared_weights(self._net)
         for name in cuts.words:
             if not shared.isdisjoint(map(id, self._net.get_submodule(name).parameters())):
@@ -87,15 +100,23 @@ class TensorParallel:
 
     def _found(self) -> dict[str, Cuts]:
         net, ranks, shared = self._net, self._mesh.size(), shared_weights(self._net)
+        blocks = blocks_of(net)
         groups: dict[str, list[list[Cuts]]] = {}
         for name, module in net.named_modules():
+            if holds_blocks(module, blocks):
+                continue  # what is between its own layers is more than a step
             for ways, why in guesses(module, ranks):
                 fit = [way for way in ways if self._fits(module, way, shared)]
                 if not fit:
                     self._reasons[_general(name)] = why or "its weights are shared, or their inputs not divisible"
                     continue
-                unit = unit_of(net, name)
+                unit = unit_of(net, name, blocks)
                 groups.setdefault(unit, []).append([_below(_inside(unit, name), way) for way in fit])
+        groups = _outermost(
+            groups,
+            lambda ways, other: ways + other,
+            lambda at, ways: [[_below(at, way) for way in each] for each in ways],
+        )
         units, kinds = {}, dict[str, tuple[Cuts, list[tuple[str, str]]]]()
         for unit, ways_of_groups in groups.items():
             kind = _kind(net.get_submodule(unit))
@@ -193,10 +214,10 @@ class TensorParallel:
             if word == "heads":  # without a hook torch would take a short cut around the forward
                 undo.append(part.register_forward_pre_hook(lambda *_: None).remove)
         for at, part in module.named_modules():
-            own = [value for value in part._parameters.values() if value is not None]
+            own = [value for value in own_parameters(part).values() if value is not None]
             if own and not all(isinstance(value, DTensor) for value in own):
                 in_pieces = by_sequence and not any(_is_inside(at, owner) for owner in gathers)
-                style_of("whole", self.running, by_sequence=in_pieces)._apply(part, self._mesh)
+                parallelize_module(part, self._mesh, style_of("whole", self.running, by_sequence=in_pieces))
             if isinstance(part, nn.TransformerEncoder) and part.use_nested_tensor:
                 undo.append(_setting(part, "use_nested_tensor", True))
                 part.use_nested_tensor = False
@@ -230,7 +251,7 @@ class TensorParallel:
         words = {_joined(unit, name): word for unit, cuts in units.items() for name, word in cuts.words.items()}
         rows: dict[tuple[str, str, str, str, str], None] = {}
         for name, module in self._net.named_modules():
-            own = {key: value for key, value in module._parameters.items() if value is not None}
+            own = {key: value for key, value in own_parameters(module).items() if value is not None}
             if own:
                 word = words.get(name) or ("rowwise" if words.get(name.rpartition(".")[0]) == "heads" else "whole")
                 if word == "whole" and summed_of(module):
@@ -276,6 +297,18 @@ def _below(prefix: str, cuts: Cuts) -> Cuts:
         {_joined(prefix, name): word for name, word in cuts.words.items()},
         {(_joined(prefix, name), attribute): value for (name, attribute), value in cuts.numbers.items()},
     )
+
+
+def _outermost(
+    units: dict[str, Thing], join: Callable[[Thing, Thing], Thing], move: Callable[[str, Thing], Thing]
+) -> dict[str, Thing]:
+    """Return units with those inside of others made part of these."""
+    found: dict[str, Thing] = {}
+    for unit, thing in units.items():
+        outer = min((other for other in units if _is_inside(unit, other)), key=len)
+        moved = move(_inside(outer, unit), thing)
+        found[outer] = join(found[outer], moved) if outer in found else moved
+    return found
 
 
 def _general(name: str) -> str:
