@@ -93,6 +93,15 @@ def test_programs_about_models_run(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow("trains under six strategies")
+def test_programs_about_divided_models_run(tmp_path: Path) -> None:
+    """The Python blocks of docs/sharded.md are a program that ends well."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sharded.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    (tmp_path / "divided.py").write_text("\n\n".join(blocks))
+    run("divided.py", folder=tmp_path)
+
+
 @pytest.mark.slow(INTERPRETERS)
 def test_programs_about_extensions_run(tmp_path: Path) -> None:
     """The Python blocks of docs/extending.md are a program that ends well: each plug-in is registered, and used."""
