@@ -139,8 +139,8 @@ class FSDPStrategy(Strategy):
     def gradients(self, model: nn.Module) -> list[torch.Tensor]:
         from distwrap.strategies import shards
 
-        reduced = [shards.local(grad) for grad in super().gradients(model)]
-        return [*reduced, *accumulated_gradients(unwrap_model(model))]
+        found = [*super().gradients(model), *accumulated_gradients(unwrap_model(model))]
+        return [shards.local(grad) for grad in found]
 
     def clip(
         self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], max_norm: float
