@@ -1,7 +1,8 @@
 """Train a small GPT, byte by byte, on the source of Python's own standard library, and let it write some.
 
 Shows mixed precision, gradient clipping and a cosine schedule on two ranks: `backward` and `optimizer_step` do the
-right thing in bf16, fp16 and float32 alike. About a minute on two CPU cores; `--steps 20` for a first look.
+right thing in bf16, fp16 and float32 alike. About a minute on two CPU cores; `--steps 20` for a first look. One option
+divides the model: `--strategy fsdp`, `tp`, `"fsdp(tensor_parallel=2)"` on four ranks, `pipeline`.
 
     python examples/language_model.py --steps 300 --nprocs 2 --precision bf16
 """
@@ -76,20 +77,19 @@ class GPT(nn.Module):
         x = self.token(tokens) + self.position.weight[: tokens.shape[1]]
         return self.head(self.norm(self.blocks(x)))
 
-    @torch.no_grad()
-    def write(self, prompt: str, count: int) -> str:
-        """Continue the prompt, byte by byte."""
-        where = self.token.weight.device
-        tokens = torch.tensor([list(prompt.encode())], device=where)
-        for _ in range(count):
-            chances = self(tokens[:, -self.length :])[:, -1].float().div(0.8).softmax(-1)
-            tokens = torch.cat([tokens, torch.multinomial(chances, 1)], 1)
-        return bytes(tokens[0].tolist()).decode()
+    def loss(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten())
 
 
-def loss_of(model: nn.Module, batch) -> torch.Tensor:
-    inputs, targets = batch
-    return F.cross_entropy(model(inputs).flatten(0, 1), targets.flatten())
+@torch.no_grad()
+def write(model: nn.Module, prompt: str, count: int) -> str:
+    """Continue the prompt, byte by byte, alike on all ranks: a divided model computes on all of them."""
+    tokens = torch.tensor([list(prompt.encode())])
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(count):
+        chances = model(tokens[:, -model.length :])[:, -1].float().cpu().div(0.8).softmax(-1)
+        tokens = torch.cat([tokens, torch.multinomial(chances, 1, generator=generator)], 1)
+    return bytes(tokens[0].tolist()).decode()
 
 
 @torch.no_grad()
@@ -98,7 +98,7 @@ def evaluate(model: nn.Module, loader: DataLoader) -> float:
     model.eval()
     total, count = 0.0, 0
     for batch in loader:
-        total, count = total + loss_of(model, batch).item() * len(batch[0]), count + len(batch[0])
+        total, count = total + model.loss(*batch).item() * len(batch[0]), count + len(batch[0])
     model.train()
     return mean(total / max(count, 1), count)
 
@@ -126,7 +126,7 @@ def main(args: argparse.Namespace) -> tuple[float, float]:
     first = evaluate(model, test_loader)
     say(f"{len(text):,} bytes, {size:,} parameters, {world_size()} rank(s); loss before training {first:.3f}")
     for step, batch in zip(range(1, args.steps + 1), endlessly(train_loader), strict=False):
-        loss = loss_of(model, batch)
+        loss = model.loss(*batch)
         backward(loss)
         if optimizer_step(optimizer, max_norm=1.0):
             schedule.step()
@@ -136,7 +136,7 @@ def main(args: argparse.Namespace) -> tuple[float, float]:
             say(f"step {step:4d}  loss {average:.3f}  lr {schedule.get_last_lr()[0]:.1e}", flush=True)
     last = evaluate(model, test_loader)
     say(f"test loss {last:.3f}, that is {last / math.log(2):.2f} bits a byte; it writes:\n")
-    say(rank_zero_only(model.eval().write)("def ", args.write))
+    say(write(model.eval(), "def ", args.write))
     return first, last
 
 
@@ -144,6 +144,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Train a small GPT on the standard library.")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--nprocs", type=int, default=2)
+    parser.add_argument("--strategy", default="ddp", help="fsdp, tp, fsdp(tensor_parallel=2), pipeline, zero1, ...")
     parser.add_argument("--precision", default="bf16", choices=["32", "bf16", "fp16"])
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--batch-size", type=int, default=32, help="of all ranks together")
@@ -154,4 +155,4 @@ if __name__ == "__main__":
     parser.add_argument("--test", type=int, default=128, help="windows of text kept for the test")
     parser.add_argument("--write", type=int, default=300, help="bytes to write at the end")
     args = parser.parse_args()
-    main.options(nprocs=args.nprocs, precision=args.precision)(args)
+    main.options(nprocs=args.nprocs, strategy=args.strategy, precision=args.precision)(args)

@@ -97,6 +97,7 @@ def _trained() -> tuple[dict[str, float], dict[str, str]]:
     return found, tables
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch's, of any head over three dimensions
 @pytest.mark.parametrize(
     ("strategy", "ranks"),
     [
@@ -231,6 +232,7 @@ def _goes_around(folder: Path) -> dict[str, float]:
     return found
 
 
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch's, of any head over three dimensions
 @pytest.mark.parametrize(("strategy", "ranks"), [("tp", 2), slow(TWO_BY_TWO, 4, why="four ranks")])
 def test_states_masks_and_vocabularies(strategy: Any, ranks: int, tmp_path: Path) -> None:
     """Checkpoints of both forms, large embeddings and heads, and masks of attention are as in one process."""

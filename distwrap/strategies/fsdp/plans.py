@@ -34,10 +34,12 @@ class Cuts:
     Attributes:
         words: by the name of a module.
         numbers: of heads on a rank, by the name of a module and an attribute of it.
+        by_sequence: whether what is not cut computes with pieces of the sequence.
     """
 
     words: dict[str, str] = field(default_factory=dict)
     numbers: dict[tuple[str, str], int] = field(default_factory=dict)
+    by_sequence: bool = False
 
     def __or__(self, other: Cuts) -> Cuts:
         return Cuts({**self.words, **other.words}, {**self.numbers, **other.numbers})

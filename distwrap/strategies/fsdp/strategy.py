@@ -138,9 +138,9 @@ class FSDPStrategy(Strategy):
     def gradients(self, model: nn.Module) -> list[torch.Tensor]:
         from distwrap.strategies import shards
 
-        reduced = [shards.local(grad) for grad in super().gradients(model)]
-        found = [*reduced, *accumulated_gradients(unwrap_model(model))]
-        return list({grad.data_ptr(): grad for grad in found if grad.numel()}.values())  # of a gathered unit, both
+        found = [*super().gradients(model), *accumulated_gradients(unwrap_model(model))]
+        own = [shards.local(grad) for grad in found]
+        return list({grad.data_ptr(): grad for grad in own if grad.numel()}.values())  # of a gathered unit, both
 
     def clip(
         self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], max_norm: float

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
@@ -96,7 +97,7 @@ class TensorParallel:
         for name in cuts.words:
             if not shared.isdisjoint(map(id, self._net.get_submodule(name).parameters())):
                 raise ModelError(f"plan= cuts {name!r}, whose weight another module has too. Leave it whole.")
-        return {unit: cuts for unit, cuts in units.items() if cuts.words}
+        return {unit: self._in_pieces(cuts) for unit, cuts in units.items() if cuts.words}
 
     def _found(self) -> dict[str, Cuts]:
         net, ranks, shared = self._net, self._mesh.size(), shared_weights(self._net)
@@ -153,7 +154,7 @@ class TensorParallel:
                 if not can_try:
                     taken = taken | way
                     break
-                why, sums = self._twins(block, taken | way, kind, False).difference(numbers or {}, (x,), {})
+                why, sums = self._twins(block, taken | way, kind).difference(numbers or {}, (x,), {})
                 if why.startswith("its forward cannot"):
                     can_try, taken = False, taken | ways[0]
                     break
@@ -161,12 +162,20 @@ class TensorParallel:
                     taken, summed = taken | way, sums
                     break
                 self._reasons[_general(f"{unit}.{next(iter(way.words))}")] = why
-        if can_try and self._by_sequence and taken.words:
-            summed = self._twins(block, taken, kind, True).difference(numbers or {}, (x,), {})[1]
-        return taken, summed
+        pieces = self._in_pieces(taken)
+        if can_try and pieces.by_sequence and taken.words:
+            why, sums = self._twins(block, pieces, kind).difference(numbers or {}, (x,), {})
+            if why:
+                self._reasons[_general(unit)] = f"{why}, by pieces of the sequence"
+                return taken, summed
+            summed = sums
+        return pieces, summed
 
-    def _twins(self, block: nn.Module, cuts: Cuts, dtype: torch.dtype, by_sequence: bool) -> Twins:
-        return Twins(block, lambda twin: self._cut(twin, cuts, by_sequence, []), self._mesh, self.running, dtype)
+    def _in_pieces(self, cuts: Cuts) -> Cuts:
+        return replace(cuts, by_sequence=self._by_sequence and not set(_ALONE).intersection(cuts.words.values()))
+
+    def _twins(self, block: nn.Module, cuts: Cuts, dtype: torch.dtype) -> Twins:
+        return Twins(block, lambda twin: self._cut(twin, cuts, []), self._mesh, self.running, dtype)
 
     # Cutting
 
@@ -176,15 +185,12 @@ class TensorParallel:
         for unit in units:
             kinds.setdefault(f"{_kind(net.get_submodule(unit))} {units[unit]}", []).append(unit)
         twins = {
-            names[0]: self._twins(
-                net.get_submodule(names[0]), units[names[0]], self._dtype, self._pieces(units[names[0]])
-            )
-            for names in kinds.values()
+            names[0]: self._twins(net.get_submodule(names[0]), units[names[0]], self._dtype) for names in kinds.values()
         }
         for unit, cuts in units.items():
-            self._cut(net.get_submodule(unit), cuts, self._pieces(cuts), self._undo)
+            self._cut(net.get_submodule(unit), cuts, self._undo)
             add_summed(net.get_submodule(unit), self._summed.get(unit, []))
-        self._cut(net, Cuts(), False, self._undo)
+        self._cut(net, Cuts(), self._undo)
         self.running.known.clear()
         for names in kinds.values():
             blocks = [net.get_submodule(name) for name in names]
@@ -193,10 +199,7 @@ class TensorParallel:
             proof = Proof(names[0] or "the model", twins[names[0]], blocks, [*units[names[0]].words], says)
             self._undo.append(proof.end)
 
-    def _pieces(self, cuts: Cuts) -> bool:
-        return self._by_sequence and not set(_ALONE).intersection(cuts.words.values())
-
-    def _cut(self, module: nn.Module, cuts: Cuts, by_sequence: bool, undo: list[Callable[[], object]]) -> None:
+    def _cut(self, module: nn.Module, cuts: Cuts, undo: list[Callable[[], object]]) -> None:
         """Cut a block in place, or its twin."""
         for (name, attribute), value in cuts.numbers.items():
             holder = module.get_submodule(name)
@@ -208,7 +211,7 @@ class TensorParallel:
             if owner and word not in ("rowwise", "heads"):
                 gathers.add(owner)
             style = style_of(
-                word, self.running, by_sequence=by_sequence and (word == "rowwise" or owner not in gathers)
+                word, self.running, by_sequence=cuts.by_sequence and (word == "rowwise" or owner not in gathers)
             )
             parallelize_module(part, self._mesh, style, src_data_rank=None)
             if word == "heads":  # without a hook torch would take a short cut around the forward
@@ -216,12 +219,12 @@ class TensorParallel:
         for at, part in module.named_modules():
             own = [value for value in own_parameters(part).values() if value is not None]
             if own and not all(isinstance(value, DTensor) for value in own):
-                in_pieces = by_sequence and not any(_is_inside(at, owner) for owner in gathers)
+                in_pieces = cuts.by_sequence and not any(_is_inside(at, owner) for owner in gathers)
                 parallelize_module(part, self._mesh, style_of("whole", self.running, by_sequence=in_pieces))
             if isinstance(part, nn.TransformerEncoder) and part.use_nested_tensor:
                 undo.append(_setting(part, "use_nested_tensor", True))
                 part.use_nested_tensor = False
-        if by_sequence:
+        if cuts.by_sequence:
             undo.append(module.register_forward_pre_hook(self._divide_sequence).remove)
             undo.append(module.register_forward_hook(self._join_sequence).remove)
             for owner in gathers:
