@@ -151,6 +151,15 @@ def is_saved(module: nn.Module, buffer: str) -> bool:
     return buffer not in getattr(module, "_non_persistent_buffers_set", ())
 
 
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor is a view of another.
+
+    Relies on ``torch:Tensor._base``.
+    Without it: a unit's output that is changed in place may lose gradients.
+    """
+    return getattr(tensor, "_base", None) is not None
+
+
 def has_gradient_hook(parameter: torch.Tensor, *, after_accumulation: bool = True) -> bool:
     """Return whether a function was registered for when a parameter gets its gradient.
 

@@ -171,12 +171,10 @@ def test_language_model_learns(tmp_path: Path) -> None:
 @pytest.mark.slow("trains an example to the end, five times")
 def test_language_model_learns_the_same_however_it_is_divided(tmp_path: Path) -> None:
     """One option divides the model, and the losses stay what they are under ddp."""
-    tiny = (
-        "--steps 6 --width 32 --depth 4 --length 32 --megabytes 0.1 --test 16 --write 5 --batch-size 16 --precision 32"
-    )
+    tiny = "--steps 6 --width 32 --depth 4 --length 32 --megabytes 0.1 --test 16 --write 5 --batch-size 16"
     losses = {}
     for strategy, ranks in {"ddp": 2, "fsdp": 2, "tp": 2, "pipeline": 2, "fsdp(tensor_parallel=2)": 4}.items():
-        command = [*tiny.split(), "--strategy", strategy, "--nprocs", str(ranks)]
+        command = [*tiny.split(), "--precision", "32", "--strategy", strategy, "--nprocs", str(ranks)]
         losses[strategy] = last_number(run(EXAMPLES / "language_model.py", *command, folder=tmp_path), "test loss")
     assert max(losses.values()) - min(losses.values()) <= 0.001, losses
 

@@ -299,6 +299,43 @@ def _in_half_precision() -> list[float]:
     return found
 
 
+class Views(nn.Module):
+    """A block whose output is a view, which the model changes in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x.tanh()).view(-1, 5)  # type: ignore[no-any-return]
+
+
+class InPlace(nn.Module):
+    def __init__(self, blocks: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(Views() for _ in range(blocks))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            x += 1
+        return x.view(-1, 5)
+
+
+def _changed_in_place() -> float:
+    found = []
+    for blocks in (1, 3):
+        model, net = dw.wrap_model(InPlace(blocks).double()), InPlace(blocks).double()
+        for trained, rows in ((model, share), (net, lambda tensor: tensor)):
+            outputs = trained(rows(data()[0]))
+            outputs += 2
+            (outputs.square().mean()).backward()
+        pairs = zip(model.parameters(), net.parameters(), strict=True)
+        found += [float((mine.grad.full_tensor() - other.grad).abs().max()) for mine, other in pairs]
+    return max(found)
+
+
 def _everything() -> dict[str, Any]:
     _as_the_users_own()
     _hooks_and_lists()
@@ -308,6 +345,7 @@ def _everything() -> dict[str, Any]:
         "state": _state_goes_around(),
         "resumed": _resumed_before(),
         "buffers": _buffers(),
+        "in place": _changed_in_place(),
         "half": _in_half_precision(),
     }
 
@@ -318,7 +356,9 @@ def test_a_loop_finds_what_it_expects() -> None:
         distance, first, last = found["clipped"]
         assert distance < 1e-9
         assert first == pytest.approx(float(_norm_alone()), rel=1e-9) != last
-        assert max(found["windows"], found["state"], found["resumed"], found["buffers"]) < 1e-9, found
+        assert max(found["windows"], found["state"], found["resumed"], found["buffers"], found["in place"]) < 1e-9, (
+            found
+        )
         assert max(found["half"]) < 0.05, found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,7 +11,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from distwrap._internals.torch_sharding import BeforeFSDP, has_gradient_hook, is_in_pieces
+from distwrap._internals.torch_sharding import BeforeFSDP, has_gradient_hook, is_in_pieces, is_view
+from distwrap._internals.torch_tree import map_tensors
 from distwrap.devices.memory import return_freed_memory
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.collectives import broadcast
@@ -143,6 +145,10 @@ def _shard(
         "offload_policy": CPUOffloadPolicy() if strategy.cpu_offload else OffloadPolicy(),
         "shard_placement_fn": _placement,
     }
+    for unit in units or [net]:
+        unit.register_forward_hook(_without_views)
+    # Of the model itself nothing hangs on a hook where its units have theirs: it stays gathered until its backward.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     norms = norms_of(net) if dtype is not None else []
     if norms:
         # Norms compute in float32 under autocast, on the CPU only with weights in it: one unit of all of them.
@@ -150,6 +156,11 @@ def _shard(
     for unit in units:
         fully_shard(unit, mp_policy=policy, **options)
     fully_shard(net, mp_policy=policy, **{**options, "reshard_after_forward": False if units else None})
+
+
+def _without_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    """Return outputs that may be changed in place: of a view, FSDP would lose its hook, and with it gradients."""
+    return map_tensors(lambda tensor: tensor.clone() if is_view(tensor) and tensor.requires_grad else tensor, outputs)
 
 
 def _placement(parameter: nn.Parameter) -> Shard | None:
