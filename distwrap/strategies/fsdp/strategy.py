@@ -140,7 +140,7 @@ class FSDPStrategy(Strategy):
         from distwrap.strategies import shards
 
         found = [*super().gradients(model), *accumulated_gradients(unwrap_model(model))]
-        return [shards.local(grad) for grad in found]
+        return [shards.local(grad) for grad in {id(grad): grad for grad in found}.values()]  # a unit may be gathered
 
     def clip(
         self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], max_norm: float
