@@ -136,7 +136,8 @@ def main(args: argparse.Namespace) -> tuple[float, float]:
             say(f"step {step:4d}  loss {average:.3f}  lr {schedule.get_last_lr()[0]:.1e}", flush=True)
     last = evaluate(model, test_loader)
     say(f"test loss {last:.3f}, that is {last / math.log(2):.2f} bits a byte; it writes:\n")
-    say(rank_zero_only(model.eval().write)("def ", args.write))
+    written = model.eval().write("def ", args.write)  # on all ranks, which may each have a part of the model
+    say(written)
     return first, last
 
 
@@ -145,6 +146,7 @@ if __name__ == "__main__":
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--nprocs", type=int, default=2)
     parser.add_argument("--precision", default="bf16", choices=["32", "bf16", "fp16"])
+    parser.add_argument("--strategy", default="ddp", help="as fsdp, tp, or 'fsdp(tensor_parallel=2)'")
     parser.add_argument("--lr", type=float, default=2e-3)
     parser.add_argument("--batch-size", type=int, default=32, help="of all ranks together")
     parser.add_argument("--length", type=int, default=128, help="bytes the model sees at a time")
@@ -154,4 +156,4 @@ if __name__ == "__main__":
     parser.add_argument("--test", type=int, default=128, help="windows of text kept for the test")
     parser.add_argument("--write", type=int, default=300, help="bytes to write at the end")
     args = parser.parse_args()
-    main.options(nprocs=args.nprocs, precision=args.precision)(args)
+    main.options(nprocs=args.nprocs, precision=args.precision, strategy=args.strategy)(args)
