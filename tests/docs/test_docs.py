@@ -159,6 +159,20 @@ def test_language_model_learns(tmp_path: Path) -> None:
     assert len(printed.split("it writes:")[1].strip()) > 10
 
 
+@pytest.mark.slow("trains an example four times")
+def test_language_model_under_any_strategy(tmp_path: Path) -> None:
+    """One option divides the language model in another way, and its losses stay the same."""
+    tiny = "--steps 4 --width 32 --depth 1 --length 32 --megabytes 0.1 --test 16 --write 5 --batch-size 16 --lr 1e-2"
+    ways = [("ddp", 2), ("fsdp", 2), ("tp", 2), ("fsdp(tensor_parallel=2)", 4)]
+    losses = []
+    for strategy, ranks in ways:
+        options = [*tiny.split(), "--precision", "32", "--strategy", strategy, "--nprocs", str(ranks)]
+        printed = run(EXAMPLES / "language_model.py", *options, folder=tmp_path)
+        losses.append(re.findall(r"loss (\d\.\d+)", printed))
+    assert len(losses[0]) == 5
+    assert all(found == losses[0] for found in losses), losses
+
+
 @pytest.mark.slow("trains an example to the end")
 def test_a_strategy_of_ones_own(tmp_path: Path) -> None:
     """The strategy example meets, wraps, clips and saves in its own way, and fits its line."""
