@@ -78,6 +78,5 @@ CELLS = (
     Cell("fsdp on three ranks", "fsdp", 3, DIVIDED, slow="the same again on more ranks"),
     Cell("hsdp", FSDPStrategy(shard=2), 4, DIVIDED, slow="four ranks"),
     Cell("tp", "tp", refuses=DIVIDED),
-    Cell("fsdp+tp", FSDPStrategy(tensor_parallel=2), 4, DIVIDED, slow="four ranks"),
     Cell("by hand", Pair(), refuses=("fp16", "fp16_overflow", "fp16_clip")),
 )
