@@ -3,6 +3,7 @@
 import io
 import pickle
 from dataclasses import is_dataclass
+from enum import Enum, EnumMeta
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -163,6 +164,8 @@ class _Contents(unpickler()):  # type: ignore[misc]
     def find_class(self, module: str, name: str) -> Any:
         if name in _CLASSES.get(module, ()) or (module == "torch" and isinstance(vars(torch).get(name), torch.dtype)):
             return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         raise pickle.UnpicklingError(f"{module}.{name} has no place in a checkpoint's table of contents")
 
     def load_build(self) -> None:
@@ -172,6 +175,16 @@ class _Contents(unpickler()):  # type: ignore[misc]
         super().load_build()
 
     dispatch = {**getattr(unpickler(), "dispatch", {}), pickle.BUILD[0]: load_build}
+
+
+def _member(kind: Any, name: str) -> Enum:
+    """Return a member of an enumeration, which the first releases of Python 3.11 pickle as its class's attribute.
+
+    Source: https://github.com/python/cpython/issues/103479
+    """
+    if isinstance(kind, EnumMeta) and issubclass(kind, Enum) and name in kind.__members__:
+        return kind[name]
+    raise pickle.UnpicklingError(f"{name!r} of {kind!r} has no place in a checkpoint's table of contents")
 
 
 _METADATA = Metadata.__module__

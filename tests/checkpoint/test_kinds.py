@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import os
 import pickle
 import random
@@ -448,3 +449,26 @@ def test_a_sharded_checkpoint_has_the_names_of_its_tensors(tmp_path: Path) -> No
         torch.distributed.checkpoint.load(names, checkpoint_id=tmp_path / "parts")
     assert torch.equal(saved.weight, loaded.weight)
     assert dw.load(tmp_path / "parts")["odd"]["a"]["b"].tolist() == [0, 0]
+
+
+class _AsAttribute:
+    """A member of a class as its attribute, as the first releases of Python 3.11 pickle those of enumerations."""
+
+    def __init__(self, kind: type, name: str) -> None:
+        self._parts = kind, name
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, self._parts
+
+
+def test_a_table_of_contents_of_any_python() -> None:
+    """A table of contents whose enumerations are attributes is read; an attribute of anything else is refused."""
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, Metadata
+
+    from distwrap.checkpoint.safe_reader import _Contents
+
+    wanted = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT
+    assert _Contents(io.BytesIO(pickle.dumps(_AsAttribute(_MEM_FORMAT_ENCODING, wanted.name)))).load() is wanted
+    for kind, name in ((_MEM_FORMAT_ENCODING, "__init__"), (Metadata, "__init__")):
+        with pytest.raises(pickle.UnpicklingError, match="has no place"):
+            _Contents(io.BytesIO(pickle.dumps(_AsAttribute(kind, name)))).load()
