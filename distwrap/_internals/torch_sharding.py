@@ -62,7 +62,7 @@ class BeforeFSDP:
     Relies on ``torch.distributed._composable_state:_module_state_mapping``, ``torch.nn:Module()._forward_pre_hooks``,
     ``torch.nn:Module()._forward_hooks``, ``torch.nn:Module()._state_dict_pre_hooks``,
     ``torch.nn:Module()._load_state_dict_pre_hooks``, ``torch.nn:Module()._load_state_dict_post_hooks``,
-    ``torch.distributed.tensor:distribute_module``, which sets ``_distribute_module_applied``.
+    ``torch.distributed.tensor:distribute_module``, which marks what it has changed.
     Without it: a model that went through a retrofit keeps FSDP's hooks.
 
     Args:
