@@ -90,7 +90,7 @@ class Retrofitted:
         if strategy is None:
             self.original.load_state_dict(state)
         else:
-            strategy.give_back(self.wrapped, state)
+            strategy.give_back(self.original, self.wrapped, state)
 
 
 def _shapes(state: dict[str, Any]) -> set[tuple[str, tuple[int, ...]]]:

@@ -31,7 +31,10 @@ def train() -> None: ...
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "ddpp"}, r"@distributed: unknown strategy 'ddpp'\. Did you mean 'ddp'\? Known: auto, bagua, ddp, "),
+        (
+            {"strategy": "ddpp"},
+            r"@distributed: unknown strategy 'ddpp'\. Did you mean 'ddp'\? Known: auto, bagua, ddp, ",
+        ),
         ({"strategy": 3}, r"strategy 3: give a name, or an object"),
         ({"nprocs": 0}, r"nprocs=0: it must be 'auto' or a whole number of at least 1"),
         ({"nprocs": -1}, r"nprocs=-1"),

@@ -175,10 +175,11 @@ class Strategy:
             state = strip_module_prefix(state, target=thing)
         thing.load_state_dict(state)
 
-    def give_back(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
+    def give_back(
+        self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
+    ) -> None:
         """Make the caller's own model or optimizer what it was before, with a full state; for ``retrofit``."""
-        plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
-        plain.load_state_dict(state)
+        original.load_state_dict(state)
 
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
         """Return what `state` would, with this rank's piece of each divided tensor, for a checkpoint in parts.

@@ -88,10 +88,12 @@ class ZeroStrategy(DDPStrategy):
             return super().clip(optimizer, parameters, max_norm)
         return world.part(GradientShares).clip(parameters, max_norm)
 
-    def give_back(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
-        if isinstance(thing, Optimizer):
-            current_world().part(OptimizerShares).release(thing)
-        super().give_back(thing, state)
+    def give_back(
+        self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
+    ) -> None:
+        if isinstance(original, Optimizer):
+            current_world().part(OptimizerShares).release(original)
+        super().give_back(original, prepared, state)
 
     def held(self, model: nn.Module) -> Iterable[Held]:
         options = current_world().part(OptimizerShares).options(model)

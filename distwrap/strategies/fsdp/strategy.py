@@ -166,10 +166,14 @@ class FSDPStrategy(Strategy):
 
         shards.load_full_state(thing, state)
 
-    def give_back(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
-        give_back = getattr(thing.__dict__.get("_distwrap"), "give_back", None)  # of no optimizer, nor in one process
+    def give_back(
+        self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
+    ) -> None:
+        give_back = getattr(
+            prepared.__dict__.get("_distwrap"), "give_back", None
+        )  # of no optimizer, nor in one process
         if give_back is None:
-            super().give_back(thing, state)
+            super().give_back(original, prepared, state)
         else:
             give_back(state)
 

@@ -178,11 +178,13 @@ class PipelineStrategy(Strategy):
         states = _states(thing)
         return None if states is None else states.needed(thing, state)
 
-    def give_back(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
-        if isinstance(thing, Optimizer) or not isinstance(thing.__dict__.get("_distwrap"), PipelineRouting):
-            super().give_back(thing, state)
+    def give_back(
+        self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
+    ) -> None:
+        if isinstance(prepared, Optimizer) or not isinstance(prepared.__dict__.get("_distwrap"), PipelineRouting):
+            super().give_back(original, prepared, state)
             return
-        model = thing
+        model = prepared
         models = current_world().part(WrappedModels)
         own = [thing for thing in models.bound if isinstance(thing, Optimizer) and model in models.of_optimizer(thing)]
         states = [self.state(optimizer, everywhere=True) for optimizer in own]
