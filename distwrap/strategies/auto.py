@@ -94,12 +94,11 @@ class AutoStrategy(Strategy):
     gradients = _of_chosen("gradients")
     clip = _of_chosen("clip")
     step = _of_chosen("step")
-    release = _of_chosen("release")
     held = _of_chosen("held")
     state = _of_chosen("state")
     load_state = _of_chosen("load_state")
-    give_back = _of_chosen("give_back")
     parts = _of_chosen("parts")
+    parts_to_load = _of_chosen("parts_to_load")
 
     def _memory(self, device: torch.device, ranks_here: int) -> int:
         if self.device_memory is not None:
