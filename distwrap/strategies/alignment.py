@@ -110,8 +110,37 @@ class Alignment:
             return
         mine = [self.turn, self.count, self._with_gradients, self._before]
         channel.note(self._key, json.dumps(mine))
-        for other in self._ranks[1:] if place.rank == self._ranks[0] else self._ranks[:1]:
-            self._wait_for(other)
+        first = self._ranks[0]
+        if place.rank != first:
+            self._wait_for(first)
+            self._wait_for_verdict(first)
+            return
+        verdict = ""
+        try:
+            for other in self._ranks[1:]:
+                self._wait_for(other)
+        except CollectiveError as error:
+            verdict = str(error)
+            raise
+        finally:
+            channel.note(f"{self._key}/verdict", json.dumps([self.turn, self.count, verdict]))
+
+    def _wait_for_verdict(self, first: int) -> None:
+        """Wait until the first rank has seen all others come to this forward."""
+        channel = self._all.world.channel
+        assert channel is not None
+        asked_at = time.monotonic()
+        while True:
+            turn, count, verdict = json.loads(channel.noted(f"{self._key}/verdict", first) or '[0, 0, ""]')
+            if verdict:
+                raise CollectiveError(verdict)
+            if (turn, count) >= (self.turn, self.count):
+                return
+            time.sleep(PAUSE_SECONDS)
+            if time.monotonic() - asked_at > ASK_SECONDS:
+                asked_at, (_, why) = time.monotonic(), self._all.ask(first, self._key)
+                if why.startswith("has"):
+                    self._refuse(first, why)
 
     def _wait_for(self, other: int) -> None:
         """Wait until another rank comes to this forward too, while it may."""
