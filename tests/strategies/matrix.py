@@ -78,7 +78,6 @@ ROWS = (
     Row("fsdp on three ranks", "fsdp", 3, refuses=("lbfgs",), slow=MORE_RANKS),
     Row("hsdp", FSDPStrategy(shard=2), 4, refuses=("lbfgs",), slow=MORE_RANKS),
     Row("tp", "tp", refuses=AT_FIRST),
-    Row("fsdp+tp", FSDPStrategy(tensor_parallel=2), 4, refuses=AT_FIRST, slow=MORE_RANKS),
     Row("pipeline", "pipeline", refuses=("lbfgs",)),
     Row("pipeline on three ranks", "pipeline", 3, refuses=("lbfgs",), slow=MORE_RANKS),
     Row("two pipelines", PipelineStrategy(stages=2), 4, refuses=("lbfgs",), slow=MORE_RANKS),
