@@ -9,8 +9,9 @@ import pytest
 from distwrap import available_launchers, available_strategies, distributed, setup_process_group, world_size
 from distwrap.errors import OptionError
 from distwrap.group.world import say
+from distwrap.name_table import Registry
 from distwrap.options import Options, switched_on
-from distwrap.registry import Registry, precisions, strategies
+from distwrap.registry import precisions, strategies
 
 
 def given(**options: Any) -> Options:

@@ -69,15 +69,17 @@ class BeforeFSDP:
         model: to remember.
     """
 
-    _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_state_dict_pre_hooks", "_load_state_dict_pre_hooks")
-    _CUT = ("_distribute_module_applied",)  # by tensor parallelism
-    _MORE = ("_load_state_dict_post_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks_always_called")
+    _HOOKS = (
+        *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_always_called"),
+        *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
+    )
+    _CUT = ("_distwrap_local", "_distribute_module_applied")  # what tensor parallelism leaves
 
     def __init__(self, model: nn.Module) -> None:
         self._modules = [(module, type(module), set(vars(module)), self._hooks(module)) for module in model.modules()]
 
     def _hooks(self, module: nn.Module) -> dict[str, set[int]]:
-        return {name: set(vars(module)[name]) for name in (*self._HOOKS, *self._MORE) if name in vars(module)}
+        return {name: set(vars(module)[name]) for name in self._HOOKS if name in vars(module)}
 
     def restore(self) -> None:
         """Take FSDP off the modules; their parameters are for the caller to exchange."""
@@ -85,10 +87,7 @@ class BeforeFSDP:
 
         mapping = getattr(_composable_state, "_module_state_mapping", {})
         for module, kind, names, hooks in self._modules:
-            if (
-                hasattr(module, "_get_fsdp_state")
-                or {"_distwrap_local", "_distribute_module_applied"} & vars(module).keys()
-            ):
+            if hasattr(module, "_get_fsdp_state") or not vars(module).keys().isdisjoint(self._CUT):
                 module.__class__ = kind
                 for name, before in hooks.items():
                     for key in set(vars(module)[name]) - before:

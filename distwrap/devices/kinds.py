@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from distwrap.devices.cpus import allowed_memory
 from distwrap.errors import OptionError
-from distwrap.registry import Registry
+from distwrap.name_table import Registry
 
 
 class DeviceKind:

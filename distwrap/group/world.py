@@ -138,6 +138,7 @@ class World:
                 f"{type(strategy).__name__}.setup() returned {layout!r} on rank {self.placement.rank}, which has share "
                 f"{rank} of {size} in its group. Return Layout(rank in the group, size of the group, group), or None."
             )
+        dist.barrier()  # a rank that left now would cut the connections of groups which others still make
         self.layout = layout
 
     def part(self, kind: type[Part]) -> Part:

@@ -19,8 +19,9 @@ from distwrap.group.world import World, active_world, current_world, say
 from distwrap.launch import base, worker
 from distwrap.launch.logs import Logs, redirected
 from distwrap.launch.task import Task, resolve
+from distwrap.name_table import Registry
 from distwrap.options import Options, switched_on
-from distwrap.registry import Registry, launchers, precisions, strategies
+from distwrap.registry import launchers, precisions, strategies
 from distwrap.seeding import preserved
 
 

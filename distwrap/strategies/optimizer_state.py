@@ -6,9 +6,9 @@ import torch
 from torch.optim import Optimizer
 
 from distwrap.group.collectives import broadcast, gather_object
-from distwrap.group.world import RunPart, World, current_world
 from distwrap.nesting import rebuilt
 from distwrap.strategies.optimizer_share import OptimizerShare
+from distwrap.strategies.owned_tensors import on_owner
 
 _PIECE = "distwrap: a tensor of"  # marks a tensor of another rank among plain values
 
@@ -47,7 +47,7 @@ def state_in_parts(optimizer: Optimizer, share: OptimizerShare) -> dict[str, Any
                     local = mine[index]
                     for key in path:
                         local = local[key]
-                return _on_owner(local, shape, owner)
+                return on_owner(local, shape, owner)
 
             state[index] = rebuilt(values, piece)
     return {**own, "state": _in_order(state)}
@@ -61,31 +61,6 @@ def parts_to_load(optimizer: Optimizer, share: OptimizerShare, state: dict[str, 
         return None if isinstance(leaf, torch.Tensor) and path[0] in others else leaf
 
     return {**state, "state": rebuilt(state["state"], needed)}
-
-
-def _on_owner(local: torch.Tensor, shape: tuple[int, ...], owner: int) -> Any:
-    """Return a ``DTensor`` that is whole on its owner; every rank calls it in the same order."""
-    from torch.distributed.tensor import DTensor, Replicate
-
-    mesh = current_world().part(_OwnerMeshes).of(owner, local.device.type)
-    stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(local, mesh, [Replicate()], run_check=False, shape=torch.Size(shape), stride=stride)
-
-
-class _OwnerMeshes(RunPart):
-    """Meshes of one rank each, on which that rank's tensors are whole tensors of a checkpoint."""
-
-    def __init__(self, world: World) -> None:
-        self._size = world.placement.world_size
-        self._meshes: dict[str, list[Any]] = {}
-
-    def of(self, owner: int, device: str) -> Any:
-        """Return an owner's mesh; every rank calls it in the same order."""
-        from torch.distributed.device_mesh import DeviceMesh
-
-        if device not in self._meshes:
-            self._meshes[device] = [DeviceMesh(device, [rank]) for rank in range(self._size)]
-        return self._meshes[device][owner]
 
 
 def _own(optimizer: Optimizer, share: OptimizerShare) -> tuple[dict[str, Any], dict[Any, int]]:

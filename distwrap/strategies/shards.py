@@ -94,9 +94,7 @@ def load_full_state(thing: nn.Module | Optimizer, state: dict[str, Any]) -> None
     """Load a state whose tensors are whole or divided into a model or optimizer of divided tensors."""
     if isinstance(thing, nn.Module):
         net = unwrap_model(thing)
-        patterns = dict(net.state_dict())
-        given = strip_module_prefix(state, target=net)
-        net.load_state_dict({name: divided_like(patterns.get(name, value), value) for name, value in given.items()})
+        net.load_state_dict(divided_state(net, state))
         return
     numbered = [parameter for group in thing.param_groups for parameter in group["params"]]
     divided = {
@@ -105,6 +103,13 @@ def load_full_state(thing: nn.Module | Optimizer, state: dict[str, Any]) -> None
         if number in state["state"]
     }
     thing.load_state_dict({**state, "state": {**state["state"], **divided}})
+
+
+def divided_state(net: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state, with a wrapper's prefix or without, as the model has it: with shards of what it divides."""
+    patterns = net.state_dict()
+    given = strip_module_prefix(state if isinstance(state, dict) else dict(state), target=net)
+    return {name: divided_like(patterns[name], value) if name in patterns else value for name, value in given.items()}
 
 
 def empty_shards(thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -160,8 +165,3 @@ def divide_optimizer_state(optimizer: Optimizer, old: torch.Tensor, new: torch.T
     if old in optimizer.state:
         values = optimizer.state.pop(old)
         optimizer.state[new] = {name: _like_parameter(new, value) for name, value in values.items()}
-
-
-def stripped(model: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a model's state with the keys of the plain model."""
-    return strip_module_prefix(state if isinstance(state, dict) else dict(state), target=model)

@@ -86,13 +86,13 @@ def _language(comms: list[str | None], seed: int) -> dict[str | None, float]:
         data = DataLoader(language.Windows(text[:cut], 48), 16, shuffle=True, drop_last=True)
         batches: Iterator[Any] = language.endlessly(shard_loader(data, seed=seed))
         for _, item in zip(range(120), batches, strict=False):
-            language.loss_of(model, item).backward()
+            model.loss(*item).backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
         consolidate(model)
         with torch.no_grad():
-            found[comm] = language.loss_of(model, batch).item()
+            found[comm] = model.loss(*batch).item()
     return found
 
 

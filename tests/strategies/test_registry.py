@@ -29,8 +29,8 @@ from distwrap.comm import ByteGrad, LocalSGD, traffic
 from distwrap.errors import LaunchError, OptionError
 from distwrap.group.world import World, current_world
 from distwrap.model.wrapped_models import WrappedModels
+from distwrap.name_table import Registry
 from distwrap.options import Options
-from distwrap.registry import Registry
 from distwrap.strategies import Wrapping
 from distwrap.testing import run_ranks
 from tests.limits import INTERPRETERS, slow

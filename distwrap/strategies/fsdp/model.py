@@ -90,12 +90,8 @@ class DividedModel(ModelFirst):
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Load weights saved with or without a wrapper, whole or divided."""
-        patterns = self._distwrap.model.state_dict()
-        divided = {
-            name: shards.divided_like(patterns[name], value) if name in patterns else value
-            for name, value in shards.stripped(self._distwrap.model, state_dict).items()
-        }
-        return self._distwrap.model.load_state_dict(divided, *args, **kwargs)
+        net = self._distwrap.model
+        return net.load_state_dict(shards.divided_state(net, state_dict), *args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         for parameter in self._distwrap.model.parameters():

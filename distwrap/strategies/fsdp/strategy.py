@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -117,7 +118,7 @@ class FSDPStrategy(Strategy):
 
         if world.placement.world_size == 1:
             plain = wrapping.in_precision.precision.weights(sharded.on_device(model, wrapping.device))
-            return local(plain, Wrapping(**{**vars(wrapping), "options": {}}))
+            return local(plain, replace(wrapping, options={}))
         return sharded.divided(model, world, wrapping, chosen)
 
     def _with(self, options: dict[str, Any]) -> FSDPStrategy:

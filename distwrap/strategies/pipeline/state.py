@@ -7,12 +7,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 
 from distwrap.group.collectives import broadcast, gather_object
 from distwrap.model.state_dict import strip_module_prefix
+from distwrap.strategies.owned_tensors import on_owner
 from distwrap.strategies.pipeline.absent import is_here
 from distwrap.strategies.pipeline.holders import Holders
 
@@ -29,7 +28,6 @@ class States:
 
     def __init__(self, net: nn.Module, holders: Holders, ranks: list[int], device: torch.device) -> None:
         self._net, self._holders, self._ranks, self._device = net, holders, ranks, device
-        self._meshes: dict[int, DeviceMesh] = {}
 
     def of_model(self, *, everywhere: bool) -> dict[str, Any]:
         """Return the model's state dict; on ranks that do not need it, an empty one. Every rank calls it."""
@@ -129,18 +127,9 @@ class States:
 
     def _part(self, tensor: torch.Tensor, owner: int) -> torch.Tensor:
         """Return a tensor as the piece of its owner alone, which is the whole of it."""
-        if owner not in self._meshes:
-            for rank in self._ranks:  # every rank makes all of them, in one order
-                self._meshes[rank] = DeviceMesh(self._device.type, [rank])
-        local = tensor.contiguous() if dist.get_rank() == owner else torch.empty(0, dtype=tensor.dtype)
-        return DTensor.from_local(
-            local,
-            self._meshes[owner],
-            [Replicate()],
-            run_check=False,
-            shape=tensor.shape,
-            stride=_strides(tensor.shape),
-        )
+        mine = dist.get_rank() == owner
+        local = tensor.contiguous() if mine else torch.empty(0, dtype=tensor.dtype, device=self._device)
+        return on_owner(local, tuple(tensor.shape), owner)
 
     def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
@@ -156,10 +145,6 @@ class _Described(tuple[Any, ...]):
 
 def _described(value: Any) -> Any:
     return _Described((tuple(value.shape), value.dtype)) if isinstance(value, torch.Tensor) and value.dim() else value
-
-
-def _strides(shape: torch.Size) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -11,6 +11,7 @@ from distwrap.errors import ModelError
 from distwrap.group.collectives import agree, broadcast, gather, gather_object, mean, reduce
 from distwrap.group.world import rank
 from distwrap.model import assert_in_sync
+from distwrap.model.wrapped_models import bound_strategy
 from distwrap.seeding import seed_everything
 from distwrap.testing.behaviours.base import behaviour
 from distwrap.testing.behaviours.nets import SmallNet, examples, small
@@ -151,8 +152,9 @@ def ranks_are_in_sync(trial: Trial) -> None:
     optimizer = trial.prepare(adamw(model.parameters()))
     epoch(trial, model, optimizer)
     assert_in_sync(model)
-    held = list(trial.strategy.held(model))
-    assert held or trial.strategy.shards, "held() names no tensors, though each rank has the whole model"
+    strategy = bound_strategy(model) or trial.strategy  # the one that `choose` has taken
+    held = list(strategy.held(model))
+    assert held or strategy.shards, "held() names no tensors, though each rank has the whole model"
 
 
 @behaviour()
