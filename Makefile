@@ -56,6 +56,7 @@ bench: $(VENV)/.installed-bench
 	$(bin)/python benchmarks/faults.py
 	$(bin)/python benchmarks/clusters.py
 	$(bin)/python benchmarks/data.py
+	$(bin)/python benchmarks/sharded.py
 	$(bin)/python benchmarks/codecs.py
 	$(bin)/python benchmarks/imports.py
 	$(bin)/python benchmarks/slow_link.py

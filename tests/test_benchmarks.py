@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -35,6 +36,20 @@ def test_checkpoint(tmp_path: Path) -> None:
     table, rows = run_quick("checkpoint.py", tmp_path, seconds=60)
     assert len(rows) == 3
     assert all(row in table for row in rows)
+
+
+def test_sharded(tmp_path: Path) -> None:
+    """The benchmark of divided models runs on two ranks: fsdp holds half of what ddp does, and a full save little."""
+    table, rows = run_quick("sharded.py", tmp_path, seconds=110)
+    assert len(rows) == 5
+    assert all(row in table for row in rows)
+    held = {way: re.search(rf"distwrap {way} .*\((\d\.\d\d)\)", table) for way in ("ddp", "zero1", "zero2", "fsdp")}
+    assert {way: found and found[1] for way, found in held.items()} == {
+        "ddp": "2.00",
+        "zero1": "1.50",
+        "zero2": "1.25",
+        "fsdp": "1.00",
+    }
 
 
 def test_codecs(tmp_path: Path) -> None:
