@@ -22,7 +22,7 @@ from distwrap.environments import Placement
 from distwrap.errors import ArrivalError, OptionError, WorkerDiedError
 from distwrap.launch.outcome import Outcome, from_json, of_error, raise_failure, to_json
 from distwrap.launch.task import NodePlan
-from distwrap.network import interfaces, secret, stores
+from distwrap.network import interfaces, keys, secret, stores
 from distwrap.network.rendezvous import check_versions, registration, registrations, wait_for_all
 from distwrap.network.signed_texts import SignedTexts
 from distwrap.network.waiting import run_within
@@ -295,7 +295,7 @@ class OtherCallers:
     def _look_for_lost_nodes(self, beats: dict[int, tuple[bytes, float]]) -> None:
         now = time.monotonic()
         for number in range(1, self._size):
-            beat = stores.read(self._store, f"beat/{number}")
+            beat = keys.read(self._store, f"beat/{number}")
             if number not in beats or beats[number][0] != beat:
                 beats[number] = (beat, now)
             silent = now - beats[number][1]

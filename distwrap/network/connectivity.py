@@ -11,6 +11,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from distwrap.environments import Placement
 from distwrap.errors import ArrivalError
 from distwrap.network.interfaces import ADVICE, addresses_of, interfaces
+from distwrap.network.keys import read_all
 from distwrap.network.waiting import are_all_counted, count_in
 
 REPLY_SECONDS = 15.0  # for a name to resolve and its node to answer
@@ -106,10 +107,12 @@ def check_nodes_connect(store: Store, placement: Placement, interface: str) -> N
     if placement.local_rank == 0:
         store.set(f"probe/{placement.node_rank}", _exchange_byte(store, placement, name))
         count_in(store, "probe", placement.nnodes)
-    are_all_counted(store, "probe", placement.world_size, REPLY_SECONDS + _SLACK_SECONDS)
     keys = [f"probe/{node}" for node in range(placement.nnodes)]
-    results = [store.get(key).decode() if store.check([key]) else "a node fell silent" for key in keys]
-    problems = [problem for problem in results if problem]
+    if are_all_counted(store, "probe", placement.world_size, REPLY_SECONDS + _SLACK_SECONDS):
+        results = read_all(store, keys)
+    else:
+        results = [store.get(key) if store.check([key]) else b"a node fell silent" for key in keys]
+    problems = [problem.decode() for problem in results if problem]
     if problems:
         raise ArrivalError(f"{'; '.join(problems)}. {ADVICE}")
 

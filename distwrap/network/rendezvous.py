@@ -18,7 +18,7 @@ from distwrap.devices.cpus import allowed_cpus
 from distwrap.environments import Placement, distwrap_environment
 from distwrap.environments.identity import identity
 from distwrap.errors import ArrivalError
-from distwrap.network import interfaces, stores
+from distwrap.network import interfaces, keys, stores
 from distwrap.network.stores import NOTICE_SECONDS
 from distwrap.network.waiting import are_all_counted, count_in
 from distwrap.wording import first_line, named_ranks, print_notice
@@ -89,7 +89,7 @@ def _open_store(placement: Placement, seconds: float) -> Store:
 
 def registrations(store: Store, ranks: Sequence[int]) -> list[dict[str, Any]]:
     """Return the registrations of ranks."""
-    return [json.loads(text) for text in stores.read_all(store, [f"here/{rank}" for rank in ranks])]
+    return [json.loads(text) for text in keys.read_all(store, [f"here/{rank}" for rank in ranks])]
 
 
 def wait_for_all(
@@ -187,7 +187,7 @@ def check_versions(mine: dict[str, Any], here: str, theirs: dict[str, Any], ther
 
 def _hosts_of(store: Store, names: list[str]) -> dict[int, str]:
     """Return the hosts of those that have registered, by their numbers."""
-    return {number: json.loads(text)["host"] for number, name in enumerate(names) if (text := stores.read(store, name))}
+    return {number: json.loads(text)["host"] for number, name in enumerate(names) if (text := keys.read(store, name))}
 
 
 def _who_is_here(placement: Placement, hosts: dict[int, str]) -> str:

@@ -21,7 +21,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from distwrap.environments import Placement
 from distwrap.errors import ArrivalError, OptionError
 from distwrap.network import memory_file
-from distwrap.network.stores import read, read_all, set_all
+from distwrap.network.keys import read, read_all, set_all
 from distwrap.options import SECRET_FILE
 
 SIZE = 32  # bytes of a secret, and of a signature

@@ -17,6 +17,7 @@ from distwrap.environments import Placement, distwrap_environment
 from distwrap.environments.identity import process_status
 from distwrap.errors import ArrivalError
 from distwrap.network import connectivity
+from distwrap.network.keys import read
 from distwrap.network.waiting import run_within
 from distwrap.wording import first_line, print_notice
 
@@ -66,33 +67,6 @@ def open_store(placement: Placement, seconds: float) -> Store:
             f"rank {placement.rank} on {socket.gethostname()} found no meeting place at {where(placement)} within "
             f"{seconds:.0f} s ({first_line(error)}). Is rank 0 running, and MASTER_ADDR and MASTER_PORT right?"
         ) from error
-
-
-def read(store: Store, key: str) -> bytes:
-    """Return the value of a key; empty where nobody has set it."""
-    value: bytes = store.get(key) if store.check([key]) else b""
-    return value
-
-
-def read_all(store: Store, keys: list[str]) -> list[bytes]:
-    """Return the values of keys that are all set, by one operation where the store has it."""
-    if store.has_extended_api():  # type: ignore[attr-defined]
-        return list(store.multi_get(keys))
-    return [store.get(key) for key in keys]
-
-
-def set_all(store: Store, texts: dict[str, str]) -> None:
-    """Set keys, by one operation where the store has it."""
-    if texts and store.has_extended_api():  # type: ignore[attr-defined]
-        store.multi_set(list(texts), list(texts.values()))  # type: ignore[attr-defined]
-        return
-    for key, text in texts.items():
-        store.set(key, text)
-
-
-def count(store: Store, key: str) -> int:
-    """Return the value of a counter; 0 where nobody has counted yet."""
-    return int(store.add(key, 0)) if store.check([key]) else 0
 
 
 def _may_restart() -> bool:

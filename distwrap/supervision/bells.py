@@ -20,7 +20,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from distwrap.environments import Placement
 from distwrap.environments.identity import node
 from distwrap.network import memory_file
-from distwrap.network.stores import count, read, set_all
+from distwrap.network.keys import count, read, set_all
 from distwrap.network.waiting import Found, wait_until
 from distwrap.supervision.board import Board, held
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 
-from distwrap.network.stores import read
+from distwrap.network.keys import read
 
 _TEXT = 1 << 14  # bytes for what a rank writes, twice; the system gives only the pages that are written to
 _HELD = "distwrap board"  # key of the path to the board that a launcher on this node holds

@@ -16,7 +16,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap._internals.torch_data import batches_given
 from distwrap.environments import Placement
-from distwrap.network.stores import count, read, read_all
+from distwrap.network.keys import count, read, read_all
 from distwrap.network.waiting import are_all_counted, count_in, wait_until
 from distwrap.supervision import stacks
 from distwrap.supervision.bells import Bells, replaced, ring_from_outside

@@ -16,8 +16,8 @@ from distwrap.environments import Placement
 from distwrap.environments.identity import lives, node
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError
 from distwrap.network import memory_file
+from distwrap.network.keys import count, read
 from distwrap.network.signed_texts import SignedTexts
-from distwrap.network.stores import count, read
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.failure_news import store_is_gone
 from distwrap.supervision.stall_detection import StallDetector
