@@ -22,6 +22,7 @@ from distwrap.model.wrapped_models import WrappedModels, bind, bound_strategy, p
 from distwrap.precision import InPrecision, LossScaling, Precision
 from distwrap.registry import algorithms, strategies
 from distwrap.strategies.base import Strategy, Wrapping
+from distwrap.strategies.state_meetings import StateMeetings
 from distwrap.supervision.hang_report import Activity
 
 
@@ -101,6 +102,8 @@ def wrap_model(
     world.part(StepHooks).add(precision, in_precision.precision, model)
     models = world.part(WrappedModels)
     last = models.last
+    if chosen.shards:
+        world.part(StateMeetings)
     wrapped = chosen.prepare_model(model, world, wrapping)
     if not isinstance(wrapped, nn.Module):
         raise _of_no_use(wrapped, chosen, "prepare_model", "the module")
