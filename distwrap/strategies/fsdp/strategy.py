@@ -23,7 +23,7 @@ from distwrap.options import Options
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.fsdp.plan_words import Plan, check_plan
 from distwrap.strategies.fsdp.units import Wrap, check_wrap
-from distwrap.strategies.single import local
+from distwrap.strategies.single import local, on_device
 from distwrap.strategies.state_meetings import StateMeetings
 from distwrap.wording import unknown_name
 
@@ -115,11 +115,11 @@ class FSDPStrategy(Strategy):
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
         chosen = self._with(wrapping.options)
+        if world.placement.world_size == 1:
+            plain = wrapping.in_precision.precision.weights(on_device(model, wrapping.device))
+            return local(plain, replace(wrapping, options={}))
         from distwrap.strategies.fsdp import sharded
 
-        if world.placement.world_size == 1:
-            plain = wrapping.in_precision.precision.weights(sharded.on_device(model, wrapping.device))
-            return local(plain, replace(wrapping, options={}))
         return sharded.divided(model, world, wrapping, chosen)
 
     def _with(self, options: dict[str, Any]) -> FSDPStrategy:
