@@ -6,7 +6,6 @@ the caller a class that the caller knows comes out as the caller's own class, un
 """
 
 import functools
-import gc
 import importlib
 import importlib.util
 import io
@@ -21,6 +20,7 @@ import wrapt
 
 from distwrap._internals import cloudpickle as internals
 from distwrap.decorated import find_by_name
+from distwrap.live_objects import is_callers
 
 
 def by_value() -> bool:
@@ -151,19 +151,9 @@ def _reduce_class_of_caller(cls: type) -> Any:
     tracker = internals.tracker_of(cls) if by_value() else None
     if tracker is not None:
         return internals.class_of, (tracker,)
-    if _forked and not any(obj is cls for obj in gc.get_objects()):
+    if is_callers(cls):
         return _load_class_at, (id(cls), cls.__qualname__)
     return None
-
-
-_forked = False
-
-
-def mark_as_forked() -> None:
-    """Note that all objects of this moment exist in the caller too, at the same address."""
-    global _forked
-    _forked = True
-    gc.freeze()  # gc.get_objects() lists only later objects from now on
 
 
 def _load_class_at(address: int, qualname: str) -> type:

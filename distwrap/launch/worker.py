@@ -25,9 +25,10 @@ from distwrap.group import failures
 from distwrap.group.collectives import gather_object
 from distwrap.group.setup import abandon_process_group, announce, finish_process_group, join, teardown_process_group
 from distwrap.group.world import current_world
-from distwrap.launch import pickling, transport
+from distwrap.launch import transport
 from distwrap.launch.outcome import Exit, Outcome, failure, success
 from distwrap.launch.task import Assignment, Task
+from distwrap.live_objects import mark_as_forked
 from distwrap.model import diagnosis
 from distwrap.network.rendezvous import count_meetings_anew
 from distwrap.retrofit import Retrofitted
@@ -105,7 +106,7 @@ def work(link: LauncherLink, task: Task | None = None, *, finish: Callable[[], N
     make_output_readable()
     count_meetings_anew()
     if task is not None:
-        pickling.mark_as_forked()
+        mark_as_forked()
     try:
         assignment = link.assignment()
     except (EOFError, OSError):

@@ -3,14 +3,19 @@
 Source: https://docs.pytorch.org/docs/stable/meta.html
 """
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
+from typing import Any
 
 import torch
 from torch import nn
 
+from distwrap._internals.torch import watch_operators
 from distwrap._internals.torch_sharding import is_saved, reset_of
+from distwrap._internals.torch_tree import tensors_in
 from distwrap.errors import ModelError
+from distwrap.group.collectives import broadcast
+from distwrap.group.world import say_once
 
 Copy = Callable[[torch.Tensor, torch.Tensor], object]
 
@@ -33,6 +38,8 @@ def init_empty() -> AbstractContextManager[object]:
 def fill(net: nn.Module, device: torch.device, seed: int, copy: Copy | None = None) -> None:
     """Give a model that was made without numbers its numbers, one module at a time.
 
+    A module that draws numbers of others inside of it, as torch's ``Transformer``, is whole while it does.
+
     Args:
         net: the model, whose parameters may be divided.
         device: to put it on.
@@ -40,15 +47,81 @@ def fill(net: nn.Module, device: torch.device, seed: int, copy: Copy | None = No
         copy: fills a parameter, whatever part of it is here, from the whole tensor; by default in place.
 
     Raises:
-        ModelError: names a module with weights or buffers that has no ``reset_parameters()``.
+        ModelError: names a module with weights or buffers that has no ``reset_parameters()``, or one that has numbers.
     """
-    parts = [(name, part) for name, part in net.named_modules() if any(tensor.is_meta for tensor in _own(part))]
-    for name, part in parts:
-        if reset_of(part) is None:
+    drawn = {name: part for name, part in net.named_modules() if any(tensor.is_meta for tensor in _own(part))}
+    for name, part in net.named_modules():
+        of = f"{type(net).__name__} was made without numbers, and {name or 'the model itself'!r}"
+        if name in drawn and reset_of(part) is None:
             raise ModelError(
-                f"{type(net).__name__} was made without numbers, and {name or 'the model itself'!r} has no "
-                f"reset_parameters() to draw them. Give its class one, which fills its parameters and buffers in place."
+                f"{of} has no reset_parameters() to draw them. Give its class one, which fills its parameters and "
+                f"buffers in place."
             )
+        if name not in drawn and any(True for _ in part.parameters(recurse=False)):
+            raise ModelError(f"{of} with them, which would be lost. Make all of the model in init_empty(), or nothing.")
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]), torch.no_grad():
+        groups = _groups(net, drawn)
+        _make_room(net, device)
+        torch.manual_seed(seed)
+        for group in reversed(groups):  # what is inside of others first, as constructors do
+            with _whole(group, device) as wholes:
+                for part in reversed(group):
+                    _reset(part)
+            for parameter, whole in wholes.items():
+                (copy or torch.Tensor.copy_)(parameter, whole.detach())
+
+
+def is_empty(model: nn.Module) -> bool:
+    """Return whether a model lacks numbers."""
+    return any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def drawn_seed() -> int:
+    """Return a number drawn from torch's generator on rank 0, on every rank."""
+    return int(broadcast(int(torch.randint(2**62, ()))))
+
+
+def _groups(net: nn.Module, drawn: dict[str, nn.Module]) -> list[list[nn.Module]]:
+    """Return the modules that draw numbers, each by itself, or one that draws others' too together with those."""
+    groups: list[list[nn.Module]] = []
+    outer: str | None = None
+    for name, part in net.named_modules():
+        if outer is not None and (not outer or name.startswith(f"{outer}.")):
+            if name in drawn or _draws_inside(part):
+                groups[-1].append(part)
+            continue
+        outer = name if _draws_inside(part) else None
+        if outer is not None or name in drawn:
+            groups.append([part])
+    if outer == "":
+        say_once(
+            "drawn at once",
+            f"init_empty(): reset_parameters() of {type(net).__name__} draws the numbers of modules inside of it too, "
+            f"so all of it is whole on each rank until they are drawn. Let each module draw its own to save memory.",
+        )
+    return groups
+
+
+def _draws_inside(part: nn.Module) -> bool:
+    """Return whether a module, as it draws its numbers, uses parameters of others inside of it; it is tried empty."""
+    if reset_of(part) is None or not any("." in name for name, _ in part.named_parameters()):
+        return False
+    used = False
+
+    def look(operator: Any, args: tuple[Any, ...]) -> None:
+        nonlocal used
+        used = used or any(id(tensor.untyped_storage()) in inside for tensor in tensors_in(args))
+
+    with _whole([*part.modules()], "meta"):
+        storages = [value.untyped_storage() for name, value in part.named_parameters() if "." in name]
+        inside = {id(storage) for storage in storages}
+        with suppress(Exception), watch_operators(look):  # what it raises without numbers says nothing
+            _reset(part)
+    return used
+
+
+def _make_room(net: nn.Module, device: torch.device) -> None:
+    """Put a model on a device, where its parameters have no numbers yet, and its buffers those that they have."""
     kept = [
         (part, name, value)
         for part in net.modules()
@@ -65,30 +138,30 @@ def fill(net: nn.Module, device: torch.device, seed: int, copy: Copy | None = No
             setattr(part, name, getattr(first, own))
     for part, name, value in kept:
         part.register_buffer(name, value.to(device), is_saved(part, name))
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]), torch.no_grad():
-        torch.manual_seed(seed)
-        for _, part in reversed(parts):  # what is inside of others first, as constructors do
-            _draw(part, device, copy or (lambda parameter, whole: parameter.copy_(whole)))
 
 
-def _draw(part: nn.Module, device: torch.device, copy: Copy) -> None:
-    """Let a module draw whole tensors, and fill its parameters from them."""
-    reset = reset_of(part)
-    assert reset is not None
-    own = dict(part.named_parameters(recurse=False))
-    whole = {
-        name: nn.Parameter(torch.empty(value.shape, dtype=value.dtype, device=device), value.requires_grad)
-        for name, value in own.items()
+@contextmanager
+def _whole(parts: list[nn.Module], device: torch.device | str) -> Iterator[dict[nn.Parameter, nn.Parameter]]:
+    """Give modules whole parameters without numbers within a ``with``; yield those by the ones that they stand for."""
+    own = [(part, name, value) for part in parts for name, value in part.named_parameters(recurse=False)]
+    wholes = {
+        value: nn.Parameter(torch.empty(value.shape, dtype=value.dtype, device=device), value.requires_grad)
+        for _, _, value in own
     }
     try:
-        for name, value in whole.items():
-            setattr(part, name, value)
-        reset()
+        for part, name, value in own:
+            setattr(part, name, wholes[value])
+        yield wholes
     finally:
-        for name, value in own.items():
-            drawn = getattr(part, name)
+        for part, name, value in own:
+            wholes[value] = getattr(part, name)
             setattr(part, name, value)
-            copy(value, drawn.detach())
+
+
+def _reset(part: nn.Module) -> None:
+    reset = reset_of(part)
+    assert reset is not None
+    reset()
 
 
 def _own(part: nn.Module) -> list[torch.Tensor]:

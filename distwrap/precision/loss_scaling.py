@@ -1,6 +1,5 @@
 """Loss scaling of a run: the scale, and the state of the gradients between `backward` and `optimizer_step`."""
 
-import gc
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -13,6 +12,7 @@ from torch.utils.hooks import RemovableHandle
 from distwrap._internals.torch import has_scaled, version_of
 from distwrap.errors import PrecisionError
 from distwrap.group.world import RunPart, World, current_world
+from distwrap.live_objects import instances
 
 
 class LossScaling(RunPart):
@@ -85,8 +85,7 @@ class LossScaling(RunPart):
     def sees_users_scaler(self) -> bool:
         """Look, until there is one, for a `GradScaler` of the user's that has scaled something."""
         self._user_scales = self._user_scales or any(
-            issubclass(type(obj), torch.amp.GradScaler) and obj is not self.scaler and has_scaled(obj)
-            for obj in gc.get_objects()
+            scaler is not self.scaler and has_scaled(scaler) for scaler in instances(torch.amp.GradScaler)
         )
         return self._user_scales
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Mapping
 from typing import Any
 from weakref import WeakSet
@@ -15,6 +14,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 from distwrap._internals.torch_sharding import has_gradient_hook
 from distwrap.errors import ModelError
 from distwrap.group.world import RunPart, World
+from distwrap.live_objects import instances
 from distwrap.strategies import shards
 
 
@@ -57,7 +57,7 @@ class Replacement:
 def _exchange(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
     """Let the optimizers that hold the first of each pair go on with the second."""
     new = {id(before): after for before, after in pairs}
-    for optimizer in (found for found in gc.get_objects() if issubclass(type(found), Optimizer)):
+    for optimizer in instances(Optimizer):
         for group in optimizer.param_groups:
             held = group["params"]
             for parameter in held:

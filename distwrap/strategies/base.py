@@ -136,6 +136,10 @@ class Strategy:
         """Clip gradients to a norm over the whole model, whatever part of it is here; return the norm before."""
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
+    def has_overflowed(self, optimizer: Optimizer) -> bool:
+        """Return whether gradients that are on other ranks alone overflowed under fp16, so that all skip the step."""
+        return False
+
     def step(self, optimizer: Optimizer) -> bool | None:
         """Step an optimizer, for `distwrap.optimizer_step`.
 

@@ -82,6 +82,7 @@ class GradientShare:
 
     Attributes:
         owners: the rank on which each gradient is averaged.
+        is_finite: whether all gradients of the last backward are, on whatever rank.
     """
 
     def __init__(self, model: DistributedModel, world: World, known: Mapping[nn.Parameter, int]) -> None:
@@ -98,7 +99,7 @@ class GradientShare:
         self._averaged: set[nn.Parameter] = set()  # whose gradient the ranks have averaged, and nobody has added to
         self._pending: deque[_Pending] = deque()
         self._ready: list[tuple[nn.Parameter, torch.Tensor]] = []
-        self._is_finite = True
+        self._is_finite = self.is_finite = True
         self._backwards = 0
         self._buckets: list[torch.UntypedStorage] = []
         self._freed: list[tuple[torch.UntypedStorage, int]] = []
@@ -159,8 +160,8 @@ class GradientShare:
         """
         held = parameters_of(optimizer)
         for parameter, note in self._notes.items():
-            if id(parameter) in held and note.is_of(parameter.grad):
-                changes = self._version(parameter) - note.version
+            if id(parameter) in held and parameter.grad is not None:
+                changes = self._version(parameter) - note.version if note.is_of(parameter.grad) else 2
                 if changes > 1 or (changes == 1 and not self._is_scaled()):  # a scaler has taken off its scale
                     raise ModelError(
                         f"rank {self.rank}: gradients were changed between the backward and the step of "
@@ -190,6 +191,8 @@ class GradientShare:
         while self._freed:
             storage, size = self._freed.pop()
             storage.resize_(size)
+        if parameter.grad is None:
+            self._notes.pop(parameter, None)
         if parameter in self._averaged:
             self._averaged.discard(parameter)
             if parameter.grad is not None:
@@ -210,10 +213,16 @@ class GradientShare:
             parameter.grad = None
         for parameter, gradient in ready:
             parameter.grad = gradient
+        seen = [gradient for _, gradient in ready]
+        if not ready:  # a scaler looks at some gradient on each rank
+            least = min(self.owners, key=lambda parameter: parameter.numel())
+            least.grad = torch.zeros_like(least)
+            seen = [least.grad]
         finite = torch.tensor(float(self._is_finite), device=exchange_device())
         dist.all_reduce(finite, op=dist.ReduceOp.MIN)
-        if not finite.item() and self._is_scaled():  # a scaler is to skip the step on every rank
-            for _, gradient in ready:
+        self.is_finite = bool(finite.item())
+        if not self.is_finite and self._is_scaled():  # a scaler is to skip the step on every rank
+            for gradient in seen:
                 gradient.fill_(torch.inf)
         self._notes = {parameter: _Note(id(gradient), version_of(gradient)) for parameter, gradient in ready}
         self._averaged = set(self._notes)
@@ -285,6 +294,12 @@ class GradientShares(RunPart):
             change = _noted(share, change)
         change()
         return norm
+
+    def has_overflowed(self, optimizer: Optimizer) -> bool:
+        """Return whether gradients of an optimizer's parameters are not finite, on whatever rank."""
+        held = parameters_of(optimizer)
+        of_optimizer = (share for share in self._of.values() if any(id(each) in held for each in share.owners))
+        return not all(share.is_finite for share in of_optimizer)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for share in self._of.values():

@@ -59,9 +59,9 @@ class OptimizerShare:
         self._messages: list[list[_Message]] = []
         self._planned: tuple[int, ...] = ()
         self._is_agreed = self._collects = False
+        self._around = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
         self._handles = [
-            optimizer.register_step_pre_hook(self._before),
-            optimizer.register_step_post_hook(self._after),
+            *self._around,
             optimizer.register_state_dict_pre_hook(self._refuse_part),
             optimizer.register_load_state_dict_pre_hook(self._of_share),
         ]
@@ -105,6 +105,13 @@ class OptimizerShare:
         """Take the hooks away."""
         for handle in self._handles:
             handle.remove()
+
+    def be_innermost(self) -> None:
+        """Let the user's own hooks of a step that begins now see all gradients before it, and all weights after it."""
+        for handle, last in zip(self._around, (True, False), strict=True):
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None:
+                hooks.move_to_end(handle.id, last=last)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_over:
@@ -260,6 +267,9 @@ class OptimizerShares(RunPart):
             self._divide(optimizer)  # whose hooks are those of this step already
             if optimizer not in self._of:
                 self._others.add(optimizer)
+        share = self._of.get(optimizer)
+        if share is not None:
+            share.be_innermost()
 
     def close(self) -> None:
         """Remove the hooks."""

@@ -22,6 +22,8 @@ from distwrap.model.wrapped_models import WrappedModels, bind, bound_strategy, p
 from distwrap.precision import InPrecision, LossScaling, Precision
 from distwrap.registry import algorithms, strategies
 from distwrap.strategies.base import Strategy, Wrapping
+from distwrap.strategies.single import on_device
+from distwrap.strategies.state_meetings import StateMeetings
 from distwrap.supervision.hang_report import Activity
 
 
@@ -95,12 +97,14 @@ def wrap_model(
     in_precision = InPrecision(precision, where, owns_scale=chosen.owns_scale)
     wrapping = Wrapping(where, in_precision, forward_methods, algorithm, dict(ddp_kwargs))
     if not chosen.places_model:
-        model = in_precision.precision.weights(model.to(where))
+        model = in_precision.precision.weights(on_device(model, where))
     if (scaler := in_precision.make_scaler()) is not None:
         world.part(LossScaling).begin(model, scaler)
     world.part(StepHooks).add(precision, in_precision.precision, model)
     models = world.part(WrappedModels)
     last = models.last
+    if chosen.shards:
+        world.part(StateMeetings)
     wrapped = chosen.prepare_model(model, world, wrapping)
     if not isinstance(wrapped, nn.Module):
         raise _of_no_use(wrapped, chosen, "prepare_model", "the module")

@@ -18,7 +18,7 @@ from distwrap._internals.torch_sharding import is_in_pieces
 from distwrap.model.in_sync import Held, left_to_ranks
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.transparent import unwrap_model
-from distwrap.nesting import rebuilt
+from distwrap.nesting import rebuilt, refilled
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -109,7 +109,9 @@ def divided_state(net: nn.Module, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a state, with a wrapper's prefix or without, as the model has it: with shards of what it divides."""
     patterns = net.state_dict()
     given = strip_module_prefix(state if isinstance(state, dict) else dict(state), target=net)
-    return {name: divided_like(patterns[name], value) if name in patterns else value for name, value in given.items()}
+    pairs = given.items()
+    divided = [divided_like(patterns[name], value) if name in patterns else value for name, value in pairs]
+    return cast("dict[str, Any]", refilled(given, divided))  # with the versions of modules
 
 
 def empty_shards(thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -125,8 +127,8 @@ def empty_shards(thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[st
     if isinstance(thing, nn.Module):
         net = unwrap_model(thing)
         names, patterns = strip_module_prefix(state, target=net), dict(net.state_dict())
-        pairs = zip(state.items(), names, strict=True)
-        return {key: like(patterns.get(name), value) for (key, value), name in pairs}
+        pairs = zip(state.values(), names, strict=True)
+        return cast("dict[str, Any]", refilled(state, [like(patterns.get(name), value) for value, name in pairs]))
     numbered = [parameter for group in thing.param_groups for parameter in group["params"]]
     stored = {
         number: {name: like(numbered[number], value) for name, value in values.items()}

@@ -3,12 +3,15 @@
 import inspect
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import World
 from distwrap.model.distributed import LocalModel
+from distwrap.model.empty import drawn_seed, fill, is_empty
+from distwrap.model.transparent import unwrap_model
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.wording import unknown_name
 
@@ -28,6 +31,19 @@ class SingleStrategy(Strategy):
                 f"Use strategy='ddp', or start one process."
             )
         return local(model, wrapping)
+
+
+def on_device(model: nn.Module, device: torch.device) -> nn.Module:
+    """Return a model on a device, filled with numbers where it has none yet; every rank calls it."""
+    if not is_empty(model):
+        return model.to(device)
+    from distwrap.strategies.adoption import Replacement  # imports torch's DTensor
+
+    net = unwrap_model(model)
+    before = dict(net.named_parameters(remove_duplicate=False))
+    fill(net, device, drawn_seed())
+    Replacement(before, net)
+    return model
 
 
 def local(model: nn.Module, wrapping: Wrapping) -> nn.Module:

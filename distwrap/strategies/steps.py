@@ -96,7 +96,7 @@ def optimizer_step(
         scaler.unscale_(optimizer)
     scaling.unscaled.discard(id(optimizer))
     _clip(strategy, optimizer, model, max_norm)
-    overflowed = has_overflowed(scaler, optimizer)
+    overflowed = has_overflowed(scaler, optimizer) or strategy.has_overflowed(optimizer)
     scaling.is_scaled = False
     taken = not overflowed and strategy.step(optimizer) is not False
     for act in scaling.on_skipped if overflowed else ():

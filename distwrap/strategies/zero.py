@@ -24,6 +24,7 @@ from distwrap.strategies.ddp import DDPStrategy
 from distwrap.strategies.gradient_share import GradientShares
 from distwrap.strategies.optimizer_share import OptimizerShare, OptimizerShares
 from distwrap.strategies.optimizer_state import full_state, parts_to_load, state_in_parts
+from distwrap.strategies.state_meetings import StateMeetings
 
 
 class ZeroStrategy(DDPStrategy):
@@ -88,6 +89,9 @@ class ZeroStrategy(DDPStrategy):
             return super().clip(optimizer, parameters, max_norm)
         return world.part(GradientShares).clip(parameters, max_norm)
 
+    def has_overflowed(self, optimizer: Optimizer) -> bool:
+        return self.stage == 2 and current_world().part(GradientShares).has_overflowed(optimizer)
+
     def give_back(
         self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
     ) -> None:
@@ -104,13 +108,15 @@ class ZeroStrategy(DDPStrategy):
         if share is None:
             return super().state(thing, everywhere=everywhere)
         assert isinstance(thing, Optimizer)
+        current_world().part(StateMeetings).meet(thing)
         return full_state(thing, share, everywhere=everywhere)
 
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
         share = _share_of(thing)
         if share is None:
-            return super().state(thing) if current_world().placement.world_size > 1 else None
+            return None
         assert isinstance(thing, Optimizer)
+        current_world().part(StateMeetings).meet(thing)
         return state_in_parts(thing, share)
 
     def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:

@@ -63,9 +63,6 @@ class Row:
     slow: str = ""
 
 
-# A first forward that overflows proves no plan.
-AT_FIRST = ("lbfgs", "fp16 overflow")
-
 ROWS = (
     Row("ddp", "ddp"),
     Row("ddp on three ranks", "ddp", 3, slow=MORE_RANKS),
@@ -77,7 +74,8 @@ ROWS = (
     Row("fsdp", "fsdp", refuses=("lbfgs",)),
     Row("fsdp on three ranks", "fsdp", 3, refuses=("lbfgs",), slow=MORE_RANKS),
     Row("hsdp", FSDPStrategy(shard=2), 4, refuses=("lbfgs",), slow=MORE_RANKS),
-    Row("tp", "tp", refuses=AT_FIRST),
+    Row("tp", "tp", refuses=("lbfgs",)),
+    Row("fsdp+tp", FSDPStrategy(tensor_parallel=2), 4, refuses=("lbfgs",), slow=MORE_RANKS),
     Row("pipeline", "pipeline", refuses=("lbfgs",)),
     Row("pipeline on three ranks", "pipeline", 3, refuses=("lbfgs",), slow=MORE_RANKS),
     Row("two pipelines", PipelineStrategy(stages=2), 4, refuses=("lbfgs",), slow=MORE_RANKS),

@@ -6,14 +6,18 @@ Source: https://docs.pytorch.org/docs/stable/checkpoint.html
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial, wraps
+from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from distwrap._internals.torch import version_of
 from distwrap._internals.torch_sharding import products
+
+_UNCOUNTED = ("running_mean", "running_var")  # whose changes torch's batch norm does not count
 
 
 def recompute(units: list[nn.Module], *, selective: bool) -> None:
@@ -23,17 +27,61 @@ def recompute(units: list[nn.Module], *, selective: bool) -> None:
     def keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
-    contexts = partial(create_selective_checkpoint_contexts, keep)
-    options: dict[str, Any] = {"context_fn": contexts} if selective else {}
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return create_selective_checkpoint_contexts(keep) if selective else (nullcontext(), nullcontext())  # type: ignore[no-untyped-call]
+
     for unit in units:
-        unit.forward = _recomputed(unit.forward, options)
+        unit.forward = _recomputed(unit, unit.forward, contexts)
 
 
-def _recomputed(forward: Callable[..., Any], options: dict[str, Any]) -> Callable[..., Any]:
+def _recomputed(
+    unit: nn.Module, forward: Callable[..., Any], contexts: Callable[[], tuple[AbstractContextManager[Any], ...]]
+) -> Callable[..., Any]:
+    def counted_once() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        first, again = contexts()
+        computed = _Computed(unit, first)
+        return computed, _ComputedAgain(computed, again)
+
     @wraps(forward)
     def run(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **options, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=counted_once, **kwargs)
 
     return run
+
+
+class _Computed:
+    """Forward of a unit, which may change buffers, as BatchNorm its statistics."""
+
+    def __init__(self, unit: nn.Module, inside: AbstractContextManager[Any]) -> None:
+        self.unit, self._inside = unit, inside
+        self.changed: list[str] = []
+
+    def __enter__(self) -> None:
+        self._versions = {name: version_of(buffer) for name, buffer in self.unit.named_buffers()}
+        self._inside.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inside.__exit__(*error)
+        for name, buffer in self.unit.named_buffers():
+            if version_of(buffer) != self._versions.get(name) or name.endswith(_UNCOUNTED):
+                self.changed.append(name)
+
+
+class _ComputedAgain:
+    """The same forward in the backward, after which buffers are what they were before: they saw this batch already."""
+
+    def __init__(self, computed: _Computed, inside: AbstractContextManager[Any]) -> None:
+        self._computed, self._inside = computed, inside
+
+    def __enter__(self) -> None:
+        buffers = dict(self._computed.unit.named_buffers())
+        self._before = [(buffers[name], buffers[name].clone()) for name in self._computed.changed if name in buffers]
+        self._inside.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._inside.__exit__(*error)
+        with torch.no_grad():
+            for buffer, before in self._before:
+                buffer.copy_(before)

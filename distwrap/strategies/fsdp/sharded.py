@@ -19,7 +19,7 @@ from distwrap.group.collectives import broadcast
 from distwrap.group.setup import require_group
 from distwrap.group.world import Layout, RunPart, World, current_world, say_once
 from distwrap.model.buffers import Buffers
-from distwrap.model.empty import fill
+from distwrap.model.empty import drawn_seed, fill
 from distwrap.model.transparent import unwrap_model
 from distwrap.strategies import shards
 from distwrap.strategies.adoption import Adoption, Replacement
@@ -102,18 +102,6 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
 
     routing.give_back, routing.tensor_parallel = give_back, tensor_parallel
     return DividedModel(routing)
-
-
-def on_device(model: nn.Module, device: torch.device) -> nn.Module:
-    """Return a model on a device, filled with numbers where it has none yet."""
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
-        fill(unwrap_model(model), device, drawn_seed())
-    return model.to(device)
-
-
-def drawn_seed() -> int:
-    """Return a number drawn from torch's generator on rank 0, on every rank."""
-    return int(broadcast(int(torch.randint(2**62, ()))))
 
 
 def _ranks(shard: int | str | None, world: World) -> int:

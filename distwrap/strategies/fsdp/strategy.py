@@ -16,14 +16,15 @@ from torch.optim import Optimizer
 
 from distwrap._internals.torch_sharding import accumulated_gradients
 from distwrap.errors import OptionError
-from distwrap.group.world import Layout, World
+from distwrap.group.world import Layout, World, current_world
 from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model
 from distwrap.options import Options
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.fsdp.plan_words import Plan, check_plan
 from distwrap.strategies.fsdp.units import Wrap, check_wrap
-from distwrap.strategies.single import local
+from distwrap.strategies.single import local, on_device
+from distwrap.strategies.state_meetings import StateMeetings
 from distwrap.wording import unknown_name
 
 
@@ -114,11 +115,11 @@ class FSDPStrategy(Strategy):
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
         chosen = self._with(wrapping.options)
+        if world.placement.world_size == 1:
+            plain = wrapping.in_precision.precision.weights(on_device(model, wrapping.device))
+            return local(plain, replace(wrapping, options={}))
         from distwrap.strategies.fsdp import sharded
 
-        if world.placement.world_size == 1:
-            plain = wrapping.in_precision.precision.weights(sharded.on_device(model, wrapping.device))
-            return local(plain, replace(wrapping, options={}))
         return sharded.divided(model, world, wrapping, chosen)
 
     def _with(self, options: dict[str, Any]) -> FSDPStrategy:
@@ -160,6 +161,7 @@ class FSDPStrategy(Strategy):
     def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
         from distwrap.strategies import shards
 
+        current_world().part(StateMeetings).meet(thing)
         return shards.full_state(thing, everywhere=everywhere)
 
     def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
@@ -181,6 +183,7 @@ class FSDPStrategy(Strategy):
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
         from distwrap.strategies import shards
 
+        current_world().part(StateMeetings).meet(thing)
         return shards.parts(thing)
 
     def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:

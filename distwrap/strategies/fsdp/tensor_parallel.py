@@ -154,8 +154,9 @@ class TensorParallel:
                 if not can_try:
                     taken = taken | way
                     break
-                why, sums = self._twins(block, taken | way, kind).difference(numbers or {}, (x,), {})
-                if why.startswith("its forward cannot"):
+                found = self._twins(block, taken | way, kind).difference(numbers or {}, (x,), {})
+                why, sums = found or ("", [])
+                if found is None or why.startswith("its forward cannot"):
                     can_try, taken = False, taken | ways[0]
                     break
                 if not why:
@@ -164,7 +165,7 @@ class TensorParallel:
                 self._reasons[_general(f"{unit}.{next(iter(way.words))}")] = why
         pieces = self._in_pieces(taken)
         if can_try and pieces.by_sequence and taken.words:
-            why, sums = self._twins(block, pieces, kind).difference(numbers or {}, (x,), {})
+            why, sums = self._twins(block, pieces, kind).difference(numbers or {}, (x,), {}) or ("", summed)
             if why:
                 self._reasons[_general(unit)] = f"{why}, by pieces of the sequence"
                 return taken, summed

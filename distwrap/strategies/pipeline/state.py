@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from distwrap.group.collectives import broadcast, gather_object
 from distwrap.model.state_dict import strip_module_prefix
+from distwrap.nesting import refilled
 from distwrap.strategies.owned_tensors import on_owner
 from distwrap.strategies.pipeline.absent import is_here
 from distwrap.strategies.pipeline.holders import Holders
@@ -65,8 +66,9 @@ class States:
         if isinstance(thing, nn.Module):
             own = self._net.state_dict(keep_vars=True)
             names = strip_module_prefix(state, target=own)
-            pairs = zip(state.items(), names, strict=True)
-            return {key: value if is_here(own.get(name, value)) else None for (key, value), name in pairs}
+            pairs = zip(state.values(), names, strict=True)
+            found = refilled(state, [value if is_here(own.get(name, value)) else None for value, name in pairs])
+            return cast("dict[str, Any]", found)
         here = self._numbers_here(thing, state)
         kept = {
             index: {key: value if index in here else None for key, value in entry.items()}
@@ -78,7 +80,8 @@ class States:
         """Load a state dict of all tensors, or of those that are here."""
         own = self._net.state_dict(keep_vars=True)
         given = strip_module_prefix(state, target=own)
-        self._net.load_state_dict({name: own.get(name) if value is None else value for name, value in given.items()})
+        pairs = given.items()
+        self._net.load_state_dict(refilled(given, [own.get(name) if value is None else value for name, value in pairs]))
 
     def parts_of_model(self) -> dict[str, Any]:
         """Return the model's state dict with what each rank has of it."""

@@ -24,6 +24,7 @@ from distwrap.strategies.pipeline.model import PassSettings, PipelineModel, Pipe
 from distwrap.strategies.pipeline.schedule import Line
 from distwrap.strategies.pipeline.state import States
 from distwrap.strategies.single import local
+from distwrap.strategies.state_meetings import StateMeetings
 from distwrap.wording import named_ranks, unknown_name
 
 _SCHEDULES = ("1f1b", "gpipe", "interleaved")
@@ -161,6 +162,7 @@ class PipelineStrategy(Strategy):
         states = _states(thing)
         if states is None:
             return super().state(thing, everywhere=everywhere)
+        current_world().part(StateMeetings).meet(thing)
         if isinstance(thing, nn.Module):
             return states.of_model(everywhere=everywhere)
         return states.of_optimizer(thing, everywhere=everywhere)
@@ -196,6 +198,7 @@ class PipelineStrategy(Strategy):
         states = _states(thing)
         if states is None:
             return None
+        current_world().part(StateMeetings).meet(thing)
         return states.parts_of_model() if isinstance(thing, nn.Module) else states.parts_of_optimizer(thing)
 
 

@@ -1,0 +1,51 @@
+"""Optimizers and scalers that the caller made train in ranks that are copies of its process too."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import distwrap as dw
+from distwrap import distributed
+from distwrap.group.world import current_world
+from distwrap.launch import fork_safety
+from distwrap.precision import LossScaling
+
+
+def test_what_the_caller_has_made_is_found_in_a_forked_rank() -> None:
+    """An optimizer that the caller made goes on with the divided parameters, and its scaler is seen."""
+    if fork_safety.refusal():
+        pytest.skip("a thread of another test's")
+
+    class LocalError(Exception):
+        pass
+
+    net = nn.Linear(3, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.ones(1))
+
+    @distributed(nprocs=2, launcher="fork", strategy="fsdp")
+    def trained() -> tuple[float, bool]:
+        model = dw.wrap_model(net)
+        seen = current_world().part(LossScaling).sees_users_scaler()
+        before = model.weight.detach().full_tensor()
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return float((model.weight.detach().full_tensor() - before).abs().max()), seen
+
+    assert trained() == (pytest.approx(0.1), True)
+
+    @distributed(nprocs=2, launcher="fork", strategy="fsdp")
+    def raises() -> None:
+        dw.wrap_model(net)
+
+        class Later(LocalError):
+            pass
+
+        raise LocalError if dw.rank() == 0 else Later
+
+    with pytest.raises(LocalError):
+        raises()

@@ -1,0 +1,110 @@
+"""Divided optimizers and what a user hangs on their steps: hooks, gradients changed by hand, fp16, saves by rank 0."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import distwrap as dw
+from distwrap.errors import CollectiveError, ModelError
+from distwrap.testing import run_ranks
+
+
+def net() -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 1)).double()
+
+
+def begun(strategy: str) -> tuple[Any, torch.optim.Optimizer]:
+    model = dw.wrap_model(net(), strategy=strategy)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def backward(model: Any) -> None:
+    model(torch.ones(3, 4).double() + dw.rank()).sum().backward()
+
+
+def _hooked(strategy: str, *, prepared: bool) -> None:
+    model, optimizer = begun(strategy)
+    if prepared:
+        dw.wrap_optimizer(optimizer)
+    before: list[int] = []
+    after: list[list[torch.Tensor]] = []
+    optimizer.register_step_pre_hook(
+        lambda *_: before.append(sum(each.grad is not None for each in model.parameters()))
+    )
+    optimizer.register_step_post_hook(lambda *_: after.append([each.detach().clone() for each in model.parameters()]))
+    for _ in range(2):
+        backward(model)
+        optimizer.step()
+        assert all(map(torch.equal, after[-1], model.parameters()))
+        assert before[-1] == 4 or strategy == "zero2"
+        optimizer.zero_grad()
+
+
+def _changed_by_hand() -> None:
+    model, optimizer = begun("zero2")
+    backward(model)
+    for parameter in model.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * 0.5  # as a clip of the user's own does
+    with pytest.raises(ModelError, match=r"gradients were changed .*optimizer_step\(optimizer, max_norm=…\)"):
+        optimizer.step()
+    for _ in range(2):  # and it goes on
+        optimizer.zero_grad()
+        backward(model)
+        optimizer.step()
+
+
+def _scaled(strategy: str) -> tuple[list[bool], list[float]]:
+    """Train one weight in fp16, which one rank alone holds under zero; one share overflows in the second step."""
+    torch.manual_seed(0)
+    model = dw.wrap_model(nn.Linear(4, 1, bias=False), strategy=strategy, precision="fp16")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    taken = []
+    for step in range(4):
+        share = 1e6 if step == 1 and dw.rank() == 1 else 1.0
+        dw.backward(model(torch.full((2, 4), share) / 1000).sum())
+        taken.append(dw.optimizer_step(optimizer, max_norm=1.0))
+        optimizer.zero_grad()
+    return taken, model.weight.flatten().tolist()
+
+
+def _on_steps(strategy: str) -> tuple[list[bool], list[float]]:
+    for prepared in (False, True):
+        _hooked(strategy, prepared=prepared)
+    if strategy == "zero2":
+        _changed_by_hand()
+    return _scaled(strategy)
+
+
+def test_hooks_changes_and_overflows_of_a_step() -> None:
+    """Hooks see whole steps, gradients that were changed on one rank are refused, and an overflow is everybody's."""
+    [expected, _] = run_ranks(_scaled, 2, "ddp", timeout=60)
+    assert expected[0].count(False) >= 1
+    for strategy in ("zero1", "zero2"):
+        assert run_ranks(_on_steps, 2, strategy, timeout=60) == [expected] * 2
+
+
+def _saved_by_rank_0(strategy: str, path: Path) -> None:
+    model, optimizer = begun(strategy)
+    backward(model)
+    optimizer.step()
+    if dw.rank() == 0 and strategy == "zero1":
+        dw.save({"model": model}, path)  # of which each rank has all
+    for _ in range(3):
+        backward(model)
+        optimizer.step()
+        if dw.rank() == 0:
+            dw.save({"optimizer": optimizer}, path)
+
+
+@pytest.mark.parametrize("strategy", ["zero1", "fsdp"])
+def test_a_save_by_one_rank_is_an_error_by_name(strategy: str, tmp_path: Path) -> None:
+    """What is divided is saved by all ranks; where one calls, an error says so, and nobody waits for ever."""
+    with pytest.raises(CollectiveError, match=r"rank 0 asks for the state of SGD, .* rank 1 is in .* on every rank"):
+        run_ranks(_saved_by_rank_0, 2, strategy, tmp_path / "a.pt", timeout=60)
