@@ -17,6 +17,7 @@ DistwrapError
 │   └── CollectiveInRankZeroError         a collective in code that only some ranks run, so that it would never end
 ├── LoaderError (ValueError)              a loader cannot be sharded safely
 ├── ModelError (RuntimeError)             a model cannot be wrapped, or is used in a way that would train wrongly
+│   └── DriftError                        the ranks hold other weights, so that something has trained wrongly already
 ├── PrecisionError (RuntimeError)         a step that would be wrong in this precision
 ├── StateDictError (ValueError)           keys collide, or do not fit the model
 ├── CheckpointError (RuntimeError)        a checkpoint could not be written, or holds what is not safe to load
@@ -120,6 +121,10 @@ class LoaderError(DistwrapError, ValueError):
 
 class ModelError(DistwrapError, RuntimeError):
     """A model cannot be wrapped, or is used in a way that would train wrongly."""
+
+
+class DriftError(ModelError):
+    """The ranks do not hold the same weights: something has trained wrongly already."""
 
 
 class PrecisionError(DistwrapError, RuntimeError):

@@ -22,7 +22,7 @@ _WITHOUT_MEMORY = {
 }
 _COPIES = 4  # of a file's numbers that are honest: on the CPU, on the device, in the other order of bytes, quantized
 _SMALL = 16_000_000  # bytes
-_WIDEST = 16  # bytes of a number
+_WIDEST = 16  # bytes of a number, where a call does not say its type
 
 
 class Bounded(TorchFunctionMode):
@@ -42,8 +42,11 @@ class Bounded(TorchFunctionMode):
     ) -> Any:
         name, kwargs = func.__name__, kwargs or {}
         if name not in _WITHOUT_MEMORY and torch.device(kwargs.get("device") or "cpu").type != "meta":
-            made = 0 if "sparse" in name or name == "_make_wrapper_subclass" else max(map(_room, args), default=0)
-            self._used += max([made, *map(_held, _parts((*args, *kwargs.values())))])
+            given = (*args, *kwargs.values())
+            width = next((each.itemsize for each in given if isinstance(each, torch.dtype)), _WIDEST)
+            is_empty = "sparse" in name or name == "_make_wrapper_subclass"
+            made = 0 if is_empty else width * max(map(_count, args), default=0)
+            self._used += max([made, *map(_held, _parts(given))])
             if name == "unbind" or self._used > self._limit:
                 raise CheckpointError(
                     f"cannot load {self._path}: what {name}() makes of its numbers is more than it holds."
@@ -51,10 +54,10 @@ class Bounded(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _room(argument: Any) -> int:
-    """Return how many bytes a tensor would take that is made of a size, if this is one."""
+def _count(argument: Any) -> int:
+    """Return how many numbers a tensor would have that is made of a size, if this is one."""
     is_size = isinstance(argument, (list, tuple)) and argument and all(isinstance(length, int) for length in argument)
-    return prod(argument) * _WIDEST if is_size else 0
+    return prod(argument) if is_size else 0
 
 
 def _held(argument: Any) -> int:

@@ -48,13 +48,14 @@ class Stored:
             path: the file or folder.
             io: the format.
         """
-        place = files.place_of(path)
+        is_folder = isinstance(io, SafetensorsIO) and io.is_folder(path)
+        place = files.place_of(path, folder=io.collective or is_folder)
         if io.collective:
             state = rebuilt(self.state, lambda leaf, _: self._whole(leaf) if isinstance(leaf, torch.Tensor) else leaf)
             files.write_folder(place, lambda temporary: io.save(state, temporary), lambda: None)
         elif isinstance(io, FileIO) and not self._fetch:
             files.write_atomically(place, lambda temporary: io.save(self.state, temporary))
-        elif isinstance(io, SafetensorsIO) and io.is_folder(place):
+        elif is_folder:
             files.write_folder(place, lambda temporary: self._stream(io, temporary), lambda: check_replaceable(place))
         else:
             files.write_atomically(place, lambda temporary: self._stream(io, temporary))

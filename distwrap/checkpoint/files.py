@@ -1,6 +1,7 @@
 """Files and folders that take their place in one step, after they are safely on disk."""
 
 import os
+import secrets
 import shutil
 import socket
 import stat
@@ -17,17 +18,21 @@ SKELETON = "skeleton.pt"  # of a sharded checkpoint, all but the tensors' number
 _SWEEP_SECONDS = 60.0
 
 
-def place_of(path: Path) -> Path:
+def place_of(path: Path, *, folder: bool = False) -> Path:
     """Return where a file or folder of this name is to be written: where its symbolic links lead.
 
     Raises:
-        CheckpointError: a device, FIFO or socket has the name, and would be replaced.
+        CheckpointError: a device, FIFO or socket has the name, and would be replaced; or a file where a folder is to
+            be, or a folder where a file is.
     """
     with suppress(FileNotFoundError):
         mode = path.stat().st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             kind = "FIFO" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
             raise CheckpointError(f"{path} is no file or folder, but a {kind}, and is not replaced: give another name")
+        if stat.S_ISDIR(mode) != folder:
+            is_there, comes = ("file", "folder") if folder else ("folder", "file")
+            raise CheckpointError(f"{path} is a {is_there}, and this checkpoint is a {comes}: give another name")
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
@@ -66,15 +71,21 @@ def write_folder(path: Path, write: Callable[[Path], None], check: Callable[[], 
         check: raises an error where what has the name now must not be replaced.
     """
     check()
-    temporary = path.parent / f".{path.name}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    temporary = new_folder(path)
     try:
         write(temporary)
         put_folder(temporary, path)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def new_folder(path: Path) -> Path:
+    """Make a folder beside `path`, in which nobody else writes, and return it."""
+    _sweep(path.parent)
+    temporary = path.parent / f".{path.name}{_owner(os.getpid())}{secrets.token_hex(4)}.tmp"
+    temporary.mkdir()
+    return temporary
 
 
 def put_folder(temporary: Path, path: Path) -> None:
@@ -123,12 +134,12 @@ def _owner(pid: object) -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove files that processes of this node had begun to write when they were killed."""
+    """Remove files and folders that processes of this node had begun to write when they were killed."""
     for left in folder.glob(f".*{_owner('*')}*.tmp"):
         pid = left.name.split(".")[-3]
         with suppress(OSError):
             if pid.isdigit() and not pid_exists(int(pid)) and time.time() - left.stat().st_mtime > _SWEEP_SECONDS:
-                left.unlink()
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
 
 
 def _sync(path: Path) -> None:

@@ -13,6 +13,8 @@ from distwrap.checkpoint.pieces import Later, box_of, part_of
 from distwrap.checkpoint.plain import Staging
 from distwrap.errors import CheckpointError
 from distwrap.group.collective_guard import check_collectives_allowed
+from distwrap.group.collectives import broadcast
+from distwrap.group.tensors_apart import is_dense
 from distwrap.group.world import current_world
 from distwrap.model import unwrap_model
 from distwrap.model.state_dict import strip_module_prefix
@@ -20,7 +22,9 @@ from distwrap.model.wrapped_models import bound_strategy
 from distwrap.nesting import rebuilt
 
 
-def read(path: Path, into: Any = None, *, map_location: Any = "cpu", io: str | CheckpointIO = "auto") -> Any:
+def read(
+    path: Path, into: Any = None, *, map_location: Any = "cpu", io: str | CheckpointIO = "auto", mapped: bool = False
+) -> Any:
     """Return what is in a checkpoint, for `load_into`; pieces of what is divided alone where it goes to the CPU.
 
     Args:
@@ -28,6 +32,7 @@ def read(path: Path, into: Any = None, *, map_location: Any = "cpu", io: str | C
         into: the objects for which it is read: of a divided one this rank's pieces come, as ``DTensor``.
         map_location: as for ``torch.load``.
         io: the format.
+        mapped: leave the numbers in the file, where the format allows it.
 
     Raises:
         CheckpointError: it is none.
@@ -37,6 +42,8 @@ def read(path: Path, into: Any = None, *, map_location: Any = "cpu", io: str | C
     if chosen.collective:
         check_collectives_allowed("load() of a sharded checkpoint")
     try:
+        if mapped and isinstance(chosen, Streamed):
+            return chosen.mapped(path)
         if not _any_divided(into) or str(map_location) not in ("cpu", "None"):
             return chosen.load(path, map_location)
         if isinstance(chosen, Streamed):
@@ -54,6 +61,35 @@ def read(path: Path, into: Any = None, *, map_location: Any = "cpu", io: str | C
             f"Save it again with distwrap.save(), or, if you trust where it comes from, read it with "
             f"torch.load(path, weights_only=False)."
         ) from error
+
+
+def sent(state: Any, into: Any, source: int) -> Any:
+    """Return what one rank has opened on every rank: tensors travel one at a time, and a rank keeps what it needs.
+
+    Args:
+        state: on that rank; its numbers may still be in a file.
+        into: the objects for which it is, as for `read`.
+        source: that rank.
+    """
+    tensors: dict[tuple[Any, ...], torch.Tensor] = {}
+
+    def taken_out(leaf: Any, path: tuple[Any, ...]) -> Any:
+        if type(leaf) is not torch.Tensor or not is_dense(leaf):
+            return leaf
+        tensors[path] = leaf
+        return None
+
+    rest = rebuilt(state, taken_out)
+    outline = [(path, str(leaf.dtype).removeprefix("torch."), tuple(leaf.shape)) for path, leaf in tensors.items()]
+    rest, outline = broadcast((rest, outline), source)
+    empty = {path: torch.empty(shape, dtype=getattr(torch, dtype), device="meta") for path, dtype, shape in outline}
+    wanted = _with_pieces(rebuilt(rest, lambda leaf, path: empty.get(path, leaf)), into)
+    kept: dict[tuple[Any, ...], Any] = {}
+    for path in empty:
+        whole = broadcast(tensors.get(path), source)
+        if isinstance(place := _at(wanted, path), torch.Tensor):
+            kept[path] = _filled(place, whole) if hasattr(place, "to_local") else whole.clone()
+    return rebuilt(wanted, lambda leaf, path: kept.get(path, leaf))
 
 
 def load_into(into: Any, state: Any, where: str = "") -> None:
@@ -127,13 +163,18 @@ def _read_mapped(state: Any, into: Any) -> Any:
     def filled(leaf: Any, path: tuple[Any, ...]) -> Any:
         if not isinstance(leaf, torch.Tensor) or leaf is (mapped := _at(state, path)):
             return leaf
-        with torch.no_grad():
-            local: torch.Tensor = leaf.to_local()  # type: ignore[attr-defined]
-            if local.numel():
-                local.copy_(part_of(mapped, *box_of(leaf)))
-        pieces.append(leaf)
+        pieces.append(_filled(leaf, mapped))
         return Later(leaf.shape, leaf.dtype)
 
     rest = Staging().copied(rebuilt(_with_pieces(state, into), filled))  # in memory of its own, not the file's
     found = iter(pieces)
     return rebuilt(rest, lambda leaf, _: next(found) if isinstance(leaf, Later) else leaf)
+
+
+def _filled(piece: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+    """Return a ``DTensor`` with this rank's numbers of the whole."""
+    with torch.no_grad():
+        local: torch.Tensor = piece.to_local()  # type: ignore[attr-defined]
+        if local.numel():
+            local.copy_(part_of(whole, *box_of(piece)))
+    return piece

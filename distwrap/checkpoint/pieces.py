@@ -99,31 +99,64 @@ class Gathering:
     def run(self, pieces: Sequence[Piece]) -> Iterator[torch.Tensor]:
         """Yield the whole of each piece's tensor on the CPU of rank 0; the other ranks send, and yield nothing.
 
+        Where a tensor cannot be sent or taken, all others are, so that no rank waits, and no number is left on the way
+        for the next checkpoint to take for its own.
+
         Args:
             pieces: as the plan was made for, or copies of them.
+
+        Raises:
+            Exception: what has failed first on this rank, at the end.
         """
+        failed: list[Exception] = []
         for piece, owners in zip(pieces, self._owners, strict=True):
-            if self._rank == 0:
-                yield self._received(piece, owners)
+            if self._rank:
+                self._send(piece, owners, failed)
+            elif failed:
+                self._discard(piece, owners)
             else:
-                for box, owner in owners.items():
-                    if owner == self._rank and box[0] == piece.begin:
-                        dist.send(_bytes_of(piece.local), 0, group=self._group)
+                try:
+                    yield self._received(piece, owners)
+                except Exception as error:  # noqa: BLE001 - raised at the end
+                    failed.append(error)
+        if failed:
+            raise failed[0]
+
+    def _send(self, piece: Piece, owners: dict[Box, int], failed: list[Exception]) -> None:
+        for box, owner in owners.items():
+            if owner == self._rank and box[0] == piece.begin:
+                try:
+                    numbers = _bytes_of(piece.local)
+                except Exception as error:  # noqa: BLE001 - raised at the end
+                    failed.append(error)
+                    numbers = torch.zeros(prod(box[1]) * piece.dtype.itemsize, dtype=torch.uint8)
+                dist.send(numbers, 0, group=self._group)
 
     def _received(self, piece: Piece, owners: dict[Box, int]) -> torch.Tensor:
         if set(owners.values()) == {0} and len(owners) == 1:
             return piece.local.detach().cpu()
-        whole = torch.empty(piece.shape, dtype=piece.dtype)
-        for (begin, size), owner in owners.items():
-            place = part_of(whole, begin, size)
-            if owner == 0:
-                place.copy_(piece.local.detach())
-            else:
-                come = place if place.is_contiguous() else torch.empty(size, dtype=piece.dtype)
+        to_come = dict(owners)
+        try:
+            whole = torch.empty(piece.shape, dtype=piece.dtype)
+            for (begin, size), owner in owners.items():
+                place = part_of(whole, begin, size)
+                come = place if owner == 0 or place.is_contiguous() else torch.empty(size, dtype=piece.dtype)
+                del to_come[begin, size]
+                if owner == 0:
+                    place.copy_(piece.local.detach())
+                    continue
                 dist.recv(as_bytes(come), owner, group=self._group)
                 if come is not place:
                     place.copy_(come)
+        except Exception:
+            self._discard(piece, to_come)
+            raise
         return whole
+
+    def _discard(self, piece: Piece, owners: dict[Box, int]) -> None:
+        for (_, size), owner in owners.items():
+            if owner:
+                dist.recv(torch.empty(prod(size) * piece.dtype.itemsize, dtype=torch.uint8), owner, group=self._group)
 
 
 def in_pieces(state: Any) -> Any:

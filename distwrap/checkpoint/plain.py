@@ -12,6 +12,7 @@ from torch.nn import Parameter
 
 from distwrap._internals.torch import metadata_of, set_metadata
 from distwrap.checkpoint.pieces import Later, Piece
+from distwrap.checkpoint.untrusted import DEEPEST
 from distwrap.errors import CheckpointError
 from distwrap.model import unwrap_model
 from distwrap.model.wrapped_models import bound_strategy
@@ -20,21 +21,31 @@ from distwrap.nesting import rebuilt
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.Tensor, torch.Size, torch.dtype, torch.device)
 
 
-def plain(value: Any, where: str = "") -> Any:
+def plain(value: Any, where: str = "", depth: int = 0) -> Any:
     """Return a state with state dicts in the place of objects.
 
+    Args:
+        value: any part of the state.
+        where: it is in it.
+        depth: how many others it is in.
+
     Raises:
-        CheckpointError: names a value that the safe loader would refuse, by its path.
+        CheckpointError: names a value that the safe loader would refuse, by its path; or parts are nested too deep.
     """
+    if depth > DEEPEST:
+        raise CheckpointError(f"the state is nested deeper than {DEEPEST} levels, or holds itself: give a flatter one")
+    below = depth + 1
     if type(value) in (dict, OrderedDict, Counter):
-        items = {plain(key, f"'s key {key!r}"): plain(item, f"{where}[{key!r}]") for key, item in value.items()}
+        items = {
+            plain(key, f"'s key {key!r}", below): plain(item, f"{where}[{key!r}]", below) for key, item in value.items()
+        }
         if type(value) is not OrderedDict:
             return type(value)(items)
         result = OrderedDict(items)
         set_metadata(result, metadata_of(value))
         return result
     if type(value) in (list, tuple, set):
-        return type(value)(plain(item, f"{where}[{index}]") for index, item in enumerate(value))
+        return type(value)(plain(item, f"{where}[{index}]", below) for index, item in enumerate(value))
     if isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()):
         return value.detach().resolve_conj().resolve_neg()  # a copy of its memory is not one of its numbers
     if isinstance(value, _PLAIN) and type(value).__module__.split(".")[0] in ("builtins", "torch"):
@@ -43,11 +54,11 @@ def plain(value: Any, where: str = "") -> Any:
         return value
     strategy = bound_strategy(value)
     if strategy is not None:
-        return plain(strategy.state(value), f"{where}.state_dict()")
+        return plain(strategy.state(value), f"{where}.state_dict()", depth)
     if isinstance(value, torch.nn.Module):
         value = unwrap_model(value)
     if callable(getattr(value, "state_dict", None)):
-        return plain(value.state_dict(), f"{where}.state_dict()")
+        return plain(value.state_dict(), f"{where}.state_dict()", depth)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     hint = " (use .item() or torch.as_tensor(…))" if kind.startswith("numpy.") else ""
     raise CheckpointError(

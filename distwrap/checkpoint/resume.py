@@ -13,33 +13,37 @@ from typing import Any
 import torch
 
 from distwrap.checkpoint import files, retention
-from distwrap.checkpoint.loading import load_into, read
+from distwrap.checkpoint.formats import choose
+from distwrap.checkpoint.loading import load_into, read, sent
 from distwrap.checkpoint.saving import format_of
 from distwrap.comm.exchange import RunExchanges
 from distwrap.devices.kinds import kind_of
 from distwrap.errors import CheckpointError, DistwrapError
-from distwrap.group.collectives import broadcast, gather_object
+from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
 from distwrap.precision import LossScaling
 from distwrap.seeding import RandomState
+from distwrap.wording import named_ranks
 
 
 def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any:
     """Load what `save` last wrote to a path, or return ``None`` where it has not written yet; alike on every rank.
 
     Put it before the loop, and a run that is started again, by `max_restarts`, a requeued job or by hand, goes on. The
-    nodes need no common disk: where they have different files the newest is sent to all ranks.
+    nodes need no common disk: where they have different files the newest is sent to all ranks, tensor by tensor. What
+    all ranks have written in parts is on a common disk.
 
     Args:
         path: the file that the loop gives to `save`; of a numbered series the link to its latest.
         into: objects in the nesting in which they are saved, that are to go on from there; as for `load`. Of what a
-            strategy divides each rank reads its pieces alone, where all nodes have the file.
+            strategy divides each rank keeps its pieces alone.
 
     Returns:
         The state, on the CPU, or ``None``.
 
     Raises:
-        CheckpointError: the file is there, and cannot be loaded; or it is a pattern of names; on all ranks.
+        CheckpointError: the file is there, and cannot be loaded; or it is a folder of parts that some rank does not
+            see, or a pattern of names; on all ranks.
 
     Example:
         >>> import tempfile
@@ -62,17 +66,18 @@ def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any:
     if newest is None:
         return None
     source, rank = times.index(newest), current_world().placement.rank
-    everybody = all(time == newest for time in times)
+    others = [number for number, time in enumerate(times) if time != newest]
     problem, state = "", None
-    if everybody or rank == source:
+    if not others or rank == source:
         try:
-            state = read(path, into if everybody else None, io=format_of("auto"))
+            state = _opened(path, others) if others else read(path, into, io=format_of("auto"))
         except CheckpointError as error:
             problem = f"{error} (rank {rank} on {socket.gethostname()})"
     problems = [text for text in gather_object(problem) if text]
     if problems:
         raise CheckpointError(problems[0])
-    state = state if everybody else broadcast(state, source)
+    if others:
+        state = sent(state, into, source)
     if into is not None:
         load_into(into, state)
     return state
@@ -140,6 +145,18 @@ def run_state() -> RunState:
         ['comm', 'random', 'scaler', 'seed']
     """
     return RunState()
+
+
+def _opened(path: Path, others: list[int]) -> Any:
+    """Return what is in a file that other ranks do not have, its numbers memory-mapped where the format allows it."""
+    chosen = choose(format_of("auto"), path)
+    if chosen.collective:
+        raise CheckpointError(
+            f"{path} is a checkpoint in parts, which every rank reads, and {named_ranks(others)} of "
+            f"{current_world().placement.world_size} see another or none: put it on a disk that all nodes see, or save "
+            f"with io='file'"
+        )
+    return read(path, io=chosen, mapped=True)
 
 
 def _newest(path: Path) -> Path:

@@ -45,7 +45,7 @@ def keep_predecessors(path: Path, keep: int | None) -> None:
     for number in range(keep - 1, 0, -1):
         older = path if number == 1 else _numbered(path, number - 1)
         if older.exists():
-            temporary = path.parent / f".{path.name}.aside.tmp"
+            temporary = path.parent / f".{path.name}.{os.getpid()}.aside.tmp"
             temporary.unlink(missing_ok=True)
             os.link(older, temporary)  # the name itself is never without its file
             os.replace(temporary, _numbered(path, number))

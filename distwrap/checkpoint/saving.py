@@ -8,6 +8,7 @@ from distwrap.checkpoint import files, retention
 from distwrap.checkpoint.background import Writer
 from distwrap.checkpoint.formats import CheckpointIO, Streamed, choose
 from distwrap.checkpoint.loading import load_into, read
+from distwrap.checkpoint.meeting import SaveMeetings
 from distwrap.checkpoint.on_ranks import do_on_ranks
 from distwrap.checkpoint.pieces import in_pieces
 from distwrap.checkpoint.writing import write_file, write_parts
@@ -71,6 +72,8 @@ def save(
     current_world().part(Drift).pause()
     if background and chosen.collective and not hasattr(chosen, "over"):
         raise OptionError(f"save(background=True): {type(chosen).__name__} is written by all ranks, and not meanwhile.")
+    if chosen.collective or _needs_all_ranks(state):
+        current_world().part(SaveMeetings).meet(path)
     state = _with_collective_states(state, chosen)
     if chosen.collective:
         write_parts(state, path, keep, chosen, background=background)
@@ -126,6 +129,22 @@ def format_of(io: str | CheckpointIO) -> str | CheckpointIO:
     """Return the strategy's own format where the call leaves the format open."""
     strategy = current_world().options.strategy
     return io if io != "auto" or isinstance(strategy, str) else strategy.checkpoint_io()
+
+
+def _needs_all_ranks(state: Any) -> bool:
+    """Return whether the ranks put together the state of an object in a nesting."""
+    found = False
+
+    def look(leaf: Any, _: tuple[Any, ...]) -> Any:
+        nonlocal found
+        strategy = bound_strategy(leaf)
+        found = (
+            found or getattr(type(leaf), "on_all_ranks", False) is True or (strategy is not None and strategy.shards)
+        )
+        return leaf
+
+    rebuilt(state, look)
+    return found
 
 
 def _with_collective_states(state: Any, io: CheckpointIO) -> Any:

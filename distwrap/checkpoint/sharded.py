@@ -45,10 +45,23 @@ class ShardedIO:
     def save(self, state: Any, path: Path) -> None:
         """Write this rank's part of the tensors; rank 0 also writes what is no tensor."""
         skeleton, tensors = separated(state, lambda leaf: (leaf.detach(), _whole(leaf)))
+        self._leave_unlike(tensors)
         with _as_checkpoint_error():
             save_parts(tensors, storage_writer=FileSystemWriter(path, sync_files=False), process_group=self._group)
         if not dist.is_initialized() or dist.get_rank() == 0:  # alone, so after what is done together
             torch.save(skeleton, path / SKELETON)
+
+    def _leave_unlike(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Leave to rank 0 what is not divided and differs between the ranks, as in a file; others ranks share."""
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return
+        own = {name: value for name, value in tensors.items() if not isinstance(value, DTensor)}
+        marks = {mark[0]: mark[1] for mark in fingerprints([Held(name, "", value) for name, value in own.items()])}
+        everyone: list[Any] = [None] * dist.get_world_size(self._group)
+        dist.all_gather_object(everyone, marks, group=self._group)
+        for name in own if dist.get_rank() else ():
+            if any(each.get(name) != everyone[0].get(name) for each in everyone):
+                del tensors[name]
 
     def load(self, path: Path, map_location: Any) -> Any:
         """Read everything, on every rank."""
@@ -63,11 +76,7 @@ class ShardedIO:
             choose: gets the state with tensors that have no numbers, and puts a ``DTensor`` in the place of each tensor
                 of which this rank reads its piece, and ``None`` in the place of one that it does not read.
         """
-        skeleton = load_file(path / SKELETON)
-        needed = sum(leaf.nbytes for leaf in separated(skeleton, lambda leaf: (leaf, leaf))[1].values())
-        held = bytes_in(path)
-        if needed > held:
-            raise CheckpointError(f"cannot load {path}: it should hold {needed} bytes of numbers, and has {held}.")
+        skeleton = _opened(path)
         device = torch.device("cpu" if map_location is None else map_location)
 
         def place(leaf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,6 +90,28 @@ class ShardedIO:
             if count:
                 raise CheckpointError(f"cannot load {path}: it lacks {count} numbers of {name}.")
         return state
+
+
+def _opened(path: Path) -> Any:
+    """Return all of a folder but the tensors' numbers; where a rank cannot, none goes on to read the numbers.
+
+    Raises:
+        CheckpointError: another rank cannot.
+        Exception: this rank cannot.
+    """
+    try:
+        skeleton = load_file(path / SKELETON)
+        needed = sum(leaf.nbytes for leaf in separated(skeleton, lambda leaf: (leaf, leaf))[1].values())
+        held = bytes_in(path)
+        if needed > held:
+            raise CheckpointError(f"cannot load {path}: it should hold {needed} bytes of numbers, and has {held}.")
+    except Exception as error:
+        gather_object(f"{type(error).__name__}: {error}")
+        raise
+    for rank, problem in enumerate(gather_object("")):
+        if problem:
+            raise CheckpointError(f"rank {rank} cannot open {path}, which must be on a disk that all see: {problem}")
+    return skeleton
 
 
 def check_parts(parts: dict[str, Any], thing: Any, strategy: str) -> dict[str, Any]:

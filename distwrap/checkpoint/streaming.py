@@ -7,7 +7,7 @@ Source: https://huggingface.co/docs/safetensors#format
 """
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
@@ -51,7 +51,7 @@ def write_torch(state: Any, path: Path, wholes: Iterator[torch.Tensor]) -> None:
         wholes: those tensors, in their order.
 
     Raises:
-        CheckpointError: a tensor beside them is sparse, quantized, or of a class of its own.
+        CheckpointError: a tensor beside them is sparse, quantized, of a class of its own, or in a set.
     """
     with torch.serialization.skip_data():
         torch.save(rebuilt(state, _with_room), path)
@@ -133,18 +133,13 @@ def write_folder(
     (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
-def drained(wholes: Iterator[torch.Tensor], write: Callable[[Iterator[torch.Tensor]], object]) -> None:
-    """Write tensors that come from other ranks, and take all of them where that fails: nobody waits to send one."""
-    try:
-        write(wholes)
-    except Exception:
-        for _ in wholes:
-            pass
-        raise
-
-
-def _with_room(leaf: Any, _: tuple[Any, ...]) -> Any:
+def _with_room(leaf: Any, path: tuple[Any, ...]) -> Any:
     """Return a tensor whose memory nobody touches, so that it takes none, in the place of one to come."""
+    if isinstance(leaf, (set, dict)) and leaves(list(leaf), torch.Tensor):  # where none is looked for
+        raise CheckpointError(
+            f"a tensor in a set, or as a key of a dict, cannot be in one file with a divided model: put the tensors of "
+            f"state{''.join(f'[{key!r}]' for key in path)} into a list"
+        )
     if isinstance(leaf, Later):
         storage = torch.UntypedStorage(leaf.nbytes)  # type: ignore[no-untyped-call]
         strides = torch.empty(leaf.shape, device="meta").stride()

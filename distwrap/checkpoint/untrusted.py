@@ -25,7 +25,7 @@ from distwrap.checkpoint.pickles import check_pickle
 from distwrap.errors import CheckpointError
 
 _on_device: Callable[[torch.UntypedStorage, str], Any] = torch.serialization.default_restore_location
-_DEEPEST = 250  # no state that torch.save can write is nested so deep
+DEEPEST = 250  # levels of a state that is saved or loaded
 _PARTS = 1_000_000  # beside as many as the file has bytes
 
 
@@ -254,7 +254,7 @@ def _check_state(state: Any, length: int, path: Path) -> None:
     def check(part: Any, depth: int) -> None:
         nonlocal parts
         parts += 1
-        if depth > _DEEPEST or parts > _PARTS + length:
+        if depth > DEEPEST or parts > _PARTS + length:
             raise CheckpointError(f"cannot load {path}: a list or dict in it holds itself, or is nested endlessly.")
         if isinstance(part, (list, tuple, set, dict)):
             for item in part:

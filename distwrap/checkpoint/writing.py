@@ -2,6 +2,9 @@
 
 import os
 import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ from distwrap.checkpoint.plain import plain
 from distwrap.checkpoint.safetensors_format import SafetensorsIO, check_replaceable
 from distwrap.errors import CheckpointError
 from distwrap.group.collective_guard import check_collectives_allowed
+from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
 from distwrap.nesting import rebuilt
 
@@ -40,16 +44,32 @@ def write_file(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, ba
     def prepare() -> None:
         writer.wait()
         if here:
-            own[:] = [_plain(state), files.place_of(path)]
+            own[:] = [_plain(state), files.place_of(path, folder=_is_folder(io, path))]
 
     def write(state: Any) -> None:
-        wholes = gathering.run(leaves(state, Piece))
-        try:
+        group, wholes, ends = current_world().part(PieceGroup), gathering.run(leaves(state, Piece)), ExitStack()
+
+        def end() -> None:
+            """Take what is still to come, as where the writing has failed, and raise what a rank could not send."""
+            problem = ""
+            try:
+                for _ in wholes:
+                    pass
+            except Exception as error:  # noqa: BLE001 - every rank raises it
+                problem = f"rank {placement.rank}: {type(error).__name__}: {error}"
+            problems = [text for text in group.gather_text(problem) if text]
+            if problems:
+                raise CheckpointError(problems[0])
+
+        def stream(temporary: Path) -> None:
+            io.stream(state, temporary, wholes)  # type: ignore[attr-defined]
+            ends.pop_all()
+            end()  # before the file takes its name
+
+        with ends:
+            ends.callback(end)
             if here:
-                _put(own[1], keep, io, lambda temporary: io.stream(state, temporary, wholes))  # type: ignore[attr-defined]
-        finally:
-            for _ in wholes:  # all of them, also where the writing has failed: nobody must wait to send one
-                pass
+                _put(own[1], keep, io, stream)
 
     do_on_ranks(prepare, what, f"{name} state", everybody)  # before a rank sends, which is no use where rank 0 cannot
     if background:
@@ -71,15 +91,22 @@ def write_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, b
     check_collectives_allowed("save() of a sharded checkpoint")
     what, name, placement = f"the checkpoint {path}", f"save {path}", current_world().placement
     writer, everybody = current_world().part(Writer), range(placement.world_size)
+    here, made = placement.rank == 0, [""]
     plain_state: list[Any] = []
     place = Path(os.path.realpath(path))
-    temporary = place.parent / f".{place.name}.tmp"
 
     def make_room() -> None:
         writer.wait()
-        files.place_of(path)
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir()
+        files.place_of(path, folder=True)
+        made[0] = files.new_folder(place).name
+
+    def prepare() -> None:
+        if not temporary.is_dir():
+            raise CheckpointError(
+                f"rank 0 has made a folder in {place.parent}, which is not there on {socket.gethostname()}. A "
+                f"checkpoint to which all ranks write must be on a disk that all nodes see"
+            )
+        plain_state.append(plain(state))
 
     def finish() -> None:
         files.put_folder(temporary, place)
@@ -92,28 +119,46 @@ def write_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, b
         except Exception as error:  # noqa: BLE001 - rank 0 raises it
             problem = f"rank {placement.rank}: {type(error).__name__}: {error}"
         problems = [text for text in group.gather_text(problem) if text]
-        if problems:
-            raise CheckpointError(problems[0])
-        if placement.rank == 0:
-            finish()
+        with _gone_if_failed(temporary, here):
+            if problems:
+                raise CheckpointError(problems[0])
+            if here:
+                finish()
 
     do_on_ranks(make_room, what, name)
-    # Before a rank begins to write, which it may do together with the others.
-    do_on_ranks(lambda: plain_state.append(plain(state)), what, f"{name} state", everybody)
-    if background:
-        current_world().part(PieceGroup)
+    temporary = place.parent / gather_object(made[0])[0]
+    with _gone_if_failed(temporary, here):
+        # Before a rank begins to write, which it may do together with the others.
+        do_on_ranks(prepare, what, f"{name} state", everybody)
+        if background:
+            current_world().part(PieceGroup)
 
-        def copy() -> None:
-            writer.write(plain_state[0], write, what, tells=placement.rank == 0)
+            def copy() -> None:
+                writer.write(plain_state[0], write, what, tells=here)
 
-        do_on_ranks(copy, what, f"{name} copy", everybody)
-        return
-    do_on_ranks(lambda: io.save(plain_state[0], temporary), what, f"{name} part", everybody)
-    do_on_ranks(finish, what, name)
+            do_on_ranks(copy, what, f"{name} copy", everybody)
+            return
+        do_on_ranks(lambda: io.save(plain_state[0], temporary), what, f"{name} part", everybody)
+        do_on_ranks(finish, what, name)
+
+
+@contextmanager
+def _gone_if_failed(temporary: Path, here: bool) -> Iterator[None]:
+    """Remove an unfinished folder, of which a disk may be full, where what it is for fails."""
+    try:
+        yield
+    except BaseException:
+        if here:
+            shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _is_folder(io: CheckpointIO, path: Path) -> bool:
+    return isinstance(io, SafetensorsIO) and io.is_folder(path)
 
 
 def _write_alone(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, background: bool) -> None:
-    writer, place = current_world().part(Writer), files.place_of(path)
+    writer, place = current_world().part(Writer), files.place_of(path, folder=_is_folder(io, path))
     plain_state = _plain(state)
 
     def write(state: Any) -> None:
@@ -128,7 +173,7 @@ def _write_alone(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, 
 
 def _put(place: Path, keep: int | None, io: CheckpointIO, write: Any) -> None:
     """Write a file, or a folder where the format is one of several files, and remove older ones."""
-    if isinstance(io, SafetensorsIO) and io.is_folder(place):
+    if _is_folder(io, place):
         files.write_folder(place, write, lambda: check_replaceable(place))
     else:
         files.write_atomically(place, write, lambda: retention.keep_predecessors(place, keep))

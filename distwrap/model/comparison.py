@@ -16,7 +16,7 @@ from weakref import WeakValueDictionary
 import torch
 
 from distwrap.devices.kinds import kind_of
-from distwrap.errors import ModelError
+from distwrap.errors import DriftError
 from distwrap.group.world import RunPart, World
 from distwrap.model import in_sync
 from distwrap.model.in_sync import Held, Mark
@@ -86,7 +86,7 @@ class Comparison(Generic[P]):
         """Go on with each look by one step: tell it, then compare it, then forget it.
 
         Raises:
-            ModelError: another rank's tensors differ.
+            DriftError: another rank's tensors differ.
         """
         for look in list(self._open):
             if look.marks is None:
@@ -101,7 +101,7 @@ class Comparison(Generic[P]):
         """Compare what is told and not compared yet, on the first rank with all that have come as far.
 
         Raises:
-            ModelError: another rank's tensors differ.
+            DriftError: another rank's tensors differ.
         """
         for look in self._open:
             if look.marks is None:
@@ -161,7 +161,7 @@ class Comparison(Generic[P]):
             else:
                 return False
             if difference is not None:
-                raise ModelError(self._explain(look.position, difference, self._agreed))
+                raise DriftError(self._explain(look.position, difference, self._agreed))
         self._agreed = look.position
         return True
 

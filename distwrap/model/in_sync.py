@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from distwrap._internals.torch import names_ddp_ignores
-from distwrap.errors import ModelError
+from distwrap.errors import DriftError
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
 from distwrap.model.buffers import statistics_of
@@ -49,7 +49,7 @@ def assert_in_sync(model: nn.Module) -> None:
         model: wrapped or not.
 
     Raises:
-        ModelError: names the first tensor that differs, and the ranks; on every rank.
+        DriftError: names the first tensor that differs, and the ranks; on every rank.
 
     Example:
         >>> assert_in_sync(nn.Linear(2, 1))
@@ -61,7 +61,7 @@ def assert_in_sync(model: nn.Module) -> None:
     everyone = gather_object(fingerprints(list(held)))
     difference = first_difference(everyone)
     if difference is not None:
-        raise ModelError(f"{type(unwrap_model(model)).__name__} is not the same on all ranks: {difference}.")
+        raise DriftError(f"{type(unwrap_model(model)).__name__} is not the same on all ranks: {difference}.")
 
 
 def tensors_of(model: nn.Module) -> list[Held]:

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
+from distwrap.checkpoint.meeting import SaveMeetings
 from distwrap.comm.base import Algorithm
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import RunPart, World, current_world, say_once
@@ -115,6 +116,7 @@ def wrap_model(
             models.add(wrapped)
         if world.channel is not None and world.placement.world_size > 1:
             _watch_for_drift(models.last, world)
+            world.part(SaveMeetings)  # which tells another rank, that saves alone, where this one is
     return wrapped
 
 

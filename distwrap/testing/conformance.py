@@ -14,7 +14,7 @@ from distwrap.registry import strategies
 from distwrap.strategies import Strategy
 from distwrap.testing.behaviours import BEHAVIOURS
 from distwrap.testing.behaviours.base import Behaviour
-from distwrap.testing.on_ranks import Verdict, perform, verdicts, words_of_end
+from distwrap.testing.on_ranks import Verdict, perform, verdicts, words_of, words_of_end
 from distwrap.testing.ranks import Launch
 from distwrap.wording import named_ranks, unknown_name
 
@@ -35,7 +35,8 @@ def check_strategy(
     A behaviour is one thing that a hand-written loop does: it trains by AdamW, clips, accumulates, saves and resumes,
     evaluates uneven batches, copies the model. All of them run in one launch, on small nets of blocks that a strategy
     can divide; each is the function of its name in `distwrap.testing.behaviours`. What a strategy cannot do it must
-    refuse by name, with a `DistwrapError`, and never by a hang or a wrong number.
+    refuse by name on every rank, with a `ModelError`, `OptionError` or `PrecisionError`, and never by a hang, a wrong
+    number, or the `DriftError` of ranks that have trained apart.
 
     Args:
         strategy: a name out of `available_strategies`, or a `Strategy`, which must be picklable.
@@ -104,7 +105,7 @@ def _launched(behaviour: Behaviour, launch: Launch) -> Verdict:
     try:
         behaviour.body(launch)
     except Exception as error:  # noqa: BLE001 - the verdict has it
-        return Verdict.of(error)
+        return Verdict.of(error, behaviour)
     return Verdict("passed")
 
 
@@ -124,7 +125,7 @@ def _in_one_launch(behaviours: dict[str, Behaviour], launch: Launch, folder: Pat
                 continue
             if not (folder / name).exists() and name == next(iter(left)):
                 raise error  # before any behaviour
-            found[name] = Verdict("failed", words or f"the ranks ended: {Verdict.of(error).words}")
+            found[name] = Verdict("failed", words or f"the ranks ended: {words_of(error)}")
             break
     return found
 

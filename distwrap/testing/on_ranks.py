@@ -11,7 +11,7 @@ from typing import Literal
 
 import torch
 
-from distwrap.errors import ConformanceError, DistwrapError
+from distwrap.errors import CollectiveError, ConformanceError, DriftError, ModelError, OptionError, PrecisionError
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.seeding import preserved
 from distwrap.testing.behaviours.base import Behaviour
@@ -20,6 +20,8 @@ from distwrap.wording import named_ranks
 
 Parts = dict[type[RunPart], RunPart]
 
+# Errors that say what a strategy does not do. A hang, or ranks that have trained apart, is what it has done.
+_REFUSALS = (ModelError, OptionError, PrecisionError)
 _POLL = 0.001
 _IN_VAIN = "in_vain"
 
@@ -37,12 +39,16 @@ class Verdict:
     words: str = ""
 
     @classmethod
-    def of(cls, error: BaseException) -> Verdict:
+    def of(cls, error: BaseException, behaviour: Behaviour) -> Verdict:
         """Return the verdict over a behaviour that raised an error."""
-        words = " ".join(str(error).split())
-        if isinstance(error, DistwrapError) and not isinstance(error, ConformanceError):
-            return cls("refused", f"{type(error).__name__}: {words}")
-        return cls("failed", f"{type(error).__name__}: {words}")
+        refusals = (*_REFUSALS, CollectiveError) if behaviour.may_refuse else _REFUSALS
+        is_refusal = isinstance(error, refusals) and not isinstance(error, (DriftError, TimeoutError))
+        return cls("refused" if is_refusal else "failed", words_of(error))
+
+
+def words_of(error: BaseException) -> str:
+    """Return an error's type and message in one line."""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 def perform(behaviours: dict[str, Behaviour], folder: Path, limit: float) -> None:
@@ -85,12 +91,13 @@ def _tried(behaviour: Behaviour, world: World, first: Parts, folder: Path) -> Ve
             behaviour.body(Trial(world, folder))
         verdict = Verdict("passed")
     except Exception as error:  # noqa: BLE001 - the verdict has it
-        verdict = Verdict.of(error)
+        verdict = Verdict.of(error, behaviour)
     world.options = options  # which hold the seed
     try:
         _begin_anew(world, first)
     except Exception as error:  # noqa: BLE001 - as of ranks that drifted apart
-        verdict = Verdict("failed", Verdict.of(error).words) if verdict.how == "passed" else verdict
+        if verdict.how == "passed" or (verdict.how == "refused" and isinstance(error, DriftError)):
+            verdict = Verdict("failed", words_of(error))
     return verdict
 
 

@@ -88,7 +88,7 @@ def killed_once(folder: Path, first: int, told: mmap.mmap) -> bool:
                 os._exit(1)
         children.append(child)
     end = time.monotonic() + 60
-    while not any(folder.glob(f".step-{first}.tmp")) and not (folder / f"step-{first}").exists():
+    while not any(folder.glob(f".step-{first}.*.tmp")) and not (folder / f"step-{first}").exists():
         assert time.monotonic() < end, "the ranks did not begin to save"
         time.sleep(0.002)
     time.sleep(random.uniform(0.0, LONGEST))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -54,4 +55,32 @@ def test_pieces_are_read_at_any_number_of_ranks(tmp_path: Path) -> None:
             assert same(found, expected), nprocs
     for name in NAMES:
         whole = dw.load(tmp_path / name)
+        assert same({key: whole[key] for key in expected}, expected)
+
+
+def resumed_without_a_common_disk(folder: Path) -> list[dict[str, Any]]:
+    """Resume from files that rank 1 alone has."""
+    expected = saved(folder)
+    own = folder / f"of {dw.rank()}"
+    own.mkdir()
+    if dw.rank() == 1:
+        shutil.copy(folder / "file.pt", own)
+        shutil.copytree(folder / "parts", own / "parts")
+    model, optimizer = made()
+    found = dw.resume_from(own / "file.pt", into={"model": model, "optimizer": optimizer})
+    assert found["epoch"] == 3
+    assert isinstance(found["model"]["first.weight"], DTensor)
+    assert isinstance(found["optimizer"]["state"][0]["exp_avg"], DTensor)
+    whole = dw.resume_from(own / "file.pt")
+    with pytest.raises(CheckpointError, match=r"rank 0 of 2 see another or none: put it on a disk that all nodes see"):
+        dw.resume_from(own / "parts", into={"model": model})
+    with pytest.raises((CheckpointError, FileNotFoundError), match=r"(rank 0 cannot open .*, which must|No such file)"):
+        dw.load(own / "parts", io="sharded")
+    return [expected, {"model": state_of(model), "optimizer": state_of(optimizer)}, whole]
+
+
+def test_a_file_of_one_node_is_sent_in_pieces(tmp_path: Path) -> None:
+    """A run without a common disk goes on bit by bit; parts that a rank does not see are an error on every rank."""
+    for expected, found, whole in run_ranks(resumed_without_a_common_disk, 2, tmp_path, timeout=30):
+        assert same(found, expected)
         assert same({key: whole[key] for key in expected}, expected)

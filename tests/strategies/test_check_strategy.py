@@ -10,10 +10,18 @@ import pytest
 from torch import nn
 
 from distwrap import DDPStrategy, rank
-from distwrap.errors import ConformanceError, OptionError
+from distwrap.errors import (
+    CollectiveError,
+    CollectiveTimeoutError,
+    ConformanceError,
+    DriftError,
+    OptionError,
+    WorkerError,
+)
 from distwrap.testing import check_strategy, conformance
 from tests.strategies.wrappers import Copy
 
+BROKEN = {kind.__name__: kind for kind in (CollectiveTimeoutError, CollectiveError, DriftError, WorkerError)}
 AROUND = ["is_an_instance", "training_flag"]  # which nothing here breaks
 
 
@@ -30,6 +38,8 @@ class WrongClip(DDPStrategy):
             return norm / 2
         if self.how == "refused":
             raise OptionError("WrongClip clips nothing. Leave max_norm out.")
+        if self.how in BROKEN:
+            raise BROKEN[self.how]("in a clip")
         if rank() == 1 and self.how == "hangs":
             time.sleep(60)
         if rank() == 1 and self.how == "dies":
@@ -73,6 +83,13 @@ def test_a_refusal_by_name_is_no_failure() -> None:
     assert results["clip_tells_the_norm"].startswith("refused: OptionError: WrongClip clips nothing")
     with pytest.raises(ConformanceError, match="training_flag: it passed, and refuses= lists it"):
         check_strategy("ddp", 1, only=AROUND, refuses=["training_flag"])
+
+
+@pytest.mark.parametrize("how", BROKEN)
+def test_a_broken_run_is_no_refusal(how: str) -> None:
+    """A hang, ranks that disagree or that have trained apart: where ``refuses=`` names the behaviour too."""
+    with pytest.raises(ConformanceError, match=f"clip_tells_the_norm: {how}: in a clip"):
+        check_strategy(WrongClip(how), only=["clip_tells_the_norm"], refuses=["clip_tells_the_norm"])
 
 
 def test_numbers_are_compared_with_one_process() -> None:

@@ -12,8 +12,9 @@ class Behaviour:
     """One behaviour of a strategy.
 
     Attributes:
-        body: raises where the strategy behaves otherwise, and a `DistwrapError` where it refuses.
-        may_refuse: whether every strategy may refuse it by name.
+        body: raises where the strategy behaves otherwise, and a `ModelError`, `OptionError` or `PrecisionError` where
+            it refuses.
+        may_refuse: whether every strategy may refuse it by name, also by a `CollectiveError` that is no timeout.
         launches: whether the body runs in the caller, and gets a `Launch` to start ranks of its own.
     """
 
