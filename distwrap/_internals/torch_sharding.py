@@ -41,21 +41,6 @@ def end_fsdp_forward(model: nn.Module, output: Any) -> Any:
     return output if state is None else state._post_forward(model, None, output)
 
 
-def leave_fsdp_forward(model: nn.Module) -> None:
-    """Bring FSDP back to where the next forward can begin, after an exception in the midst of one.
-
-    Relies on ``torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()._training_state``,
-    ``torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()._state_ctx``.
-    Without it: a loop that goes on after an exception in a forward gets wrong gradients of its next one.
-    """
-    for module, state in _states(model):
-        state._training_state = type(state._training_state).IDLE
-        state._state_ctx.iter_forward_root = None
-        for group in _groups(state):
-            group._training_state = type(group._training_state).IDLE
-        module.reshard()
-
-
 class BeforeFSDP:
     """Memory of what a model's modules were before FSDP divides them; what their owner changes later stays.
 

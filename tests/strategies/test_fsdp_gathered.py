@@ -1,0 +1,172 @@
+"""``strategy="fsdp"``: what a loop does between a forward and its backward acts on the shards, and not on copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import distwrap as dw
+from distwrap.testing import run_ranks
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.layer = nn.LayerNorm(6), nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.layer(self.norm(x)).tanh()  # type: ignore[no-any-return]
+
+
+class Net(nn.Module):
+    """Blocks between two layers; it may fail in the midst of a forward or of its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(5, 6), nn.Linear(6, 5)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.fails = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            if self.fails == "forward" and block is self.blocks[2]:
+                raise ZeroDivisionError
+            if self.fails == "backward" and block is self.blocks[1]:
+                x.register_hook(_fail)
+            x = block(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+    def score(self, x: torch.Tensor) -> torch.Tensor:
+        return self(x).square().mean()  # type: ignore[no-any-return]
+
+
+def _fail(grad: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def data(dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).to(dtype)
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def _loss(model: Any, x: torch.Tensor) -> torch.Tensor:
+    return (model(x) - x).square().mean()
+
+
+def zero_in_between(model: Any, x: torch.Tensor) -> None:
+    optimizer = adamw(model)
+    for _ in range(3):
+        loss = _loss(model, x)
+        model.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def changed_after_forwards(model: Any, x: torch.Tensor) -> None:
+    """Weights change after an evaluation, and after a forward that had no backward."""
+    optimizer = adamw(model)
+    _loss(model, x).backward()
+    for grads in (False, True, False):
+        with torch.set_grad_enabled(grads):
+            model(x)
+        optimizer.step()
+        _loss(model, x).backward()
+    with torch.no_grad():
+        model.score(x)
+        for parameter in model.parameters():
+            parameter.mul_(0.9)  # as an average of weights is copied into a model
+    optimizer.zero_grad()
+    _loss(model, x).backward()
+    optimizer.step()
+
+
+def frozen_on_the_way(model: Any, x: torch.Tensor) -> None:
+    """Freeze after an evaluation, unfreeze between a forward and its backward."""
+    optimizer = adamw(model)
+    for step in range(4):
+        if step == 1:
+            with torch.no_grad():
+                model(x)
+            model.last.requires_grad_(False)
+        optimizer.zero_grad()
+        loss = _loss(model, x)
+        if step == 2:
+            model.requires_grad_(True)
+        loss.backward()
+        optimizer.step()
+
+
+def grown_optimizer(model: Any, x: torch.Tensor) -> None:
+    """Collect parameters after an evaluation and between a forward and its backward."""
+    with torch.no_grad():
+        model(x)
+    optimizer = adamw(model.first)
+    _loss(model, x).backward()
+    optimizer.step()
+    loss = _loss(model, x)
+    optimizer.add_param_group({"params": list(model.last.parameters())})
+    optimizer.add_param_group({"params": [value for name, value in model.named_parameters() if "blocks" in name]})
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    _loss(model, x).backward()
+    optimizer.step()
+
+
+def failed_forward(model: Any, x: torch.Tensor) -> None:
+    _failing(model, x, "forward")
+
+
+def failed_backward(model: Any, x: torch.Tensor) -> None:
+    _failing(model, x, "backward")
+
+
+def _failing(model: Any, x: torch.Tensor, where: str) -> None:
+    optimizer = adamw(model)
+    for step in range(4):
+        model.fails = where if step in (1, 2) else ""
+        try:
+            _loss(model, x).backward()
+            optimizer.step()
+        except ZeroDivisionError:
+            pass
+        model.zero_grad()
+
+
+WAYS: tuple[Callable[[Any, torch.Tensor], None], ...] = (
+    *(zero_in_between, changed_after_forwards, frozen_on_the_way, grown_optimizer),
+    *(failed_forward, failed_backward),
+)
+
+
+def _distance(model: nn.Module, net: nn.Module) -> float:
+    from distwrap.strategies import shards
+
+    state = shards.full_state(model, everywhere=True)
+    return max(float((state[name] - value).abs().max()) for name, value in net.state_dict().items())
+
+
+def _ways(options: dict[str, Any]) -> dict[str, float]:
+    found = {}
+    for way in WAYS:
+        net, model = Net().double(), dw.wrap_model(Net().double(), strategy="fsdp", **options)
+        way(net, data())
+        way(model, data().chunk(dw.world_size())[dw.rank()])
+        found[way.__name__] = _distance(model, net)
+    return found
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"checkpointing": True}])
+def test_between_a_forward_and_its_backward(options: dict[str, Any]) -> None:
+    """Zeroed, frozen, collected or changed in between, or after an exception: the weights are those of one process."""
+    for found in run_ranks(_ways, 2, options):
+        assert max(found.values()) < 1e-9, found
