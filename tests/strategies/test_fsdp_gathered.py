@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import distwrap as dw
+from distwrap import FSDPStrategy
 from distwrap.testing import run_ranks
 
 
@@ -170,3 +171,40 @@ def test_between_a_forward_and_its_backward(options: dict[str, Any]) -> None:
     """Zeroed, frozen, collected or changed in between, or after an exception: the weights are those of one process."""
     for found in run_ranks(_ways, 2, options):
         assert max(found.values()) < 1e-9, found
+
+
+def _given_back() -> None:
+    """Divide a model, train it, and make it plain again."""
+    from distwrap.strategies import shards
+
+    net = Net()
+    mine = net.blocks[0].layer.register_forward_hook(lambda *_: None)
+    before = {name: (type(part), _hooks(part)) for name, part in net.named_modules()}
+    for precision in ("32", "bf16"):
+        model = dw.wrap_model(net, strategy="fsdp", precision=precision)
+        optimizer = adamw(model)
+        _loss(model, data(torch.float32)).backward()
+        later = [part.register_forward_hook(lambda *_: None) for part in (net.blocks[1].layer, net.blocks[1])]
+        optimizer.step()
+        loss = _loss(model, data(torch.float32))
+        state = shards.full_state(model, everywhere=True)
+        FSDPStrategy().give_back(net, model, state)
+        assert all(type(value) is nn.Parameter for value in net.parameters())
+        assert all(value.equal(state[name]) for name, value in net.state_dict().items())
+        assert all(len(vars(part)["_forward_hooks"]) == 1 for part in (net.blocks[1].layer, net.blocks[1]))
+        for handle in later:
+            handle.remove()
+        assert {name: (type(part), _hooks(part)) for name, part in net.named_modules()} == before
+        loss.detach()
+    mine.remove()
+    net.load_state_dict(Net().state_dict())
+    assert _loss(net, data(torch.float32)).equal(_loss(Net(), data(torch.float32)))
+
+
+def _hooks(module: nn.Module) -> dict[str, int]:
+    return {name: len(value) for name, value in vars(module).items() if name.endswith("hooks") and value}
+
+
+def test_a_model_given_back_is_plain() -> None:
+    """No module keeps a hook of FSDP, also those inside of units, and all keep those of their owner."""
+    run_ranks(_given_back, 2)
