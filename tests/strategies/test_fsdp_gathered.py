@@ -11,6 +11,7 @@ from torch import nn
 
 import distwrap as dw
 from distwrap import FSDPStrategy
+from distwrap.errors import ModelError
 from distwrap.testing import run_ranks
 
 
@@ -208,3 +209,56 @@ def _hooks(module: nn.Module) -> dict[str, int]:
 def test_a_model_given_back_is_plain() -> None:
     """No module keeps a hook of FSDP, also those inside of units, and all keep those of their owner."""
     run_ranks(_given_back, 2)
+
+
+def _types(precision: str, change: Callable[[Net], object]) -> float:
+    """Train what begins in types of its own, and is unfrozen on the way."""
+    net, own = _changed(change), _changed(change)
+    model = dw.wrap_model(own, strategy="fsdp", precision=precision)
+    x = data(torch.float32)
+    with torch.inference_mode():
+        model(x)
+    trained = [(each, torch.optim.SGD(each.parameters(), lr=0.1)) for each in (model, net)]
+    for step in range(4):
+        for each, optimizer in trained:
+            if step == 2:
+                each.requires_grad_(True)
+            optimizer.zero_grad()
+            with torch.autocast("cpu", torch.bfloat16, enabled=each is net and precision == "bf16"):
+                loss = _loss(each, x.chunk(dw.world_size())[dw.rank()] if each is model else x)
+            loss.backward()
+            optimizer.step()
+    return _distance(model, net)
+
+
+def _frozen(net: Net) -> None:
+    net.blocks.requires_grad_(False)
+
+
+def _of_two_types(net: Net) -> None:
+    for block in net.blocks:
+        layer: Any = block.layer.double()  # type: ignore[union-attr]
+        layer.forward = lambda x, own=layer: nn.functional.linear(x.double(), own.weight, own.bias).float()
+
+
+def _of_two_types_in_one_module(net: Net) -> None:
+    net.blocks[1].odd = nn.Parameter(torch.ones(2).double())
+
+
+def _of_all_types() -> list[float]:
+    with pytest.raises(ModelError, match=r"'blocks.1' has weights of torch.float64"):
+        dw.wrap_model(_changed(_of_two_types_in_one_module), strategy="fsdp")
+    return [_types("32", _frozen), _types("32", _of_two_types), _types("bf16", _frozen)]
+
+
+def _changed(change: Callable[[Net], object]) -> Net:
+    net = Net()
+    change(net)
+    return net
+
+
+def test_types_are_those_of_the_parameters_at_any_time() -> None:
+    """First run without gradients, frozen at first, or of two types: the gradients are exact; or refused by name."""
+    for *exact, in_bf16 in run_ranks(_of_all_types, 2):
+        assert max(exact) < 1e-5
+        assert in_bf16 < 1e-2

@@ -73,6 +73,36 @@ def norms_of(net: nn.Module) -> list[nn.Module]:
     return [part for part in net.modules() if isinstance(part, norm_classes()) and [*part.parameters(recurse=False)]]
 
 
+def of_other_types(net: nn.Module, units: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Return the modules whose weights are of another type than most in their unit, by types: no unit mixes them.
+
+    Raises:
+        ModelError: a module has weights of two types itself, or a unit that is one module with others inside.
+    """
+    holder: dict[int, nn.Module] = {}
+    for unit in (net, *reversed(units)):  # those that hold others first
+        holder.update((id(part), unit) for part in unit.modules())
+    trained = [
+        (name, part, dtype, sum(p.numel() for p in part.parameters(recurse=False) if p.requires_grad))
+        for name, part in net.named_modules()
+        for dtype in sorted({p.dtype for p in part.parameters(recurse=False) if p.requires_grad}, key=str)
+    ]
+    numbers: dict[int, Counter[torch.dtype]] = {}
+    for _, part, dtype, number in trained:
+        numbers.setdefault(id(holder[id(part)]), Counter())[dtype] += number
+    found: dict[torch.dtype, list[nn.Module]] = {}
+    for name, part, dtype, _ in trained:
+        unit = holder[id(part)]
+        if dtype != numbers[id(unit)].most_common(1)[0][0]:
+            if part is unit or sum(part is other for _, other, *_ in trained) > 1:
+                raise ModelError(
+                    f"{name or type(net).__name__!r} has weights of {dtype} beside others of its own in another type, "
+                    f"and FSDP averages the gradients of a unit in one. Put them in a module of their own."
+                )
+            found.setdefault(dtype, []).append(part)
+    return list(found.values())
+
+
 def computed_in(in_precision: InPrecision, net: nn.Module) -> torch.dtype | None:
     """Return the type in which autocast multiplies weights, if it is to: they are gathered in it then."""
     kind = in_precision.device.type
