@@ -42,6 +42,7 @@ class GatheredUnits:
         self._model, self._on_exchange = model, on_exchange
         found = {id(group): group for _, state in _states(model) for group in _groups(state)}
         self._units, self._hidden = list(found.values()), set[int]()
+        self._unmarked = [param for unit in self._units for param in unit.fsdp_params]
         known = {id(parameter): name for name, parameter in model.named_parameters()}
         self.names = [[known.get(id(param.sharded_param), "") for param in unit.fsdp_params] for unit in self._units]
         for number, unit in enumerate(self._units):
@@ -70,6 +71,8 @@ class GatheredUnits:
     def end(self) -> None:
         """Put the shards back on the modules after a forward, and let go of what no backward needs."""
         keep = torch.is_grad_enabled()
+        if self._unmarked:
+            self._mark_copies()
         for number, unit in enumerate(self._units):
             if unit.is_unsharded and keep:
                 self._hidden.add(number)
@@ -110,6 +113,12 @@ class GatheredUnits:
                 group.wait_for_unshard()
                 group._to_sharded()
 
+    def _mark_copies(self) -> None:
+        for param in self._unmarked:
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.distwrap_shard = param.sharded_param
+        self._unmarked = [param for param in self._unmarked if not hasattr(param, "_unsharded_param")]
+
     def _drop_gradients(self) -> None:
         for unit in self._units:
             for param in unit.fsdp_params:
@@ -148,6 +157,11 @@ class GatheredUnits:
             if having:
                 self._on_exchange(number, having)
         post_backward(*unused)
+
+
+def shard_of(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the shard of a parameter that was gathered for a forward, and any other as it is."""
+    return getattr(parameter, "distwrap_shard", parameter)
 
 
 def in_backward() -> bool:

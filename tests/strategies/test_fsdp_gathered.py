@@ -262,3 +262,26 @@ def test_types_are_those_of_the_parameters_at_any_time() -> None:
     for *exact, in_bf16 in run_ranks(_of_all_types, 2):
         assert max(exact) < 1e-5
         assert in_bf16 < 1e-2
+
+
+def _two_windows() -> list[float]:
+    nets = [Net().double(), Net().double()]
+    models = [dw.wrap_model(Net().double(), strategy="fsdp") for _ in nets]
+    x = data()
+    rows = x.chunk(dw.world_size())[dw.rank()].chunk(2)
+    for given in zip(*(dw.accumulate(rows, 2, model) for model in models), strict=True):
+        for model, (some, _) in zip(models, given, strict=True):
+            losses = (model(some) - some).square()
+            dw.scale_loss(losses.sum(), losses.numel()).backward()
+    for each in nets:
+        _loss(each, x).backward()
+    return [
+        float((mine.grad.full_tensor() - other.grad).abs().max())
+        for model, net in zip(models, nets, strict=True)
+        for mine, other in zip(model.parameters(), net.parameters(), strict=True)
+    ]
+
+
+def test_the_window_of_a_loss_is_found() -> None:
+    """With windows of two divided models under way, a loss is known by the parameters under it."""
+    assert max(max(found) for found in run_ranks(_two_windows, 2)) < 1e-9
