@@ -39,7 +39,7 @@ class Unison:
         self._all = current_world().part(Alignments)
         self._key = self._all.add(self)
         self.turn = self.count = 0
-        self._noted: list[tuple[list[int], str]] = []
+        self._noted: list[list[object]] = []
         self.forget()
 
     def forget(self) -> None:
@@ -81,15 +81,15 @@ class Unison:
         channel, place = self._all.world.channel, self._all.world.placement
         if channel is None:
             return
-        here, mine, other = [self.turn, self.count], self._words(now), (place.rank + 1) % place.world_size
-        self._noted = [*self._noted[-1:], (here, mine)]  # the next rank may be one behind
+        here, other = [self.turn, self.count], (place.rank + 1) % place.world_size
+        self._noted = [*self._noted[-1:], [here, now, self._words(now)]]  # the next rank may be one behind
         channel.note(self._key, json.dumps(self._noted))
         asked_at, seen, is_past = time.monotonic(), None, False
         while True:
             noted = json.loads(channel.noted(self._key, other) or "[]")
-            its = next((words for at, words in noted if at == here), None)
-            if its is None and (is_past or any(at > here for at, _ in noted)):
-                its = self._words(foreseen)
+            its = next((told[1:] for told in noted if told[0] == here), None)
+            if its is None and (is_past or any(told[0] > here for told in noted)):
+                its = [foreseen, self._words(foreseen)]
             if its is not None:
                 break
             time.sleep(PAUSE_SECONDS)
@@ -98,28 +98,31 @@ class Unison:
                 at, why = answer
                 is_past = at > here
                 if not is_past and why and (answer == seen or why.startswith("has")):
-                    self._refuse(mine, other, why)
+                    self._refuse(now, other, why)
                 seen = answer
-        if its != mine:
-            self._refuse(mine, other, its)
+        if its[0] is None or tuple(its[0]) != now:
+            self._refuse(now, other, its[1])
 
     def _words(self, exchange: Exchange | None) -> str:
         if exchange is None or exchange == _END:
             return "has ended it" if exchange else "does something else"
         names, gradients = self._units[exchange[0]], exchange[1]
+        without = [name for place, name in enumerate(names) if not gradients >> place & 1]
         if gradients == -1:
             return f"gathers {_few(names)}"
-        without = [name for place, name in enumerate(names) if not gradients >> place & 1]
-        with_one = [name for name in names if name not in without]
-        return f"averages gradients of {_few(with_one)}" + (f", and has none of {_few(without)}" if without else "")
+        return f"has no gradients of {_few(without)}" if without else f"has gradients of all of {_few(names)}"
 
-    def _refuse(self, mine: str, other: int, its: str) -> NoReturn:
+    def _refuse(self, now: Exchange, other: int, its: str) -> NoReturn:
+        rank, mine = self._all.world.placement.rank, self._words(now)
+        way_out = (
+            "Let parameters that have none on some ranks have zeros, by model.set_reduce_scatter_unused_params(True)"
+            if now[1] > 0
+            else "Let what runs on some ranks only, as an expert, be a part of a larger unit, as wrap=['Block'] says it"
+        )
         raise ModelError(
-            f"in forward {self.turn} of {self._model} or its backward, rank {self._all.world.placement.rank} {mine}, "
-            f"and rank {other} {its}. Their numbers would be mixed: all ranks run the units of a divided model in the "
-            f"same order, whatever their data. Make what runs on some ranks only a part of a larger unit, as "
-            f"FSDPStrategy(wrap=['Block']), and let parameters without a gradient have zeros: "
-            f"model.set_reduce_scatter_unused_params(True)."
+            f"in forward {self.turn} of {self._model} or its backward, rank {rank} {mine}, and rank {other} {its}. "
+            f"Their numbers would be mixed: all ranks use the same units of a divided model in the same order, "
+            f"whatever their data. {way_out}."
         )
 
 

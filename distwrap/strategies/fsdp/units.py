@@ -40,7 +40,7 @@ def units_of(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
 
     Args:
         model: the user's.
-        wrap: ``"auto"``: the blocks of each list of alike blocks, and whatever else is as large as those; names of
+        wrap: ``"auto"``: the blocks of each list of alike blocks but experts, and what else is as large; names of
             classes; the number of parameters from which a module is a unit, if none inside it is; or a function.
 
     Raises:
@@ -48,12 +48,15 @@ def units_of(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
     """
     named = [(name, module) for name, module in model.named_modules() if name and _count(module)]
     if wrap == "auto":
-        chosen = alike_blocks(model)
+        # Of experts each rank's data choose some: they are gathered with what they are in, on all ranks.
+        lists = [part for name, part in named if "expert" in name.rpartition(".")[2] and isinstance(part, _LISTS)]
+        experts = {id(inner) for part in lists for inner in part.modules()}
+        chosen = [block for block in alike_blocks(model) if id(block) not in experts]
         own = {id(parameter) for block in chosen for parameter in block.parameters()}
         mean = len(chosen) and sum(map(_count, chosen)) // len(chosen)
         rest = [module for _, module in named if not any(True for _ in module.children())]
         rest = [module for module in rest if own.isdisjoint(map(id, module.parameters()))]
-        chosen += [module for module in rest if mean and _count(module) >= mean]
+        chosen += [module for module in rest if mean and _count(module) >= mean and id(module) not in experts]
         chosen = [unit for unit in chosen if not _shared_outside(model, unit)]
     else:
         chosen = _asked_for(named, wrap)
