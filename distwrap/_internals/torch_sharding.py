@@ -41,21 +41,6 @@ def end_fsdp_forward(model: nn.Module, output: Any) -> Any:
     return output if state is None else state._post_forward(model, None, output)
 
 
-def leave_fsdp_forward(model: nn.Module) -> None:
-    """Bring FSDP back to where the next forward can begin, after an exception in the midst of one.
-
-    Relies on ``torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()._training_state``,
-    ``torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()._state_ctx``.
-    Without it: a loop that goes on after an exception in a forward gets wrong gradients of its next one.
-    """
-    for module, state in _states(model):
-        state._training_state = type(state._training_state).IDLE
-        state._state_ctx.iter_forward_root = None
-        for group in _groups(state):
-            group._training_state = type(group._training_state).IDLE
-        module.reshard()
-
-
 class BeforeFSDP:
     """Memory of what a model's modules were before FSDP divides them; what their owner changes later stays.
 
@@ -73,6 +58,7 @@ class BeforeFSDP:
         *("_forward_pre_hooks", "_forward_pre_hooks_with_kwargs", "_forward_hooks", "_forward_hooks_always_called"),
         *("_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks"),
     )
+    _MARKS = ("_is_fsdp_", "_fsdp_")
     _CUT = ("_distwrap_local", "_distribute_module_applied")  # what tensor parallelism leaves
 
     def __init__(self, model: nn.Module) -> None:
@@ -87,15 +73,25 @@ class BeforeFSDP:
 
         mapping = getattr(_composable_state, "_module_state_mapping", {})
         for module, kind, names, hooks in self._modules:
+            self._remove_hooks(module, hooks)
+            added = [name for name in vars(module) if name not in names]
             if hasattr(module, "_get_fsdp_state") or not vars(module).keys().isdisjoint(self._CUT):
                 module.__class__ = kind
-                for name, before in hooks.items():
-                    for key in set(vars(module)[name]) - before:
-                        del vars(module)[name][key]
-                for name in [name for name in vars(module) if name not in names]:
-                    if name == "forward" or "composable" in name or name.startswith(("__", "_dist")):
-                        del vars(module)[name]
                 mapping.pop(module, None)
+                added = [name for name in added if name == "forward" or name.startswith(("__", "_dist", *self._MARKS))]
+            else:
+                added = [name for name in added if name.startswith(self._MARKS)]
+            for name in added:
+                delattr(module, name)
+
+    def _remove_hooks(self, module: nn.Module, before: dict[str, set[int]]) -> None:
+        tables = {name: vars(module)[name] for name in before}
+        for name, table in tables.items():
+            for key in set(table) - before[name]:
+                owner = getattr(getattr(table[key], "hook", table[key]), "__module__", None) or ""
+                if owner.startswith(("torch.distributed.", "distwrap.strategies.")):
+                    for each in tables.values():
+                        each.pop(key, None)
 
 
 def accumulated_gradients(model: nn.Module) -> list[torch.Tensor]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -85,7 +85,7 @@ class Adoption(RunPart):
     """Look at each optimizer of divided parameters before its first step."""
 
     def __init__(self, world: World) -> None:
-        self._seen: WeakSet[Optimizer] = WeakSet()
+        self._seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # groups of each
         self._handle = register_optimizer_step_pre_hook(self._before)
 
     def close(self) -> None:
@@ -93,9 +93,9 @@ class Adoption(RunPart):
         self._handle.remove()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if optimizer in self._seen:
+        if self._seen.get(optimizer) == len(optimizer.param_groups):
             return
-        self._seen.add(optimizer)
+        self._seen[optimizer] = len(optimizer.param_groups)
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         divided = [parameter for parameter in held if isinstance(parameter, DTensor)]
         if divided and isinstance(optimizer, torch.optim.LBFGS):

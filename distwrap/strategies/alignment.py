@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Sequence
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 import torch
@@ -25,6 +26,13 @@ ASK_SECONDS = 0.5  # after which a rank that has not come is asked where it is
 _KINDS = {True: "with gradients", False: "without gradients"}
 
 
+class Counted(Protocol):
+    """Count of something that a model does on this rank, in each of its turns."""
+
+    turn: int
+    count: int
+
+
 class Alignments(RunPart):
     """The divided models of a run on this rank; it tells others where their forwards are.
 
@@ -35,15 +43,15 @@ class Alignments(RunPart):
 
     def __init__(self, world: World) -> None:
         self.world, self.has_left = world, False
-        self._models: WeakValueDictionary[str, Alignment] = WeakValueDictionary()
+        self._models: WeakValueDictionary[str, Counted] = WeakValueDictionary()
         self._name = f"forwards {world.count('alignments')}"
         if world.channel is not None:
             world.channel.work.serve(f"{self._name}/{world.placement.rank}", self._where)
 
-    def add(self, alignment: Alignment) -> str:
-        """Note a model, and return the key of its notes, alike on all ranks."""
+    def add(self, counted: Counted) -> str:
+        """Note what is counted of a model, and return the key of its notes, alike on all ranks."""
         key = f"{self._name}/{self.world.count(self._name)}"
-        self._models[key] = alignment
+        self._models[key] = counted
         return key
 
     def ask(self, rank: int, key: str) -> tuple[list[int], str]:
@@ -102,6 +110,10 @@ class Alignment:
         self.count += 1
         if begins or not with_gradients:
             self._meet()
+
+    def interrupt(self) -> None:
+        """Let the ranks meet before the next forward, since an exception has ended one or its backward here."""
+        self._with_gradients = None
 
     def _meet(self) -> None:
         channel, place = self._all.world.channel, self._all.world.placement

@@ -9,6 +9,7 @@ from torch import nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from distwrap._internals.torch import foreach
+from distwrap._internals.torch_fsdp import shard_of
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.collectives import total
 from distwrap.group.world import RunPart, World, current_world
@@ -194,6 +195,6 @@ def _parameters_under(loss: torch.Tensor) -> set[int]:
         node = nodes.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            found.add(id(getattr(node, "variable", None)))
+            found.add(id(shard_of(getattr(node, "variable", None))))
             nodes += [before for before, _ in node.next_functions]
     return found

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from distwrap._internals.torch_sharding import begin_fsdp_forward, end_fsdp_forward, leave_fsdp_forward
+from distwrap._internals.torch_fsdp import GatheredUnits, in_backward
+from distwrap._internals.torch_sharding import begin_fsdp_forward, end_fsdp_forward
 from distwrap.errors import ModelError
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing
@@ -19,6 +20,9 @@ from distwrap.precision import InPrecision
 from distwrap.strategies import shards
 from distwrap.strategies.alignment import Alignment
 from distwrap.strategies.fsdp.tensor_parallel import TensorParallel
+from distwrap.strategies.fsdp.unison import Unison
+
+_OF_PARAMETERS = {"zero_grad", "requires_grad_", "parameters", "named_parameters"}
 
 
 class FSDPRouting(Routing):
@@ -39,6 +43,8 @@ class FSDPRouting(Routing):
         super().__init__(module, in_precision, forward_methods)
         self.buffers = buffers
         self.alignment = Alignment(class_of(self.model))
+        self.units = GatheredUnits(self.model, lambda unit, gradients: self.unison.exchange(unit, gradients))
+        self.unison = Unison(class_of(self.model), self.units.names)
         self.run = in_precision(self._everywhere)
 
     def _everywhere(self, *args: Any, **kwargs: Any) -> Any:
@@ -46,16 +52,23 @@ class FSDPRouting(Routing):
         self._count()
         try:
             with self._running():
-                return self.module(*args, **kwargs)
+                output = self.module(*args, **kwargs)
         except Exception:
-            leave_fsdp_forward(self.model)
+            self._start_afresh()
             raise
+        self._rest()
+        return output
 
     def _running(self) -> AbstractContextManager[object]:
         return nullcontext() if self.tensor_parallel is None else self.tensor_parallel.running
 
     def _count(self) -> None:
+        is_first = not in_backward()  # else it computes something again
+        if is_first and self.units.begin():
+            self._forget()
         self.alignment.forward()
+        if is_first:
+            self.unison.forward(self.units.average)
         if self.buffers is not None and self.model.training:
             self.buffers.forwards += 1
 
@@ -70,15 +83,40 @@ class FSDPRouting(Routing):
     def _end(self, output: Any, call: MethodCall) -> Any:
         if call.begun:
             output = end_fsdp_forward(self.model, output)
+            self._rest()
         return super()._end(output, call)
+
+    def _rest(self) -> None:
+        if not in_backward():
+            self.units.end()
 
     def _after_failure(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
-            leave_fsdp_forward(self.model)
+            self._start_afresh()
+
+    def _start_afresh(self) -> None:
+        if not in_backward():
+            self.units.start_afresh()
+            self._forget()
+
+    def _forget(self) -> None:
+        self.alignment.interrupt()
+        self.unison.forget()
+
+    def settle(self) -> None:
+        """Put the shards back on the modules, where an exception has ended a backward."""
+        if self.units.is_broken():
+            self.units.begin()
+            self._forget()
 
 
 class DividedModel(ModelFirst):
     """A model of which each rank holds a share of every weight, as a ``DTensor``; a real ``FSDPModule`` is inside."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _OF_PARAMETERS:
+            self._distwrap.settle()
+        return super().__getattr__(name)
 
     def train(self, mode: bool = True) -> Any:
         """Set the training flag; when training pauses, take over rank 0's buffers."""

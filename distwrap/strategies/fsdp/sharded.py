@@ -27,7 +27,7 @@ from distwrap.strategies.base import Wrapping
 from distwrap.strategies.fsdp.model import DividedModel, FSDPRouting
 from distwrap.strategies.fsdp.recomputation import recompute
 from distwrap.strategies.fsdp.tensor_parallel import TensorParallel
-from distwrap.strategies.fsdp.units import computed_in, norms_of, units_of
+from distwrap.strategies.fsdp.units import computed_in, norms_of, of_other_types, units_of
 
 if TYPE_CHECKING:
     from distwrap.strategies.fsdp.strategy import FSDPStrategy
@@ -137,10 +137,10 @@ def _shard(
         unit.register_forward_hook(_without_views)
     # Of the model itself nothing hangs on a hook where its units have theirs: it stays gathered until its backward.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
-    norms = norms_of(net) if dtype is not None else []
-    if norms:
-        # Norms compute in float32 under autocast, on the CPU only with weights in it: one unit of all of them.
-        fully_shard(norms, **{**options, "reshard_after_forward": False})
+    # Norms compute in float32 under autocast, on the CPU only with weights in it: one unit of all of them.
+    for modules in [norms_of(net)] if dtype is not None else of_other_types(net, units):
+        if modules:
+            fully_shard(modules, **{**options, "reshard_after_forward": False})
     for unit in units:
         fully_shard(unit, mp_policy=policy, **options)
     fully_shard(net, mp_policy=policy, **{**options, "reshard_after_forward": False if units else None})

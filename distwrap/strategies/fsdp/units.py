@@ -40,7 +40,7 @@ def units_of(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
 
     Args:
         model: the user's.
-        wrap: ``"auto"``: the blocks of each list of alike blocks, and whatever else is as large as those; names of
+        wrap: ``"auto"``: the blocks of each list of alike blocks but experts, and what else is as large; names of
             classes; the number of parameters from which a module is a unit, if none inside it is; or a function.
 
     Raises:
@@ -48,12 +48,15 @@ def units_of(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
     """
     named = [(name, module) for name, module in model.named_modules() if name and _count(module)]
     if wrap == "auto":
-        chosen = alike_blocks(model)
+        # Of experts each rank's data choose some: they are gathered with what they are in, on all ranks.
+        lists = [part for name, part in named if "expert" in name.rpartition(".")[2] and isinstance(part, _LISTS)]
+        experts = {id(inner) for part in lists for inner in part.modules()}
+        chosen = [block for block in alike_blocks(model) if id(block) not in experts]
         own = {id(parameter) for block in chosen for parameter in block.parameters()}
         mean = len(chosen) and sum(map(_count, chosen)) // len(chosen)
         rest = [module for _, module in named if not any(True for _ in module.children())]
         rest = [module for module in rest if own.isdisjoint(map(id, module.parameters()))]
-        chosen += [module for module in rest if mean and _count(module) >= mean]
+        chosen += [module for module in rest if mean and _count(module) >= mean and id(module) not in experts]
         chosen = [unit for unit in chosen if not _shared_outside(model, unit)]
     else:
         chosen = _asked_for(named, wrap)
@@ -71,6 +74,36 @@ def units_of(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
 def norms_of(net: nn.Module) -> list[nn.Module]:
     """Return the norms that have weights."""
     return [part for part in net.modules() if isinstance(part, norm_classes()) and [*part.parameters(recurse=False)]]
+
+
+def of_other_types(net: nn.Module, units: Sequence[nn.Module]) -> list[list[nn.Module]]:
+    """Return the modules whose weights are of another type than most in their unit, by types: no unit mixes them.
+
+    Raises:
+        ModelError: a module has weights of two types itself, or a unit that is one module with others inside.
+    """
+    holder: dict[int, nn.Module] = {}
+    for unit in (net, *reversed(units)):  # those that hold others first
+        holder.update((id(part), unit) for part in unit.modules())
+    trained = [
+        (name, part, dtype, sum(p.numel() for p in part.parameters(recurse=False) if p.requires_grad))
+        for name, part in net.named_modules()
+        for dtype in sorted({p.dtype for p in part.parameters(recurse=False) if p.requires_grad}, key=str)
+    ]
+    numbers: dict[int, Counter[torch.dtype]] = {}
+    for _, part, dtype, number in trained:
+        numbers.setdefault(id(holder[id(part)]), Counter())[dtype] += number
+    found: dict[torch.dtype, list[nn.Module]] = {}
+    for name, part, dtype, _ in trained:
+        unit = holder[id(part)]
+        if dtype != numbers[id(unit)].most_common(1)[0][0]:
+            if part is unit or sum(part is other for _, other, *_ in trained) > 1:
+                raise ModelError(
+                    f"{name or type(net).__name__!r} has weights of {dtype} beside others of its own in another type, "
+                    f"and FSDP averages the gradients of a unit in one. Put them in a module of their own."
+                )
+            found.setdefault(dtype, []).append(part)
+    return list(found.values())
 
 
 def computed_in(in_precision: InPrecision, net: nn.Module) -> torch.dtype | None:

@@ -1,0 +1,173 @@
+"""Private names of torch for what FSDP2 gathers: when it does, what hangs on the modules meanwhile, and a fresh start.
+
+Every method says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from distwrap._internals.torch import current_backward
+from distwrap._internals.torch_sharding import _groups, _state_of, _states
+
+
+class GatheredUnits:
+    """The units of a model that FSDP2 has divided, each of which gathers its weights, and reduces its gradients.
+
+    Outside of a forward and its backward the modules hold the shards: what changes, freezes or collects parameters
+    gets those, though the numbers of some units stay gathered until the backward.
+
+    Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.unshard``,
+    ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard``,
+    ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.post_backward``,
+    ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.is_unsharded``,
+    ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._to_sharded``,
+    ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._init_mp_dtypes``,
+    ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._setattr_on_modules``.
+    Without it: a divided model cannot be wrapped.
+
+    Args:
+        model: the user's, divided.
+        on_exchange: called before each exchange with the number of the unit, and which of its parameters have
+            gradients to be averaged, as bits; -1 where its weights are gathered.
+
+    Attributes:
+        names: of each unit's parameters in the model.
+    """
+
+    def __init__(self, model: nn.Module, on_exchange: Callable[[int, int], object]) -> None:
+        self._model, self._on_exchange = model, on_exchange
+        found = {id(group): group for _, state in _states(model) for group in _groups(state)}
+        self._units, self._hidden = list(found.values()), set[int]()
+        self._unmarked = [param for unit in self._units for param in unit.fsdp_params]
+        known = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.names = [[known.get(id(param.sharded_param), "") for param in unit.fsdp_params] for unit in self._units]
+        for number, unit in enumerate(self._units):
+            unit.unshard = partial(self._gather, number, unit, unit.unshard)
+            unit.post_backward = partial(self._reduce, number, unit, unit.post_backward)
+
+    @property
+    def average(self) -> bool:
+        """Whether a backward averages gradients, and does not accumulate them on each rank."""
+        return any(unit.reduce_grads for unit in self._units)
+
+    def begin(self) -> bool:
+        """Let a forward gather what the shards hold now; return whether the backward before it was broken off."""
+        is_broken = self.is_broken()
+        if is_broken:
+            self.start_afresh()
+            self._drop_gradients()
+        for unit in self._units:
+            if unit.is_unsharded:
+                unit._to_sharded()
+            if getattr(unit, "_orig_dtype", 0) is None:  # all of it was frozen as its types were chosen
+                unit._init_mp_dtypes()
+        self._hidden.clear()
+        return is_broken
+
+    def end(self) -> None:
+        """Put the shards back on the modules after a forward, and let go of what no backward needs."""
+        keep = torch.is_grad_enabled()
+        if self._unmarked:
+            self._mark_copies()
+        for number, unit in enumerate(self._units):
+            if unit.is_unsharded and keep:
+                self._hidden.add(number)
+                for param in unit.fsdp_params:
+                    param._setattr_on_modules(param.sharded_param)
+            elif unit.is_unsharded:
+                unit._to_sharded()
+
+    def is_broken(self) -> bool:
+        """Return whether an exception has ended the last backward.
+
+        Relies on ``torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()._state_ctx``.
+        Without it: what is gathered when a backward fails stays so.
+        """
+        context = getattr(_state_of(self._model), "_state_ctx", None)
+        return getattr(context, "post_backward_final_callback_queued", False) and not in_backward()
+
+    def start_afresh(self) -> None:
+        """Bring FSDP back to where the next forward can begin, after an exception in the midst of one.
+
+        Relies on ``torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()._training_state``,
+        ``torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()._state_ctx``.
+        Without it: a loop that goes on after an exception in a forward gets wrong gradients of its next one.
+        """
+        reset = getattr(self._model, "reset_iter_state", None)
+        if reset is not None:
+            reset()
+            return
+        for _, state in _states(self._model):  # until torch 2.12
+            state._training_state = type(state._training_state).IDLE
+            state._state_ctx.iter_forward_root = None
+            state._state_ctx.post_backward_final_callback_queued = False
+            state._comm_ctx.post_forward_order.clear()
+            getattr(state, "_modules_to_run_forward", set()).clear()
+            for group in _groups(state):
+                group._training_state = type(group._training_state).IDLE
+                group._post_forward_indices.clear()
+                group.wait_for_unshard()
+                group._to_sharded()
+
+    def _mark_copies(self) -> None:
+        for param in self._unmarked:
+            if hasattr(param, "_unsharded_param"):
+                param._unsharded_param.distwrap_shard = param.sharded_param
+        self._unmarked = [param for param in self._unmarked if not hasattr(param, "_unsharded_param")]
+
+    def _drop_gradients(self) -> None:
+        for unit in self._units:
+            for param in unit.fsdp_params:
+                param.unsharded_accumulated_grad = None
+                if hasattr(param, "_unsharded_param"):
+                    param._unsharded_param.grad = None
+
+    def _gather(self, number: int, unit: Any, unshard: Callable[[bool], None], async_op: bool = False) -> None:
+        if unit.is_unsharded:
+            if number in self._hidden:
+                self._hidden.remove(number)
+                for param in unit.fsdp_params:
+                    param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
+                    param._setattr_on_modules(param._unsharded_param)
+            return
+        if unit._all_gather_result is None:
+            self._on_exchange(number, -1)
+        if not torch.is_inference_mode_enabled():
+            unshard(async_op)
+            return
+        with torch.inference_mode(False), torch.no_grad():  # a later backward needs what is made now
+            unshard(async_op)
+            unit.wait_for_unshard()
+
+    def _reduce(self, number: int, unit: Any, post_backward: Callable[..., None], *unused: Any) -> None:
+        if unit.reduce_grads:
+            as_zeros, having = getattr(unit, "reduce_scatter_unused_params", False), 0
+            for place, param in enumerate(unit.fsdp_params):
+                own = getattr(param, "_unsharded_param", None)
+                if own is not None and (
+                    own.grad is not None
+                    or param.unsharded_accumulated_grad is not None
+                    or (as_zeros and own.requires_grad)
+                ):
+                    having |= 1 << place
+            if having:
+                self._on_exchange(number, having)
+        post_backward(*unused)
+
+
+def shard_of(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the shard of a parameter that was gathered for a forward, and any other as it is."""
+    return getattr(parameter, "distwrap_shard", parameter)
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward.
+
+    Relies on ``torch._C:_current_graph_task_id``.
+    Without it: none is seen.
+    """
+    return current_backward() not in (None, -1)

@@ -1,0 +1,130 @@
+"""The exchanges of a divided model are those of all ranks: where ranks would exchange unlike things, that is an error.
+
+Which exchange comes next is foreseen from those before, by the same rule on all ranks. As long as it comes, nothing
+is asked. A rank with another one to make tells it, and sees before it begins that the next rank makes the same one.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import NoReturn
+
+import torch
+
+from distwrap.errors import ModelError
+from distwrap.group.world import current_world
+from distwrap.strategies.alignment import ASK_SECONDS, PAUSE_SECONDS, Alignments
+
+Exchange = tuple[int, int]  # the number of a unit; whose gradients are averaged, as bits, -1: weights are gathered
+
+_END: Exchange = (-1, -1)  # of a forward and its backward
+_KNOWN = 10_000  # sequences of exchanges, after which they are learnt anew
+
+
+class Unison:
+    """The exchanges of one model on this rank.
+
+    Args:
+        model: its name, for messages.
+        units: names of the parameters of each unit.
+
+    Attributes:
+        turn: how many forwards have begun.
+        count: exchanges in the one at hand, and its backward, that have begun.
+    """
+
+    def __init__(self, model: str, units: list[list[str]]) -> None:
+        self._model, self._units = model, units
+        self._all = current_world().part(Alignments)
+        self._key = self._all.add(self)
+        self.turn = self.count = 0
+        self._noted: list[list[object]] = []
+        self.forget()
+
+    def forget(self) -> None:
+        """Foresee nothing, after an exception, which may have come on each rank elsewhere."""
+        self._after_all: dict[int, Exchange] = {}
+        self._after_last: dict[Exchange, Exchange] = {}
+        self._context = self._sequence = 0
+        self._last, self._is_new = _END, True
+
+    def forward(self, averages: bool) -> None:
+        """Note that a forward begins, and whether its backward averages gradients.
+
+        Raises:
+            ModelError: another rank is still to make an exchange of the forward before it.
+        """
+        if not self._is_new:
+            self.exchange(*_END)
+        self.turn, self.count, self._is_new = self.turn + 1, 0, False
+        self._context, self._sequence = hash((self._sequence, torch.is_grad_enabled(), averages)), 0
+
+    def exchange(self, unit: int, gradients: int) -> None:
+        """Note that an exchange is about to begin.
+
+        Raises:
+            ModelError: another rank makes a different one.
+        """
+        now = unit, gradients
+        foreseen = self._after_all.get(self._context) or self._after_last.get(self._last)
+        if now != foreseen:
+            self._compare(now, foreseen)
+        if len(self._after_all) > _KNOWN:
+            self._after_all.clear()
+        self._after_all[self._context] = self._after_last[self._last] = now
+        self._context, self._sequence, self._last = hash((self._context, now)), hash((self._sequence, now)), now
+        self.count += 1
+
+    def _compare(self, now: Exchange, foreseen: Exchange | None) -> None:
+        """Wait until the next rank makes its exchange at the same place, and see that it is this one."""
+        channel, place = self._all.world.channel, self._all.world.placement
+        if channel is None:
+            return
+        here, other = [self.turn, self.count], (place.rank + 1) % place.world_size
+        self._noted = [*self._noted[-1:], [here, now, self._words(now)]]  # the next rank may be one behind
+        channel.note(self._key, json.dumps(self._noted))
+        asked_at, seen, is_past = time.monotonic(), None, False
+        while True:
+            noted = json.loads(channel.noted(self._key, other) or "[]")
+            its = next((told[1:] for told in noted if told[0] == here), None)
+            if its is None and (is_past or any(told[0] > here for told in noted)):
+                its = [foreseen, self._words(foreseen)]
+            if its is not None:
+                break
+            time.sleep(PAUSE_SECONDS)
+            if time.monotonic() - asked_at > ASK_SECONDS:
+                asked_at, answer = time.monotonic(), self._all.ask(other, self._key)
+                at, why = answer
+                is_past = at > here
+                if not is_past and why and (answer == seen or why.startswith("has")):
+                    self._refuse(now, other, why)
+                seen = answer
+        if its[0] is None or tuple(its[0]) != now:
+            self._refuse(now, other, its[1])
+
+    def _words(self, exchange: Exchange | None) -> str:
+        if exchange is None or exchange == _END:
+            return "has ended it" if exchange else "does something else"
+        names, gradients = self._units[exchange[0]], exchange[1]
+        without = [name for place, name in enumerate(names) if not gradients >> place & 1]
+        if gradients == -1:
+            return f"gathers {_few(names)}"
+        return f"has no gradients of {_few(without)}" if without else f"has gradients of all of {_few(names)}"
+
+    def _refuse(self, now: Exchange, other: int, its: str) -> NoReturn:
+        rank, mine = self._all.world.placement.rank, self._words(now)
+        way_out = (
+            "Let parameters that have none on some ranks have zeros, by model.set_reduce_scatter_unused_params(True)"
+            if now[1] > 0
+            else "Let what runs on some ranks only, as an expert, be a part of a larger unit, as wrap=['Block'] says it"
+        )
+        raise ModelError(
+            f"in forward {self.turn} of {self._model} or its backward, rank {rank} {mine}, and rank {other} {its}. "
+            f"Their numbers would be mixed: all ranks use the same units of a divided model in the same order, "
+            f"whatever their data. {way_out}."
+        )
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(map(repr, names[:3])) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
