@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
@@ -81,18 +81,32 @@ class ReplacedParameter(nn.Parameter):
     def grad(self, value: Any) -> None: ...
 
 
+class Steps(Protocol):
+    """Listener to steps of all optimizers."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Act before a step of any optimizer."""
+
+
 class Adoption(RunPart):
     """Look at each optimizer of divided parameters before its first step."""
 
     def __init__(self, world: World) -> None:
         self._seen: WeakSet[Optimizer] = WeakSet()
+        self._models: WeakSet[Steps] = WeakSet()
         self._handle = register_optimizer_step_pre_hook(self._before)
+
+    def add(self, model: Steps) -> None:
+        """Let a divided model know of each step from now on, as long as somebody holds it."""
+        self._models.add(model)
 
     def close(self) -> None:
         """Remove the hook."""
         self._handle.remove()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for model in self._models:
+            model.before_step(optimizer)
         if optimizer in self._seen:
             return
         self._seen.add(optimizer)

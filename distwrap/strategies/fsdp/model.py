@@ -18,6 +18,7 @@ from distwrap.model.model_first import ModelFirst
 from distwrap.precision import InPrecision
 from distwrap.strategies import shards
 from distwrap.strategies.alignment import Alignment
+from distwrap.strategies.fsdp.gathered import Gathered
 from distwrap.strategies.fsdp.tensor_parallel import TensorParallel
 
 
@@ -26,6 +27,7 @@ class FSDPRouting(Routing):
 
     Attributes:
         buffers: by which the ranks take over rank 0's when training pauses.
+        gathered: the model's weights while they are gathered.
         give_back: makes the user's module what it was, with the numbers of a full state.
         tensor_parallel: how its blocks are cut, where they are.
     """
@@ -34,10 +36,15 @@ class FSDPRouting(Routing):
     tensor_parallel: TensorParallel | None = None
 
     def __init__(
-        self, module: nn.Module, in_precision: InPrecision, forward_methods: ForwardMethods, buffers: Buffers | None
+        self,
+        module: nn.Module,
+        in_precision: InPrecision,
+        forward_methods: ForwardMethods,
+        buffers: Buffers | None,
+        gathered: Gathered,
     ) -> None:
         super().__init__(module, in_precision, forward_methods)
-        self.buffers = buffers
+        self.buffers, self.gathered = buffers, gathered
         self.alignment = Alignment(class_of(self.model))
         self.run = in_precision(self._everywhere)
 
@@ -46,16 +53,19 @@ class FSDPRouting(Routing):
         self._count()
         try:
             with self._running():
-                return self.module(*args, **kwargs)
+                output = self.module(*args, **kwargs)
         except Exception:
             leave_fsdp_forward(self.model)
             raise
+        self.gathered.end()
+        return output
 
     def _running(self) -> AbstractContextManager[object]:
         return nullcontext() if self.tensor_parallel is None else self.tensor_parallel.running
 
     def _count(self) -> None:
         self.alignment.forward()
+        self.gathered.begin()
         if self.buffers is not None and self.model.training:
             self.buffers.forwards += 1
 
@@ -69,7 +79,9 @@ class FSDPRouting(Routing):
 
     def _end(self, output: Any, call: MethodCall) -> Any:
         if call.begun:
+            self.gathered.after_forward(self.model, (), output)
             output = end_fsdp_forward(self.model, output)
+            self.gathered.end()
         return super()._end(output, call)
 
     def _after_failure(self, kind: type[BaseException] | None, *_: object) -> None:
