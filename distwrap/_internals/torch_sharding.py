@@ -240,18 +240,13 @@ def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
     return getattr(tensor, "_base", None)
 
 
-def has_gradient_hook(parameter: torch.Tensor, *, after_accumulation: bool = True) -> bool:
+def has_gradient_hook(parameter: torch.Tensor) -> bool:
     """Return whether a function was registered for when a parameter gets its gradient.
 
     Relies on ``torch:Tensor._backward_hooks``, ``torch:Tensor._post_accumulate_grad_hooks``.
     Without it: hooks from before a model was divided are lost in silence.
-
-    Args:
-        parameter: to look at.
-        after_accumulation: whether hooks that see the accumulated gradient count.
     """
-    hooks = getattr(parameter, "_backward_hooks", None)
-    return bool(hooks or (after_accumulation and getattr(parameter, "_post_accumulate_grad_hooks", None)))
+    return bool(getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def products() -> set[Any]:

@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Mapping
-from typing import Any, Protocol
-from weakref import WeakSet
+from functools import wraps
+from typing import Any, NoReturn, Protocol
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from distwrap._internals.torch_sharding import has_gradient_hook
 from distwrap.errors import ModelError
 from distwrap.group.world import RunPart, World
+from distwrap.model.wrapped_models import parameters_of
 from distwrap.strategies import shards
 
 
 class Replacement:
     """Parameters of a model that a strategy has exchanged for others; optimizers that hold them go on with those.
 
-    Whatever else holds an old one gets an error where it looks for its gradient, and the old numbers are freed.
+    Whatever else holds an old one gets an error where it uses it, and the old numbers are freed.
 
     Args:
         old: the model's parameters as they were, by name, those with several names too.
@@ -35,7 +36,7 @@ class Replacement:
             name: (parameter, type(parameter)) for name, parameter in old.items() if parameter is not now[name]
         }
         _exchange([(parameter, now[name]) for name, (parameter, _) in self._old.items()])
-        for parameter, _ in self._old.values():
+        for parameter in {id(parameter): parameter for parameter, _ in self._old.values()}.values():
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
             parameter.__class__ = ReplacedParameter
 
@@ -54,10 +55,15 @@ class Replacement:
         _exchange(back)
 
 
+def optimizers() -> list[Optimizer]:
+    """Return all optimizers that somebody holds."""
+    return [found for found in gc.get_objects() if issubclass(type(found), Optimizer)]
+
+
 def _exchange(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
     """Let the optimizers that hold the first of each pair go on with the second."""
     new = {id(before): after for before, after in pairs}
-    for optimizer in (found for found in gc.get_objects() if issubclass(type(found), Optimizer)):
+    for optimizer in optimizers():
         for group in optimizer.param_groups:
             held = group["params"]
             for parameter in held:
@@ -66,46 +72,96 @@ def _exchange(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
             group["params"] = [new.get(id(parameter), parameter) for parameter in held]
 
 
+# Of a replaced parameter these are what they were.
+_STAY = {getattr(torch.Tensor, name).__get__ for name in ("dtype", "device", "requires_grad")}
+
+
 class ReplacedParameter(nn.Parameter):
-    """A parameter from before `wrap_model`, in whose place the model has another."""
+    """A parameter from before `wrap_model`, in whose place the model has another; whatever is done with it raises."""
 
-    @property
-    def grad(self) -> Any:
-        """Raise an error: no gradient comes here."""
-        raise ModelError(
-            "this parameter was replaced by wrap_model(), which divides the model: no gradient comes to it. Take "
-            "model.parameters() of what wrap_model() has returned."
-        )
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _STAY:
+            _refuse()
+        return nn.Parameter.__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
-    @grad.setter
-    def grad(self, value: Any) -> None: ...
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return "ReplacedParameter()"
+
+    def __deepcopy__(self, memo: Any) -> ReplacedParameter:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse()
 
 
-class Steps(Protocol):
-    """Listener to steps of all optimizers."""
+def _refuse() -> NoReturn:
+    raise ModelError(
+        "this parameter was replaced by wrap_model(), which divides the model, and has neither numbers nor a gradient "
+        "any more. Take model.parameters() of what wrap_model() has returned."
+    )
+
+
+class StepListener(Protocol):
+    """Listener to all optimizers."""
+
+    def accumulate(self, net: nn.Module) -> None:
+        """Note that gradients of a model accumulate on each rank from now on."""
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Act before a step of any optimizer."""
+        """Act before a step."""
+
+    def after_zero_grad(self, optimizer: Optimizer) -> None:
+        """Act after gradients were taken away."""
 
 
 class Adoption(RunPart):
-    """Look at each optimizer of divided parameters before its first step."""
+    """Look at each optimizer of divided parameters before its first step.
+
+    Attributes:
+        models: the divided models that somebody holds.
+    """
 
     def __init__(self, world: World) -> None:
         self._seen: WeakSet[Optimizer] = WeakSet()
-        self._models: WeakSet[Steps] = WeakSet()
+        self._changed: WeakSet[Optimizer] = WeakSet()
+        self.models: WeakSet[StepListener] = WeakSet()
         self._handle = register_optimizer_step_pre_hook(self._before)
 
-    def add(self, model: Steps) -> None:
-        """Let a divided model know of each step from now on, as long as somebody holds it."""
-        self._models.add(model)
-
     def close(self) -> None:
-        """Remove the hook."""
+        """Remove the hook, and what was set on optimizers."""
         self._handle.remove()
+        for optimizer in self._changed:
+            vars(optimizer).pop("zero_grad", None)
+
+    def accumulates(self, net: nn.Module) -> None:
+        """Note that gradients of a model accumulate on each rank from now on."""
+        for model in self.models:
+            model.accumulate(net)
+
+    def tell_zero_grad(self) -> None:
+        """Let the ``zero_grad`` of all optimizers that there are tell the models."""
+        for optimizer in optimizers():
+            if any(isinstance(parameter, DTensor) for parameter in parameters_of(optimizer).values()):
+                self._tell_zero_grad(optimizer)
+
+    def _tell_zero_grad(self, optimizer: Optimizer) -> None:
+        if "zero_grad" in vars(optimizer):
+            return
+        zero_grad, models, held = type(optimizer).zero_grad, self.models, ref(optimizer)  # which is not to hold itself
+
+        @wraps(zero_grad)
+        def zeroed(*args: Any, **kwargs: Any) -> None:
+            if (own := held()) is not None:
+                zero_grad(own, *args, **kwargs)
+                for model in models:
+                    model.after_zero_grad(own)
+
+        vars(optimizer)["zero_grad"] = zeroed
+        self._changed.add(optimizer)
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        for model in self._models:
+        for model in self.models:
             model.before_step(optimizer)
         if optimizer in self._seen:
             return
@@ -124,8 +180,5 @@ class Adoption(RunPart):
                 f"this {type(optimizer).__name__} was made between a forward and its backward, when a part of the "
                 f"model was gathered, and would train copies of it. Make it before the forward."
             )
-        if any(has_gradient_hook(parameter, after_accumulation=False) for parameter in divided):
-            raise ModelError(
-                "a divided parameter has a hook of register_hook(), which is never called: its gradient comes from an "
-                "exchange. Use register_post_accumulate_grad_hook()."
-            )
+        if divided:
+            self._tell_zero_grad(optimizer)

@@ -5,6 +5,8 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -26,6 +28,7 @@ from distwrap.group.world import current_world
 from distwrap.model.watch import is_power_of_two
 from distwrap.model.wrapped_models import parameters_of
 from distwrap.strategies.adoption import Adoption
+from distwrap.strategies.divided_tensors import refuse_gradient_hooks
 from distwrap.strategies.windows import Windows
 from distwrap.wording import first_names
 
@@ -37,21 +40,20 @@ class Gathered:
 
     Args:
         net: the user's model, before it is divided.
-
-    Attributes:
-        accumulates: whether gradients may be left unreduced between two steps, as in windows of `accumulate`.
     """
 
     def __init__(self, net: nn.Module) -> None:
         self._net, self._name = net, type(net).__name__
         self._groups: list[Any] = []
         self._forwards = self._steps = 0
-        self.accumulates = False
+        self._accumulates = False
 
     def divided(self, adoption: Adoption) -> None:
         """Note that the model is divided now, and look at each step of its optimizers."""
         self._groups = fsdp_groups(self._net)
-        adoption.add(self)
+        refuse_gradient_hooks(param.sharded_param for group in self._groups for param in group.fsdp_params)
+        adoption.models.add(self)
+        self._adoption = adoption
 
     # A forward
 
@@ -104,7 +106,7 @@ class Gathered:
         """
         self._steps += 1
         there = gathered(self._groups)
-        if not (there or self.accumulates or is_power_of_two(self._steps)):
+        if not (there or self._accumulates or is_power_of_two(self._steps)):
             return
         held = parameters_of(optimizer).keys()
         left = [name for name, parameter in unreduced_parameters(self._groups) if id(parameter) in held]
@@ -120,16 +122,30 @@ class Gathered:
         if there and not held.isdisjoint(id(param.sharded_param) for group in there for param in group.fsdp_params):
             _let_go(there)
 
-    def drop_accumulated(self, optimizer: Optimizer | None = None) -> None:
-        """Free gradients that are not reduced yet, as ``zero_grad`` does with others.
+    # A window of accumulate
 
-        Args:
-            optimizer: whose gradients they are; by default all.
-        """
-        if self.accumulates:
-            held = None if optimizer is None else parameters_of(optimizer).keys()
-            if held is None or any(id(parameter) in held for _, parameter in unreduced_parameters(self._groups)):
+    def accumulate(self, net: nn.Module) -> None:
+        """Note that gradients may be left unreduced, if these are that model's; ``zero_grad`` takes them away too."""
+        if net is self._net and not self._accumulates:
+            self._accumulates = True
+            self._adoption.tell_zero_grad()
+
+    def after_zero_grad(self, optimizer: Optimizer) -> None:
+        """Free gradients that are not reduced yet, of an optimizer's parameters."""
+        if self._accumulates:
+            held = parameters_of(optimizer).keys()
+            if any(id(parameter) in held for _, parameter in unreduced_parameters(self._groups)):
                 drop_accumulated_gradients(self._groups)
+
+    def zeroed(self, zero_grad: Callable[..., None]) -> Callable[..., None]:
+        """Return the model's ``zero_grad`` with the same."""
+
+        @wraps(zero_grad)
+        def run(*args: Any, **kwargs: Any) -> None:
+            zero_grad(*args, **kwargs)
+            drop_accumulated_gradients(self._groups)
+
+        return run
 
 
 def _let_go(groups: list[Any]) -> None:

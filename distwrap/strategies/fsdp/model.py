@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
@@ -9,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils import stateless
 
 from distwrap._internals.torch_sharding import begin_fsdp_forward, end_fsdp_forward, leave_fsdp_forward
 from distwrap.errors import ModelError
@@ -92,6 +94,20 @@ class FSDPRouting(Routing):
 class DividedModel(ModelFirst):
     """A model of which each rank holds a share of every weight, as a ``DTensor``; a real ``FSDPModule`` is inside."""
 
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        caller = inspect.currentframe()
+        if caller is not None and caller.f_back is not None and caller.f_back.f_globals is vars(stateless):
+            raise ModelError(
+                f"torch.func.functional_call() of {class_of(self._distwrap.model)}, which is divided: its forward "
+                f"gathers its own weights, and would leave those given alone. Call it on a plain model, or use "
+                f"strategy='ddp'."
+            )
+        return self._distwrap.run(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        value = super().__getattr__(name)
+        return self._distwrap.gathered.zeroed(value) if name == "zero_grad" else value
+
     def train(self, mode: bool = True) -> Any:
         """Set the training flag; when training pauses, take over rank 0's buffers."""
         pauses = self.training and not mode
@@ -140,5 +156,6 @@ def refuse_copy(model: ModelFirst) -> NoReturn:
     """
     raise ModelError(
         f"{class_of(model._distwrap.model)} is divided, and can be neither copied nor pickled. "
-        f"distwrap.save({{'model': model}}, path) writes all of it; load that into a plain model."
+        f"distwrap.save({{'model': model}}, path) writes all of it; load that into a plain model. For a second model "
+        f"of these weights, as their average, copy the plain model and wrap both."
     )

@@ -24,6 +24,7 @@ from distwrap.model.transparent import unwrap_model
 from distwrap.strategies import shards
 from distwrap.strategies.adoption import Adoption, Replacement
 from distwrap.strategies.base import Wrapping
+from distwrap.strategies.divided_tensors import DividedTensors
 from distwrap.strategies.fsdp.gathered import Gathered
 from distwrap.strategies.fsdp.model import DividedModel, FSDPRouting
 from distwrap.strategies.fsdp.recomputation import recompute
@@ -59,7 +60,7 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     """Divide a model over the ranks, and return what the loop trains."""
     require_group("wrap_model")
     net = unwrap_model(model)
-    _refuse_hooks(net)
+    _refuse(net)
     return_freed_memory(current_world().device)
     wrapping.in_precision.precision.weights(net)
     mesh = tensor_mesh = None
@@ -92,6 +93,7 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
         fill(net, torch.device("cpu") if strategy.cpu_offload else wrapping.device, drawn_seed(), shards.fill)
     replacement = Replacement(parameters, net)
     gathered.divided(world.part(Adoption))
+    world.part(DividedTensors)
     name = str(world.count("model"))
     buffers = None if world.channel is None else Buffers(net, world.placement.rank, world.channel, name)
     routing = FSDPRouting(model, wrapping.in_precision, wrapping.forward_methods, buffers, gathered)
@@ -219,7 +221,18 @@ def _share(net: nn.Module, device: torch.device, stays: bool) -> None:
         net.to(device)
 
 
-def _refuse_hooks(net: nn.Module) -> None:
+def _refuse(net: nn.Module) -> None:
+    """Refuse what the exchange of parameters would lose.
+
+    Raises:
+        ModelError: a parameter has a gradient hook, or a forward changes its weights.
+    """
+    for name, module in net.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ModelError(
+                f"{name!r} has max_norm={module.max_norm:g}, so that its forward changes its weight: of a divided "
+                f"model that is a copy, and the change would be lost. Leave max_norm out, or use strategy='ddp'."
+            )
     for name, parameter in net.named_parameters():
         if has_gradient_hook(parameter):
             raise ModelError(

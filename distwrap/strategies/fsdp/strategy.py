@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from distwrap._internals.torch_sharding import accumulated_gradients
 from distwrap.errors import OptionError
-from distwrap.group.world import Layout, World
+from distwrap.group.world import Layout, World, current_world
 from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model
 from distwrap.options import Options
@@ -135,6 +135,10 @@ class FSDPStrategy(Strategy):
         net: Any = unwrap_model(model)
         if hasattr(net, "set_requires_gradient_sync"):
             net.set_requires_gradient_sync(on)
+            if not on:
+                from distwrap.strategies.adoption import Adoption
+
+                current_world().part(Adoption).accumulates(net)
 
     def gradients(self, model: nn.Module) -> list[torch.Tensor]:
         from distwrap.strategies import shards
