@@ -121,25 +121,26 @@ def _backwards() -> dict[str, float]:
 def _between_forwards() -> dict[str, float]:
     """Return how far a model is from one process that is changed while FSDP would hold on to a part of it."""
     found = {}
-    for how in ("weights averaged", "evaluated before the step", "evaluated with gradients"):
+    for how in ("weights averaged", "into frozen ones", "evaluated before the step", "evaluated with gradients"):
         results = []
         for rows in (share, whole):
             own = dw.wrap_model if rows is share else whole
             model, average = own(Net().double()), own(Net(seed=1).double())  # type: ignore[arg-type]
-            optimizer = sgd(model)
+            average.requires_grad_(how != "into frozen ones")
+            optimizer, means = sgd(model), list(average.parameters())
             for _ in range(3):
                 x = rows(inputs())
-                with torch.set_grad_enabled(how == "evaluated with gradients"):
+                with torch.set_grad_enabled(how in ("evaluated with gradients", "into frozen ones")):
                     target = average(x)
                 (model(x) - target.detach()).square().mean().backward()
-                if how != "weights averaged":
+                if how.startswith("evaluated"):
                     with torch.set_grad_enabled(how == "evaluated with gradients"):
                         model(x)
                 optimizer.step()
                 optimizer.zero_grad()
-                if how == "weights averaged":
+                if not how.startswith("evaluated"):
                     with torch.no_grad():
-                        for mean, new in zip(average.parameters(), model.parameters(), strict=True):
+                        for mean, new in zip(means, model.parameters(), strict=True):
                             mean.lerp_(new, 0.5)
             results.append((model, average))
         (model, average), (net, plain) = results
@@ -170,7 +171,7 @@ def test_every_backward_is_exchanged() -> None:
     """Objects, attributes, views, methods, and changes between forwards: the numbers are those of one process."""
     for found in distributed(nprocs=2, strategy="fsdp", returns="all")(_everything)():
         assert max(found.values()) < 1e-9, found
-        assert len(found) == 18
+        assert len(found) == 19
 
 
 def _lists_from_before() -> None:

@@ -46,7 +46,7 @@ class Gathered:
         self._net, self._name = net, type(net).__name__
         self._groups: list[Any] = []
         self._forwards = self._steps = 0
-        self._accumulates = False
+        self._accumulates = self._is_frozen = False
 
     def divided(self, adoption: Adoption) -> None:
         """Note that the model is divided now, and look at each step of its optimizers."""
@@ -75,15 +75,16 @@ class Gathered:
         if not torch.is_grad_enabled():
             return
         found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
-        if not found and module is self._net:
-            found = _left_in_attributes(module)
+        if module is self._net:
+            found = found or _left_in_attributes(module)
+            self._is_frozen = not found and not any(parameter.requires_grad for parameter in module.parameters())
         bases = [base for tensor in found if (base := base_of(tensor)) is not None and not base.is_leaf]
         bases = [base for base in bases if base.requires_grad]
         hook_fsdp_backward(module, bases if isinstance(output, torch.Tensor) else found + bases)
 
     def end(self) -> None:
         """Let go of all weights after a forward that has no backward: they may be changed before the next one."""
-        if not torch.is_grad_enabled():
+        if self._is_frozen or not torch.is_grad_enabled():
             _let_go(gathered(self._groups))
 
     def _refuse_changed(self, module: nn.Module) -> None:
