@@ -27,7 +27,8 @@ class DividedTensors(RunPart):
     def close(self) -> None:
         """Make it what it was."""
         copyreg.dispatch_table.pop(DTensor, None)
-        del DTensor.data
+        if "data" in vars(DTensor):
+            del DTensor.data
 
 
 def refuse_gradient_hooks(parameters: Iterable[torch.Tensor]) -> None:

@@ -95,8 +95,8 @@ class DividedModel(ModelFirst):
     """A model of which each rank holds a share of every weight, as a ``DTensor``; a real ``FSDPModule`` is inside."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        caller = inspect.currentframe()
-        if caller is not None and caller.f_back is not None and caller.f_back.f_globals is vars(stateless):
+        frame = None if torch.compiler.is_compiling() else inspect.currentframe()
+        if frame is not None and frame.f_back is not None and frame.f_back.f_globals is vars(stateless):
             raise ModelError(
                 f"torch.func.functional_call() of {class_of(self._distwrap.model)}, which is divided: its forward "
                 f"gathers its own weights, and would leave those given alone. Call it on a plain model, or use "
