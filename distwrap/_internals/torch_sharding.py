@@ -101,10 +101,78 @@ def accumulated_gradients(model: nn.Module) -> list[torch.Tensor]:
     ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["unsharded_accumulated_grad"]``.
     Without it: `scale_loss` in a window of `accumulate` weighs micro-batches by the first one's count.
     """
-    params = [param for _, state in _states(model) for group in _groups(state) for param in group.fsdp_params]
-    found = [getattr(param, "unsharded_accumulated_grad", None) for param in params]
-    found += [getattr(getattr(param, "_unsharded_param", None), "grad", None) for param in params]
+    found = [grad for group in fsdp_groups(model) for param in group.fsdp_params for grad in _unreduced(param)]
     return [grad for grad in found if grad is not None]
+
+
+def _unreduced(param: Any) -> tuple[Any, Any]:
+    grad = getattr(param, "unsharded_accumulated_grad", None)
+    return grad, getattr(getattr(param, "_unsharded_param", None), "grad", None)
+
+
+def fsdp_groups(model: nn.Module) -> list[Any]:
+    """Return FSDP's groups of parameters that are gathered together, those inside of others last.
+
+    Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup``.
+    Without it: as for `accumulated_gradients` and `unreduced_parameters`.
+    """
+    return list({id(group): group for _, state in _states(model) for group in _groups(state)}.values())
+
+
+def unreduced_parameters(groups: list[Any]) -> list[tuple[str, torch.Tensor]]:
+    """Return the names of parameters with gradients that are not reduced yet, and what an optimizer holds of them.
+
+    Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["sharded_param"]``.
+    Without it: gradients that no exchange has averaged are not noticed.
+    """
+    params = [param for group in groups for param in group.fsdp_params]
+    held = [param for param in params if any(grad is not None for grad in _unreduced(param))]
+    return [(str(getattr(param, "_param_fqn", "")), param.sharded_param) for param in held]
+
+
+def gathered(groups: list[Any]) -> list[Any]:
+    """Return the groups whose parameters are gathered.
+
+    Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.is_unsharded``.
+    Without it: as for `unreduced_parameters`, but now and then.
+    """
+    return [group for group in groups if getattr(group, "is_unsharded", False)]
+
+
+def hook_fsdp_backward(module: nn.Module, tensors: list[torch.Tensor]) -> None:
+    """Let FSDP see a backward of a module that comes through these tensors.
+
+    Relies on ``torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState._pre_backward``.
+    Without it: a loss out of an object that forward() returns trains nothing.
+    """
+    before = getattr(_state_of(module), "_pre_backward", None)
+    for tensor in tensors if before is not None else ():
+        tensor.register_hook(before)  # type: ignore[no-untyped-call]
+
+
+def changed_parameters(module: nn.Module) -> list[str]:
+    """Return the names of a module's gathered parameters that have other numbers than this rank's shard of them.
+
+    Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["_unsharded_param"]``,
+    ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["padded_sharded_param_size"]``.
+    Without it: what a forward changes in a weight is thrown away in silence.
+    """
+    state, found = _state_of(module), []
+    for group in gathered([] if state is None else _groups(state)):
+        for param in group.fsdp_params:
+            size = getattr(param, "padded_sharded_param_size", None)
+            if size is None or not param.sharded_param.is_floating_point():
+                continue
+            own, whole = (
+                getattr(each, "_local_tensor", each) for each in (param.sharded_param, param._unsharded_param)
+            )
+            if not own.numel():
+                continue
+            axis, rank = param.fsdp_placement.dim, param.mesh_info.shard_mesh_rank
+            here = whole.detach().narrow(axis, rank * size[axis], own.size(axis))
+            if not torch.allclose(here, own.detach().to(here), rtol=0, atol=0, equal_nan=True):
+                found.append(str(getattr(param, "_param_fqn", "")))
+    return found
 
 
 def _states(model: nn.Module) -> Iterator[tuple[Any, Any]]:
@@ -146,27 +214,22 @@ def is_saved(module: nn.Module, buffer: str) -> bool:
     return buffer not in getattr(module, "_non_persistent_buffers_set", ())
 
 
-def is_view(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor is a view of another.
+def base_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the tensor of which another is a view; ``None`` for one that is no view.
 
     Relies on ``torch:Tensor._base``.
     Without it: a unit's output that is changed in place may lose gradients.
     """
-    return getattr(tensor, "_base", None) is not None
+    return getattr(tensor, "_base", None)
 
 
-def has_gradient_hook(parameter: torch.Tensor, *, after_accumulation: bool = True) -> bool:
+def has_gradient_hook(parameter: torch.Tensor) -> bool:
     """Return whether a function was registered for when a parameter gets its gradient.
 
     Relies on ``torch:Tensor._backward_hooks``, ``torch:Tensor._post_accumulate_grad_hooks``.
     Without it: hooks from before a model was divided are lost in silence.
-
-    Args:
-        parameter: to look at.
-        after_accumulation: whether hooks that see the accumulated gradient count.
     """
-    hooks = getattr(parameter, "_backward_hooks", None)
-    return bool(hooks or (after_accumulation and getattr(parameter, "_post_accumulate_grad_hooks", None)))
+    return bool(getattr(parameter, "_backward_hooks", None) or getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
 def products() -> set[Any]:

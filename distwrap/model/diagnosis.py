@@ -1,4 +1,4 @@
-"""Explanations of DDP's errors in the user's words: names of parameters and methods instead of numbers."""
+"""Explanations of torch's errors about wrapped models in the user's words: names of parameters, not numbers."""
 
 import ast
 import inspect
@@ -19,6 +19,7 @@ from distwrap.supervision.stacks import users_frame
 from distwrap.wording import first_names, named_ranks
 
 _UNFINISHED = "Expected to have finished reduction in the prior iteration"
+_MIXED = "got mixed torch.Tensor and DTensor"
 _TWICE = "Expected to mark a variable ready only once"
 _OTHERS_SECONDS = 0.5
 _SHOWN = 12
@@ -47,7 +48,9 @@ def flipped(model: nn.Module) -> str:
 
 
 def explained(error: RuntimeError) -> RuntimeError:
-    """Return the explanation of an error of DDP's in a backward, caused by it; any other error as it is."""
+    """Return the explanation of torch's error in a backward, or of a divided tensor; any other error as it is."""
+    if _MIXED in str(error):
+        return _because(error, _explained_mixture(str(error)))
     return _because(error, _explained_twice(str(error))) if _TWICE in str(error) else error
 
 
@@ -105,6 +108,16 @@ def _by_module(names: list[str]) -> list[str]:
         groups.setdefault(module or "the model itself", []).append(parameter)
     lines = [f"{module}: {', '.join(parameters)}" for module, parameters in groups.items()]
     return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} modules more"]
+
+
+def _explained_mixture(text: str) -> ModelError:
+    return ModelError(
+        f"rank {current_world().placement.rank}: {text.partition(' got ')[0]} was given a whole tensor and one of "
+        f"which this rank has a part, as a parameter of a divided model is outside of its forward. In a loss, a norm "
+        f"or a mean of parameters take .full_tensor() of what is computed of each one, on every rank. Wrap a second "
+        f"model, as an average of the weights, too, by wrap_model(): both are divided alike then. What multiplies a "
+        f"weight with data belongs into forward(), or into a method of the model that calls one of its modules first."
+    )
 
 
 def _explained_twice(text: str) -> ModelError:

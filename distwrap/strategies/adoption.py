@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-from weakref import WeakKeyDictionary
+from typing import Any, NoReturn, Protocol
+from weakref import WeakKeyDictionary, WeakSet
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from distwrap._internals.torch_sharding import has_gradient_hook
 from distwrap.errors import ModelError
 from distwrap.group.world import RunPart, World
 from distwrap.live_objects import instances
@@ -21,7 +20,7 @@ from distwrap.strategies import shards
 class Replacement:
     """Parameters of a model that a strategy has exchanged for others; optimizers that hold them go on with those.
 
-    Whatever else holds an old one gets an error where it looks for its gradient, and the old numbers are freed.
+    Whatever else holds an old one gets an error where it uses it, and the old numbers are freed.
 
     Args:
         old: the model's parameters as they were, by name, those with several names too.
@@ -35,7 +34,7 @@ class Replacement:
             name: (parameter, type(parameter)) for name, parameter in old.items() if parameter is not now[name]
         }
         _exchange([(parameter, now[name]) for name, (parameter, _) in self._old.items()])
-        for parameter, _ in self._old.values():
+        for parameter in {id(parameter): parameter for parameter, _ in self._old.values()}.values():
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=parameter.device)
             parameter.__class__ = ReplacedParameter
 
@@ -66,26 +65,53 @@ def _exchange(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
             group["params"] = [new.get(id(parameter), parameter) for parameter in held]
 
 
+# Of a replaced parameter these are what they were.
+_STAY = {getattr(torch.Tensor, name).__get__ for name in ("dtype", "device", "requires_grad")}
+
+
 class ReplacedParameter(nn.Parameter):
-    """A parameter from before `wrap_model`, in whose place the model has another."""
+    """A parameter from before `wrap_model`, in whose place the model has another; whatever is done with it raises."""
 
-    @property
-    def grad(self) -> Any:
-        """Raise an error: no gradient comes here."""
-        raise ModelError(
-            "this parameter was replaced by wrap_model(), which divides the model: no gradient comes to it. Take "
-            "model.parameters() of what wrap_model() has returned."
-        )
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func not in _STAY:
+            _refuse()
+        return nn.Parameter.__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
 
-    @grad.setter
-    def grad(self, value: Any) -> None: ...
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return "ReplacedParameter()"
+
+    def __deepcopy__(self, memo: Any) -> ReplacedParameter:
+        return self
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        _refuse()
+
+
+def _refuse() -> NoReturn:
+    raise ModelError(
+        "this parameter was replaced by wrap_model(), which divides the model, and has neither numbers nor a gradient "
+        "any more. Take model.parameters() of what wrap_model() has returned."
+    )
+
+
+class StepListener(Protocol):
+    """Listener to all optimizers."""
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Act before a step."""
 
 
 class Adoption(RunPart):
-    """Look at each optimizer of divided parameters before its first step."""
+    """Look at each optimizer of divided parameters before its first step.
+
+    Attributes:
+        models: the divided models that somebody holds.
+    """
 
     def __init__(self, world: World) -> None:
         self._seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # groups of each
+        self.models: WeakSet[StepListener] = WeakSet()
         self._handle = register_optimizer_step_pre_hook(self._before)
 
     def close(self) -> None:
@@ -93,6 +119,8 @@ class Adoption(RunPart):
         self._handle.remove()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for model in self.models:
+            model.before_step(optimizer)
         if self._seen.get(optimizer) == len(optimizer.param_groups):
             return
         self._seen[optimizer] = len(optimizer.param_groups)
@@ -102,16 +130,4 @@ class Adoption(RunPart):
             raise ModelError(
                 "LBFGS multiplies all parameters as one vector, and each rank has a share of them. Use a strategy "
                 "whose ranks hold the whole model, as 'ddp', or an optimizer that goes by tensors, as AdamW."
-            )
-        if any(
-            parameter.numel() and not parameter.untyped_storage().nbytes() for parameter in set(held) - set(divided)
-        ):
-            raise ModelError(
-                f"this {type(optimizer).__name__} was made between a forward and its backward, when a part of the "
-                f"model was gathered, and would train copies of it. Make it before the forward."
-            )
-        if any(has_gradient_hook(parameter, after_accumulation=False) for parameter in divided):
-            raise ModelError(
-                "a divided parameter has a hook of register_hook(), which is never called: its gradient comes from an "
-                "exchange. Use register_post_accumulate_grad_hook()."
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NoReturn
@@ -9,6 +10,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torch.nn.utils import stateless
 
 from distwrap._internals.torch_fsdp import GatheredUnits, in_backward
 from distwrap._internals.torch_sharding import begin_fsdp_forward, end_fsdp_forward
@@ -19,6 +21,7 @@ from distwrap.model.model_first import ModelFirst
 from distwrap.precision import InPrecision
 from distwrap.strategies import shards
 from distwrap.strategies.alignment import Alignment
+from distwrap.strategies.fsdp.gathered import Gathered
 from distwrap.strategies.fsdp.tensor_parallel import TensorParallel
 from distwrap.strategies.fsdp.unison import Unison
 
@@ -30,6 +33,7 @@ class FSDPRouting(Routing):
 
     Attributes:
         buffers: by which the ranks take over rank 0's when training pauses.
+        gathered: the model's weights while they are gathered.
         give_back: makes the user's module what it was, with the numbers of a full state.
         tensor_parallel: how its blocks are cut, where they are.
     """
@@ -38,10 +42,15 @@ class FSDPRouting(Routing):
     tensor_parallel: TensorParallel | None = None
 
     def __init__(
-        self, module: nn.Module, in_precision: InPrecision, forward_methods: ForwardMethods, buffers: Buffers | None
+        self,
+        module: nn.Module,
+        in_precision: InPrecision,
+        forward_methods: ForwardMethods,
+        buffers: Buffers | None,
+        gathered: Gathered,
     ) -> None:
         super().__init__(module, in_precision, forward_methods)
-        self.buffers = buffers
+        self.buffers, self.gathered = buffers, gathered
         self.alignment = Alignment(class_of(self.model))
         self.units = GatheredUnits(self.model, lambda unit, gradients: self.unison.exchange(unit, gradients))
         self.unison = Unison(class_of(self.model), self.units.names)
@@ -69,6 +78,7 @@ class FSDPRouting(Routing):
         self.alignment.forward()
         if is_first:
             self.unison.forward(self.units.average)
+        self.gathered.begin()
         if self.buffers is not None and self.model.training:
             self.buffers.forwards += 1
 
@@ -82,6 +92,7 @@ class FSDPRouting(Routing):
 
     def _end(self, output: Any, call: MethodCall) -> Any:
         if call.begun:
+            self.gathered.after_forward(self.model, (), output)
             output = end_fsdp_forward(self.model, output)
             self._rest()
         return super()._end(output, call)
@@ -112,6 +123,16 @@ class FSDPRouting(Routing):
 
 class DividedModel(ModelFirst):
     """A model of which each rank holds a share of every weight, as a ``DTensor``; a real ``FSDPModule`` is inside."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        frame = None if torch.compiler.is_compiling() else inspect.currentframe()
+        if frame is not None and frame.f_back is not None and frame.f_back.f_globals is vars(stateless):
+            raise ModelError(
+                f"torch.func.functional_call() of {class_of(self._distwrap.model)}, which is divided: its forward "
+                f"gathers its own weights, and would leave those given alone. Call it on a plain model, or use "
+                f"strategy='ddp'."
+            )
+        return self._distwrap.run(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name in _OF_PARAMETERS:
@@ -166,5 +187,6 @@ def refuse_copy(model: ModelFirst) -> NoReturn:
     """
     raise ModelError(
         f"{class_of(model._distwrap.model)} is divided, and can be neither copied nor pickled. "
-        f"distwrap.save({{'model': model}}, path) writes all of it; load that into a plain model."
+        f"distwrap.save({{'model': model}}, path) writes all of it; load that into a plain model. For a second model "
+        f"of these weights, as their average, copy the plain model and wrap both."
     )

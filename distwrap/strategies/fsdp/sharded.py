@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,8 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from distwrap._internals.torch_sharding import BeforeFSDP, has_gradient_hook, is_in_pieces, is_view
-from distwrap._internals.torch_tree import map_tensors
+from distwrap._internals.torch_sharding import BeforeFSDP, has_gradient_hook, is_in_pieces
 from distwrap.devices.memory import return_freed_memory
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.collectives import broadcast
@@ -24,6 +24,8 @@ from distwrap.model.transparent import unwrap_model
 from distwrap.strategies import shards
 from distwrap.strategies.adoption import Adoption, Replacement
 from distwrap.strategies.base import Wrapping
+from distwrap.strategies.divided_tensors import DividedTensors
+from distwrap.strategies.fsdp.gathered import Gathered
 from distwrap.strategies.fsdp.model import DividedModel, FSDPRouting
 from distwrap.strategies.fsdp.recomputation import recompute
 from distwrap.strategies.fsdp.tensor_parallel import TensorParallel
@@ -58,7 +60,7 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     """Divide a model over the ranks, and return what the loop trains."""
     require_group("wrap_model")
     net = unwrap_model(model)
-    _refuse_hooks(net)
+    _refuse(net)
     return_freed_memory(current_world().device)
     wrapping.in_precision.precision.weights(net)
     mesh = tensor_mesh = None
@@ -84,15 +86,17 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
         say_once("tensor parallel", f"tensor_parallel={tensor_mesh.size()}:\n{tensor_parallel!r}")
     elif mesh is not None:
         _say_what_is_small(net, units, mesh)
+    gathered = Gathered(net)
     if mesh is not None:
-        _shard(net, units, mesh, wrapping, strategy)
+        _shard(net, units, mesh, wrapping, strategy, gathered.after_forward)
     if is_empty:
         fill(net, torch.device("cpu") if strategy.cpu_offload else wrapping.device, drawn_seed(), shards.fill)
     replacement = Replacement(parameters, net)
-    world.part(Adoption)
+    gathered.divided(world.part(Adoption))
+    world.part(DividedTensors)
     name = str(world.count("model"))
     buffers = None if world.channel is None else Buffers(net, world.placement.rank, world.channel, name)
-    routing = FSDPRouting(model, wrapping.in_precision, wrapping.forward_methods, buffers)
+    routing = FSDPRouting(model, wrapping.in_precision, wrapping.forward_methods, buffers, gathered)
 
     def give_back(state: dict[str, torch.Tensor]) -> None:
         if tensor_parallel is not None:
@@ -123,7 +127,12 @@ def _ranks(shard: int | str | None, world: World) -> int:
 
 
 def _shard(
-    net: nn.Module, units: list[nn.Module], mesh: DeviceMesh, wrapping: Wrapping, strategy: FSDPStrategy
+    net: nn.Module,
+    units: list[nn.Module],
+    mesh: DeviceMesh,
+    wrapping: Wrapping,
+    strategy: FSDPStrategy,
+    after_forward: Callable[..., None],
 ) -> None:
     dtype = computed_in(wrapping.in_precision, net)
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype and torch.float32, cast_forward_inputs=False)
@@ -133,8 +142,8 @@ def _shard(
         "offload_policy": CPUOffloadPolicy() if strategy.cpu_offload else OffloadPolicy(),
         "shard_placement_fn": _placement,
     }
-    for unit in units or [net]:
-        unit.register_forward_hook(_without_views)
+    for unit in [*units, net]:
+        unit.register_forward_hook(after_forward)  # before FSDP's own, which lets go of the weights
     # Of the model itself nothing hangs on a hook where its units have theirs: it stays gathered until its backward.
     warnings.filterwarnings("ignore", "FSDP2-wrapped module", UserWarning)
     # Norms compute in float32 under autocast, on the CPU only with weights in it: one unit of all of them.
@@ -144,11 +153,6 @@ def _shard(
     for unit in units:
         fully_shard(unit, mp_policy=policy, **options)
     fully_shard(net, mp_policy=policy, **{**options, "reshard_after_forward": False if units else None})
-
-
-def _without_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
-    """Return outputs that may be changed in place: of a view, FSDP would lose its hook, and with it gradients."""
-    return map_tensors(lambda tensor: tensor.clone() if is_view(tensor) and tensor.requires_grad else tensor, outputs)
 
 
 def _placement(parameter: nn.Parameter) -> Shard | None:
@@ -205,7 +209,18 @@ def _share(net: nn.Module, device: torch.device, stays: bool) -> None:
         net.to(device)
 
 
-def _refuse_hooks(net: nn.Module) -> None:
+def _refuse(net: nn.Module) -> None:
+    """Refuse what the exchange of parameters would lose.
+
+    Raises:
+        ModelError: a parameter has a gradient hook, or a forward changes its weights.
+    """
+    for name, module in net.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
+            raise ModelError(
+                f"{name!r} has max_norm={module.max_norm:g}, so that its forward changes its weight: of a divided "
+                f"model that is a copy, and the change would be lost. Leave max_norm out, or use strategy='ddp'."
+            )
     for name, parameter in net.named_parameters():
         if has_gradient_hook(parameter):
             raise ModelError(

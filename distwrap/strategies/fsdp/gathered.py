@@ -1,0 +1,112 @@
+"""Weights of a divided model while they are gathered: its backward is seen, and what changes them is noticed.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from distwrap._internals.torch_sharding import (
+    base_of,
+    changed_parameters,
+    fsdp_groups,
+    gathered,
+    hook_fsdp_backward,
+    unreduced_parameters,
+)
+from distwrap._internals.torch_tree import tensors_in
+from distwrap.errors import ModelError
+from distwrap.group.world import current_world
+from distwrap.model.watch import is_power_of_two
+from distwrap.model.wrapped_models import parameters_of
+from distwrap.strategies.adoption import Adoption
+from distwrap.strategies.divided_tensors import refuse_gradient_hooks
+from distwrap.strategies.windows import Windows
+from distwrap.wording import first_names
+
+_MODULES_OWN = frozenset(vars(nn.Module()))  # attributes that every module has
+
+
+class Gathered:
+    """Gathered weights of one divided model.
+
+    Args:
+        net: the user's model, before it is divided.
+    """
+
+    def __init__(self, net: nn.Module) -> None:
+        self._net, self._name = net, type(net).__name__
+        self._groups: list[Any] = []
+        self._forwards = self._steps = 0
+
+    def divided(self, adoption: Adoption) -> None:
+        """Note that the model is divided now, and look at each step of its optimizers."""
+        self._groups = fsdp_groups(self._net)
+        refuse_gradient_hooks(param.sharded_param for group in self._groups for param in group.fsdp_params)
+        adoption.models.add(self)
+
+    def begin(self) -> None:
+        """Count a forward that begins."""
+        self._forwards += 1
+
+    def after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        """Let FSDP see a backward through any tensor that comes out of a unit, or of the whole model.
+
+        FSDP looks into lists, tuples, dicts and dataclasses. Of a view that is changed in place it would lose its hook,
+        which a hook of what it is a view of replaces.
+
+        Raises:
+            ModelError: the forward has changed a weight; looked at now and then.
+        """
+        if is_power_of_two(self._forwards):
+            self._refuse_changed(module)
+        if not torch.is_grad_enabled():
+            return
+        found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if module is self._net:
+            found = found or _left_in_attributes(module)
+        bases = [base for tensor in found if (base := base_of(tensor)) is not None and not base.is_leaf]
+        bases = [base for base in bases if base.requires_grad]
+        hook_fsdp_backward(module, bases if isinstance(output, torch.Tensor) else found + bases)
+
+    def _refuse_changed(self, module: nn.Module) -> None:
+        changed = changed_parameters(module)
+        if changed:
+            raise ModelError(
+                f"rank {current_world().placement.rank}: a forward of {self._name} has changed the numbers of "
+                f"{first_names(changed)}, which are a copy that is gathered for the time of the forward: the change "
+                f"would be lost. Change weights outside of the forward, under torch.no_grad(), or keep what the "
+                f"forward changes in a buffer."
+            )
+
+    def before_step(self, optimizer: Optimizer) -> None:
+        """Look at the gradients where a backward may have left some.
+
+        Raises:
+            ModelError: a backward has left gradients that no exchange has averaged.
+        """
+        self._steps += 1
+        if not (gathered(self._groups) or is_power_of_two(self._steps)):
+            return
+        held = parameters_of(optimizer).keys()
+        left = [name for name, parameter in unreduced_parameters(self._groups) if id(parameter) in held]
+        if left:
+            world = current_world()
+            world.part(Windows).refuse_half(optimizer)
+            raise ModelError(
+                f"rank {world.placement.rank}: {type(optimizer).__name__} steps, and gradients of {self._name} are "
+                f"this rank's own, as that of {first_names(left)}. Either a loop over accumulate() was left in the "
+                f"midst of a window: call zero_grad() then. Or the loss was not computed of what forward() returned: "
+                f"let forward(), or a method of the model, return the loss."
+            )
+
+
+def _left_in_attributes(net: nn.Module) -> list[torch.Tensor]:
+    """Return the tensors with a graph that a forward has left in attributes of a model's modules."""
+    own = [[value for name, value in vars(part).items() if name not in _MODULES_OWN] for part in net.modules()]
+    return [tensor for tensor in tensors_in(own) if tensor.grad_fn is not None]

@@ -1,0 +1,346 @@
+"""``strategy="fsdp"``: what loops do with a divided model beside calling it: right, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import distwrap as dw
+from distwrap import distributed
+from distwrap.errors import ModelError
+from distwrap.group.world import current_world
+
+
+class Held:
+    """Object of a user's own, as a forward may return one."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor
+
+
+class Block(nn.Module):
+    def __init__(self, *, in_object: bool = False) -> None:
+        super().__init__()
+        self.first, self.last, self.in_object = nn.Linear(5, 5), nn.Linear(5, 5), in_object
+
+    def forward(self, given: Any) -> Any:
+        x = given.tensor if isinstance(given, Held) else given
+        x = x + self.last(self.first(x).tanh())
+        return Held(x) if self.in_object else x
+
+
+class Net(nn.Module):
+    """Net that gives its result in one of several ways, with blocks that may be frozen."""
+
+    def __init__(self, kind: str = "", *, blocks: int = 2, frozen: bool = False, seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.kind = kind
+        self.first, self.last = nn.Linear(5, 5), nn.Linear(5, 5)
+        self.blocks = nn.ModuleList(Block(in_object=kind == "blocks' objects") for _ in range(blocks))
+        self.blocks.requires_grad_(not frozen)
+        self.first.requires_grad_(not frozen)
+
+    def forward(self, x: Any) -> Any:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        x = self.last(x.tensor if isinstance(x, Held) else x)
+        if self.kind == "attribute":
+            self.result = x
+            return None
+        return {"object": Held(x), "view": x.view(-1, 5)}.get(self.kind, x)
+
+    def as_object(self, x: torch.Tensor) -> Held:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return Held(self.last(x))
+
+
+Rows = Callable[[torch.Tensor], torch.Tensor]
+
+
+def inputs() -> torch.Tensor:
+    return torch.randn(8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+
+
+def share(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.chunk(dw.world_size())[dw.rank()]
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([each for each in model.parameters() if each.requires_grad], lr=0.1)
+
+
+def step(model: Any, optimizer: torch.optim.Optimizer, rows: Rows = share) -> None:
+    model(rows(inputs())).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def distance(model: nn.Module, net: nn.Module) -> float:
+    state = current_world().strategy.state(model, everywhere=True)
+    return max(float((state[name] - value).abs().max()) for name, value in net.state_dict().items())
+
+
+def _backwards() -> dict[str, float]:
+    """Return how far training is from one process, for each way in which a forward gives its result."""
+    found = {}
+    for kind in ("object", "attribute", "view", "blocks' objects", "method"):
+        for blocks, frozen in ((0, False), (2, False), (2, True)):
+            model, net = (Net(kind, blocks=blocks, frozen=frozen).double() for _ in range(2))
+            model = dw.wrap_model(model)
+            for trained, rows in ((model, share), (net, whole)):
+                optimizer = sgd(trained)
+                for _ in range(3):
+                    x = rows(inputs())
+                    output = trained.as_object(x) if kind == "method" else trained(x)
+                    output = trained.result if kind == "attribute" else output
+                    output = output.tensor if isinstance(output, Held) else output
+                    if kind == "view":
+                        output += 1
+                    output.square().mean().backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+            found[f"{kind}, {blocks} blocks, frozen: {frozen}"] = distance(model, net)
+    return found
+
+
+def _between_forwards() -> dict[str, float]:
+    """Return how far a model is from one process that is changed while FSDP would hold on to a part of it."""
+    found = {}
+    for how in ("weights averaged", "into frozen ones", "evaluated before the step", "evaluated with gradients"):
+        results = []
+        for rows in (share, whole):
+            own = dw.wrap_model if rows is share else whole
+            model, average = own(Net().double()), own(Net(seed=1).double())  # type: ignore[arg-type]
+            average.requires_grad_(how != "into frozen ones")
+            optimizer, means = sgd(model), list(average.parameters())
+            for _ in range(3):
+                x = rows(inputs())
+                with torch.set_grad_enabled(how in ("evaluated with gradients", "into frozen ones")):
+                    target = average(x)
+                (model(x) - target.detach()).square().mean().backward()
+                if how.startswith("evaluated"):
+                    with torch.set_grad_enabled(how == "evaluated with gradients"):
+                        model(x)
+                optimizer.step()
+                optimizer.zero_grad()
+                if not how.startswith("evaluated"):
+                    with torch.no_grad():
+                        for mean, new in zip(means, model.parameters(), strict=True):
+                            mean.lerp_(new, 0.5)
+            results.append((model, average))
+        (model, average), (net, plain) = results
+        found[how] = max(distance(model, net), distance(average, plain))
+    return found
+
+
+def _past_the_forward() -> None:
+    """A loss that FSDP cannot see is an error at the step."""
+    net = Net(blocks=0).double()
+    hidden: list[torch.Tensor] = []
+    net.last.register_forward_hook(lambda module, inputs, output: hidden.append(output))
+    net.register_forward_hook(lambda module, inputs, output: output.detach())
+    model = dw.wrap_model(net)
+    optimizer = sgd(model)
+    model(share(inputs()))
+    hidden[0].square().mean().backward()
+    with pytest.raises(ModelError, match=r"this rank's own, as that of first.weight"):
+        optimizer.step()
+
+
+def _everything() -> dict[str, float]:
+    _past_the_forward()
+    return {**_backwards(), **_between_forwards()}
+
+
+def test_every_backward_is_exchanged() -> None:
+    """Objects, attributes, views, methods, and changes between forwards: the numbers are those of one process."""
+    for found in distributed(nprocs=2, strategy="fsdp", returns="all")(_everything)():
+        assert max(found.values()) < 1e-9, found
+        assert len(found) == 19
+
+
+def _lists_from_before() -> None:
+    """An optimizer made before goes on; whatever else is done with the parameters from before is an error."""
+    net = Net().double()
+    held, optimizer = list(net.parameters()), sgd(net)
+    model = dw.wrap_model(net)
+    step(model, optimizer)
+    for use in (
+        lambda: sum(each.numel() for each in held),
+        lambda: nn.utils.clip_grad_norm_(held, 1.0),
+        lambda: nn.utils.parameters_to_vector(held),
+        lambda: [each.detach().clone() for each in held],
+        lambda: held[0].data,
+        lambda: torch.optim.SGD(held, lr=0.1),
+        lambda: torch.save(held, io.BytesIO()),
+        lambda: setattr(model.last, "weight", held[0]),
+    ):
+        with pytest.raises(ModelError, match=r"replaced by wrap_model"):
+            use()
+    assert "Replaced" in repr(copy.deepcopy(held))
+    plain = Net().double()
+    step(plain, sgd(plain), whole)
+    assert distance(model, plain) < 1e-9
+
+
+def _saved_by_torch() -> None:
+    model = dw.wrap_model(Net().double())
+    optimizer = torch.optim.AdamW(model.parameters())
+    step(model, optimizer)
+    for state in (model.state_dict(), optimizer.state_dict(), list(model.parameters())):
+        for save in (lambda given: torch.save(given, io.BytesIO()), pickle.dumps):
+            with pytest.raises(ModelError, match=r"distwrap.save\({'model': model"):
+                save({"state": state})
+    best = copy.deepcopy(model.state_dict())
+    step(model, optimizer)
+    model.load_state_dict(best)
+    torch.save({name: value.full_tensor() for name, value in best.items()}, io.BytesIO())
+
+
+def _data_is_set(model: Any, rows: Rows, start: dict[str, torch.Tensor]) -> None:
+    """Train by sharpness-aware minimisation, which moves weights and puts them back."""
+    optimizer = sgd(model)
+    for _ in range(3):
+        model(rows(inputs())).square().mean().backward()
+        before = {each: each.data.clone() for each in model.parameters()}
+        for each in model.parameters():
+            each.data = each.data + 0.5 * each.grad
+        optimizer.zero_grad()
+        model(rows(inputs())).square().mean().backward()
+        for each in model.parameters():
+            each.data = before[each]
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, each in model.named_parameters():
+            each.data.mul_(0.99)
+            if name == "first.weight":
+                each.data = 0.5 * start[name]  # whole numbers, which each rank has
+
+
+class Changing(nn.Module):
+    """A net whose forward changes a weight in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.blocks, self.last = how, nn.ModuleList(Block() for _ in range(2)), nn.Linear(5, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.last.weight
+        if self.how == "data":
+            weight.data = weight.data * 0.5
+        elif self.how == "in place":
+            weight.data.mul_(0.5)
+        elif self.how == "of a block":
+            with torch.no_grad():
+                self.blocks[0].last.weight.mul_(0.5)  # is not gathered, so that it is the shard that changes
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def _changed_in_forward() -> None:
+    for how in ("data", "in place"):
+        with pytest.raises(ModelError, match=r"changed the numbers of last.weight"):
+            dw.wrap_model(Changing(how))(share(inputs()).float())
+    for table in (nn.Embedding(4, 5, max_norm=1.0), nn.EmbeddingBag(4, 5, max_norm=1.0)):
+        with pytest.raises(ModelError, match=r"'0' has max_norm=1"):
+            dw.wrap_model(nn.Sequential(table, nn.Linear(5, 5)))
+    model, net = dw.wrap_model(Changing("of a block").double()), Changing("of a block").double()
+    net.load_state_dict(current_world().strategy.state(model, everywhere=True))
+    step(model, sgd(model))
+    step(net, sgd(net), whole)
+    assert distance(model, net) < 1e-9
+
+
+def _refused() -> None:
+    model = dw.wrap_model(Net().double())
+    weights = {name: torch.zeros_like(value) for name, value in Net().double().state_dict().items()}
+    with pytest.raises(ModelError, match=r"functional_call\(\) of Net"):
+        torch.func.functional_call(model, weights, (share(inputs()),))
+    optimizer = sgd(model)
+    step(model, optimizer)
+    seen: list[str] = []
+    for parameter in (model.last.weight, model.blocks[0].last.weight):
+        with pytest.raises(ModelError, match=r"register_post_accumulate_grad_hook"):
+            parameter.register_hook(lambda grad: grad)
+        parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append("called"))
+    step(model, optimizer)
+    assert len(seen) == 2
+
+
+def _windows_left(model: Any, rows: Rows) -> None:
+    """Leave windows in their midst, or skip their end, and take the gradients away, or let them be part of a step."""
+    optimizer = sgd(model)
+    for taken_away_by in (optimizer, model, optimizer, None):
+        for piece, window in dw.accumulate([rows(inputs())] * 4, 2, model):
+            if window.last:
+                break
+            model(piece).square().mean().backward()
+        if taken_away_by is not None:
+            taken_away_by.zero_grad()
+        step(model, optimizer, rows)
+
+
+def _a_step_after_a_window_was_left() -> None:
+    model = dw.wrap_model(Net().double())
+    optimizer = sgd(model)
+    for _, _ in dw.accumulate([1, 2], 2, model):
+        model(share(inputs())).square().mean().backward()
+        with pytest.raises(ModelError, match=r"optimizer step after micro-batch 1 of 2"):
+            optimizer.step()
+        break
+    with pytest.raises(ModelError, match=r"left in the midst of a window"):
+        optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+def _other_uses() -> dict[str, float]:
+    _lists_from_before()
+    _saved_by_torch()
+    _changed_in_forward()
+    _refused()
+    _a_step_after_a_window_was_left()
+    found = {}
+    for use in (_data_is_set, _windows_left):
+        model, net = dw.wrap_model(Net().double()), Net().double()
+        given = (dict(Net().double().named_parameters()),) if use is _data_is_set else ()
+        use(model, share, *given)
+        use(net, whole, *given)
+        found[use.__name__] = distance(model, net)
+    return found
+
+
+def test_other_uses_are_right_or_refused() -> None:
+    """Lists of parameters, torch.save, parameter.data, changes in a forward, hooks, windows that are left."""
+    for found in distributed(nprocs=2, strategy="fsdp", returns="all")(_other_uses)():
+        assert max(found.values()) < 1e-9, found
+        assert len(found) == 2
+
+
+@distributed(nprocs=2, strategy="fsdp")
+def _mixed() -> None:
+    model, average = dw.wrap_model(Net()), Net()
+    for mean, new in zip(average.parameters(), model.parameters(), strict=True):
+        mean.detach().lerp_(new, 0.1)
+
+
+def test_divided_and_whole_tensors_in_one_operation_are_explained() -> None:
+    """torch's words about mixed tensors come with what to do."""
+    with pytest.raises(ModelError, match=r"aten.lerp_.Scalar was given a whole tensor.*Wrap a second model"):
+        _mixed()
