@@ -43,16 +43,17 @@ class Alignments(RunPart):
 
     def __init__(self, world: World) -> None:
         self.world, self.has_left = world, False
-        self._models: WeakValueDictionary[str, Counted] = WeakValueDictionary()
+        self._models: WeakValueDictionary[int, Counted] = WeakValueDictionary()
+        self._added = 0
         self._name = f"forwards {world.count('alignments')}"
         if world.channel is not None:
             world.channel.work.serve(f"{self._name}/{world.placement.rank}", self._where)
 
     def add(self, counted: Counted) -> str:
         """Note what is counted of a model, and return the key of its notes, alike on all ranks."""
-        key = f"{self._name}/{self.world.count(self._name)}"
-        self._models[key] = counted
-        return key
+        self._added += 1
+        self._models[self._added] = counted
+        return f"{self._name}/{self._added}"
 
     def ask(self, rank: int, key: str) -> tuple[list[int], str]:
         """Return at which turn and forward of a model another rank is, and why it does not come; empty if it may."""
@@ -66,7 +67,10 @@ class Alignments(RunPart):
 
     def _where(self, key: str | None, waited: float) -> bytes:
         """Answer another rank; runs in the channel's thread."""
-        model = self._models.get(key) if key is not None else None
+        number = int((key or "0").rpartition("/")[2])
+        model = self._models.get(number)
+        if number > self._added and not self.has_left:
+            return json.dumps([[0, 0], ""]).encode()  # on its way out of wrap_model()
         if model is None or self.has_left:
             return json.dumps([[0, 0], "has left the function, or has the model no longer"]).encode()
         assert self.world.channel is not None
