@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from distwrap._internals.torch_sharding import accumulated_gradients
 from distwrap.errors import OptionError
-from distwrap.group.world import Layout, World
+from distwrap.group.world import Layout, World, current_world
 from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model
 from distwrap.options import Options
@@ -24,6 +24,7 @@ from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.fsdp.plan_words import Plan, check_plan
 from distwrap.strategies.fsdp.units import Wrap, check_wrap
 from distwrap.strategies.single import local
+from distwrap.strategies.windows import Windows
 from distwrap.wording import unknown_name
 
 
@@ -135,6 +136,9 @@ class FSDPStrategy(Strategy):
         net: Any = unwrap_model(model)
         if hasattr(net, "set_requires_gradient_sync"):
             net.set_requires_gradient_sync(on)
+            windows = current_world().part(Windows).under_way.values()
+            if on and not any(window.is_of(model) for window in windows):
+                model.__dict__["_distwrap"].units.leave_window()
 
     def gradients(self, model: nn.Module) -> list[torch.Tensor]:
         from distwrap.strategies import shards
