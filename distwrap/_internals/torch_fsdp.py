@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from distwrap._internals.torch import current_backward
+from distwrap._internals.torch import current_backward, version_of
 from distwrap._internals.torch_sharding import _groups, _state_of, _states
 
 
@@ -42,7 +42,8 @@ class GatheredUnits:
         self._model, self._on_exchange = model, on_exchange
         found = {id(group): group for _, state in _states(model) for group in _groups(state)}
         self._units, self._hidden = list(found.values()), set[int]()
-        self._unmarked = [param for unit in self._units for param in unit.fsdp_params]
+        self._params = [param for unit in self._units for param in unit.fsdp_params]
+        self._unmarked, self._left = self._params, list[tuple[Any, Any, int]]()
         known = {id(parameter): name for name, parameter in model.named_parameters()}
         self.names = [[known.get(id(param.sharded_param), "") for param in unit.fsdp_params] for unit in self._units]
         for number, unit in enumerate(self._units):
@@ -59,7 +60,9 @@ class GatheredUnits:
         is_broken = self.is_broken()
         if is_broken:
             self.start_afresh()
-            self._drop_gradients()
+            for param in self._params:
+                _drop_gradients(param)
+        self._left = [each for each in self._left if _is_kept(*each)]
         for unit in self._units:
             if unit.is_unsharded:
                 unit._to_sharded()
@@ -80,6 +83,24 @@ class GatheredUnits:
                     param._setattr_on_modules(param.sharded_param)
             elif unit.is_unsharded:
                 unit._to_sharded()
+
+    @property
+    def has_left_window(self) -> bool:
+        """Whether gradients of a window that was left may still be there."""
+        return bool(self._left)
+
+    def leave_window(self) -> None:
+        """Let go of gradients that have accumulated on this rank alone as soon as the loop zeroes those of the shards.
+
+        Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["_unsharded_param"]``.
+        Without it: the gradients of a window that was left are a part of the next step's.
+        """
+        for param in self._params:
+            if _has_gradients(param):
+                shard = param.sharded_param
+                if shard.grad is None:
+                    shard.grad = torch.zeros_like(shard)
+                self._left.append((param, shard.grad, version_of(shard.grad)))
 
     def is_broken(self) -> bool:
         """Return whether an exception has ended the last backward.
@@ -119,13 +140,6 @@ class GatheredUnits:
                 param._unsharded_param.distwrap_shard = param.sharded_param
         self._unmarked = [param for param in self._unmarked if not hasattr(param, "_unsharded_param")]
 
-    def _drop_gradients(self) -> None:
-        for unit in self._units:
-            for param in unit.fsdp_params:
-                param.unsharded_accumulated_grad = None
-                if hasattr(param, "_unsharded_param"):
-                    param._unsharded_param.grad = None
-
     def _gather(self, number: int, unit: Any, unshard: Callable[[bool], None], async_op: bool = False) -> None:
         if unit.is_unsharded:
             if number in self._hidden:
@@ -148,15 +162,29 @@ class GatheredUnits:
             as_zeros, having = getattr(unit, "reduce_scatter_unused_params", False), 0
             for place, param in enumerate(unit.fsdp_params):
                 own = getattr(param, "_unsharded_param", None)
-                if own is not None and (
-                    own.grad is not None
-                    or param.unsharded_accumulated_grad is not None
-                    or (as_zeros and own.requires_grad)
-                ):
+                if _has_gradients(param) or (as_zeros and own is not None and own.requires_grad):
                     having |= 1 << place
             if having:
                 self._on_exchange(number, having)
         post_backward(*unused)
+
+
+def _has_gradients(param: Any) -> bool:
+    own = getattr(param, "_unsharded_param", None)
+    return own is not None and (own.grad is not None or param.unsharded_accumulated_grad is not None)
+
+
+def _drop_gradients(param: Any) -> None:
+    param.unsharded_accumulated_grad = None
+    if hasattr(param, "_unsharded_param"):
+        param._unsharded_param.grad = None
+
+
+def _is_kept(param: Any, grad: Any, version: int) -> bool:
+    """Return whether a shard's gradient is as it was; else what has accumulated beside it is let go of."""
+    if param.sharded_param.grad is not grad or version_of(grad) != version:
+        _drop_gradients(param)
+    return _has_gradients(param)
 
 
 def shard_of(parameter: torch.Tensor | None) -> torch.Tensor | None:

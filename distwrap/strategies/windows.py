@@ -41,6 +41,10 @@ class Window:
         """Return whether parameters of this window's models are among some, which are told by their id."""
         return not {id(own) for model in self._models for own in model.parameters()}.isdisjoint(parameters)
 
+    def is_of(self, model: nn.Module) -> bool:
+        """Return whether the gradients of a model accumulate in this window."""
+        return any(own is model for own in self._models)
+
     def shares_model(self, other: Window) -> bool:
         """Return whether two windows have a model in common."""
         return not set(map(id, self._models)).isdisjoint(map(id, other._models))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -144,9 +145,35 @@ def _failing(model: Any, x: torch.Tensor, where: str) -> None:
         model.zero_grad()
 
 
+def left_windows(model: Any, x: torch.Tensor) -> None:
+    """Leave windows in their midst, zero what they left or go on with it; fail in one."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for in_place, goes_on in ((False, False), (True, False), (False, True)):
+        for number, _ in enumerate(_windows(model)):
+            if number == 1:
+                break
+            (_loss(model, x) / 2).backward()
+        if not goes_on:
+            optimizer.zero_grad(set_to_none=not in_place)
+        _loss(model, x).backward()
+        optimizer.step()
+        for number, _ in enumerate(_windows(model)):
+            model.fails = "forward" if number == 1 else ""
+            with contextlib.suppress(ZeroDivisionError):
+                _loss(model, x).backward()
+            model.fails = ""
+            _loss(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def _windows(model: Any) -> Any:
+    return range(2) if type(model) is Net else dw.accumulate(range(2), 2, model)
+
+
 WAYS: tuple[Callable[[Any, torch.Tensor], None], ...] = (
     *(zero_in_between, changed_after_forwards, frozen_on_the_way, grown_optimizer),
-    *(failed_forward, failed_backward),
+    *(failed_forward, failed_backward, left_windows),
 )
 
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from distwrap._internals.torch_fsdp import GatheredUnits
 from distwrap._internals.torch_sharding import (
     base_of,
     changed_parameters,
@@ -37,7 +38,12 @@ class Gathered:
 
     Args:
         net: the user's model, before it is divided.
+
+    Attributes:
+        units: of the model, once it is divided.
     """
+
+    units: GatheredUnits
 
     def __init__(self, net: nn.Module) -> None:
         self._net, self._name = net, type(net).__name__
@@ -91,7 +97,7 @@ class Gathered:
             ModelError: a backward has left gradients that no exchange has averaged.
         """
         self._steps += 1
-        if not (gathered(self._groups) or is_power_of_two(self._steps)):
+        if not (gathered(self._groups) or self.units.has_left_window or is_power_of_two(self._steps)):
             return
         held = parameters_of(optimizer).keys()
         left = [name for name, parameter in unreduced_parameters(self._groups) if id(parameter) in held]

@@ -53,6 +53,7 @@ class FSDPRouting(Routing):
         self.buffers, self.gathered = buffers, gathered
         self.alignment = Alignment(class_of(self.model))
         self.units = GatheredUnits(self.model, lambda unit, gradients: self.unison.exchange(unit, gradients))
+        gathered.units = self.units
         self.unison = Unison(class_of(self.model), self.units.names)
         self.run = in_precision(self._everywhere)
 

@@ -25,6 +25,7 @@ from distwrap.strategies.fsdp.plan_words import Plan, check_plan
 from distwrap.strategies.fsdp.units import Wrap, check_wrap
 from distwrap.strategies.single import local, on_device
 from distwrap.strategies.state_meetings import StateMeetings
+from distwrap.strategies.windows import Windows
 from distwrap.wording import unknown_name
 
 
@@ -136,6 +137,9 @@ class FSDPStrategy(Strategy):
         net: Any = unwrap_model(model)
         if hasattr(net, "set_requires_gradient_sync"):
             net.set_requires_gradient_sync(on)
+            windows = current_world().part(Windows).under_way.values()
+            if on and not any(window.is_of(model) for window in windows):
+                model.__dict__["_distwrap"].units.leave_window()
 
     def gradients(self, model: nn.Module) -> list[torch.Tensor]:
         from distwrap.strategies import shards

@@ -1,7 +1,7 @@
 """The exchanges of a divided model are those of all ranks: where ranks would exchange unlike things, that is an error.
 
 Which exchange comes next is foreseen from those before, by the same rule on all ranks. As long as it comes, nothing
-is asked. A rank with another one to make tells it, and sees before it begins that the next rank makes the same one.
+is asked. A rank with another one to make tells it, and sees before it begins that those beside it make the same one.
 """
 
 from __future__ import annotations
@@ -77,31 +77,36 @@ class Unison:
         self.count += 1
 
     def _compare(self, now: Exchange, foreseen: Exchange | None) -> None:
-        """Wait until the next rank makes its exchange at the same place, and see that it is this one."""
+        """Wait until the ranks beside this one make their exchange at the same place, and see that it is this one."""
         channel, place = self._all.world.channel, self._all.world.placement
         if channel is None:
             return
-        here, other = [self.turn, self.count], (place.rank + 1) % place.world_size
-        self._noted = [*self._noted[-1:], [here, now, self._words(now)]]  # the next rank may be one behind
+        # Those beside wait for this rank too, and so are at most one further.
+        self._noted = [*self._noted[-1:], [[self.turn, self.count], now, self._words(now)]]
         channel.note(self._key, json.dumps(self._noted))
-        asked_at, seen, is_past = time.monotonic(), None, False
+        for other in {(place.rank + step) % place.world_size for step in (1, -1)}:
+            its, words = self._of(other, now) or (foreseen, self._words(foreseen))
+            if its is None or tuple(its) != now:
+                self._refuse(now, other, words)
+
+    def _of(self, other: int, now: Exchange) -> tuple[Exchange, str] | None:
+        """Return what another rank has told of its exchange at this place; ``None`` where it made the foreseen one."""
+        channel, here = self._all.world.channel, [self.turn, self.count]
+        assert channel is not None
+        asked_at, is_past = time.monotonic(), False
         while True:
             noted = json.loads(channel.noted(self._key, other) or "[]")
-            its = next((told[1:] for told in noted if told[0] == here), None)
-            if its is None and (is_past or any(told[0] > here for told in noted)):
-                its = [foreseen, self._words(foreseen)]
-            if its is not None:
-                break
+            for at, its, words in noted:
+                if at == here:
+                    return its, words
+            if is_past or any(at > here for at, *_ in noted):
+                return None
             time.sleep(PAUSE_SECONDS)
             if time.monotonic() - asked_at > ASK_SECONDS:
-                asked_at, answer = time.monotonic(), self._all.ask(other, self._key)
-                at, why = answer
+                asked_at, (at, why) = time.monotonic(), self._all.ask(other, self._key)
                 is_past = at > here
-                if not is_past and why and (answer == seen or why.startswith("has")):
+                if why.startswith("has left"):
                     self._refuse(now, other, why)
-                seen = answer
-        if its[0] is None or tuple(its[0]) != now:
-            self._refuse(now, other, its[1])
 
     def _words(self, exchange: Exchange | None) -> str:
         if exchange is None or exchange == _END:
