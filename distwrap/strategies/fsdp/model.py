@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from distwrap._internals.torch_sharding import begin_fsdp_forward, end_fsdp_forward, leave_fsdp_forward
+from distwrap._internals.torch_tree import tensors_in
 from distwrap.errors import ModelError
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing
@@ -46,7 +47,7 @@ class FSDPRouting(Routing):
         self._count()
         try:
             with self._running():
-                return self.module(*args, **kwargs)
+                return self._differentiated_once(self.module(*args, **kwargs))
         except Exception:
             leave_fsdp_forward(self.model)
             raise
@@ -69,12 +70,28 @@ class FSDPRouting(Routing):
 
     def _end(self, output: Any, call: MethodCall) -> Any:
         if call.begun:
-            output = end_fsdp_forward(self.model, output)
+            output = self._differentiated_once(end_fsdp_forward(self.model, output))
         return super()._end(output, call)
+
+    def _differentiated_once(self, output: Any) -> Any:
+        """Refuse a backward through an output that is to be differentiated itself."""
+        if torch.is_grad_enabled() and isinstance(self.model, FSDPModule):
+            for tensor in tensors_in(output):
+                if tensor.requires_grad:
+                    tensor.register_hook(_refuse_graph)  # type: ignore[no-untyped-call]
+        return output
 
     def _after_failure(self, kind: type[BaseException] | None, *_: object) -> None:
         if kind is not None:
             leave_fsdp_forward(self.model)
+
+
+def _refuse_graph(gradient: torch.Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise ModelError(
+            "a backward with create_graph=True through a model that is divided: its weights are let go of in the first "
+            "backward, and the second one needs them. Use strategy='ddp', 'zero1' or 'tp' for a gradient penalty."
+        )
 
 
 class DividedModel(ModelFirst):
