@@ -179,8 +179,8 @@ def _refuse_divided(model: nn.Module, world: World) -> None:
         what = repr(inside[id(parts[0])] or "the model itself") if parts else repr(replaced[0])
         raise ModelError(
             f"rank {world.placement.rank}: wrap_model() got a model in which {what} is a part of a model that "
-            f"wrap_model() has divided already. Weights are divided once: wrap one module that has all of them, or make "
-            f"a new model."
+            f"wrap_model() has divided already. Weights are divided once: wrap one module that has all of them, or "
+            f"make a new model."
         )
 
 
