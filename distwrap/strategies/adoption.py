@@ -15,6 +15,7 @@ from distwrap.errors import ModelError
 from distwrap.group.world import RunPart, World
 from distwrap.live_objects import instances
 from distwrap.strategies import shards
+from distwrap.strategies.optimizer_share import refuse_whole
 
 
 class Replacement:
@@ -126,8 +127,5 @@ class Adoption(RunPart):
         self._seen[optimizer] = len(optimizer.param_groups)
         held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         divided = [parameter for parameter in held if isinstance(parameter, DTensor)]
-        if divided and isinstance(optimizer, torch.optim.LBFGS):
-            raise ModelError(
-                "LBFGS multiplies all parameters as one vector, and each rank has a share of them. Use a strategy "
-                "whose ranks hold the whole model, as 'ddp', or an optimizer that goes by tensors, as AdamW."
-            )
+        if divided:
+            refuse_whole(optimizer, in_pieces=True)

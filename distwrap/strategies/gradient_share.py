@@ -26,7 +26,7 @@ from distwrap.model.distributed import DistributedModel
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, parameters_of
 from distwrap.precision import LossScaling
-from distwrap.strategies.optimizer_share import OptimizerShares, balanced
+from distwrap.strategies.optimizer_share import OptimizerShares, balanced, refuse_sparse
 
 _IN_FLIGHT = 2  # buckets
 
@@ -93,6 +93,7 @@ class GradientShare:
         loads = [sum(each.numel() for each in self.owners if self.owners[each] == rank) for rank in range(self._size)]
         self.owners.update(balanced([each for each in parameters if each not in known], loads))
         self._refuse(parameters)
+        refuse_sparse(unwrap_model(model), "strategy='zero2'")
         ddp = model._distwrap.inner
         self._ddp = ref(ddp)
         self._notes: dict[nn.Parameter, _Note] = {}

@@ -345,18 +345,39 @@ def _messages(owners: Mapping[nn.Parameter, int], size: int) -> list[list[_Messa
     return [[message for message in together if message is not None] for together in zip_longest(*of_owner)]
 
 
-def refuse_whole(optimizer: Optimizer) -> None:
-    """Refuse an optimizer whose step looks at all parameters at once.
+def refuse_whole(optimizer: Optimizer, *, in_pieces: bool = False) -> None:
+    """Refuse an optimizer whose step looks at all parameters at once, or at a whole one that is in pieces.
 
     Raises:
         ModelError: names its class.
     """
+    name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ModelError(
-            f"{type(optimizer).__name__} takes each step along one direction for all parameters together, so its state "
+            f"{name} takes each step along one direction for all parameters together, so its state "
             f"cannot be divided over ranks. Use strategy='ddp' for it, or an optimizer that treats each parameter by "
             f"itself, as AdamW."
         )
+    matrices = tuple(getattr(torch.optim, kind) for kind in ("Adafactor", "Muon") if hasattr(torch.optim, kind))
+    if in_pieces and isinstance(optimizer, matrices):
+        raise ModelError(
+            f"{name} takes each step by a weight as a whole matrix, and under this strategy each rank has a piece of "
+            f"it. Use strategy='zero1' or 'zero2' for it, or an optimizer that treats each number by itself, as AdamW."
+        )
+
+
+def refuse_sparse(model: nn.Module, strategy: str) -> None:
+    """Refuse a model whose gradients are sparse, where they are to be divided.
+
+    Raises:
+        ModelError: names the module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.sparse:
+            raise ModelError(
+                f"{strategy} divides gradients, and {name or 'the model itself'!r} makes sparse ones. Leave out "
+                f"sparse=True, or use strategy='zero1' or 'ddp'."
+            )
 
 
 def _sizes(optimizer: Optimizer) -> tuple[int, ...]:

@@ -18,7 +18,7 @@ from distwrap.model.distributed import DistributedModel, ReplicaModel
 from distwrap.model.drift import Drift
 from distwrap.model.forward_routing import ForwardMethods, check_forward_methods
 from distwrap.model.optimizers import Optimizers
-from distwrap.model.transparent import WRAPPERS, see_through
+from distwrap.model.transparent import WRAPPERS, see_through, unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, bind, bound_strategy, parameters_of, strategy_of
 from distwrap.precision import InPrecision, LossScaling, Precision
 from distwrap.registry import algorithms, strategies
@@ -88,6 +88,7 @@ def wrap_model(
             raise ModelError("sync_batchnorm=True: torch has SyncBatchNorm on accelerators only, and this is the CPU.")
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     check_forward_methods(model, forward_methods)
+    _refuse_divided(model, world)
     precision = precision if precision is not None else world.options.precision
     run = replace(world.options, strategy=chosen, precision=precision, comm=algorithm)
     if strategy is not None:
@@ -161,6 +162,28 @@ def _of_no_use(result: object, strategy: Strategy, method: str, wanted: str) -> 
         f"{type(strategy).__name__}.{method}() has returned a {type(result).__qualname__}: it must return {wanted} "
         f"that the loop uses."
     )
+
+
+def _refuse_divided(model: nn.Module, world: World) -> None:
+    """Refuse a model with parts of one that is divided already, or whose parameters that has exchanged."""
+    inside = {id(part): name for name, part in model.named_modules()}
+    parts = [
+        part
+        for other in (world.part(WrappedModels) if world.placement.world_size > 1 else ())
+        if not isinstance(other, nn.parallel.DistributedDataParallel)
+        and (strategy := bound_strategy(other)) is not None
+        and strategy.shards
+        for part in unwrap_model(other).modules()
+        if id(part) in inside and any(True for _ in part.parameters())
+    ]
+    replaced = [name for name, value in model.named_parameters() if type(value).__name__ == "ReplacedParameter"]
+    if parts or replaced:
+        what = repr(inside[id(parts[0])] or "the model itself") if parts else repr(replaced[0])
+        raise ModelError(
+            f"rank {world.placement.rank}: wrap_model() got a model in which {what} is a part of a model that "
+            f"wrap_model() has divided already. Weights are divided once: wrap one module that has all of them, or "
+            f"make a new model."
+        )
 
 
 def _watch_for_drift(model: nn.Module | None, world: World) -> None:

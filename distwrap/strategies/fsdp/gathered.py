@@ -76,6 +76,9 @@ class Gathered:
         found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if module is self._net:
             found = found or _left_in_attributes(module)
+        if module is self._net and self._groups:
+            for tensor in found:
+                tensor.register_hook(_refuse_graph)  # type: ignore[no-untyped-call]
         bases = [base for tensor in found if (base := base_of(tensor)) is not None and not base.is_leaf]
         bases = [base for base in bases if base.requires_grad]
         hook_fsdp_backward(module, bases if isinstance(output, torch.Tensor) else found + bases)
@@ -116,3 +119,11 @@ def _left_in_attributes(net: nn.Module) -> list[torch.Tensor]:
     """Return the tensors with a graph that a forward has left in attributes of a model's modules."""
     own = [[value for name, value in vars(part).items() if name not in _MODULES_OWN] for part in net.modules()]
     return [tensor for tensor in tensors_in(own) if tensor.grad_fn is not None]
+
+
+def _refuse_graph(gradient: torch.Tensor) -> None:
+    if torch.is_grad_enabled():
+        raise ModelError(
+            "a backward with create_graph=True through a model that is divided: its weights are let go of in the first "
+            "backward, and the second one needs them. Use strategy='ddp', 'zero1' or 'tp' for a gradient penalty."
+        )

@@ -30,6 +30,7 @@ from distwrap.strategies.fsdp.model import DividedModel, FSDPRouting
 from distwrap.strategies.fsdp.recomputation import recompute
 from distwrap.strategies.fsdp.tensor_parallel import TensorParallel
 from distwrap.strategies.fsdp.units import computed_in, norms_of, of_other_types, units_of
+from distwrap.strategies.optimizer_share import refuse_sparse
 
 if TYPE_CHECKING:
     from distwrap.strategies.fsdp.strategy import FSDPStrategy
@@ -61,6 +62,7 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     require_group("wrap_model")
     net = unwrap_model(model)
     _refuse(net)
+    refuse_sparse(net, "strategy='fsdp'" if strategy.tensor_parallel is None else "tensor_parallel=")
     return_freed_memory(current_world().device)
     wrapping.in_precision.precision.weights(net)
     mesh = tensor_mesh = None
