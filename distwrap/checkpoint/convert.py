@@ -51,8 +51,7 @@ class Stored:
         is_folder = isinstance(io, SafetensorsIO) and io.is_folder(path)
         place = files.place_of(path, folder=io.collective or is_folder)
         if io.collective:
-            state = rebuilt(self.state, lambda leaf, _: self._whole(leaf) if isinstance(leaf, torch.Tensor) else leaf)
-            files.write_folder(place, lambda temporary: io.save(state, temporary), lambda: None)
+            files.write_folder(place, lambda temporary: io.save(self.state, temporary, self._whole), lambda: None)
         elif isinstance(io, FileIO) and not self._fetch:
             files.write_atomically(place, lambda temporary: io.save(self.state, temporary))
         elif is_folder:

@@ -6,6 +6,7 @@ ranks reads them back, whole. The folder must be on a disk that all nodes see.
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_loader import load as load_parts
 from torch.distributed.checkpoint.state_dict_saver import save as save_parts
@@ -28,6 +30,8 @@ from distwrap.errors import CheckpointError
 from distwrap.group.collectives import gather_object
 from distwrap.model.in_sync import Held, fingerprints, first_difference, left_to_ranks
 from distwrap.nesting import rebuilt
+
+_HELD = 2**22  # bytes of tensors that torch.save may have left in cycles of references
 
 
 class ShardedIO:
@@ -42,12 +46,19 @@ class ShardedIO:
         """Return the format with another group over which the ranks agree who writes what."""
         return ShardedIO(group)
 
-    def save(self, state: Any, path: Path) -> None:
-        """Write this rank's part of the tensors; rank 0 also writes what is no tensor."""
-        skeleton, tensors = separated(state, lambda leaf: (leaf.detach(), _whole(leaf)))
+    def save(self, state: Any, path: Path, fetch: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
+        """Write this rank's part of the tensors; rank 0 also writes what is no tensor.
+
+        Args:
+            state: plain values and tensors.
+            path: an empty folder.
+            fetch: returns the numbers of a tensor that has none, one after the other as they are written.
+        """
+        skeleton, tensors = separated(state, lambda leaf: (leaf if fetch else leaf.detach(), _whole(leaf)))
         self._leave_unlike(tensors)
         with _as_checkpoint_error():
-            save_parts(tensors, storage_writer=FileSystemWriter(path, sync_files=False), process_group=self._group)
+            writer, planner = FileSystemWriter(path, sync_files=False), _Fetching(fetch) if fetch else None
+            save_parts(tensors, storage_writer=writer, planner=planner, process_group=self._group)
         if not dist.is_initialized() or dist.get_rank() == 0:  # alone, so after what is done together
             torch.save(skeleton, path / SKELETON)
 
@@ -90,6 +101,23 @@ class ShardedIO:
             if count:
                 raise CheckpointError(f"cannot load {path}: it lacks {count} numbers of {name}.")
         return state
+
+
+class _Fetching(DefaultSavePlanner):
+    """torch's plan of who writes what, by which a tensor gets its numbers when it is about to be written."""
+
+    def __init__(self, fetch: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self._fetch, self._held = fetch, 0
+
+    def lookup_object(self, index: Any) -> Any:
+        """Return a tensor with its numbers."""
+        if self._held > _HELD:
+            gc.collect()
+            self._held = 0
+        tensor = self._fetch(super().lookup_object(index)).detach()
+        self._held += tensor.nbytes
+        return tensor
 
 
 def _opened(path: Path) -> Any:

@@ -83,14 +83,19 @@ def test_it_takes_little_memory(tmp_path: Path) -> None:
 
     def on_rank() -> list[int]:
         dw.save({f"w{index}": torch.rand(EACH // 4) for index in range(8)}, tmp_path / "parts", io="sharded")
-        convert(tmp_path / "parts", tmp_path / "warm.pt")
-        sizes = [peak_of(lambda name=name: convert(tmp_path / "parts", tmp_path / name)) for name in OUT]  # type: ignore[misc]
+        for name in ("warm.pt", "warm"):
+            convert(tmp_path / "parts", tmp_path / name, *FORMAT.get(name, ()))
+        sizes = [
+            peak_of(lambda name=name: convert(tmp_path / "parts", tmp_path / name, *FORMAT.get(name, ())))  # type: ignore[misc]
+            for name in OUT
+        ]
         return [size // EACH for size in sizes]
 
     assert max(run_ranks(on_rank, 1, timeout=60)[0]) <= 3
 
 
-OUT = ("a.pt", "a.safetensors")
+OUT = ("a.pt", "a.safetensors", "a")
+FORMAT = dict.fromkeys(("a", "warm"), ("--format", "sharded"))
 
 
 @pytest.mark.parametrize(

@@ -40,6 +40,15 @@ def run(*arguments: str | Path, folder: Path, seconds: float = 100, **env: str) 
     return done.stdout
 
 
+def programs_of(page: str, folder: Path) -> Path:
+    """Write the Python blocks of a page, one after the other, to a program in a folder, and return its path."""
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert len(blocks) > 1, f"{page} has {len(blocks)} programs"
+    program = folder / Path(page).with_suffix(".py").name
+    program.write_text("\n\n".join(blocks))
+    return program
+
+
 def last_number(text: str, before: str) -> float:
     """Return the last number that follows some words."""
     return float(re.findall(rf"{before} (\d+\.\d+)", text)[-1])
@@ -65,9 +74,7 @@ def test_readme_shows_the_difference_of_the_digits_examples() -> None:
 )
 def test_readme_programs_run(launcher: list[str], tmp_path: Path) -> None:
     """The README's Python blocks, one after the other, are a program that ends well, also under torchrun."""
-    program = tmp_path / "readme.py"
-    program.write_text("\n\n".join(re.findall(r"```python\n(.*?)```", README, re.DOTALL)))
-    losses = [float(word) for word in run(*launcher, program, folder=tmp_path).split()]
+    losses = [float(word) for word in run(*launcher, programs_of("README.md", tmp_path), folder=tmp_path).split()]
     assert len(losses) == 2
     assert max(losses) < 0.5
 
@@ -75,19 +82,13 @@ def test_readme_programs_run(launcher: list[str], tmp_path: Path) -> None:
 @pytest.mark.slow("trains under five algorithms")
 def test_programs_about_communication_run(tmp_path: Path) -> None:
     """The Python blocks of docs/communication.md are a program that ends well."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "communication.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
-    (tmp_path / "communication.py").write_text("\n\n".join(blocks))
-    run("communication.py", folder=tmp_path)
+    run(programs_of("docs/communication.md", tmp_path), folder=tmp_path)
 
 
 @pytest.mark.slow("trains in several launches")
 def test_programs_about_models_run(tmp_path: Path) -> None:
     """The Python blocks of docs/model.md are a program that ends well, twice in an empty folder."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "model.md").read_text(), re.DOTALL)
-    assert len(blocks) == 3
-    (tmp_path / "model.py").write_text("\n\n".join(blocks))
-    run("model.py", folder=tmp_path)
+    run(programs_of("docs/model.md", tmp_path), folder=tmp_path)
     assert sorted(path.name for path in tmp_path.glob("step-*")) == [
         "step-2.pt", "step-3.pt", "step-4.pt", "step-latest.pt",
     ]  # fmt: skip
@@ -96,19 +97,13 @@ def test_programs_about_models_run(tmp_path: Path) -> None:
 @pytest.mark.slow("trains under six strategies")
 def test_programs_about_divided_models_run(tmp_path: Path) -> None:
     """The Python blocks of docs/sharded.md are a program that ends well."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "sharded.md").read_text(), re.DOTALL)
-    assert len(blocks) == 2
-    (tmp_path / "divided.py").write_text("\n\n".join(blocks))
-    run("divided.py", folder=tmp_path)
+    run(programs_of("docs/sharded.md", tmp_path), folder=tmp_path)
 
 
 @pytest.mark.slow(INTERPRETERS)
 def test_programs_about_extensions_run(tmp_path: Path) -> None:
     """The Python blocks of docs/extending.md are a program that ends well: each plug-in is registered, and used."""
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "extending.md").read_text(), re.DOTALL)
-    assert len(blocks) >= 5
-    (tmp_path / "extending.py").write_text("\n\n".join(blocks))
-    run("extending.py", folder=tmp_path)
+    run(programs_of("docs/extending.md", tmp_path), folder=tmp_path)
 
 
 def test_readme_and_changelog_agree_with_the_code() -> None:

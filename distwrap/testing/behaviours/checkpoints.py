@@ -65,17 +65,21 @@ def _two_epochs(trial: Trial) -> Any:
     return fit(trial.alone, adamw, epochs=2)
 
 
+def _goes_on_alone(trial: Trial, state: dict[str, Any]) -> None:
+    """Load a state in one process, and train on exactly."""
+    model, optimizer = _trained(trial.alone, seed=6, epochs=0)
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    epoch(trial.alone, model, optimizer)
+    compare(dict(model.state_dict()), _two_epochs(trial))
+
+
 @behaviour()
 def saved_for_one_process(trial: Trial) -> None:
     """Save on all ranks; one process loads the file with torch alone, and trains on exactly."""
     model, optimizer = _trained(trial)
     save({"model": model, "optimizer": optimizer}, trial.folder / "state.pt")
-    state = torch.load(trial.folder / "state.pt", weights_only=True)
-    plain, plains = _trained(trial.alone, seed=6, epochs=0)
-    plain.load_state_dict(state["model"])
-    plains.load_state_dict(state["optimizer"])
-    epoch(trial.alone, plain, plains)
-    compare(dict(plain.state_dict()), _two_epochs(trial))
+    _goes_on_alone(trial, torch.load(trial.folder / "state.pt", weights_only=True))
 
 
 @behaviour()
@@ -120,12 +124,7 @@ def parts_are_whole_again(trial: Trial) -> None:
     """Read a checkpoint in parts as the full state, which one process loads."""
     model, optimizer = _trained(trial)
     save({"model": model, "optimizer": optimizer}, trial.folder / "parts", io="sharded")
-    state = load(trial.folder / "parts")
-    plain, plains = _trained(trial.alone, seed=6, epochs=0)
-    plain.load_state_dict(state["model"])
-    plains.load_state_dict(state["optimizer"])
-    epoch(trial.alone, plain, plains)
-    compare(dict(plain.state_dict()), _two_epochs(trial))
+    _goes_on_alone(trial, load(trial.folder / "parts"))
 
 
 @behaviour()
