@@ -62,7 +62,7 @@ class GatheredUnits:
             self.start_afresh()
             for param in self._params:
                 _drop_gradients(param)
-        self._left = [each for each in self._left if _is_kept(*each)]
+        self.has_left_window()
         for unit in self._units:
             if unit.is_unsharded:
                 unit._to_sharded()
@@ -84,9 +84,9 @@ class GatheredUnits:
             elif unit.is_unsharded:
                 unit._to_sharded()
 
-    @property
     def has_left_window(self) -> bool:
-        """Whether gradients of a window that was left may still be there."""
+        """Return whether gradients of a window that was left are still there."""
+        self._left = [each for each in self._left if _is_kept(*each)]
         return bool(self._left)
 
     def leave_window(self) -> None:

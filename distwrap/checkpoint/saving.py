@@ -138,9 +138,8 @@ def _needs_all_ranks(state: Any) -> bool:
     def look(leaf: Any, _: tuple[Any, ...]) -> Any:
         nonlocal found
         strategy = bound_strategy(leaf)
-        found = (
-            found or getattr(type(leaf), "on_all_ranks", False) is True or (strategy is not None and strategy.shards)
-        )
+        found = found or getattr(type(leaf), "on_all_ranks", False) is True
+        found = found or (strategy is not None and strategy.is_divided(leaf))
         return leaf
 
     rebuilt(state, look)

@@ -71,6 +71,11 @@ def bind(thing: nn.Module | Optimizer, strategy: Strategy, *, own: bool = False)
         thing.__dict__[_MARK] = strategy
 
 
+def unbind(wrapper: nn.Module) -> None:
+    """Note that a wrapper is of no use any more: its model is the caller's again."""
+    wrapper.__dict__.pop(_MARK, None)
+
+
 def bound_strategy(thing: Any) -> Strategy | None:
     """Return the strategy of a model, or of an optimizer of a model's parameters; ``None`` where there is none.
 

@@ -162,6 +162,10 @@ class Strategy:
         """
         return () if self.shards else tensors_of(model)
 
+    def is_divided(self, thing: nn.Module | Optimizer) -> bool:
+        """Return whether no rank alone has the state of a model or optimizer; by default as `shards` says."""
+        return self.shards
+
     def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
         """Return the full state of a model or optimizer, with the plain model's keys, as one process would have it.
 

@@ -24,7 +24,6 @@ from distwrap.strategies.ddp import DDPStrategy
 from distwrap.strategies.gradient_share import GradientShares
 from distwrap.strategies.optimizer_share import OptimizerShare, OptimizerShares
 from distwrap.strategies.optimizer_state import full_state, parts_to_load, state_in_parts
-from distwrap.strategies.state_meetings import StateMeetings
 
 
 class ZeroStrategy(DDPStrategy):
@@ -103,12 +102,14 @@ class ZeroStrategy(DDPStrategy):
         options = current_world().part(OptimizerShares).options(model)
         return [*tensors_of(model), *(Held(name, "", value) for name, value in options)]
 
+    def is_divided(self, thing: nn.Module | Optimizer) -> bool:
+        return _share_of(thing) is not None
+
     def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
         share = _share_of(thing)
         if share is None:
             return super().state(thing, everywhere=everywhere)
         assert isinstance(thing, Optimizer)
-        current_world().part(StateMeetings).meet(thing)
         return full_state(thing, share, everywhere=everywhere)
 
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
@@ -116,7 +117,6 @@ class ZeroStrategy(DDPStrategy):
         if share is None:
             return None
         assert isinstance(thing, Optimizer)
-        current_world().part(StateMeetings).meet(thing)
         return state_in_parts(thing, share)
 
     def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:

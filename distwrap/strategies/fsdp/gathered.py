@@ -100,7 +100,7 @@ class Gathered:
             ModelError: a backward has left gradients that no exchange has averaged.
         """
         self._steps += 1
-        if not (gathered(self._groups) or self.units.has_left_window or is_power_of_two(self._steps)):
+        if not (gathered(self._groups) or self.units.has_left_window() or is_power_of_two(self._steps)):
             return
         held = parameters_of(optimizer).keys()
         left = [name for name, parameter in unreduced_parameters(self._groups) if id(parameter) in held]

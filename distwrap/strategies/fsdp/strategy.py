@@ -19,12 +19,12 @@ from distwrap.errors import OptionError
 from distwrap.group.world import Layout, World, current_world
 from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model
+from distwrap.model.wrapped_models import unbind
 from distwrap.options import Options
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.fsdp.plan_words import Plan, check_plan
 from distwrap.strategies.fsdp.units import Wrap, check_wrap
 from distwrap.strategies.single import local, on_device
-from distwrap.strategies.state_meetings import StateMeetings
 from distwrap.strategies.windows import Windows
 from distwrap.wording import unknown_name
 
@@ -165,7 +165,6 @@ class FSDPStrategy(Strategy):
     def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
         from distwrap.strategies import shards
 
-        current_world().part(StateMeetings).meet(thing)
         return shards.full_state(thing, everywhere=everywhere)
 
     def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
@@ -183,11 +182,11 @@ class FSDPStrategy(Strategy):
             super().give_back(original, prepared, state)
         else:
             give_back(state)
+            unbind(prepared)  # type: ignore[arg-type]
 
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
         from distwrap.strategies import shards
 
-        current_world().part(StateMeetings).meet(thing)
         return shards.parts(thing)
 
     def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
