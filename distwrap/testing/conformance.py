@@ -133,7 +133,8 @@ def _in_one_launch(behaviours: dict[str, Behaviour], launch: Launch, folder: Pat
 def _together(ranks: dict[int, Verdict], behaviour: Behaviour) -> Verdict:
     """Return one verdict of those of all ranks, by rank."""
     how: Literal["failed", "refused"]
-    for how in ("failed", "refused"):
+    # Where one rank refuses, as DDP does a step too late, others may see what the step before has left behind.
+    for how in ("refused", "failed") if behaviour.may_refuse else ("failed", "refused"):
         those = {rank: verdict for rank, verdict in sorted(ranks.items()) if verdict.how == how}
         words = next((verdict.words for verdict in those.values()), "")
         if those and (len(those) == len(ranks) or (how == "refused" and behaviour.may_refuse)):
