@@ -28,7 +28,7 @@ def divisors(loss: torch.Tensor) -> list[Number]:
     ``torch:nn.NLLLoss()(torch.ones(1, 1, requires_grad=True), torch.zeros(1).long()).grad_fn._saved_total_weight``.
     Without it: a loss whose microbatches have unlike counts is noticed at batch 1, 2, 4, 8, … only.
     """
-    return list(_terms(loss.grad_fn, 1.0))
+    return list(_terms(loss.grad_fn, 1.0)) or [1.0]
 
 
 def _terms(node: Any, divisor: Number) -> Iterator[Number]:
@@ -42,12 +42,14 @@ def _terms(node: Any, divisor: Number) -> Iterator[Number]:
     elif kind in ("Div", "Mul") and len(inputs) == 1:
         saved = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
         number = next((each for each in saved if each is not None), 1.0)
-        if not isinstance(number, torch.Tensor) or number.device.type == "cpu":
+        if isinstance(number, torch.Tensor) and number.device.type == "cpu":
             number = float(number)
-        if number == 0.0 and isinstance(number, float):
-            return  # the term adds nothing
-        inverse = number.reciprocal() if isinstance(number, torch.Tensor) else 1 / number
-        yield from _terms(inputs[0], divisor * (number if kind == "Div" else inverse))
+        if kind == "Div":
+            yield from _terms(inputs[0], divisor * number)
+        elif isinstance(number, torch.Tensor):
+            yield from _terms(inputs[0], divisor * number.reciprocal())
+        elif number:  # else the term adds nothing
+            yield from _terms(inputs[0], divisor / number)
     elif getattr(node, "_saved_reduction", 0) == _MEAN:
         counted = getattr(node, "_saved_total_weight", None)
         yield divisor * (node._saved_self.numel() if counted is None else counted)

@@ -37,6 +37,7 @@ from distwrap.strategies.pipeline.schedule import Line, StageError, TrainingPass
 from distwrap.strategies.pipeline.streams import Streams
 
 _PASSES = 4  # of which the buffers are kept
+_PLAIN = (bool, int, complex, str, bytes, type(None), torch.dtype, torch.device, slice)
 _SURVEYS = 64  # which are kept
 
 
@@ -197,11 +198,15 @@ class PipelineRouting(Routing):
             self._broken = name
             raise
         if error is not None:
-            raise error
+            raise error from error.__cause__
 
     def _survey(self, name: str, method: Method, given: Any) -> Survey:
         sizes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(given)]
-        others = [leaf for leaf in tree_leaves(given) if not isinstance(leaf, (torch.Tensor, float))]
+        others = [
+            repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf)  # whose text may have an address, other on each rank
+            for leaf in tree_leaves(given)
+            if not isinstance(leaf, (torch.Tensor, float))
+        ]
         kind = self.line.device.type
         autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
         key = name, torch.is_grad_enabled(), self.model.training, autocast, repr(sizes), repr(others)
@@ -235,8 +240,11 @@ class PipelineRouting(Routing):
             return self._train_whole(name, method, given)
         if not survey.result.requires_grad:
             return self._evaluate(name, method, given)
-        if looks and not self._kinds_of_losses.look(name, method, [given, *parts], [whole, survey]):
-            return self._train_parts(name, method, given, [given], whole)
+        if looks:
+            with self._in_step(name):
+                can_be_cut = self._kinds_of_losses.look(name, method, [given, *parts], [whole, survey])
+            if not can_be_cut:
+                return self._train_parts(name, method, given, [given], whole)
         return self._train_parts(name, method, given, parts, survey)
 
     def _train_parts(self, name: str, method: Method, given: Any, parts: list[Any], survey: Survey) -> Any:

@@ -286,7 +286,7 @@ def end_pass(
     sums = told.tolist()
     failing = [rank for rank, each in zip(line.ranks, sums[len(numbers) + 1 :], strict=True) if each]
     if error is not None:
-        raise StageError(error) from error
+        raise StageError(error)
     if failing:
         raise StageError(
             CollectiveError(
