@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import Any, NoReturn
 
@@ -10,10 +11,13 @@ import torch
 from torch import nn
 from torch.func import functional_call
 
+from distwrap._internals.torch import current_backward
 from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.errors import ModelError
-from distwrap.strategies.pipeline.absent import Absent, is_here
+from distwrap.seeding import GENERATORS, RandomState
+from distwrap.strategies.pipeline.absent import Absent, is_here, noting_draws
 from distwrap.strategies.pipeline.blocks import Chain
+from distwrap.strategies.pipeline.streams import Streams
 
 Method = Callable[..., Any]
 BlockRun = Callable[[int, Method, tuple[Any, ...], dict[str, Any]], Any]
@@ -28,6 +32,9 @@ class Survey:
         needs: names of the parameters and buffers of no block of which each stage computes.
         result: of the method, with absent tensors.
         key: of the method and the sizes.
+        draws: whether what is outside of the blocks draws random numbers, which all stages must have.
+        chance: whether anything draws.
+        generators: which are drawn from.
         hidden: absent tensors for a stage, in the place of others that are here.
     """
 
@@ -35,6 +42,9 @@ class Survey:
     needs: list[set[str]] = field(default_factory=list)
     result: Any = None
     key: Any = None
+    draws: bool = False
+    chance: bool = False
+    generators: frozenset[str] = frozenset({"torch"})
     hidden: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
 
 
@@ -51,13 +61,14 @@ class Relay:
     Args:
         net: the user's model.
         chain: its blocks.
+        streams: the random numbers.
 
     Attributes:
         is_running: whether a method is being run for a stage.
     """
 
-    def __init__(self, net: nn.Module, chain: Chain) -> None:
-        self.net, self.chain = net, chain
+    def __init__(self, net: nn.Module, chain: Chain, streams: Streams) -> None:
+        self.net, self.chain, self._streams = net, chain, streams
         self._run: BlockRun | None = None
         for number, block in enumerate(chain.blocks):
             block.forward = self._seen(number, block.forward)
@@ -83,7 +94,10 @@ class Relay:
 
         def block(number: int, forward: Method, args: Any, kwargs: Any) -> Any:
             used.append((number, (args, kwargs)))
-            output = map_tensors(lambda tensor: _fresh(tensor, names[number]), forward(*args, **kwargs))
+            with self._streams.kept(), noting_draws() as noted:
+                begins = self._streams.states()
+                output = map_tensors(lambda tensor: _fresh(tensor, names[number]), forward(*args, **kwargs))
+                survey.chance |= bool(noted) or self._streams.have_moved(begins)
             self._check_order(number, len(survey.outputs))
             survey.outputs.append(output)
             return output
@@ -91,7 +105,12 @@ class Relay:
         named = [*self.net.named_parameters(), *self.net.named_buffers()]
         absent = {f"net.{name}": _absent(tensor, name) for name, tensor in named}
         caller = _Caller(self.net)
+        before, others = self._streams.states(), RandomState.capture()
         survey.result = self._while(block, lambda: functional_call(caller, absent, (method, args, kwargs)))
+        survey.draws = self._streams.have_moved(before)
+        if others.draws_but_for_torch(RandomState.capture()):
+            survey.generators, survey.draws = GENERATORS, True
+        survey.chance |= survey.draws
         if len(survey.outputs) != len(names):
             self._refuse_order(f"only {len(survey.outputs)} of its {len(names)} blocks")
         survey.needs = [set() for _ in self.chain.ends]
@@ -135,12 +154,14 @@ class Relay:
             nonlocal count
             self._check_order(number, count)
             count += 1
-            if number < begin - 1:
-                return survey.outputs[number]
-            if number == begin - 1:
-                return _refilled(survey.outputs[number], iter(received))
+            if number < begin:
+                self._streams.pass_block()
+                return (
+                    _refilled(survey.outputs[number], iter(received)) if number == begin - 1 else survey.outputs[number]
+                )
             self._refuse_absent((args, kwargs), f"the block {self.chain.names[number]!r}", stage)
-            output = forward(*args, **kwargs)
+            with self._streams.of_block():
+                output = forward(*args, **kwargs)
             if number == end - 1 and end < len(self.chain.names):
                 raise Leave(output)
             return output
@@ -176,8 +197,11 @@ class Relay:
 
     def _seen(self, number: int, forward: Method) -> Method:
         def call(*args: Any, **kwargs: Any) -> Any:
-            run = self._run
-            return forward(*args, **kwargs) if run is None else run(number, forward, args, kwargs)
+            if self._run is not None:
+                return self._run(number, forward, args, kwargs)
+            is_recomputed = current_backward() not in (None, -1)
+            with self._streams.of_block(recomputed=True) if is_recomputed else nullcontext():
+                return forward(*args, **kwargs)
 
         return call
 

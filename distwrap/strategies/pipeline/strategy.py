@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from distwrap.checks import is_whole
 from distwrap.errors import ModelError, OptionError
@@ -18,7 +18,7 @@ from distwrap.model.in_sync import Held, left_to_ranks
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.options import Options
 from distwrap.strategies.base import Strategy, Wrapping
-from distwrap.strategies.pipeline.absent import is_here
+from distwrap.strategies.pipeline.absent import Absent, is_here
 from distwrap.strategies.pipeline.blocks import find_chain
 from distwrap.strategies.pipeline.model import PassSettings, PipelineModel, PipelineRouting
 from distwrap.strategies.pipeline.schedule import Line
@@ -203,14 +203,23 @@ class PipelineStrategy(Strategy):
 
 
 class StageOptimizers(RunPart):
-    """Looks at optimizers of models in stages before they step."""
+    """Looks at optimizers of models in stages before they step, and lets them see no absent gradient."""
 
     def __init__(self, world: World) -> None:
-        self._handle = register_optimizer_step_pre_hook(lambda optimizer, *_: _refuse_whole(optimizer))
+        self._handles = [
+            register_optimizer_step_pre_hook(self._begin),
+            register_optimizer_step_post_hook(lambda *_: setattr(Absent, "steps", False)),
+        ]
+
+    def _begin(self, optimizer: Optimizer, *_: Any) -> None:
+        _refuse_whole(optimizer)
+        Absent.steps = True
 
     def close(self) -> None:
-        """Remove the hook."""
-        self._handle.remove()
+        """Remove the hooks."""
+        Absent.steps = False
+        for handle in self._handles:
+            handle.remove()
 
 
 def _refuse_whole(optimizer: Optimizer) -> None:

@@ -1,0 +1,180 @@
+"""Whether a method's loss is the mean or the sum over its batch, or neither, so that no batch of it can be cut."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from distwrap._internals.torch_autograd import without_chance
+from distwrap._internals.torch_tree import tensors_in
+from distwrap.group.world import say_once
+from distwrap.model.watch import is_power_of_two
+from distwrap.precision import InPrecision
+from distwrap.seeding import preserved
+from distwrap.strategies.pipeline.absent import is_here
+from distwrap.strategies.pipeline.microbatches import LossWeights
+from distwrap.strategies.pipeline.relay import Method, Relay, Survey
+from distwrap.strategies.pipeline.schedule import Line
+from distwrap.strategies.pipeline.streams import Streams
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_KINDS = ("mean", "sum")
+
+
+class LastStage(NamedTuple):
+    """Numbers of a run of the last stage: the loss, its weight, and its gradients for what the stage received."""
+
+    loss: float
+    weight: float
+    slopes: list[torch.Tensor | None]
+
+
+class LossKinds:
+    """Kinds of the losses of a model's methods.
+
+    At batch 1, 2, 4, 8, … the last stage computes its part, of inputs made up, for a batch in whole and in parts, and
+    compares the losses and their gradients. In the first steps of a training all losses are alike; their gradients tell
+    what weight each microbatch has.
+
+    Args:
+        relay: runs the methods.
+        line: this rank's place.
+        in_precision: in which the model computes.
+        streams: its random numbers.
+        reduction: as the user has said, or ``"auto"``.
+    """
+
+    def __init__(self, relay: Relay, line: Line, in_precision: InPrecision, streams: Streams, reduction: str) -> None:
+        self._relay, self._line, self._in_precision, self._streams = relay, line, in_precision, streams
+        self._reduction = reduction
+        self._found: dict[str, str] = {}
+        self._batches: Counter[str] = Counter()
+
+    def is_whole(self, name: str) -> bool:
+        """Return whether a method's batches cannot be cut."""
+        return self._found.get(name) == "whole"
+
+    def needs_look(self, name: str) -> bool:
+        """Count a batch, and return whether it is one to look at."""
+        self._batches[name] += 1
+        return self._reduction == "auto" and is_power_of_two(self._batches[name])
+
+    def of(self, name: str) -> str:
+        """Return ``"mean"``, ``"sum"`` or ``"whole"``."""
+        found = self._found.get(name, self._reduction)
+        return "mean" if found == "auto" else found
+
+    def look(self, name: str, method: Method, given: list[Any], surveys: list[Survey]) -> bool:
+        """Find the kind of a loss, and return whether this batch can be cut.
+
+        Args:
+            name: of the method.
+            method: of the user's model.
+            given: the arguments of a batch in whole, and of each microbatch.
+            surveys: of the method with the one and with the others.
+        """
+        verdict = torch.full((4,), math.nan, dtype=torch.float64, device=self._line.device)
+        last = self._line.rank_of(self._line.stages - 1)
+        if dist.get_rank() == last:
+            verdict[:] = torch.tensor(self._compared(method, given, surveys), dtype=torch.float64)
+        dist.broadcast(verdict, src=last, group=self._line.group)
+        *errors, whole, mean = verdict.tolist()
+        if not all(map(math.isfinite, errors)):
+            self._batches[name] -= 1
+            say_once(
+                f"unclear {name}",
+                f"{name}(): nothing shows yet whether it returns the mean or the sum over its batch, so the batch runs "
+                f"as a whole. PipelineStrategy(reduction='mean') says which.",
+            )
+            return False
+        dtype = surveys[0].result.dtype
+        tolerance = _TOLERANCE.get(dtype, 0.02) if self._in_precision.is_plain else 0.02
+        best = _KINDS[errors.index(min(errors))]
+        if min(errors) > tolerance or self._found.get(name, best) != best:
+            self.run_whole(name, f"of a batch is {whole:.6g} where the mean of its microbatches is {mean:.6g}: it")
+        else:
+            self._found[name] = best
+        return not self.is_whole(name)
+
+    def run_whole(self, name: str, seen: str) -> None:
+        """Run the batches of a method as a whole from now on."""
+        self._found[name] = "whole"
+        say_once(
+            f"neither {name}",
+            f"{name}() {seen} is neither the mean nor the sum over its batch. From now on its batches run as a whole, "
+            f"one stage after the other. A loss that is a sum, with distwrap.scale_loss(loss, count), runs "
+            f"microbatches side by side.",
+        )
+
+    def _compared(self, method: Method, given: list[Any], surveys: list[Survey]) -> list[float]:
+        """Return by how much a loss is not the mean, and not the sum; the loss, and the mean."""
+        begin, count = self._relay.chain.ends[-2], len(given) - 1
+        whole, part = (tensors_in(survey.outputs[begin - 1]) for survey in surveys)
+        dims = [_cut(one, other, count) for one, other in zip(whole, part, strict=True)]
+        buffers = [(buffer, buffer.clone()) for buffer in self._relay.net.buffers() if is_here(buffer)]
+        weights, runs = LossWeights("mean", count), []
+        try:
+            with preserved(), self._streams.kept(), torch.enable_grad():
+                made = [_made_up(tensor, self._line.device) for tensor in whole]
+                pieces = [
+                    [one] * count if dim is None else one.chunk(count, dim) for one, dim in zip(made, dims, strict=True)
+                ]
+                expected = self._ran(method, given[0], surveys[0], made, LossWeights("mean", 1))
+                for number, arguments in enumerate(given[1:]):
+                    received = [each[number] for each in pieces]
+                    runs.append(self._ran(method, arguments, surveys[1], received, weights))
+        except Exception:  # noqa: BLE001 - the pass that comes raises it too, and tells the other stages
+            return [math.nan] * 4
+        finally:
+            for buffer, numbers in buffers:
+                buffer.copy_(numbers)
+        total = sum(run.weight for run in runs)
+        shares = [run.weight / total for run in runs]
+        mean = sum(share * run.loss for share, run in zip(shares, runs, strict=True))
+        errors = [_error(expected, runs, dims, factors) for factors in (shares, [1.0] * count)]
+        return [*errors, expected.loss, mean]
+
+    def _ran(
+        self, method: Method, given: Any, survey: Survey, received: list[torch.Tensor], weights: LossWeights
+    ) -> LastStage:
+        with self._in_precision.context(), without_chance():
+            output = self._relay.run(survey, self._line.stages - 1, received, method, given)
+        loss = self._in_precision.precision.outputs(output)
+        weight = float(weights.of(loss))
+        trained = [tensor for tensor in received if tensor.requires_grad]
+        found = iter(torch.autograd.grad(loss.sum(), trained, allow_unused=True))
+        return LastStage(
+            float(loss.detach()), weight, [next(found) if each.requires_grad else None for each in received]
+        )
+
+
+def _cut(whole: torch.Tensor, part: torch.Tensor, count: int) -> int | None:
+    """Return the dimension in which a tensor is cut, where it is."""
+    return next(
+        (dim for dim, (one, other) in enumerate(zip(whole.shape, part.shape, strict=True)) if one != other), None
+    )
+
+
+def _made_up(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor like one that a stage receives."""
+    if not tensor.is_floating_point():
+        return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.randn(tensor.shape, dtype=tensor.dtype, device=device).requires_grad_()
+
+
+def _error(expected: LastStage, runs: list[LastStage], dims: list[int | None], factors: list[float]) -> float:
+    """Return by how much a weighted sum of losses is another than the expected one, with their gradients."""
+    off = size = 0.0
+    for number, (slope, dim) in enumerate(zip(expected.slopes, dims, strict=True)):
+        if slope is not None and dim is not None:
+            each = [run.slopes[number] for run in runs]
+            scaled = [0 * slope if one is None else factor * one for factor, one in zip(factors, each, strict=True)]
+            off += float((torch.cat(scaled, dim) - slope).double().square().sum())
+            size += float(slope.double().square().sum())
+    losses = [factor * run.loss for factor, run in zip(factors, runs, strict=True)]
+    value = abs(sum(losses) - expected.loss) / (sum(map(abs, losses)) or 1.0)
+    return max(math.sqrt(off / size), value) if size else math.nan
