@@ -12,6 +12,8 @@ from torch import nn
 from distwrap._internals.torch_subclass import effects_of, wrapper_tensor
 from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.errors import ModelError
+from distwrap.group.world import current_world
+from distwrap.precision import LossScaling
 
 # Their results are known without the numbers.
 _CREATE = {"empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like"}
@@ -72,13 +74,23 @@ class Absent(torch.Tensor):
 
     @property
     def grad(self) -> None:
-        """``None``, since it has no gradient here; torch's clip, which would take the norm of a part, is refused."""
+        """``None``, since it has no gradient here; torch's clip and scaler, which would look at a part, are refused."""
         frame = inspect.currentframe()
         asker = None if frame is None else frame.f_back
-        if asker is not None and asker.f_globals.get("__name__") == nn.utils.clip_grad.__name__:
+        if asker is None:
+            return
+        name = asker.f_globals.get("__name__")
+        if name == nn.utils.clip_grad.__name__:
             raise ModelError(
                 "torch's clip_grad_norm_() sees the gradients of this stage only, and would clip each stage by a norm "
                 "of its own. Use distwrap.optimizer_step(optimizer, max_norm=...), which takes the norm over all."
+            )
+        scaler = asker.f_locals.get("self") if name == torch.amp.GradScaler.__module__ else None
+        if scaler is not None and scaler is not current_world().part(LossScaling).scaler:
+            raise ModelError(
+                "a GradScaler of your own sees the gradients of this stage only, and stages would skip different "
+                "steps. Run in precision='fp16' with distwrap.backward(loss) and distwrap.optimizer_step(optimizer), "
+                "or in bf16, which needs no scaler."
             )
 
     @grad.setter

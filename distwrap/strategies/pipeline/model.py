@@ -34,12 +34,16 @@ from distwrap.strategies.pipeline.absent import is_here, make_present, refuse_co
 from distwrap.strategies.pipeline.blocks import Chain
 from distwrap.strategies.pipeline.gradients import Gradients, Results, apart
 from distwrap.strategies.pipeline.holders import Holders
+from distwrap.strategies.pipeline.microbatches import batch_size, parts_of
 from distwrap.strategies.pipeline.relay import Method, Relay, Survey
 from distwrap.strategies.pipeline.schedule import Line, TrainingPass, WholePass, shared
 
 _PASSES = 4  # of which the buffers are kept
 _SURVEYS = 64  # which are kept
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+
+
+Kind = tuple[str, bool, str]
 
 
 class _Begins(BaseException):
@@ -95,8 +99,8 @@ class PipelineRouting(Routing):
         self._surveys: dict[Any, Survey] = {}
         self._passes: dict[Any, TrainingPass] = {}
         self._kinds: dict[tuple[str, bool], bool] = {}  # whether a method calls the model as a whole
-        self._reductions: dict[str, str] = {}
-        self._batches: Counter[str] = Counter()
+        self._reductions: dict[Kind, str] = {}
+        self._batches: Counter[Kind] = Counter()
         self._is_first = True
         self._forward = net.forward
         net.forward = self._on_forward
@@ -178,10 +182,18 @@ class PipelineRouting(Routing):
     def _whole(self, name: str, method: Method, given: Any) -> WholePass:
         return WholePass(self.relay, self.line, self._survey(name, method, given), self._in_precision)
 
+    def _kind(self, name: str, given: Any) -> Kind:
+        """Return a method's name, whether the model trains, and the arguments that are no tensors."""
+        others = [leaf for leaf in tree_leaves(given) if not isinstance(leaf, (torch.Tensor, float))]
+        return name, self.model.training, repr(others)
+
     def _survey(self, name: str, method: Method, given: Any) -> Survey:
         sizes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(given)]
-        others = [leaf for leaf in tree_leaves(given) if not isinstance(leaf, (torch.Tensor, float))]
-        key = name, torch.is_grad_enabled(), self.model.training, repr(sizes), repr(others)
+        device = self.line.device.type
+        key = (
+            (*self._kind(name, given), torch.is_grad_enabled(), repr(sizes)),
+            (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device), self.holders.thawed()),
+        )
         if key not in self._surveys:
             with preserved(), self._in_precision.context():
                 survey = self.relay.survey(method, *given)
@@ -203,15 +215,24 @@ class PipelineRouting(Routing):
         if self.stage_buffers is not None:
             self.stage_buffers.forwards += 1
         count = self._count(name, given)
-        parts = _parts(given, count)
+        parts = parts_of(given, count)
         survey = self._survey(name, method, parts[0])
         if not isinstance(survey.result, torch.Tensor) or survey.result.numel() != 1:
             return self._train_whole(name, method, given)
         if not survey.result.requires_grad:
             return self._evaluate(name, method, given)
+        if count > 1 and survey.changed and not self.settings.is_given:
+            say_once(
+                f"buffers {name}",
+                f"{name}() changes the buffer {min(survey.changed)!r}, so a batch runs as a whole through the stages, "
+                f"and changes it once. PipelineStrategy(microbatches=...) cuts it: each microbatch then changes it.",
+            )
+            parts = [given]
         reduction = self._reduction(name, method, given, parts)
         if reduction == "whole":
-            count, parts = 1, [given]
+            parts = [given]
+        if len(parts) < count:
+            count = 1
             survey = self._survey(name, method, given)
         key = survey.key, count
         if key not in self._passes:
@@ -223,7 +244,7 @@ class PipelineRouting(Routing):
         scale = self._scale()
         with apart(self.holders.trained()) as found:
             loss = training_pass.run(method, parts, 1.0 if reduction == "sum" else 1 / count, scale)
-        self.holders.add_up(found)
+        self.holders.add_up(found, name)
         like = loss if loss is not None else self._in_precision.precision.outputs(survey.result.detach())
         total = shared(like.reshape(()), self.line)
         return _linked(total, [total], lambda grads: self._lay(found, grads[0] / scale))
@@ -245,16 +266,18 @@ class PipelineRouting(Routing):
         def hand_on(grads: list[torch.Tensor]) -> None:
             with apart(self.holders.trained()) as found, torch.enable_grad():
                 whole.backward(grads)
-            self.holders.add_up(found)
+            self.holders.add_up(found, name)
             self._lay(found, None)
 
         return _linked(result, linked, hand_on) if linked else result
 
     def _count(self, name: str, given: Any) -> int:
         """Return into how many microbatches a batch is cut."""
-        if self._reductions.get(name) == "whole" or (not self.settings.is_given and self._has_batch_norm()):
+        if self._reductions.get(self._kind(name, given)) == "whole" or (
+            not self.settings.is_given and self._has_batch_norm()
+        ):
             return 1
-        batch = _batch_size(given)
+        batch = batch_size(given)
         return next(n for n in range(max(1, min(self.settings.microbatches, batch)), 0, -1) if batch % n == 0)
 
     def _has_batch_norm(self) -> bool:
@@ -266,31 +289,41 @@ class PipelineRouting(Routing):
 
         Batch 1, 2, 4, 8, … is looked at; where it is neither, batches are run as a whole from then on.
         """
-        found = self._reductions.get(name, self.settings.reduction)
+        kind = self._kind(name, given)
+        found = self._reductions.get(kind, self.settings.reduction)
         if self.settings.reduction != "auto" or found == "whole" or len(parts) == 1:
             return "mean" if found == "auto" else found
-        self._batches[name] += 1
-        if not is_power_of_two(self._batches[name]):
+        self._batches[kind] += 1
+        if not is_power_of_two(self._batches[kind]):
             return found
+
+        def measured() -> tuple[torch.Tensor, torch.Tensor]:
+            whole = self._evaluate(name, method, given)
+            return whole, torch.stack([self._evaluate(name, method, part).reshape(()).double() for part in parts])
+
         training = [module for module in self.model.modules() if module.training]
-        with torch.no_grad(), preserved():
+        with torch.no_grad(), preserved(), self.holders.kept_buffers():
+            noisy = measured() if training and found == "auto" else None  # with dropout
             for module in training:
                 module.training = False
             try:
-                whole = self._evaluate(name, method, given)
-                each = torch.stack([self._evaluate(name, method, part).reshape(()).double() for part in parts])
+                whole, each = measured()
             finally:
                 for module in training:
                     module.training = True
         tolerance = _TOLERANCE.get(whole.dtype, 0.02) if self._in_precision.is_plain else 0.02
         size = each.abs().mean().item()
         if not 0 < size < math.inf:
-            self._batches[name] -= 1  # it shows nothing
+            self._batches[kind] -= 1  # it shows nothing
             return "mean" if found == "auto" else found
         errors = {"mean": abs(each.mean() - whole).item() / size}
         errors["sum"] = abs(each.sum() - whole).item() / (size * len(parts))
-        best = min(errors, key=lambda kind: errors[kind])
-        if errors[best] > tolerance or found not in ("auto", best):
+        best = min(errors, key=lambda each: errors[each])
+        differs = False  # in training from what it is in evaluation
+        if noisy is not None:
+            of_sum, of_mean = abs(noisy[1].sum() - noisy[0]), abs(noisy[1].mean() - noisy[0])
+            differs = (of_sum < of_mean).item() != (best == "sum")
+        if errors[best] > tolerance or differs or found not in ("auto", best):
             best = "whole"
             say_once(
                 f"neither {name}",
@@ -299,7 +332,7 @@ class PipelineRouting(Routing):
                 f"batches run as a whole, one stage after the other. A loss that is a sum, with "
                 f"distwrap.scale_loss(loss, count), runs microbatches side by side.",
             )
-        self._reductions[name] = best
+        self._reductions[kind] = best
         return best
 
     def _scale(self) -> float:
@@ -316,18 +349,10 @@ class PipelineRouting(Routing):
             foreach("mul_", list(found.values()), float(factor))
         for parameter, grad in found.items():
             parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-        held = [parameter.grad for parameter in self.holders.trained() if parameter.grad is not None]
-        layout = self.world.layout
-        if self.syncs and layout.size > 1:
-            for work in [dist.all_reduce(grad, group=layout.group, async_op=True) for grad in held]:
-                work.wait()
-            if held:
-                foreach("div_", held, float(layout.size))
-        if self.world.part(LossScaling).scaler is not None:  # all stages must skip a step alike
-            overflowed = torch.tensor(float(not all(grad.isfinite().all() for grad in held)), device=self.line.device)
-            dist.all_reduce(overflowed, op=dist.ReduceOp.MAX)
-            for grad in held if overflowed else ():
-                grad.fill_(torch.inf)
+        if self.syncs and self.world.layout.size > 1:
+            self.holders.average(self.world.layout)
+        if self.world.part(LossScaling).scaler is not None:
+            self.holders.spread_overflow()
 
     def _check_alike(self, given: Any) -> None:
         """Refuse a batch of which the ranks of a pipeline have others."""
@@ -359,24 +384,6 @@ class PipelineModel(ModelFirst):
 
     def __copy__(self) -> Any:
         refuse_copy()
-
-
-def _batch_size(given: Any) -> int:
-    return next((len(tensor) for tensor in tensors_in(given) if tensor.dim()), 1)
-
-
-def _parts(given: Any, count: int) -> list[Any]:
-    """Return the arguments of each microbatch: tensors as long as the batch are cut, others go to all of them."""
-    if count == 1:
-        return [given]
-    batch = _batch_size(given)
-    size = batch // count
-
-    def part(number: int) -> Any:
-        piece = slice(number * size, (number + 1) * size)
-        return map_tensors(lambda tensor: tensor[piece] if tensor.dim() and len(tensor) == batch else tensor, given)
-
-    return [part(number) for number in range(count)]
 
 
 def _linked(result: Any, tensors: list[torch.Tensor], hand_on: Callable[[list[torch.Tensor]], None]) -> Any:

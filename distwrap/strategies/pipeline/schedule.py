@@ -135,6 +135,7 @@ class TrainingPass:
         self._method: Method | None = None
         self._given: Sequence[Any] = ()
         self._factor = 1.0
+        self._device, self._autocast = line.device.type, (torch.float32, False)
         self._losses: list[torch.Tensor] = []
         stages: list[Any] = [self._stage(stage, line) for stage in line.own]
         options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._loss, "scale_grads": False}
@@ -158,10 +159,12 @@ class TrainingPass:
             The weighted sum, on the rank with the last stage.
         """
         self._method, self._given, self._factor = method, given, weight * scale
+        self._autocast = torch.get_autocast_dtype(self._device), torch.is_autocast_enabled(self._device)
         self._losses = []
         numbers = torch.arange(self._count)
         try:
-            self._schedule.step(target=numbers, losses=[], number=numbers)
+            with torch.autocast(self._device, enabled=False):  # of the user's own, in which no backward belongs
+                self._schedule.step(target=numbers, losses=[], number=numbers)
             return torch.stack(self._losses).sum() * weight if self._losses else None
         finally:
             self._method, self._given, self._losses = None, (), []
@@ -184,7 +187,7 @@ class TrainingPass:
     def part(self, stage: int, received: tuple[torch.Tensor, ...], number: int, is_last: bool) -> Any:
         """Run a stage's part of a microbatch."""
         assert self._method is not None
-        with self._in_precision.context():
+        with torch.autocast(self._device, *self._autocast), self._in_precision.context():
             output = self._relay.run(self._survey, stage, list(received), self._method, self._given[number])
         if not is_last:
             return tuple(tensor.contiguous() for tensor in tensors_in(output))
