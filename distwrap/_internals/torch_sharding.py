@@ -101,14 +101,14 @@ class BeforeFSDP:
 def accumulated_gradients(model: nn.Module) -> list[torch.Tensor]:
     """Return gradients that have accumulated on this rank and are not reduced yet.
 
-    Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["_unsharded_param"]``,
-    ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["unsharded_accumulated_grad"]``.
+    Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["_unsharded_param"]``.
+    Versions before 2.15 may have a gradient in another type than the weight beside it.
     Without it: `scale_loss` in a window of `accumulate` weighs micro-batches by the first one's count.
     """
     params = [param for _, state in _states(model) for group in _groups(state) for param in group.fsdp_params]
     found = [getattr(param, "unsharded_accumulated_grad", None) for param in params]
     found += [getattr(getattr(param, "_unsharded_param", None), "grad", None) for param in params]
-    return [grad for grad in found if grad is not None]
+    return list({id(grad): grad for grad in found if grad is not None}.values())  # 2.15 has one by both names
 
 
 def _states(model: nn.Module) -> Iterator[tuple[Any, Any]]:

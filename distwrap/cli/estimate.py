@@ -22,14 +22,11 @@ from distwrap.precision import InPrecision
 from distwrap.strategies.activations import activation_bytes, input_of
 from distwrap.strategies.auto import memory_of
 from distwrap.strategies.choice import fit, recommended
-from distwrap.strategies.estimate import Need, estimate, optimizer
+from distwrap.strategies.estimate import Need, estimate, estimate_stages, optimizer
 from distwrap.wording import as_size, first_line, unknown_name
 
 _COLUMNS = ("parameters", "gradients", "buckets", "optimizer", "gathered", "total")
-_OTHERS = (
-    Need("tp", why_not="divides single layers by a plan, which this does not know"),
-    Need("pipeline", why_not="divides layers and micro-batches by a schedule, which this does not know"),
-)
+_OTHERS = (Need("tp", why_not="divides single layers by a plan, which this does not know"),)
 
 
 def add_arguments(commands: Any) -> None:
@@ -78,6 +75,7 @@ def _estimate(given: argparse.Namespace) -> int:
     batch = [input_of(each) for each in given.batch or ()]
     model = model_of(given.model, [_value(text) for text in given.args], _kwargs(given.kwargs))
     needs = estimate(model, ranks, nprocs, in_precision, make)
+    stages = estimate_stages(model, ranks, in_precision, make)
     activations, remark = _activations(in_precision.precision.weights(model), batch, in_precision)
     choice = recommended(needs, memory, activations)
     numbers = sum(parameter.numel() for parameter in model.parameters())
@@ -85,7 +83,7 @@ def _estimate(given: argparse.Namespace) -> int:
     print(
         f"{given.model}: {numbers:,} parameters{'' if trained == numbers else f', {trained:,} of them trained'}; "
         f"{ranks} rank{'s' * (ranks > 1)}, precision {given.precision}, {given.optimizer}\n\n"
-        f"{table([*needs, *_OTHERS], memory, activations)}\n\n"
+        f"{table([*needs, *_OTHERS, stages], memory, activations)}\n\n"
         f"Activations: {remark}\n"
         f"Memory of a rank: {as_size(memory)} ({where})\n"
         f"Recommended: strategy={choice.strategy!r}: {choice.why}."

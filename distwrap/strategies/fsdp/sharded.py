@@ -66,6 +66,11 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
         mesh = world.part(Meshes).over(_ranks(strategy.shard, world))
     else:
         mesh, tensor_mesh = _meshes_of_layout(world, strategy)
+    if mesh is not None and wrapping.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
+        raise ModelError(
+            f"torch {torch.__version__} divides models by FSDP2 on accelerators only: on the CPU strategy='fsdp' needs "
+            f"torch 2.7 or newer. Install one, or use strategy='zero2'."
+        )
     units = units_of(net, strategy.wrap)
     parameters = dict(net.named_parameters(remove_duplicate=False))
     before = BeforeFSDP(net)
@@ -155,7 +160,13 @@ def _shard(
         fully_shard(norms, **{**options, "reshard_after_forward": False})
     for unit in units:
         fully_shard(unit, mp_policy=policy, **options)
-    fully_shard(net, mp_policy=policy, **{**options, "reshard_after_forward": False if units else None})
+    if units:
+        options["reshard_after_forward"] = False
+    else:
+        del options[
+            "reshard_after_forward"
+        ]  # a root alone stays gathered by itself; what says so depends on the version
+    fully_shard(net, mp_policy=policy, **options)
 
 
 def _without_views(module: nn.Module, inputs: Any, outputs: Any) -> Any:
