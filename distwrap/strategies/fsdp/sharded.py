@@ -28,6 +28,7 @@ from distwrap.strategies.fsdp.model import DividedModel, FSDPRouting
 from distwrap.strategies.fsdp.recomputation import recompute
 from distwrap.strategies.fsdp.tensor_parallel import TensorParallel
 from distwrap.strategies.fsdp.units import computed_in, norms_of, units_of
+from distwrap.strategies.torch_version import require_torch
 
 if TYPE_CHECKING:
     from distwrap.strategies.fsdp.strategy import FSDPStrategy
@@ -66,11 +67,9 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
         mesh = world.part(Meshes).over(_ranks(strategy.shard, world))
     else:
         mesh, tensor_mesh = _meshes_of_layout(world, strategy)
-    if mesh is not None and wrapping.device.type == "cpu" and not hasattr(torch.cpu.Stream, "record_event"):
-        raise ModelError(
-            f"torch {torch.__version__} divides models by FSDP2 on accelerators only: on the CPU strategy='fsdp' needs "
-            f"torch 2.7 or newer. Install one, or use strategy='zero2'."
-        )
+    if mesh is not None and wrapping.device.type == "cpu":
+        why = "torch's FSDP2 runs on accelerators only, or not with copies"
+        require_torch("strategy='fsdp' on the CPU", (2, 8), why, "strategy='zero2'")
     units = units_of(net, strategy.wrap)
     parameters = dict(net.named_parameters(remove_duplicate=False))
     before = BeforeFSDP(net)

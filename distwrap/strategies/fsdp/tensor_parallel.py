@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import logging
 import re
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from inspect import signature
 from typing import Any, TypeVar
 
 import torch
@@ -41,8 +39,6 @@ logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERR
 Thing = TypeVar("Thing")
 
 _ALONE = ("gathered", "vocabulary")
-# All ranks have the same numbers here; torch 2.6 sends the first one's all the same.
-_OWN_NUMBERS: dict[str, Any] = dict.fromkeys({"src_data_rank"} & signature(parallelize_module).parameters.keys())
 
 
 class TensorParallel:
@@ -61,7 +57,6 @@ class TensorParallel:
     """
 
     def __init__(self, net: nn.Module, mesh: DeviceMesh, plan: Plan, *, by_sequence: bool, shares: int) -> None:
-        warnings.filterwarnings("ignore", "DTensor random operators", UserWarning)  # of torch 2.6, for any layer
         self.running, self._net, self._mesh, self._by_sequence = Running(), net, mesh, by_sequence
         self._shares, self._reasons = shares, dict[str, str]()
         self._undo: list[Callable[[], object]] = []
@@ -218,7 +213,7 @@ class TensorParallel:
             style = style_of(
                 word, self.running, by_sequence=cuts.by_sequence and (word == "rowwise" or owner not in gathers)
             )
-            parallelize_module(part, self._mesh, style, **_OWN_NUMBERS)
+            parallelize_module(part, self._mesh, style, src_data_rank=None)
             if word == "heads":  # without a hook torch would take a short cut around the forward
                 undo.append(part.register_forward_pre_hook(lambda *_: None).remove)
         for at, part in module.named_modules():

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 import torch
@@ -21,13 +20,9 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
-from distwrap._internals.torch_sharding import is_view
 from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.precision import InPrecision
 from distwrap.strategies.pipeline.relay import Method, Relay, Survey
-
-# torch 2.6 never divides gradients by the number of microbatches, and has no option for that.
-_UNSCALED = dict.fromkeys({"scale_grads"} & signature(ScheduleGPipe).parameters.keys(), False)
 
 
 @dataclass(frozen=True)
@@ -143,7 +138,7 @@ class TrainingPass:
         self._device, self._autocast = line.device.type, (torch.float32, False)
         self._losses: list[torch.Tensor] = []
         stages: list[Any] = [self._stage(stage, line) for stage in line.own]
-        options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._loss, **_UNSCALED}
+        options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._loss, "scale_grads": False}
         if len(stages) > 1:
             looped = ScheduleInterleaved1F1B if count % len(line.ranks) == 0 else ScheduleLoopedBFS
             self._schedule: Any = looped(stages, **options)
@@ -196,10 +191,10 @@ class TrainingPass:
         with torch.autocast(self._device, *self._autocast), self._in_precision.context():
             output = self._relay.run(self._survey, stage, list(received), self._method, self._given[number])
         if not is_last:
-            return tuple(_owned(tensor.contiguous()) for tensor in tensors_in(output))
+            return tuple(tensor.contiguous() for tensor in tensors_in(output))
         loss = self._in_precision.precision.outputs(output)
         self._losses.append(loss.detach().reshape(()))
-        return _owned(loss.reshape(1))
+        return loss.reshape(1)
 
     def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return output.sum() * self._factor
@@ -214,10 +209,6 @@ class _Part(nn.Module):
 
     def forward(self, *received: torch.Tensor, number: torch.Tensor) -> Any:
         return self._pass.part(self._stage, received, int(number), self._is_last)
-
-
-def _owned(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor if _UNSCALED or not is_view(tensor) else tensor.clone()
 
 
 def _empty(tensor: torch.Tensor, line: Line) -> torch.Tensor:
