@@ -13,6 +13,8 @@ from torch import nn
 from distwrap._internals.torch_subclass import effects_of, wrapper_tensor
 from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.errors import ModelError
+from distwrap.group.world import current_world
+from distwrap.precision import LossScaling
 
 # Their results are known without the numbers.
 _CREATE = {"empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like"}
@@ -108,7 +110,7 @@ class Absent(torch.Tensor):
     def grad(self) -> Absent | None:
         """Gradient, absent as its parameter is; ``None`` for optimizers, which leave the parameter alone.
 
-        torch's clip, which would take the norm of a part, is refused.
+        torch's clip and a scaler of the user's, which would look at a part, are refused.
         """
         frame = inspect.currentframe()
         asker = None if frame is None else frame.f_back
@@ -117,6 +119,13 @@ class Absent(torch.Tensor):
             raise ModelError(
                 "torch's clip_grad_norm_() sees the gradients of this stage only, and would clip each stage by a norm "
                 f"of its own. {_CLIP}"
+            )
+        scaler = asker.f_locals.get("self") if asker and module == torch.amp.GradScaler.__module__ else None
+        if scaler is not None and scaler is not current_world().part(LossScaling).scaler:
+            raise ModelError(
+                "a GradScaler of your own sees the gradients of this stage only, and stages would skip different "
+                "steps. Run in precision='fp16' with distwrap.backward(loss) and distwrap.optimizer_step(optimizer), "
+                "or in bf16, which needs no scaler."
             )
         if asker is not None and asker.f_code.co_name == "zero_grad":
             self.has_gradient = False

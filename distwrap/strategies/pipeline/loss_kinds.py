@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from distwrap._internals.torch_autograd import without_chance
 from distwrap._internals.torch_tree import tensors_in
@@ -17,7 +20,7 @@ from distwrap.precision import InPrecision
 from distwrap.seeding import preserved
 from distwrap.strategies.pipeline.absent import is_here
 from distwrap.strategies.pipeline.microbatches import LossWeights
-from distwrap.strategies.pipeline.relay import Method, Relay, Survey
+from distwrap.strategies.pipeline.relay import Call, Method, Relay, Survey
 from distwrap.strategies.pipeline.schedule import Line
 from distwrap.strategies.pipeline.streams import Streams
 
@@ -34,7 +37,7 @@ class LastStage(NamedTuple):
 
 
 class LossKinds:
-    """Kinds of the losses of a model's methods.
+    """Kinds of the losses of a model's methods, which may be others for other arguments, as a flag.
 
     At batch 1, 2, 4, 8, … the last stage computes its part, of inputs made up, for a batch in whole and in parts, and
     compares the losses and their gradients. In the first steps of a training all losses are alike; their gradients tell
@@ -51,28 +54,28 @@ class LossKinds:
     def __init__(self, relay: Relay, line: Line, in_precision: InPrecision, streams: Streams, reduction: str) -> None:
         self._relay, self._line, self._in_precision, self._streams = relay, line, in_precision, streams
         self._reduction = reduction
-        self._found: dict[str, str] = {}
-        self._batches: Counter[str] = Counter()
+        self._found: dict[Call, str] = {}
+        self._batches: Counter[Call] = Counter()
 
-    def is_whole(self, name: str) -> bool:
+    def is_whole(self, call: Call) -> bool:
         """Return whether a method's batches cannot be cut."""
-        return self._found.get(name) == "whole"
+        return self._found.get(call) == "whole"
 
-    def needs_look(self, name: str) -> bool:
+    def needs_look(self, call: Call) -> bool:
         """Count a batch, and return whether it is one to look at."""
-        self._batches[name] += 1
-        return self._reduction == "auto" and is_power_of_two(self._batches[name])
+        self._batches[call] += 1
+        return self._reduction == "auto" and is_power_of_two(self._batches[call])
 
-    def of(self, name: str) -> str:
+    def of(self, call: Call) -> str:
         """Return ``"mean"``, ``"sum"`` or ``"whole"``."""
-        found = self._found.get(name, self._reduction)
+        found = self._found.get(call, self._reduction)
         return "mean" if found == "auto" else found
 
-    def look(self, name: str, method: Method, given: list[Any], surveys: list[Survey]) -> bool:
+    def look(self, call: Call, method: Method, given: list[Any], surveys: list[Survey]) -> bool:
         """Find the kind of a loss, and return whether this batch can be cut.
 
         Args:
-            name: of the method.
+            call: of the method.
             method: of the user's model.
             given: the arguments of a batch in whole, and of each microbatch.
             surveys: of the method with the one and with the others.
@@ -84,29 +87,29 @@ class LossKinds:
         dist.broadcast(verdict, src=last, group=self._line.group)
         *errors, whole, mean = verdict.tolist()
         if not all(map(math.isfinite, errors)):
-            self._batches[name] -= 1
+            self._batches[call] -= 1
             say_once(
-                f"unclear {name}",
-                f"{name}(): nothing shows yet whether it returns the mean or the sum over its batch, so the batch runs "
-                f"as a whole. PipelineStrategy(reduction='mean') says which.",
+                f"unclear {call.name}",
+                f"{call.name}(): nothing shows yet whether it returns the mean or the sum over its batch, so the batch "
+                f"runs as a whole. PipelineStrategy(reduction='mean') says which.",
             )
             return False
         dtype = surveys[0].result.dtype
         tolerance = _TOLERANCE.get(dtype, 0.02) if self._in_precision.is_plain else 0.02
         best = _KINDS[errors.index(min(errors))]
-        if min(errors) > tolerance or self._found.get(name, best) != best:
-            self.run_whole(name, f"of a batch is {whole:.6g} where the mean of its microbatches is {mean:.6g}: it")
+        if min(errors) > tolerance or self._found.get(call, best) != best:
+            self.run_whole(call, f"of a batch is {whole:.6g} where the mean of its microbatches is {mean:.6g}: it")
         else:
-            self._found[name] = best
-        return not self.is_whole(name)
+            self._found[call] = best
+        return not self.is_whole(call)
 
-    def run_whole(self, name: str, seen: str) -> None:
+    def run_whole(self, call: Call, seen: str) -> None:
         """Run the batches of a method as a whole from now on."""
-        self._found[name] = "whole"
+        self._found[call] = "whole"
         say_once(
-            f"neither {name}",
-            f"{name}() {seen} is neither the mean nor the sum over its batch. From now on its batches run as a whole, "
-            f"one stage after the other. A loss that is a sum, with distwrap.scale_loss(loss, count), runs "
+            f"neither {call.name}",
+            f"{call.name}() {seen} is neither the mean nor the sum over its batch. From now on its batches run as a "
+            f"whole, one stage after the other. A loss that is a sum, with distwrap.scale_loss(loss, count), runs "
             f"microbatches side by side.",
         )
 
@@ -115,10 +118,9 @@ class LossKinds:
         begin, count = self._relay.chain.ends[-2], len(given) - 1
         whole, part = (tensors_in(survey.outputs[begin - 1]) for survey in surveys)
         dims = [_cut(one, other, count) for one, other in zip(whole, part, strict=True)]
-        buffers = [(buffer, buffer.clone()) for buffer in self._relay.net.buffers() if is_here(buffer)]
         weights, runs = LossWeights("mean", count), []
         try:
-            with preserved(), self._streams.kept(), torch.enable_grad():
+            with _kept_buffers(self._relay.net), preserved(), self._streams.kept(), torch.enable_grad():
                 made = [_made_up(tensor, self._line.device) for tensor in whole]
                 pieces = [
                     [one] * count if dim is None else one.chunk(count, dim) for one, dim in zip(made, dims, strict=True)
@@ -129,9 +131,6 @@ class LossKinds:
                     runs.append(self._ran(method, arguments, surveys[1], received, weights))
         except Exception:  # noqa: BLE001 - the pass that comes raises it too, and tells the other stages
             return [math.nan] * 4
-        finally:
-            for buffer, numbers in buffers:
-                buffer.copy_(numbers)
         total = sum(run.weight for run in runs)
         shares = [run.weight / total for run in runs]
         mean = sum(share * run.loss for share, run in zip(shares, runs, strict=True))
@@ -150,6 +149,21 @@ class LossKinds:
         return LastStage(
             float(loss.detach()), weight, [next(found) if each.requires_grad else None for each in received]
         )
+
+
+@contextmanager
+def _kept_buffers(net: nn.Module) -> Iterator[None]:
+    """Give a model its buffers and their numbers back after a ``with``."""
+    places = [(module, name) for module in net.modules() for name, _ in module.named_buffers(recurse=False)]
+    before = [(module, name, module._buffers[name]) for module, name in places]
+    numbers = [buffer.clone() if buffer is not None and is_here(buffer) else None for _, _, buffer in before]
+    try:
+        yield
+    finally:
+        for (module, name, buffer), kept in zip(before, numbers, strict=True):
+            module._buffers[name] = buffer
+            if buffer is not None and kept is not None and not torch.equal(buffer, kept):
+                buffer.copy_(kept)
 
 
 def _cut(whole: torch.Tensor, part: torch.Tensor, count: int) -> int | None:

@@ -32,7 +32,7 @@ from distwrap.strategies.pipeline.gradients import Gradients, Results, apart
 from distwrap.strategies.pipeline.holders import Holders
 from distwrap.strategies.pipeline.loss_kinds import LossKinds
 from distwrap.strategies.pipeline.microbatches import batch_size, parts_of
-from distwrap.strategies.pipeline.relay import Method, Relay, Survey
+from distwrap.strategies.pipeline.relay import Call, Method, Relay, Survey
 from distwrap.strategies.pipeline.schedule import Line, StageError, TrainingPass, WholePass
 from distwrap.strategies.pipeline.streams import Streams
 
@@ -165,10 +165,11 @@ class PipelineRouting(Routing):
         self._alignment.forward()
         try:
             self._alike.check(name, given)
+            call = self._call_of(name, given)
             if torch.is_grad_enabled():
-                return self._in_precision.outputs(self._train(name, method, given))
+                return self._in_precision.outputs(self._train(call, method, given))
             with torch.inference_mode(False), torch.no_grad():  # where views of parameters can be taken
-                return self._evaluate(name, method, given)
+                return self._evaluate(call, method, given)
         except RuntimeError as error:
             if "timed out" in str(error).lower():
                 raise CollectiveTimeoutError(
@@ -177,13 +178,12 @@ class PipelineRouting(Routing):
                 ) from error
             raise
 
-    def _evaluate(self, name: str, method: Method, given: Any) -> Any:
-        whole = self._whole(name, method, given)
-        with self._in_step(name):
+    def _evaluate(self, call: Call, method: Method, given: Any) -> Any:
+        whole = self._whole(self._survey(call, method, given))
+        with self._in_step(call.name):
             return whole.forward(method, given)
 
-    def _whole(self, name: str, method: Method, given: Any) -> WholePass:
-        survey = self._survey(name, method, given)
+    def _whole(self, survey: Survey) -> WholePass:
         return WholePass(self.relay, self.line, survey, self._in_precision, self._streams)
 
     @contextmanager
@@ -200,16 +200,18 @@ class PipelineRouting(Routing):
         if error is not None:
             raise error from error.__cause__
 
-    def _survey(self, name: str, method: Method, given: Any) -> Survey:
-        sizes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(given)]
+    def _call_of(self, name: str, given: Any) -> Call:
         others = [
             repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf)  # whose text may have an address, other on each rank
             for leaf in tree_leaves(given)
             if not isinstance(leaf, (torch.Tensor, float))
         ]
-        kind = self.line.device.type
-        autocast = torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)
-        key = name, torch.is_grad_enabled(), self.model.training, autocast, repr(sizes), repr(others)
+        device = self.line.device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        return Call(name, torch.is_grad_enabled(), self.model.training, autocast, self.holders.thawed(), repr(others))
+
+    def _survey(self, call: Call, method: Method, given: Any) -> Survey:
+        key = call, tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(given))
         if key not in self._surveys:
             with preserved(), self._streams.kept(), self._in_precision.context():
                 survey = self.relay.survey(method, *given)
@@ -227,27 +229,35 @@ class PipelineRouting(Routing):
         rank = self.world.placement.rank
         return Buffers(self.model, rank, channel, name, source=place, holds=is_here)
 
-    def _train(self, name: str, method: Method, given: Any) -> Any:
+    def _train(self, call: Call, method: Method, given: Any) -> Any:
         if self.stage_buffers is not None:
             self.stage_buffers.forwards += 1
-        count = self._count(name, given)
+        count = self._count(call, given)
         parts = parts_of(given, count)
-        survey = self._survey(name, method, parts[0])
-        whole, looks = survey, count > 1 and self._kinds_of_losses.needs_look(name)
-        if looks or 1 < count == batch_size(given):
-            whole = self._survey(name, method, given)  # of one sample an output may be one number too
+        survey = whole = self._survey(call, method, parts[0])
+        changes = count > 1 and bool(survey.changed) and not self.settings.is_given
+        looks = count > 1 and not changes and self._kinds_of_losses.needs_look(call)
+        if changes or looks or 1 < count == batch_size(given):
+            whole = self._survey(call, method, given)  # of one sample an output may be one number too
         if any(not isinstance(each.result, torch.Tensor) or each.result.numel() != 1 for each in (survey, whole)):
-            return self._train_whole(name, method, given)
+            return self._train_whole(call, method, given)
         if not survey.result.requires_grad:
-            return self._evaluate(name, method, given)
-        if looks:
-            with self._in_step(name):
-                can_be_cut = self._kinds_of_losses.look(name, method, [given, *parts], [whole, survey])
+            return self._evaluate(call, method, given)
+        if changes:
+            say_once(
+                f"buffers {call.name}",
+                f"{call.name}() changes the buffer {min(survey.changed)!r}, so a batch runs as a whole through the "
+                f"stages, and changes it once. PipelineStrategy(microbatches=...) cuts it: each part then changes it.",
+            )
+            parts, survey = [given], whole
+        elif looks:
+            with self._in_step(call.name):
+                can_be_cut = self._kinds_of_losses.look(call, method, [given, *parts], [whole, survey])
             if not can_be_cut:
-                return self._train_parts(name, method, given, [given], whole)
-        return self._train_parts(name, method, given, parts, survey)
+                parts, survey = [given], whole
+        return self._train_parts(call, method, given, parts, survey)
 
-    def _train_parts(self, name: str, method: Method, given: Any, parts: list[Any], survey: Survey) -> Any:
+    def _train_parts(self, call: Call, method: Method, given: Any, parts: list[Any], survey: Survey) -> Any:
         """Run a method that returns a loss, on microbatches."""
         key = survey.key, len(parts)
         if key not in self._passes:
@@ -257,42 +267,42 @@ class PipelineRouting(Routing):
         training_pass = self._passes.pop(key)
         self._passes = {**dict(list(self._passes.items())[1 - _PASSES :]), key: training_pass}  # those used last
         scale = self._scale()
-        with self._in_step(name), apart(self.holders.trained()) as found:
-            outcome = training_pass.run(method, parts, self._kinds_of_losses.of(name), scale)
+        with self._in_step(call.name), apart(self.holders.trained()) as found:
+            outcome = training_pass.run(method, parts, self._kinds_of_losses.of(call), scale)
         if outcome.unlike and len(parts) > 1:
-            self._kinds_of_losses.run_whole(name, "of a batch has microbatches with counts of their own: it")
-            return self._train_parts(name, method, given, [given], self._survey(name, method, given))
-        self.holders.add_up(found)
+            self._kinds_of_losses.run_whole(call, "of a batch has microbatches with counts of their own: it")
+            return self._train_parts(call, method, given, [given], self._survey(call, method, given))
+        self.holders.add_up(found, call)
         like = self._in_precision.precision.outputs(survey.result)
         weight = 1.0 if len(parts) == 1 else outcome.weight
         total = torch.full(like.shape, outcome.loss / weight, dtype=like.dtype, device=self.line.device)
         return _linked(total, [total], lambda grads: self._lay(found, grads[0].sum() / (scale * weight)))
 
-    def _train_whole(self, name: str, method: Method, given: Any) -> Any:
+    def _train_whole(self, call: Call, method: Method, given: Any) -> Any:
         """Run a method that returns other things than a loss, whose gradients come later."""
         say_once(
-            f"whole {name}",
-            f"{name}() runs a batch as a whole through the stages, one after the other: it returns no loss alone. Put "
-            f"the loss into a method, as model.loss(x, y), and strategy='pipeline' runs microbatches side by side.",
+            f"whole {call.name}",
+            f"{call.name}() runs a batch as a whole through the stages, one after the other: it returns no loss alone. "
+            f"Put the loss into a method, as model.loss(x, y), and strategy='pipeline' runs microbatches side by side.",
         )
-        whole = self._whole(name, method, given)
-        survey = self._survey(name, method, given)
-        with self._in_step(name), torch.enable_grad():
+        survey = self._survey(call, method, given)
+        whole = self._whole(survey)
+        with self._in_step(call.name), torch.enable_grad():
             result = whole.forward(method, given)
         needed = [tensor.requires_grad for tensor in tensors_in(survey.result)]
         linked = [tensor for tensor, needs in zip(tensors_in(result), needed, strict=True) if needs]
 
         def hand_on(grads: list[torch.Tensor]) -> None:
-            with self._in_step(name), apart(self.holders.trained()) as found, torch.enable_grad():
+            with self._in_step(call.name), apart(self.holders.trained()) as found, torch.enable_grad():
                 whole.backward(grads)
-            self.holders.add_up(found)
+            self.holders.add_up(found, call)
             self._lay(found, None)
 
         return _linked(result, linked, hand_on) if linked else result
 
-    def _count(self, name: str, given: Any) -> int:
+    def _count(self, call: Call, given: Any) -> int:
         """Return into how many microbatches a batch is cut."""
-        if self._kinds_of_losses.is_whole(name) or (not self.settings.is_given and self._has_batch_norm()):
+        if self._kinds_of_losses.is_whole(call) or (not self.settings.is_given and self._has_batch_norm()):
             return 1
         batch = batch_size(given)
         return next(n for n in range(max(1, min(self.settings.microbatches, batch)), 0, -1) if batch % n == 0)
@@ -318,18 +328,10 @@ class PipelineRouting(Routing):
         for parameter in self.model.parameters():
             if isinstance(parameter, Absent):
                 parameter.has_gradient = parameter.requires_grad
-        held = [parameter.grad for parameter in self.holders.trained() if parameter.grad is not None]
-        layout = self.world.layout
-        if self.syncs and layout.size > 1:
-            for work in [dist.all_reduce(grad, group=layout.group, async_op=True) for grad in held]:
-                work.wait()
-            if held:
-                foreach("div_", held, float(layout.size))
-        if self.world.part(LossScaling).scaler is not None:  # all stages must skip a step alike
-            overflowed = torch.tensor(float(not all(grad.isfinite().all() for grad in held)), device=self.line.device)
-            dist.all_reduce(overflowed, op=dist.ReduceOp.MAX)
-            for grad in held if overflowed else ():
-                grad.fill_(torch.inf)
+        if self.syncs and self.world.layout.size > 1:
+            self.holders.average(self.world.layout)
+        if self.world.part(LossScaling).scaler is not None:
+            self.holders.spread_overflow()
 
 
 class PipelineModel(ModelFirst):

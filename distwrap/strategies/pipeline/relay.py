@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn
 
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
-from distwrap._internals.torch import current_backward
+from distwrap._internals.torch import current_backward, version_of
 from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.errors import ModelError
 from distwrap.seeding import GENERATORS, RandomState
@@ -23,15 +25,36 @@ Method = Callable[..., Any]
 BlockRun = Callable[[int, Method, tuple[Any, ...], dict[str, Any]], Any]
 
 
+class Call(NamedTuple):
+    """What a run of a method depends on, besides the sizes of the tensors that it is given; alike on all ranks.
+
+    Attributes:
+        name: of the method.
+        has_gradients: whether they are enabled.
+        trains: whether the model is in training mode.
+        autocast: the type of the caller's own autocast, or ``False``.
+        thawed: which parameters are not frozen.
+        others: the arguments that are no tensors.
+    """
+
+    name: str
+    has_gradients: bool
+    trains: bool
+    autocast: torch.dtype | Literal[False]
+    thawed: bytes
+    others: str
+
+
 @dataclass
 class Survey:
     """Knowledge of a method's run, from one in which all numbers were absent.
 
     Attributes:
         outputs: of each block, absent.
-        needs: names of the parameters and buffers of no block of which each stage computes.
+        needs: names of the parameters and buffers of no block of which each stage computes, or which it changes.
+        changed: names of the buffers that a run changes.
         result: of the method, with absent tensors.
-        key: of the method and the sizes.
+        key: the call and the sizes.
         draws: whether what is outside of the blocks draws random numbers, which all stages must have.
         chance: whether anything draws.
         generators: which are drawn from.
@@ -40,6 +63,7 @@ class Survey:
 
     outputs: list[Any] = field(default_factory=list)
     needs: list[set[str]] = field(default_factory=list)
+    changed: set[str] = field(default_factory=set)
     result: Any = None
     key: Any = None
     draws: bool = False
@@ -89,31 +113,52 @@ class Relay:
             ModelError: the method calls the blocks in another order, or not all of them; or a stage would need what
                 another one has computed, other than the output of the block before it.
         """
-        survey, names = Survey(), self.chain.names
+        survey, names = Survey(needs=[set() for _ in self.chain.ends]), self.chain.names
         used: list[tuple[int, Any]] = []
+        buffers, has_gradients = _Buffers(self.net), torch.is_grad_enabled()
+
+        def note_changes(number: int) -> None:
+            changed = buffers.changed()
+            survey.changed.update(changed)
+            survey.needs[self._stage_of(min(number, len(names) - 1))].update(
+                name for name in changed if self.chain.stage_of(name) is None
+            )
 
         def block(number: int, forward: Method, args: Any, kwargs: Any) -> Any:
             used.append((number, (args, kwargs)))
+            if has_gradients and not torch.is_grad_enabled() and _is_in_checkpoint():
+                raise ModelError(
+                    f"the block {names[number]!r} is called by torch.utils.checkpoint(use_reentrant=True), out of "
+                    f"which a stage cannot hand on its output with its gradients. Call it with use_reentrant=False, or "
+                    f"checkpoint inside of the blocks."
+                )
+            note_changes(number)
             with self._streams.kept(), noting_draws() as noted:
                 begins = self._streams.states()
                 output = map_tensors(lambda tensor: _fresh(tensor, names[number]), forward(*args, **kwargs))
                 survey.chance |= bool(noted) or self._streams.have_moved(begins)
+            note_changes(number)
             self._check_order(number, len(survey.outputs))
             survey.outputs.append(output)
             return output
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            buffers.changed()  # since the absent ones have taken their places
+            result = method(*args, **kwargs)
+            note_changes(len(names))
+            return result
 
         named = [*self.net.named_parameters(), *self.net.named_buffers()]
         absent = {f"net.{name}": _absent(tensor, name) for name, tensor in named}
         caller = _Caller(self.net)
         before, others = self._streams.states(), RandomState.capture()
-        survey.result = self._while(block, lambda: functional_call(caller, absent, (method, args, kwargs)))
+        survey.result = self._while(block, lambda: functional_call(caller, absent, (run, args, kwargs)))
         survey.draws = self._streams.have_moved(before)
         if others.draws_but_for_torch(RandomState.capture()):
             survey.generators, survey.draws = GENERATORS, True
         survey.chance |= survey.draws
         if len(survey.outputs) != len(names):
             self._refuse_order(f"only {len(survey.outputs)} of its {len(names)} blocks")
-        survey.needs = [set() for _ in self.chain.ends]
         for number, inputs in [*used, (len(names), survey.result)]:
             stage = self._stage_of(min(number, len(names) - 1))
             sources: set[str] = set().union(*(t.sources for t in tensors_in(inputs) if isinstance(t, Absent)))
@@ -229,6 +274,26 @@ class Relay:
                 )
 
 
+class _Buffers:
+    """Buffers of a model, whose changes it sees."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self._places = [
+            (f"{path}.{last}" if path else last, module, last)
+            for path, module in net.named_modules()
+            for last, _ in module.named_buffers(recurse=False)
+        ]
+        self._seen: list[tuple[torch.Tensor | None, int]] = []
+
+    def changed(self) -> set[str]:
+        """Return the names of those that have other numbers, or are other tensors, than at the last call."""
+        before = self._seen
+        now = [getattr(module, last, None) for _, module, last in self._places]
+        self._seen = [(buffer, 0 if buffer is None else version_of(buffer)) for buffer in now]
+        pairs = zip(self._places, before, self._seen, strict=False)
+        return {place[0] for place, old, new in pairs if old[0] is not new[0] or old[1] != new[1]}
+
+
 class _Caller(nn.Module):
     """Module whose forward calls any method of another one, for ``functional_call``."""
 
@@ -238,6 +303,13 @@ class _Caller(nn.Module):
 
     def forward(self, method: Method, args: Any, kwargs: Any) -> Any:
         return method(*args, **kwargs)
+
+
+def _is_in_checkpoint() -> bool:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != checkpoint.__module__:
+        frame = frame.f_back
+    return frame is not None
 
 
 def _absent(tensor: torch.Tensor, name: str) -> torch.Tensor:

@@ -178,6 +178,9 @@ class TrainingPass:
         self._method: Method | None = None
         self._given: Sequence[Any] = ()
         self._weights, self._scale = LossWeights("mean", count), 1.0
+        self._device, self._autocast = line.device.type, (torch.float32, False)
+        loss = in_precision.precision.outputs(survey.result)
+        self._loss_type = torch.promote_types(loss.dtype, torch.float32)
         self._losses: list[torch.Tensor] = []
         self._error: Exception | None = None
         stages: list[Any] = [self._stage(stage, line) for stage in line.own]
@@ -202,10 +205,12 @@ class TrainingPass:
         """
         self._method, self._given, self._scale = method, given, scale
         self._weights, self._losses, self._error = LossWeights(reduction, self._count), [], None
+        self._autocast = torch.get_autocast_dtype(self._device), torch.is_autocast_enabled(self._device)
         numbers = torch.arange(self._count)
         try:
             with self._streams.of_pass(self._survey.generators if self._survey.chance else frozenset()):
-                self._schedule.step(target=numbers, losses=[], number=numbers)
+                with torch.autocast(self._device, enabled=False):  # of the user's own, in which no backward belongs
+                    self._schedule.step(target=numbers, losses=[], number=numbers)
                 weights, outcome = self._weights, [0.0, 0.0, 0.0]
                 if self._losses:
                     outcome = [float(torch.stack(self._losses).sum()), float(weights.total), float(weights.unlike)]
@@ -218,7 +223,7 @@ class TrainingPass:
         ends, outputs = self._relay.chain.ends, self._survey.outputs
         is_last = stage == line.stages - 1
         given = tensors_in(outputs[ends[stage - 1] - 1]) if stage else []
-        returned = [torch.empty(1)] if is_last else tensors_in(outputs[ends[stage] - 1])
+        returned = [torch.empty(1, dtype=self._loss_type)] if is_last else tensors_in(outputs[ends[stage] - 1])
         return PipelineStage(
             _Part(self, stage, is_last),
             stage,
@@ -238,20 +243,20 @@ class TrainingPass:
             except Exception as error:  # noqa: BLE001 - it is raised when no stage waits any more
                 self._error = error
         if is_last:
-            return torch.zeros(1, device=self._line.device, requires_grad=True)
+            return torch.zeros(1, dtype=self._loss_type, device=self._line.device, requires_grad=True)
         sizes = tensors_in(self._survey.outputs[self._relay.chain.ends[stage] - 1])
         return tuple(_empty(tensor, self._line).zero_().requires_grad_(tensor.requires_grad) for tensor in sizes)
 
     def _computed(self, method: Method, stage: int, received: list[torch.Tensor], number: int, is_last: bool) -> Any:
         self._streams.begin(number)
-        with self._in_precision.context():
+        with torch.autocast(self._device, *self._autocast), self._in_precision.context():
             output = self._relay.run(self._survey, stage, received, method, self._given[number])
         ends = self._relay.chain.ends
         check_like(output, self._survey.result if is_last else self._survey.outputs[ends[stage] - 1], stage)
         if not is_last:
             return tuple(tensor.contiguous() for tensor in tensors_in(output))
         loss = self._in_precision.precision.outputs(output)
-        weighted = loss.reshape(()) * self._weights.of(loss)
+        weighted = loss.reshape(()).to(self._loss_type) * self._weights.of(loss)
         self._losses.append(weighted.detach())
         return weighted.reshape(1) * self._scale
 

@@ -25,6 +25,7 @@ from distwrap.strategies.pipeline.schedule import Line
 from distwrap.strategies.pipeline.state import States
 from distwrap.strategies.single import local
 from distwrap.strategies.state_meetings import StateMeetings
+from distwrap.strategies.torch_version import require_torch
 from distwrap.wording import named_ranks, unknown_name
 
 _SCHEDULES = ("1f1b", "gpipe", "interleaved")
@@ -42,7 +43,8 @@ class PipelineStrategy(Strategy):
         stages: how many ranks a pipeline has; several pipelines train as DDP does. By default all ranks.
         schedule: ``"1f1b"``, ``"gpipe"``, or ``"interleaved"``, in which a rank has two stages.
         microbatches: into how many a batch is cut, at most: the largest number that divides it is taken. By default
-            two a stage.
+            two a stage, and one where a forward changes buffers, as a batch norm does: with a number given here each
+            microbatch changes them, and a batch norm takes its statistics of a microbatch, as in other pipelines.
         split: the names of the blocks at which stages begin, but for the first; by default the model's longest chain
             of blocks is cut into stages with as many parameters each.
         reduction: whether a loss is the ``"mean"`` or the ``"sum"`` over its batch; ``"auto"`` finds out from the first
@@ -79,6 +81,8 @@ class PipelineStrategy(Strategy):
         return {**self.__dict__, "_mesh": None}
 
     def check(self, run: Options) -> None:
+        why = "torch's schedules do not wait for all that stages exchange"
+        require_torch("strategy='pipeline'", (2, 8), why, "strategy='zero2'")
         if run.comm is not None:
             raise OptionError("strategy='pipeline' exchanges gradients by itself: leave comm out.")
 
@@ -133,13 +137,17 @@ class PipelineStrategy(Strategy):
 
     def clip(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         given = [parameter for parameter in parameters if is_here(parameter) and parameter.grad is not None]
-        own: set[int] = set()
+        divided: set[int] = set()
+        counted: set[int] = set()
         group = None
         for model in current_world().part(WrappedModels).of_optimizer(optimizer):
             if isinstance(routing := model.__dict__.get("_distwrap"), PipelineRouting):
-                own |= routing.holders.counted_here()
+                divided |= set(map(id, routing.model.parameters()))
+                counted |= routing.holders.counted_here()
                 group = routing.line.group
-        grads = [parameter.grad for parameter in given if id(parameter) in own and parameter.grad is not None]
+        if group is None or dist.get_rank(group) == 0:  # what is in no pipeline is alike on all ranks of one
+            counted |= set(map(id, given)) - divided
+        grads = [parameter.grad for parameter in given if id(parameter) in counted and parameter.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=current_world().device)
         if grads:
             square += nn.utils.get_total_norm(grads).double() ** 2
