@@ -12,7 +12,7 @@ from distwrap.group.world import Layout
 from distwrap.strategies.pipeline.absent import is_here, make_absent
 from distwrap.strategies.pipeline.blocks import Chain
 from distwrap.strategies.pipeline.gradients import Gradients
-from distwrap.strategies.pipeline.relay import Call, Survey
+from distwrap.strategies.pipeline.relay import Call, Latest, Survey
 from distwrap.strategies.pipeline.schedule import Line
 from distwrap.wording import named_ranks
 
@@ -52,7 +52,7 @@ class Holders:
         self._unsettled = set(self._loose)
         for name in self._loose:
             self.ranks[name] = set(self._all)
-        self._shared: dict[Call, list[str]] = {}
+        self._shared: Latest[Call, list[str]] = Latest()
         self._free()
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:

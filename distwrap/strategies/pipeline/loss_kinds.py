@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from distwrap.precision import InPrecision
 from distwrap.seeding import preserved
 from distwrap.strategies.pipeline.absent import is_here
 from distwrap.strategies.pipeline.microbatches import LossWeights
-from distwrap.strategies.pipeline.relay import Call, Method, Relay, Survey
+from distwrap.strategies.pipeline.relay import Call, Latest, Method, Relay, Survey
 from distwrap.strategies.pipeline.schedule import Line
 from distwrap.strategies.pipeline.streams import Streams
 
@@ -54,8 +53,8 @@ class LossKinds:
     def __init__(self, relay: Relay, line: Line, in_precision: InPrecision, streams: Streams, reduction: str) -> None:
         self._relay, self._line, self._in_precision, self._streams = relay, line, in_precision, streams
         self._reduction = reduction
-        self._found: dict[Call, str] = {}
-        self._batches: Counter[Call] = Counter()
+        self._found: Latest[Call, str] = Latest()
+        self._batches: Latest[Call, int] = Latest()
 
     def is_whole(self, call: Call) -> bool:
         """Return whether a method's batches cannot be cut."""
@@ -63,7 +62,7 @@ class LossKinds:
 
     def needs_look(self, call: Call) -> bool:
         """Count a batch, and return whether it is one to look at."""
-        self._batches[call] += 1
+        self._batches[call] = self._batches.get(call, 0) + 1
         return self._reduction == "auto" and is_power_of_two(self._batches[call])
 
     def of(self, call: Call) -> str:

@@ -32,13 +32,12 @@ from distwrap.strategies.pipeline.gradients import Gradients, Results, apart
 from distwrap.strategies.pipeline.holders import Holders
 from distwrap.strategies.pipeline.loss_kinds import LossKinds
 from distwrap.strategies.pipeline.microbatches import batch_size, parts_of
-from distwrap.strategies.pipeline.relay import Call, Method, Relay, Survey
+from distwrap.strategies.pipeline.relay import Call, Latest, Method, Relay, Survey
 from distwrap.strategies.pipeline.schedule import Line, StageError, TrainingPass, WholePass
 from distwrap.strategies.pipeline.streams import Streams
 
 _PASSES = 4  # of which the buffers are kept
 _PLAIN = (bool, int, complex, str, bytes, type(None), torch.dtype, torch.device, slice)
-_SURVEYS = 64  # which are kept
 
 
 class _Begins(BaseException):
@@ -95,8 +94,8 @@ class PipelineRouting(Routing):
         self.syncs = True
         self._alignment = Alignment(type(net).__name__, line.ranks)
         self.stage_buffers = self._stage_buffers()
-        self._surveys: dict[Any, Survey] = {}
-        self._passes: dict[Any, TrainingPass] = {}
+        self._surveys: Latest[Any, Survey] = Latest()
+        self._passes: Latest[Any, TrainingPass] = Latest(_PASSES)
         self._kinds: dict[tuple[str, bool], bool] = {}  # whether a method calls the model as a whole
         self._forward = net.forward
         net.forward = self._on_forward
@@ -217,7 +216,7 @@ class PipelineRouting(Routing):
                 survey = self.relay.survey(method, *given)
                 self.holders.settle(survey)
             survey.key = key
-            self._surveys = {**dict(list(self._surveys.items())[1 - _SURVEYS :]), key: survey}
+            self._surveys[key] = survey
         return self._surveys[key]
 
     def _stage_buffers(self) -> Buffers | None:
@@ -260,12 +259,10 @@ class PipelineRouting(Routing):
     def _train_parts(self, call: Call, method: Method, given: Any, parts: list[Any], survey: Survey) -> Any:
         """Run a method that returns a loss, on microbatches."""
         key = survey.key, len(parts)
-        if key not in self._passes:
-            self._passes[key] = TrainingPass(
-                self.settings.schedule, self.relay, self.line, survey, self._in_precision, self._streams, len(parts)
-            )
-        training_pass = self._passes.pop(key)
-        self._passes = {**dict(list(self._passes.items())[1 - _PASSES :]), key: training_pass}  # those used last
+        training_pass = self._passes.get(key) or TrainingPass(
+            self.settings.schedule, self.relay, self.line, survey, self._in_precision, self._streams, len(parts)
+        )
+        self._passes[key] = training_pass  # those used last are kept
         scale = self._scale()
         with self._in_step(call.name), apart(self.holders.trained()) as found:
             outcome = training_pass.run(method, parts, self._kinds_of_losses.of(call), scale)

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import nn
@@ -22,11 +22,13 @@ from distwrap.strategies.pipeline.blocks import Chain
 from distwrap.strategies.pipeline.streams import Streams
 
 Method = Callable[..., Any]
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 BlockRun = Callable[[int, Method, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Call(NamedTuple):
-    """What a run of a method depends on, besides the sizes of the tensors that it is given; alike on all ranks.
+    """All that a run of a method depends on, but for the tensors that it is given; alike on all ranks.
 
     Attributes:
         name: of the method.
@@ -43,6 +45,23 @@ class Call(NamedTuple):
     autocast: torch.dtype | Literal[False]
     thawed: bytes
     others: str
+
+
+class Latest(dict[_Key, _Value]):
+    """A dictionary that forgets what was set first, so that arguments that are new in each step fill no memory.
+
+    Args:
+        size: how many entries are kept.
+    """
+
+    def __init__(self, size: int = 64) -> None:
+        self._size = size
+
+    def __setitem__(self, key: _Key, value: _Value) -> None:
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        if len(self) > self._size:
+            del self[next(iter(self))]
 
 
 @dataclass
@@ -135,7 +154,7 @@ class Relay:
             note_changes(number)
             with self._streams.kept(), noting_draws() as noted:
                 begins = self._streams.states()
-                output = map_tensors(lambda tensor: _fresh(tensor, names[number]), forward(*args, **kwargs))
+                output = map_tensors(lambda tensor: _absent(tensor, names[number]), forward(*args, **kwargs))
                 survey.chance |= bool(noted) or self._streams.have_moved(begins)
             note_changes(number)
             self._check_order(number, len(survey.outputs))
@@ -313,11 +332,7 @@ def _is_in_checkpoint() -> bool:
 
 
 def _absent(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    return Absent(tensor.detach(), {name}).requires_grad_(tensor.requires_grad)
-
-
-def _fresh(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return an absent tensor for a block's output, which is the beginning of a graph."""
+    """Return an absent tensor for a parameter, a buffer or a block's output, which is the beginning of a graph."""
     return Absent(tensor.detach(), {name}).requires_grad_(tensor.requires_grad)
 
 
