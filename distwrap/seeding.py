@@ -35,6 +35,10 @@ class RandomState:
         numpys = numpy.random.get_state() if numpy else None
         return cls(torch.get_rng_state(), random.getstate(), numpys, world.given_seed)
 
+    def draws_but_for_torch(self, later: RandomState) -> bool:
+        """Return whether `random` or numpy has drawn until a later state."""
+        return self.python != later.python or str(self.numpy) != str(later.numpy)
+
     def restore(self) -> None:
         """Put the states back."""
         torch.set_rng_state(self.torch)

@@ -31,10 +31,13 @@ def _refuse(name: str, consequence: str) -> NoReturn:
     raise ModelError(f"torch {torch.__version__} has no {name} any more (seen in torch {_SEEN}): {consequence}")
 
 
+TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
+
+
 # Process groups
 
 # Before 2.8 the end of a group takes Python's lock, and waits for a thread of gloo's that may wait for that lock.
-ENDS_GROUPS_LOCKED = tuple(int(number) for number in torch.__version__.split(".")[:2]) < (2, 8)
+ENDS_GROUPS_LOCKED = TORCH < (2, 8)
 
 
 def default_store() -> Store | None:

@@ -97,12 +97,12 @@ class BeforeFSDP:
 def accumulated_gradients(model: nn.Module) -> list[torch.Tensor]:
     """Return gradients that have accumulated on this rank and are not reduced yet.
 
-    Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["_unsharded_param"]``,
-    ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["unsharded_accumulated_grad"]``.
+    Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["_unsharded_param"]``.
+    Versions before 2.15 may have a gradient in another type than the weight beside it.
     Without it: `scale_loss` in a window of `accumulate` weighs micro-batches by the first one's count.
     """
     found = [grad for group in fsdp_groups(model) for param in group.fsdp_params for grad in _unreduced(param)]
-    return [grad for grad in found if grad is not None]
+    return list({id(grad): grad for grad in found if grad is not None}.values())  # 2.15 has one by both names
 
 
 def _unreduced(param: Any) -> tuple[Any, Any]:

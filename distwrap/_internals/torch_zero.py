@@ -4,7 +4,8 @@ Every function says which names it relies on, and what happens without them; all
 """
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
 
 import torch
 
@@ -15,8 +16,16 @@ def unchanged_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManage
     Relies on ``torch.autograd:_unsafe_preserve_version_counter``.
     Without it: ranks whose steps count as unlike changes are not compared when training pauses or ends.
     """
-    keep = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
-    return nullcontext() if keep is None or not tensors else keep(tuple(tensors))
+    keep: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
+    if keep is None or not tensors:
+        return nullcontext()
+    try:
+        return keep(tuple(tensors))  # type: ignore[no-any-return]
+    except AttributeError:  # torch 2.6 takes one tensor
+        each = ExitStack()
+        for tensor in tensors:
+            each.enter_context(keep(tensor))
+        return each
 
 
 def leave_gradients_alone(model: torch.nn.parallel.DistributedDataParallel) -> None:

@@ -22,11 +22,10 @@ from distwrap.precision import InPrecision
 from distwrap.strategies.activations import activation_bytes, input_of
 from distwrap.strategies.auto import memory_of
 from distwrap.strategies.choice import fit, recommended
-from distwrap.strategies.estimate import Need, cut, estimate, optimizer
+from distwrap.strategies.estimate import Need, cut, estimate, estimate_stages, optimizer
 from distwrap.wording import as_size, first_line, unknown_name
 
 _COLUMNS = ("parameters", "gradients", "buckets", "optimizer", "gathered", "total")
-_OTHERS = (Need("pipeline", why_not="divides layers and micro-batches by a schedule, which this does not know"),)
 
 
 def add_arguments(commands: Any) -> None:
@@ -75,7 +74,7 @@ def _estimate(given: argparse.Namespace) -> int:
     batch = [input_of(each) for each in given.batch or ()]
     model = model_of(given.model, [_value(text) for text in given.args], _kwargs(given.kwargs))
     needs = estimate(model, ranks, nprocs, in_precision, make)
-    others = [cut(model, nprocs, given.nnodes, in_precision, make), *_OTHERS]
+    others = [cut(model, nprocs, given.nnodes, in_precision, make), estimate_stages(model, ranks, in_precision, make)]
     activations, remark = _activations(in_precision.precision.weights(model), batch, in_precision)
     choice = recommended(needs, memory, activations)
     numbers = sum(parameter.numel() for parameter in model.parameters())

@@ -34,6 +34,7 @@ _LOST_PEER = (
 _OF_ANOTHER = re.compile(
     r"distwrap\.errors\.WorkerError: rank \d+"
     r"((, which goes first, failed| ended) inside | waits for the work of rank \d+, which has failed)"
+    r"|distwrap\.errors\.CollectiveError: rank \d+: ranks? [\d, and-]+ of this pipeline raised "
 )
 
 # What torch says when not all ranks came to a collective in time.

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from distwrap import entry_points
 from distwrap.checks import parsed
-from distwrap.errors import OptionError
+from distwrap.errors import ModelError, OptionError
 from distwrap.model.transparent import unwrap_model
 from distwrap.precision import InPrecision
 from distwrap.strategies.fsdp.units import computed_in, norms_of, units_of
@@ -139,6 +139,45 @@ def cut(model: nn.Module, ranks: int, nnodes: int, in_precision: InPrecision, ma
     ]
     trained = [value for value in own if value.requires_grad]
     return Need("tp", kept.buffers + _bytes(own), _bytes(trained), 0, sum(state_bytes(trained, make).values()))
+
+
+def estimate_stages(model: nn.Module, ranks: int, in_precision: InPrecision, make: MakeOptimizer) -> Need:
+    """Estimate what the fullest stage of a pipeline over all ranks needs, once the first batch has gone through.
+
+    Which stage computes of what is in no block shows with that batch; here the fullest stage has all of it. Until then,
+    each rank has the whole model's weights.
+
+    Args:
+        model: on any device, also the meta device.
+        ranks: how many there are, each with one stage.
+        in_precision: in which the model is trained.
+        make: makes the optimizer that is asked for its state.
+
+    Example:
+        >>> blocks = nn.Sequential(*(nn.Linear(9, 9) for _ in range(5)))
+        >>> estimate_stages(blocks, 2, InPrecision("32", torch.device("cpu")), optimizer("sgd")).parameters
+        1080
+    """
+    from distwrap.strategies.pipeline.blocks import find_chain  # torch's pipelines, which take a while to import
+
+    if ranks == 1:
+        return Need("pipeline", why_not="one rank has nobody to divide with")
+    model = unwrap_model(model)
+    try:
+        chain = find_chain(model, ranks, None)
+    except ModelError:
+        return Need("pipeline", why_not=f"no list of at least {ranks} blocks, for as many stages")
+    kept = _Kept(model, in_precision)
+    state = state_bytes(kept.trained, make)
+    named = [(name, kept.of[id(each)]) for name, each in model.named_parameters(remove_duplicate=False)]
+    needs = []
+    for stage in range(ranks):
+        own = list({each: None for name, each in named if chain.stage_of(name) in (stage, None)})
+        trained = [each for each in own if each.requires_grad]
+        buffers = [buffer for name, buffer in model.named_buffers() if chain.stage_of(name) in (stage, None)]
+        held = _bytes(own) + _bytes(buffers)
+        needs.append(Need("pipeline", held, _bytes(trained), 0, sum(state[each] for each in trained)))
+    return max(needs, key=lambda need: need.total)
 
 
 def optimizer(text: str) -> MakeOptimizer:

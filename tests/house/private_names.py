@@ -15,6 +15,7 @@ from distwrap._internals import (
     datasets,
     python,
     torch,
+    torch_autograd,
     torch_data,
     torch_sharding,
     torch_subclass,
@@ -72,7 +73,7 @@ def relied_on(module: ModuleType) -> Iterator[ReliedOn]:
 
 
 MODULES = (
-    *(torch, torch_data, torch_sharding, torch_subclass, torch_tree, torch_zero),
+    *(torch, torch_autograd, torch_data, torch_sharding, torch_subclass, torch_tree, torch_zero),
     *(python, cloudpickle, datasets),
 )
 TABLE = [each for module in MODULES for each in relied_on(module)]

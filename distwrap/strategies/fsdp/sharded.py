@@ -31,6 +31,7 @@ from distwrap.strategies.fsdp.recomputation import recompute
 from distwrap.strategies.fsdp.tensor_parallel import TensorParallel
 from distwrap.strategies.fsdp.units import computed_in, norms_of, of_other_types, units_of
 from distwrap.strategies.optimizer_share import refuse_sparse
+from distwrap.strategies.torch_version import require_torch
 
 if TYPE_CHECKING:
     from distwrap.strategies.fsdp.strategy import FSDPStrategy
@@ -70,6 +71,9 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
         mesh = world.part(Meshes).over(_ranks(strategy.shard, world))
     else:
         mesh, tensor_mesh = _meshes_of_layout(world, strategy)
+    if mesh is not None and wrapping.device.type == "cpu":
+        why = "torch's FSDP2 runs on accelerators only, or not with copies"
+        require_torch("strategy='fsdp' on the CPU", (2, 8), why, "strategy='zero2'")
     units = units_of(net, strategy.wrap)
     parameters = dict(net.named_parameters(remove_duplicate=False))
     before = BeforeFSDP(net)
@@ -154,7 +158,10 @@ def _shard(
             fully_shard(modules, **{**options, "reshard_after_forward": False})
     for unit in units:
         fully_shard(unit, mp_policy=policy, **options)
-    fully_shard(net, mp_policy=policy, **{**options, "reshard_after_forward": False if units else None})
+    del options["reshard_after_forward"]  # a root alone stays gathered by itself; what says so depends on the version
+    if units:
+        options["reshard_after_forward"] = False
+    fully_shard(net, mp_policy=policy, **options)
 
 
 def _placement(parameter: nn.Parameter) -> Shard | None:

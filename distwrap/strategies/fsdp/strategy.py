@@ -25,6 +25,11 @@ from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.fsdp.plan_words import Plan, check_plan
 from distwrap.strategies.fsdp.units import Wrap, check_wrap
 from distwrap.strategies.single import local, on_device
+<<<<<<< HEAD
+=======
+from distwrap.strategies.state_meetings import StateMeetings
+from distwrap.strategies.torch_version import require_torch
+>>>>>>> 67a1e09a4decd76eb84e27ccbfb6ad54bcde5c8e
 from distwrap.strategies.windows import Windows
 from distwrap.wording import unknown_name
 
@@ -101,6 +106,9 @@ class FSDPStrategy(Strategy):
         self.cpu_offload, self.checkpointing, self.backend = cpu_offload, checkpointing, backend
 
     def check(self, run: Options) -> None:
+        if self.tensor_parallel is not None:
+            why = "states of cut tensors did not come out whole (tried up to 2.8)"
+            require_torch("tensor parallelism", (2, 13), why, "strategy='zero2'")
         if run.comm is not None:
             raise OptionError(
                 "comm= is of strategies whose ranks hold the whole model; under fsdp each unit's gradients are reduced "

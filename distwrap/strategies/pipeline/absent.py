@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable
-from typing import Any, NoReturn
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import nn
@@ -12,11 +13,38 @@ from torch import nn
 from distwrap._internals.torch_subclass import effects_of, wrapper_tensor
 from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.errors import ModelError
+from distwrap.group.world import current_world
+from distwrap.precision import LossScaling
 
 # Their results are known without the numbers.
 _CREATE = {"empty_like", "full_like", "new_empty", "new_full", "new_ones", "new_zeros", "ones_like", "zeros_like"}
+_CREATE |= {"rand_like", "randint_like", "randn_like"}  # the same on all stages, which begin with one seed
 # Their results are plain values of Python's.
 _READ = {"_local_scalar_dense", "equal", "is_nonzero", "item"}
+
+
+_GRADIENT = "the gradient of "
+_CLIP = "Use distwrap.optimizer_step(optimizer, max_norm=...), which takes the norm over all."
+_draws: list[str] | None = None
+
+
+@contextmanager
+def noting_draws() -> Iterator[list[str]]:
+    """Note which operators on absent tensors would draw random numbers, which else they do, and leave the numbers."""
+    global _draws
+    before, _draws = _draws, []
+    try:
+        yield _draws
+    finally:
+        _draws = before
+
+
+def draws(operator: Any, args: Sequence[Any]) -> bool:
+    """Return whether an operator draws random numbers; attention does where it has dropout."""
+    is_attention = "attention" in operator.__name__
+    if is_attention and not any(isinstance(each, float) and each > 0 for each in args):
+        return False
+    return torch.Tag.nondeterministic_seeded in operator.tags
 
 
 class Absent(torch.Tensor):
@@ -29,9 +57,13 @@ class Absent(torch.Tensor):
 
     Attributes:
         sources: the same set in all views of one tensor.
+        has_gradient: whether there is a gradient where the parameter is.
+        steps: whether an optimizer is in its step now.
     """
 
     sources: set[str]
+    has_gradient = False
+    steps: ClassVar[bool] = False
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, sources: set[str], device: torch.device | None = None) -> Absent:
@@ -60,6 +92,10 @@ class Absent(torch.Tensor):
                 _refuse_write(name, tensor, sources)
             tensor.sources.update(sources)
         device = kwargs.get("device") or absent[0].device
+        if draws(func, args) and _draws is not None:
+            _draws.append(name)
+        elif draws(func, args):
+            func(*map_tensors(_ones, args), **map_tensors(_ones, kwargs))
         if "device" in kwargs:
             kwargs = {**kwargs, "device": torch.device("meta")}
         try:
@@ -71,20 +107,37 @@ class Absent(torch.Tensor):
         return map_tensors(lambda tensor: Absent(tensor, sources, torch.device(device)), result)
 
     @property
-    def grad(self) -> None:
-        """``None``, since it has no gradient here; torch's clip, which would take the norm of a part, is refused."""
+    def grad(self) -> Absent | None:
+        """Gradient, absent as its parameter is; ``None`` for optimizers, which leave the parameter alone.
+
+        torch's clip and a scaler of the user's, which would look at a part, are refused.
+        """
         frame = inspect.currentframe()
         asker = None if frame is None else frame.f_back
-        if asker is not None and asker.f_globals.get("__name__") == nn.utils.clip_grad.__name__:
+        module = "" if asker is None else str(asker.f_globals.get("__name__"))
+        if module == nn.utils.clip_grad.__name__:
             raise ModelError(
                 "torch's clip_grad_norm_() sees the gradients of this stage only, and would clip each stage by a norm "
-                "of its own. Use distwrap.optimizer_step(optimizer, max_norm=...), which takes the norm over all."
+                f"of its own. {_CLIP}"
             )
+        scaler = asker.f_locals.get("self") if asker and module == torch.amp.GradScaler.__module__ else None
+        if scaler is not None and scaler is not current_world().part(LossScaling).scaler:
+            raise ModelError(
+                "a GradScaler of your own sees the gradients of this stage only, and stages would skip different "
+                "steps. Run in precision='fp16' with distwrap.backward(loss) and distwrap.optimizer_step(optimizer), "
+                "or in bf16, which needs no scaler."
+            )
+        if asker is not None and asker.f_code.co_name == "zero_grad":
+            self.has_gradient = False
+        if not self.has_gradient or Absent.steps or module.partition(".")[0] in ("torch", "distwrap"):
+            return None
+        return Absent(self, {_GRADIENT + name for name in self.sources})
 
     @grad.setter
     def grad(self, value: torch.Tensor | None) -> None:
-        if value is not None:
+        if value is not None and is_here(value):
             raise ModelError("a parameter of another stage takes no gradient here.")
+        self.has_gradient = value is not None
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"Absent({tuple(self.shape)}, {self.dtype})"
@@ -149,11 +202,16 @@ def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
+def _ones(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.ones(tensor.size(), dtype=tensor.dtype, device=tensor.device)
+
+
 def _hollow(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty((), dtype=tensor.dtype, device=tensor.device).expand(tensor.size())
 
 
 def _refuse_read(absent: list[Absent]) -> NoReturn:
+    _refuse_gradients(absent[0].sources)
     raise ModelError(
         f"the model looks at numbers that another stage has, computed of {_named(absent[0].sources)}. Under "
         f"strategy='pipeline' what happens in between blocks may depend on sizes, and not on numbers."
@@ -161,10 +219,19 @@ def _refuse_read(absent: list[Absent]) -> NoReturn:
 
 
 def _refuse_write(name: str, tensor: torch.Tensor, sources: set[str]) -> NoReturn:
+    _refuse_gradients(sources)
     raise ModelError(
         f"{name}() would write numbers that another stage has, computed of {_named(sources)}, into a tensor of "
         f"{tuple(tensor.shape)} that is here. Compute a new tensor instead."
     )
+
+
+def _refuse_gradients(sources: set[str]) -> None:
+    if any(source.startswith(_GRADIENT) for source in sources):
+        raise ModelError(
+            f"the loop looks at numbers that another stage has, computed of {_named(sources)}: each rank would take "
+            f"those of its own stage alone, as for a norm. {_CLIP}"
+        )
 
 
 def _named(sources: set[str]) -> str:

@@ -6,13 +6,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from distwrap._internals.torch import foreach
 from distwrap.errors import ModelError
-from distwrap.group.collectives import gather_object
+from distwrap.group.world import Layout
 from distwrap.strategies.pipeline.absent import is_here, make_absent
 from distwrap.strategies.pipeline.blocks import Chain
 from distwrap.strategies.pipeline.gradients import Gradients
-from distwrap.strategies.pipeline.relay import Survey
+from distwrap.strategies.pipeline.relay import Call, Latest, Survey
 from distwrap.strategies.pipeline.schedule import Line
+from distwrap.wording import named_ranks
 
 
 class Holders:
@@ -50,7 +52,7 @@ class Holders:
         self._unsettled = set(self._loose)
         for name in self._loose:
             self.ranks[name] = set(self._all)
-        self._shared: list[str] | None = None
+        self._shared: Latest[Call, list[str]] = Latest()
         self._free()
 
     def _named(self) -> list[tuple[str, torch.Tensor]]:
@@ -64,6 +66,10 @@ class Holders:
     def trained(self) -> list[nn.Parameter]:
         """Return the parameters that are trained here."""
         return [parameter for parameter in self._net.parameters() if parameter.requires_grad and is_here(parameter)]
+
+    def thawed(self) -> bytes:
+        """Return which parameters are not frozen, alike on all ranks."""
+        return bytes(parameter.requires_grad for parameter in self._net.parameters())
 
     def counted_here(self) -> set[int]:
         """Return the ids of the parameters that this rank counts in a norm, each of which one rank does."""
@@ -92,26 +98,71 @@ class Holders:
                     f"first used it there only. Call the method that trains before others, or move what uses it."
                 )
 
-    def add_up(self, found: Gradients) -> None:
-        """Give every rank that has a parameter the sum of the gradients that the stages have for it."""
+    def add_up(self, found: Gradients, call: Call) -> None:
+        """Give every rank that has a parameter the sum of the gradients that the stages have for it.
+
+        Args:
+            found: this rank's gradients, to which are added those of parameters that only others have used.
+            call: with which they were computed; which parameters it uses shows in its first step.
+        """
         named = dict(self._net.named_parameters())
-        several = [name for name in named if len(self.ranks[name]) > 1]
-        if self._shared is None:
-            mine = [name for name in several if named[name] in found]
-            anyone = set().union(*gather_object(mine))
-            self._shared = [name for name in several if name in anyone]
+        several = [name for name in named if len(self.ranks[name]) > 1 and named[name].requires_grad]
+        if not several:
+            return
+        if call not in self._shared:
+            used = torch.tensor([int(named[name] in found) for name in several], device=self._line.device)
+            dist.all_reduce(used, dist.ReduceOp.MAX, self._line.group)
+            self._shared[call] = [name for name, by_any in zip(several, used.tolist(), strict=True) if by_any]
         for name in several:
-            if named[name] in found and name not in self._shared:
+            if named[name] in found and name not in self._shared[call]:
                 raise ModelError(
                     f"rank {dist.get_rank()}: the parameter {name!r} has a gradient now, and had none in the first "
                     f"step, while several stages have it: they would train it apart. Let the first step use it too."
                 )
-        for name in self._shared:
+        for name in self._shared[call]:
             places = sorted(self.ranks[name])
             if self._place in places:
                 parameter = named[name]
                 grad = found.get(parameter)
                 found[parameter] = self._sum(torch.zeros_like(parameter) if grad is None else grad, places)
+
+    def average(self, layout: Layout) -> None:
+        """Average the gradients with the other pipelines', of which some may not have used a parameter.
+
+        As under DDP with ``find_unused_parameters``, a small exchange tells which parameters any of them has used.
+        """
+        parameters = list(self._net.parameters())
+        used = torch.tensor([int(parameter.grad is not None) for parameter in parameters], device=self._line.device)
+        dist.all_reduce(used, group=layout.group)
+        grads = []
+        for parameter, times in zip(parameters, used.tolist(), strict=True):
+            if times and parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                grads.append(parameter.grad)
+        for work in [dist.all_reduce(grad, group=layout.group, async_op=True) for grad in grads]:
+            work.wait()
+        if grads:
+            foreach("div_", grads, float(layout.size))
+
+    def spread_overflow(self) -> None:
+        """Let gradients overflow on all ranks where they have on one, since all stages must skip a step alike.
+
+        Raises:
+            ModelError: a rank has no gradients, by which its scaler could tell.
+        """
+        named = self._net.named_parameters()
+        trained = set().union(*(self.ranks[name] for name, parameter in named if parameter.requires_grad))
+        if idle := sorted(self._all - trained):
+            raise ModelError(
+                f"{named_ranks([self._line.ranks[place] for place in idle])} under precision='fp16': all parameters of "
+                f"this stage are frozen, so nothing tells there whether a step is to be skipped. Train in bf16, or "
+                f"choose stages that each have something to train: PipelineStrategy(split=[...])."
+            )
+        held = [parameter.grad for parameter in self.trained() if parameter.grad is not None]
+        overflowed = torch.tensor(float(not all(grad.isfinite().all() for grad in held)), device=self._line.device)
+        dist.all_reduce(overflowed, op=dist.ReduceOp.MAX)
+        for grad in held if overflowed else ():
+            grad.fill_(torch.inf)
 
     def _sum(self, grad: torch.Tensor, places: list[int]) -> torch.Tensor:
         ranks, group = [self._line.ranks[place] for place in places], self._line.group

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,27 +17,27 @@ from distwrap._internals.torch import foreach, norm_classes
 from distwrap._internals.torch_tree import map_tensors, tensors_in, tree_leaves
 from distwrap.errors import CollectiveTimeoutError, ModelError
 from distwrap.group.collective_guard import check_collectives_allowed
-from distwrap.group.collectives import gather_object
 from distwrap.group.world import World, say_once
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import Routing
-from distwrap.model.in_sync import Held, fingerprints, first_difference
 from distwrap.model.model_first import ModelFirst
-from distwrap.model.watch import is_power_of_two
 from distwrap.precision import LossScaling
 from distwrap.seeding import preserved
 from distwrap.strategies.alignment import Alignment
 from distwrap.strategies.base import Wrapping
-from distwrap.strategies.pipeline.absent import is_here, make_present, refuse_copy
+from distwrap.strategies.pipeline.absent import Absent, is_here, make_present, refuse_copy
+from distwrap.strategies.pipeline.alike import Alike
 from distwrap.strategies.pipeline.blocks import Chain
 from distwrap.strategies.pipeline.gradients import Gradients, Results, apart
 from distwrap.strategies.pipeline.holders import Holders
-from distwrap.strategies.pipeline.relay import Method, Relay, Survey
-from distwrap.strategies.pipeline.schedule import Line, TrainingPass, WholePass, shared
+from distwrap.strategies.pipeline.loss_kinds import LossKinds
+from distwrap.strategies.pipeline.microbatches import batch_size, parts_of
+from distwrap.strategies.pipeline.relay import Call, Latest, Method, Relay, Survey
+from distwrap.strategies.pipeline.schedule import Line, StageError, TrainingPass, WholePass
+from distwrap.strategies.pipeline.streams import Streams
 
 _PASSES = 4  # of which the buffers are kept
-_SURVEYS = 64  # which are kept
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_PLAIN = (bool, int, complex, str, bytes, type(None), torch.dtype, torch.device, slice)
 
 
 class _Begins(BaseException):
@@ -88,16 +86,17 @@ class PipelineRouting(Routing):
         super().__init__(net, wrapping.in_precision, wrapping.forward_methods)
         self.line, self.world, self.settings = line, world, settings
         self.holders = Holders(net, chain, line)
-        self.relay = Relay(net, chain)
+        self._streams = Streams(line.device)
+        self.relay = Relay(net, chain, self._streams)
+        self._kinds_of_losses = LossKinds(self.relay, line, wrapping.in_precision, self._streams, settings.reduction)
+        self._alike = Alike(line)
+        self._broken = ""  # the method in which the stages came out of step
         self.syncs = True
         self._alignment = Alignment(type(net).__name__, line.ranks)
         self.stage_buffers = self._stage_buffers()
-        self._surveys: dict[Any, Survey] = {}
-        self._passes: dict[Any, TrainingPass] = {}
+        self._surveys: Latest[Any, Survey] = Latest()
+        self._passes: Latest[Any, TrainingPass] = Latest(_PASSES)
         self._kinds: dict[tuple[str, bool], bool] = {}  # whether a method calls the model as a whole
-        self._reductions: dict[str, str] = {}
-        self._batches: Counter[str] = Counter()
-        self._is_first = True
         self._forward = net.forward
         net.forward = self._on_forward
         self.run = self._call
@@ -154,16 +153,22 @@ class PipelineRouting(Routing):
 
     def _through_stages(self, name: str, method: Method, args: Any, kwargs: Any) -> Any:
         check_collectives_allowed(f"{name}() of a model under strategy='pipeline'")
+        if self._broken:
+            raise ModelError(
+                f"rank {self.world.placement.rank}: a pass through the stages, in {self._broken}(), ended early, and "
+                f"its error says why. The stages are not in step since: start the run again, from a checkpoint."
+            )
         given = self._in_precision.inputs((args, kwargs))
+        if torch.is_grad_enabled():
+            _refuse_trained(name, given)
         self._alignment.forward()
         try:
-            if self._is_first:
-                self._check_alike(given)
-                self._is_first = False
+            self._alike.check(name, given)
+            call = self._call_of(name, given)
             if torch.is_grad_enabled():
-                return self._in_precision.outputs(self._train(name, method, given))
+                return self._in_precision.outputs(self._train(call, method, given))
             with torch.inference_mode(False), torch.no_grad():  # where views of parameters can be taken
-                return self._evaluate(name, method, given)
+                return self._evaluate(call, method, given)
         except RuntimeError as error:
             if "timed out" in str(error).lower():
                 raise CollectiveTimeoutError(
@@ -172,22 +177,46 @@ class PipelineRouting(Routing):
                 ) from error
             raise
 
-    def _evaluate(self, name: str, method: Method, given: Any) -> Any:
-        return self._whole(name, method, given).forward(method, given)
+    def _evaluate(self, call: Call, method: Method, given: Any) -> Any:
+        whole = self._whole(self._survey(call, method, given))
+        with self._in_step(call.name):
+            return whole.forward(method, given)
 
-    def _whole(self, name: str, method: Method, given: Any) -> WholePass:
-        return WholePass(self.relay, self.line, self._survey(name, method, given), self._in_precision)
+    def _whole(self, survey: Survey) -> WholePass:
+        return WholePass(self.relay, self.line, survey, self._in_precision, self._streams)
 
-    def _survey(self, name: str, method: Method, given: Any) -> Survey:
-        sizes = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(given)]
-        others = [leaf for leaf in tree_leaves(given) if not isinstance(leaf, (torch.Tensor, float))]
-        key = name, torch.is_grad_enabled(), self.model.training, repr(sizes), repr(others)
+    @contextmanager
+    def _in_step(self, name: str) -> Iterator[None]:
+        """Remember where a pass ends early, whose messages the other stages wait for."""
+        error = None
+        try:
+            yield
+        except StageError as ended:  # all stages are at its end
+            error = ended.error
+        except BaseException:
+            self._broken = name
+            raise
+        if error is not None:
+            raise error from error.__cause__
+
+    def _call_of(self, name: str, given: Any) -> Call:
+        others = [
+            repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf)  # whose text may have an address, other on each rank
+            for leaf in tree_leaves(given)
+            if not isinstance(leaf, (torch.Tensor, float))
+        ]
+        device = self.line.device.type
+        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+        return Call(name, torch.is_grad_enabled(), self.model.training, autocast, self.holders.thawed(), repr(others))
+
+    def _survey(self, call: Call, method: Method, given: Any) -> Survey:
+        key = call, tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(given))
         if key not in self._surveys:
-            with preserved(), self._in_precision.context():
+            with preserved(), self._streams.kept(), self._in_precision.context():
                 survey = self.relay.survey(method, *given)
                 self.holders.settle(survey)
             survey.key = key
-            self._surveys = {**dict(list(self._surveys.items())[1 - _SURVEYS :]), key: survey}
+            self._surveys[key] = survey
         return self._surveys[key]
 
     def _stage_buffers(self) -> Buffers | None:
@@ -199,108 +228,85 @@ class PipelineRouting(Routing):
         rank = self.world.placement.rank
         return Buffers(self.model, rank, channel, name, source=place, holds=is_here)
 
-    def _train(self, name: str, method: Method, given: Any) -> Any:
+    def _train(self, call: Call, method: Method, given: Any) -> Any:
         if self.stage_buffers is not None:
             self.stage_buffers.forwards += 1
-        count = self._count(name, given)
-        parts = _parts(given, count)
-        survey = self._survey(name, method, parts[0])
-        if not isinstance(survey.result, torch.Tensor) or survey.result.numel() != 1:
-            return self._train_whole(name, method, given)
+        count = self._count(call, given)
+        parts = parts_of(given, count)
+        survey = whole = self._survey(call, method, parts[0])
+        changes = count > 1 and bool(survey.changed) and not self.settings.is_given
+        looks = count > 1 and not changes and self._kinds_of_losses.needs_look(call)
+        if changes or looks or 1 < count == batch_size(given):
+            whole = self._survey(call, method, given)  # of one sample an output may be one number too
+        if any(not isinstance(each.result, torch.Tensor) or each.result.numel() != 1 for each in (survey, whole)):
+            return self._train_whole(call, method, given)
         if not survey.result.requires_grad:
-            return self._evaluate(name, method, given)
-        reduction = self._reduction(name, method, given, parts)
-        if reduction == "whole":
-            count, parts = 1, [given]
-            survey = self._survey(name, method, given)
-        key = survey.key, count
-        if key not in self._passes:
-            self._passes[key] = TrainingPass(
-                self.settings.schedule, self.relay, self.line, survey, self._in_precision, count
+            return self._evaluate(call, method, given)
+        if changes:
+            say_once(
+                f"buffers {call.name}",
+                f"{call.name}() changes the buffer {min(survey.changed)!r}, so a batch runs as a whole through the "
+                f"stages, and changes it once. PipelineStrategy(microbatches=...) cuts it: each part then changes it.",
             )
-        training_pass = self._passes.pop(key)
-        self._passes = {**dict(list(self._passes.items())[1 - _PASSES :]), key: training_pass}  # those used last
-        scale = self._scale()
-        with apart(self.holders.trained()) as found:
-            loss = training_pass.run(method, parts, 1.0 if reduction == "sum" else 1 / count, scale)
-        self.holders.add_up(found)
-        like = loss if loss is not None else self._in_precision.precision.outputs(survey.result.detach())
-        total = shared(like.reshape(()), self.line)
-        return _linked(total, [total], lambda grads: self._lay(found, grads[0] / scale))
+            parts, survey = [given], whole
+        elif looks:
+            with self._in_step(call.name):
+                can_be_cut = self._kinds_of_losses.look(call, method, [given, *parts], [whole, survey])
+            if not can_be_cut:
+                parts, survey = [given], whole
+        return self._train_parts(call, method, given, parts, survey)
 
-    def _train_whole(self, name: str, method: Method, given: Any) -> Any:
+    def _train_parts(self, call: Call, method: Method, given: Any, parts: list[Any], survey: Survey) -> Any:
+        """Run a method that returns a loss, on microbatches."""
+        key = survey.key, len(parts)
+        training_pass = self._passes.get(key) or TrainingPass(
+            self.settings.schedule, self.relay, self.line, survey, self._in_precision, self._streams, len(parts)
+        )
+        self._passes[key] = training_pass  # those used last are kept
+        scale = self._scale()
+        with self._in_step(call.name), apart(self.holders.trained()) as found:
+            outcome = training_pass.run(method, parts, self._kinds_of_losses.of(call), scale)
+        if outcome.unlike and len(parts) > 1:
+            self._kinds_of_losses.run_whole(call, "of a batch has microbatches with counts of their own: it")
+            return self._train_parts(call, method, given, [given], self._survey(call, method, given))
+        self.holders.add_up(found, call)
+        like = self._in_precision.precision.outputs(survey.result)
+        weight = 1.0 if len(parts) == 1 else outcome.weight
+        total = torch.full(like.shape, outcome.loss / weight, dtype=like.dtype, device=self.line.device)
+        return _linked(total, [total], lambda grads: self._lay(found, grads[0].sum() / (scale * weight)))
+
+    def _train_whole(self, call: Call, method: Method, given: Any) -> Any:
         """Run a method that returns other things than a loss, whose gradients come later."""
         say_once(
-            f"whole {name}",
-            f"{name}() runs a batch as a whole through the stages, one after the other: it returns no loss alone. Put "
-            f"the loss into a method, as model.loss(x, y), and strategy='pipeline' runs microbatches side by side.",
+            f"whole {call.name}",
+            f"{call.name}() runs a batch as a whole through the stages, one after the other: it returns no loss alone. "
+            f"Put the loss into a method, as model.loss(x, y), and strategy='pipeline' runs microbatches side by side.",
         )
-        whole = self._whole(name, method, given)
-        survey = self._survey(name, method, given)
-        with torch.enable_grad():
+        survey = self._survey(call, method, given)
+        whole = self._whole(survey)
+        with self._in_step(call.name), torch.enable_grad():
             result = whole.forward(method, given)
         needed = [tensor.requires_grad for tensor in tensors_in(survey.result)]
         linked = [tensor for tensor, needs in zip(tensors_in(result), needed, strict=True) if needs]
 
         def hand_on(grads: list[torch.Tensor]) -> None:
-            with apart(self.holders.trained()) as found, torch.enable_grad():
+            with self._in_step(call.name), apart(self.holders.trained()) as found, torch.enable_grad():
                 whole.backward(grads)
-            self.holders.add_up(found)
+            self.holders.add_up(found, call)
             self._lay(found, None)
 
         return _linked(result, linked, hand_on) if linked else result
 
-    def _count(self, name: str, given: Any) -> int:
+    def _count(self, call: Call, given: Any) -> int:
         """Return into how many microbatches a batch is cut."""
-        if self._reductions.get(name) == "whole" or (not self.settings.is_given and self._has_batch_norm()):
+        if self._kinds_of_losses.is_whole(call) or (not self.settings.is_given and self._has_batch_norm()):
             return 1
-        batch = _batch_size(given)
+        batch = batch_size(given)
         return next(n for n in range(max(1, min(self.settings.microbatches, batch)), 0, -1) if batch % n == 0)
 
     def _has_batch_norm(self) -> bool:
         """Return whether the numbers of a sample depend on those of the others in its batch."""
         return any(module.training and isinstance(module, norm_classes()) for module in self.model.modules())
-
-    def _reduction(self, name: str, method: Method, given: Any, parts: list[Any]) -> str:
-        """Return whether a loss is the mean or the sum over its batch, from one batch in whole and in parts.
-
-        Batch 1, 2, 4, 8, … is looked at; where it is neither, batches are run as a whole from then on.
-        """
-        found = self._reductions.get(name, self.settings.reduction)
-        if self.settings.reduction != "auto" or found == "whole" or len(parts) == 1:
-            return "mean" if found == "auto" else found
-        self._batches[name] += 1
-        if not is_power_of_two(self._batches[name]):
-            return found
-        training = [module for module in self.model.modules() if module.training]
-        with torch.no_grad(), preserved():
-            for module in training:
-                module.training = False
-            try:
-                whole = self._evaluate(name, method, given)
-                each = torch.stack([self._evaluate(name, method, part).reshape(()).double() for part in parts])
-            finally:
-                for module in training:
-                    module.training = True
-        tolerance = _TOLERANCE.get(whole.dtype, 0.02) if self._in_precision.is_plain else 0.02
-        size = each.abs().mean().item()
-        if not 0 < size < math.inf:
-            self._batches[name] -= 1  # it shows nothing
-            return "mean" if found == "auto" else found
-        errors = {"mean": abs(each.mean() - whole).item() / size}
-        errors["sum"] = abs(each.sum() - whole).item() / (size * len(parts))
-        best = min(errors, key=lambda kind: errors[kind])
-        if errors[best] > tolerance or found not in ("auto", best):
-            best = "whole"
-            say_once(
-                f"neither {name}",
-                f"{name}() of a batch is {whole.item():.6g}, which is neither the mean of its {len(parts)} "
-                f"microbatches, {each.mean().item():.6g}, nor their sum, {each.sum().item():.6g}. From now on its "
-                f"batches run as a whole, one stage after the other. A loss that is a sum, with "
-                f"distwrap.scale_loss(loss, count), runs microbatches side by side.",
-            )
-        self._reductions[name] = best
-        return best
 
     def _scale(self) -> float:
         """Return by what losses are multiplied for their backwards, so that gradients in float16 do not vanish."""
@@ -316,29 +322,13 @@ class PipelineRouting(Routing):
             foreach("mul_", list(found.values()), float(factor))
         for parameter, grad in found.items():
             parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
-        held = [parameter.grad for parameter in self.holders.trained() if parameter.grad is not None]
-        layout = self.world.layout
-        if self.syncs and layout.size > 1:
-            for work in [dist.all_reduce(grad, group=layout.group, async_op=True) for grad in held]:
-                work.wait()
-            if held:
-                foreach("div_", held, float(layout.size))
-        if self.world.part(LossScaling).scaler is not None:  # all stages must skip a step alike
-            overflowed = torch.tensor(float(not all(grad.isfinite().all() for grad in held)), device=self.line.device)
-            dist.all_reduce(overflowed, op=dist.ReduceOp.MAX)
-            for grad in held if overflowed else ():
-                grad.fill_(torch.inf)
-
-    def _check_alike(self, given: Any) -> None:
-        """Refuse a batch of which the ranks of a pipeline have others."""
-        held = [Held(f"tensor {number}", "", tensor) for number, tensor in enumerate(tensors_in(given))]
-        everyone = gather_object(fingerprints(held))
-        difference = first_difference([everyone[rank] for rank in self.line.ranks], ranks=self.line.ranks)
-        if difference is not None:
-            raise ModelError(
-                f"the ranks of a pipeline run on one batch, and these have been given others: {difference}. Take the "
-                f"batches from distwrap.shard_loader(loader), which gives all ranks of a pipeline the same share."
-            )
+        for parameter in self.model.parameters():
+            if isinstance(parameter, Absent):
+                parameter.has_gradient = parameter.requires_grad
+        if self.syncs and self.world.layout.size > 1:
+            self.holders.average(self.world.layout)
+        if self.world.part(LossScaling).scaler is not None:
+            self.holders.spread_overflow()
 
 
 class PipelineModel(ModelFirst):
@@ -361,22 +351,13 @@ class PipelineModel(ModelFirst):
         refuse_copy()
 
 
-def _batch_size(given: Any) -> int:
-    return next((len(tensor) for tensor in tensors_in(given) if tensor.dim()), 1)
-
-
-def _parts(given: Any, count: int) -> list[Any]:
-    """Return the arguments of each microbatch: tensors as long as the batch are cut, others go to all of them."""
-    if count == 1:
-        return [given]
-    batch = _batch_size(given)
-    size = batch // count
-
-    def part(number: int) -> Any:
-        piece = slice(number * size, (number + 1) * size)
-        return map_tensors(lambda tensor: tensor[piece] if tensor.dim() and len(tensor) == batch else tensor, given)
-
-    return [part(number) for number in range(count)]
+def _refuse_trained(name: str, given: Any) -> None:
+    """Refuse arguments to which a backward would have to go on."""
+    if any(tensor.requires_grad for tensor in tensors_in(given)):
+        raise ModelError(
+            f"{name}() got a tensor that requires a gradient, and under strategy='pipeline' none goes back to what a "
+            f"model is given. Compute the tensor in the model's own method, or detach() it; or use strategy='fsdp'."
+        )
 
 
 def _linked(result: Any, tensors: list[torch.Tensor], hand_on: Callable[[list[torch.Tensor]], None]) -> Any:

@@ -2,21 +2,66 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import nn
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
+from distwrap._internals.torch import current_backward, version_of
 from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.errors import ModelError
-from distwrap.strategies.pipeline.absent import Absent, is_here
+from distwrap.seeding import GENERATORS, RandomState
+from distwrap.strategies.pipeline.absent import Absent, is_here, noting_draws
 from distwrap.strategies.pipeline.blocks import Chain
+from distwrap.strategies.pipeline.streams import Streams
 
 Method = Callable[..., Any]
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
 BlockRun = Callable[[int, Method, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class Call(NamedTuple):
+    """All that a run of a method depends on, but for the tensors that it is given; alike on all ranks.
+
+    Attributes:
+        name: of the method.
+        has_gradients: whether they are enabled.
+        trains: whether the model is in training mode.
+        autocast: the type of the caller's own autocast, or ``False``.
+        thawed: which parameters are not frozen.
+        others: the arguments that are no tensors.
+    """
+
+    name: str
+    has_gradients: bool
+    trains: bool
+    autocast: torch.dtype | Literal[False]
+    thawed: bytes
+    others: str
+
+
+class Latest(dict[_Key, _Value]):
+    """A dictionary that forgets what was set first, so that arguments that are new in each step fill no memory.
+
+    Args:
+        size: how many entries are kept.
+    """
+
+    def __init__(self, size: int = 64) -> None:
+        self._size = size
+
+    def __setitem__(self, key: _Key, value: _Value) -> None:
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        if len(self) > self._size:
+            del self[next(iter(self))]
 
 
 @dataclass
@@ -25,16 +70,24 @@ class Survey:
 
     Attributes:
         outputs: of each block, absent.
-        needs: names of the parameters and buffers of no block of which each stage computes.
+        needs: names of the parameters and buffers of no block of which each stage computes, or which it changes.
+        changed: names of the buffers that a run changes.
         result: of the method, with absent tensors.
-        key: of the method and the sizes.
+        key: the call and the sizes.
+        draws: whether what is outside of the blocks draws random numbers, which all stages must have.
+        chance: whether anything draws.
+        generators: which are drawn from.
         hidden: absent tensors for a stage, in the place of others that are here.
     """
 
     outputs: list[Any] = field(default_factory=list)
     needs: list[set[str]] = field(default_factory=list)
+    changed: set[str] = field(default_factory=set)
     result: Any = None
     key: Any = None
+    draws: bool = False
+    chance: bool = False
+    generators: frozenset[str] = frozenset({"torch"})
     hidden: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
 
 
@@ -51,13 +104,14 @@ class Relay:
     Args:
         net: the user's model.
         chain: its blocks.
+        streams: the random numbers.
 
     Attributes:
         is_running: whether a method is being run for a stage.
     """
 
-    def __init__(self, net: nn.Module, chain: Chain) -> None:
-        self.net, self.chain = net, chain
+    def __init__(self, net: nn.Module, chain: Chain, streams: Streams) -> None:
+        self.net, self.chain, self._streams = net, chain, streams
         self._run: BlockRun | None = None
         for number, block in enumerate(chain.blocks):
             block.forward = self._seen(number, block.forward)
@@ -78,23 +132,52 @@ class Relay:
             ModelError: the method calls the blocks in another order, or not all of them; or a stage would need what
                 another one has computed, other than the output of the block before it.
         """
-        survey, names = Survey(), self.chain.names
+        survey, names = Survey(needs=[set() for _ in self.chain.ends]), self.chain.names
         used: list[tuple[int, Any]] = []
+        buffers, has_gradients = _Buffers(self.net), torch.is_grad_enabled()
+
+        def note_changes(number: int) -> None:
+            changed = buffers.changed()
+            survey.changed.update(changed)
+            survey.needs[self._stage_of(min(number, len(names) - 1))].update(
+                name for name in changed if self.chain.stage_of(name) is None
+            )
 
         def block(number: int, forward: Method, args: Any, kwargs: Any) -> Any:
             used.append((number, (args, kwargs)))
-            output = map_tensors(lambda tensor: _fresh(tensor, names[number]), forward(*args, **kwargs))
+            if has_gradients and not torch.is_grad_enabled() and _is_in_checkpoint():
+                raise ModelError(
+                    f"the block {names[number]!r} is called by torch.utils.checkpoint(use_reentrant=True), out of "
+                    f"which a stage cannot hand on its output with its gradients. Call it with use_reentrant=False, or "
+                    f"checkpoint inside of the blocks."
+                )
+            note_changes(number)
+            with self._streams.kept(), noting_draws() as noted:
+                begins = self._streams.states()
+                output = map_tensors(lambda tensor: _absent(tensor, names[number]), forward(*args, **kwargs))
+                survey.chance |= bool(noted) or self._streams.have_moved(begins)
+            note_changes(number)
             self._check_order(number, len(survey.outputs))
             survey.outputs.append(output)
             return output
 
+        def run(*args: Any, **kwargs: Any) -> Any:
+            buffers.changed()  # since the absent ones have taken their places
+            result = method(*args, **kwargs)
+            note_changes(len(names))
+            return result
+
         named = [*self.net.named_parameters(), *self.net.named_buffers()]
         absent = {f"net.{name}": _absent(tensor, name) for name, tensor in named}
         caller = _Caller(self.net)
-        survey.result = self._while(block, lambda: functional_call(caller, absent, (method, args, kwargs)))
+        before, others = self._streams.states(), RandomState.capture()
+        survey.result = self._while(block, lambda: functional_call(caller, absent, (run, args, kwargs)))
+        survey.draws = self._streams.have_moved(before)
+        if others.draws_but_for_torch(RandomState.capture()):
+            survey.generators, survey.draws = GENERATORS, True
+        survey.chance |= survey.draws
         if len(survey.outputs) != len(names):
             self._refuse_order(f"only {len(survey.outputs)} of its {len(names)} blocks")
-        survey.needs = [set() for _ in self.chain.ends]
         for number, inputs in [*used, (len(names), survey.result)]:
             stage = self._stage_of(min(number, len(names) - 1))
             sources: set[str] = set().union(*(t.sources for t in tensors_in(inputs) if isinstance(t, Absent)))
@@ -135,12 +218,14 @@ class Relay:
             nonlocal count
             self._check_order(number, count)
             count += 1
-            if number < begin - 1:
-                return survey.outputs[number]
-            if number == begin - 1:
-                return _refilled(survey.outputs[number], iter(received))
+            if number < begin:
+                self._streams.pass_block()
+                return (
+                    _refilled(survey.outputs[number], iter(received)) if number == begin - 1 else survey.outputs[number]
+                )
             self._refuse_absent((args, kwargs), f"the block {self.chain.names[number]!r}", stage)
-            output = forward(*args, **kwargs)
+            with self._streams.of_block():
+                output = forward(*args, **kwargs)
             if number == end - 1 and end < len(self.chain.names):
                 raise Leave(output)
             return output
@@ -176,8 +261,11 @@ class Relay:
 
     def _seen(self, number: int, forward: Method) -> Method:
         def call(*args: Any, **kwargs: Any) -> Any:
-            run = self._run
-            return forward(*args, **kwargs) if run is None else run(number, forward, args, kwargs)
+            if self._run is not None:
+                return self._run(number, forward, args, kwargs)
+            is_recomputed = current_backward() not in (None, -1)
+            with self._streams.of_block(recomputed=True) if is_recomputed else nullcontext():
+                return forward(*args, **kwargs)
 
         return call
 
@@ -205,6 +293,26 @@ class Relay:
                 )
 
 
+class _Buffers:
+    """Buffers of a model, whose changes it sees."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self._places = [
+            (f"{path}.{last}" if path else last, module, last)
+            for path, module in net.named_modules()
+            for last, _ in module.named_buffers(recurse=False)
+        ]
+        self._seen: list[tuple[torch.Tensor | None, int]] = []
+
+    def changed(self) -> set[str]:
+        """Return the names of those that have other numbers, or are other tensors, than at the last call."""
+        before = self._seen
+        now = [getattr(module, last, None) for _, module, last in self._places]
+        self._seen = [(buffer, 0 if buffer is None else version_of(buffer)) for buffer in now]
+        pairs = zip(self._places, before, self._seen, strict=False)
+        return {place[0] for place, old, new in pairs if old[0] is not new[0] or old[1] != new[1]}
+
+
 class _Caller(nn.Module):
     """Module whose forward calls any method of another one, for ``functional_call``."""
 
@@ -216,12 +324,15 @@ class _Caller(nn.Module):
         return method(*args, **kwargs)
 
 
+def _is_in_checkpoint() -> bool:
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_globals.get("__name__") != checkpoint.__module__:
+        frame = frame.f_back
+    return frame is not None
+
+
 def _absent(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    return Absent(tensor.detach(), {name}).requires_grad_(tensor.requires_grad)
-
-
-def _fresh(tensor: torch.Tensor, name: str) -> torch.Tensor:
-    """Return an absent tensor for a block's output, which is the beginning of a graph."""
+    """Return an absent tensor for a parameter, a buffer or a block's output, which is the beginning of a graph."""
     return Absent(tensor.detach(), {name}).requires_grad_(tensor.requires_grad)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,12 @@ from torch.distributed.pipelining import (
 )
 
 from distwrap._internals.torch_tree import map_tensors, tensors_in
+from distwrap.errors import CollectiveError, ModelError
 from distwrap.precision import InPrecision
+from distwrap.strategies.pipeline.microbatches import LossWeights
 from distwrap.strategies.pipeline.relay import Method, Relay, Survey
+from distwrap.strategies.pipeline.streams import Streams
+from distwrap.wording import named_ranks
 
 
 @dataclass(frozen=True)
@@ -56,23 +60,38 @@ class WholePass:
         line: this rank's place.
         survey: of the method with the batch.
         in_precision: in which the method computes.
+        streams: the random numbers.
     """
 
-    def __init__(self, relay: Relay, line: Line, survey: Survey, in_precision: InPrecision) -> None:
+    def __init__(self, relay: Relay, line: Line, survey: Survey, in_precision: InPrecision, streams: Streams) -> None:
         self._relay, self._line, self._survey, self._in_precision = relay, line, survey, in_precision
+        self._streams = streams
         self._kept: list[tuple[int, list[torch.Tensor], list[torch.Tensor]]] = []
 
     def forward(self, method: Method, given: tuple[Any, Any]) -> Any:
         """Run a method forward through all stages, and return its result on every rank, without a graph."""
+        with self._streams.of_pass(self._survey.generators if self._survey.chance else frozenset()):
+            return self._ran(method, given)
+
+    def _ran(self, method: Method, given: tuple[Any, Any]) -> Any:
         line, ends, result = self._line, self._relay.chain.ends, self._survey.result
+        error: Exception | None = None
         for stage in line.own:
             received = []
             for tensor in tensors_in(self._survey.outputs[ends[stage - 1] - 1]) if stage else ():
                 received.append(_empty(tensor, line))
                 dist.recv(received[-1], line.rank_of(stage - 1), line.group)
                 received[-1].requires_grad_(tensor.requires_grad and torch.is_grad_enabled())
-            with self._in_precision.context():
-                output = self._relay.run(self._survey, stage, received, method, given)
+            expected = self._survey.outputs[ends[stage] - 1] if stage < line.stages - 1 else result
+            output: Any = map_tensors(lambda tensor: _empty(tensor, line).zero_(), expected)
+            if error is None:
+                try:
+                    self._streams.begin(0)
+                    with self._in_precision.context():
+                        output = self._relay.run(self._survey, stage, received, method, given)
+                    check_like(output, expected, stage)
+                except Exception as raised:  # noqa: BLE001 - it is raised when no stage waits any more
+                    error = raised
             if stage < line.stages - 1:
                 for tensor in tensors_in(output):
                     dist.send(tensor.detach().contiguous(), line.rank_of(stage + 1), line.group)
@@ -82,6 +101,7 @@ class WholePass:
                 self._kept.append((stage, received, trained_of(output)))
         if dist.get_rank() != line.rank_of(line.stages - 1):
             result = self._in_precision.precision.outputs(result)
+        end_pass(line, self._streams, self._survey, error)
         return shared(result, line)
 
     def backward(self, grads: list[torch.Tensor]) -> None:
@@ -116,6 +136,20 @@ def shared(result: Any, line: Line) -> Any:
     return map_tensors(broadcast, result)
 
 
+class PassSums(NamedTuple):
+    """Numbers that the ranks of a pipeline have after a pass over microbatches.
+
+    Attributes:
+        loss: the weighted sum of the microbatches' losses.
+        weight: the sum of the weights, by which that and the gradients are to be divided.
+        unlike: whether the loss of the batch is another than what was computed of the microbatches'.
+    """
+
+    loss: float
+    weight: float
+    unlike: bool
+
+
 class TrainingPass:
     """torch's schedule over microbatches of one size.
 
@@ -125,19 +159,32 @@ class TrainingPass:
         line: this rank's place.
         survey: of the method with a microbatch.
         in_precision: in which the method computes.
+        streams: the random numbers.
         count: of microbatches.
     """
 
     def __init__(
-        self, kind: str, relay: Relay, line: Line, survey: Survey, in_precision: InPrecision, count: int
+        self,
+        kind: str,
+        relay: Relay,
+        line: Line,
+        survey: Survey,
+        in_precision: InPrecision,
+        streams: Streams,
+        count: int,
     ) -> None:
         self._relay, self._survey, self._in_precision, self._count = relay, survey, in_precision, count
+        self._line, self._streams = line, streams
         self._method: Method | None = None
         self._given: Sequence[Any] = ()
-        self._factor = 1.0
+        self._weights, self._scale = LossWeights("mean", count), 1.0
+        self._device, self._autocast = line.device.type, (torch.float32, False)
+        loss = in_precision.precision.outputs(survey.result)
+        self._loss_type = torch.promote_types(loss.dtype, torch.float32)
         self._losses: list[torch.Tensor] = []
+        self._error: Exception | None = None
         stages: list[Any] = [self._stage(stage, line) for stage in line.own]
-        options: dict[str, Any] = {"n_microbatches": count, "loss_fn": self._loss, "scale_grads": False}
+        options: dict[str, Any] = {"n_microbatches": count, "loss_fn": _loss, "scale_grads": False}
         if len(stages) > 1:
             looped = ScheduleInterleaved1F1B if count % len(line.ranks) == 0 else ScheduleLoopedBFS
             self._schedule: Any = looped(stages, **options)
@@ -145,32 +192,38 @@ class TrainingPass:
             one_by_one = kind != "gpipe" and count >= line.stages
             self._schedule = (Schedule1F1B if one_by_one else ScheduleGPipe)(stages[0], **options)
 
-    def run(self, method: Method, given: Sequence[Any], weight: float, scale: float) -> torch.Tensor | None:
+    def run(self, method: Method, given: Sequence[Any], reduction: str, scale: float) -> PassSums:
         """Leave the gradients of a weighted sum of the microbatches' losses in the parameters.
+
+        An error in a stage is kept, and the pass goes on with numbers that are none, so that no other stage waits.
 
         Args:
             method: returns a microbatch's loss.
             given: the arguments of each microbatch.
-            weight: of each loss in the sum.
+            reduction: whether the loss of the batch is the ``"mean"`` or the ``"sum"`` of them.
             scale: by which the loss is multiplied for its backward.
-
-        Returns:
-            The weighted sum, on the rank with the last stage.
         """
-        self._method, self._given, self._factor = method, given, weight * scale
-        self._losses = []
+        self._method, self._given, self._scale = method, given, scale
+        self._weights, self._losses, self._error = LossWeights(reduction, self._count), [], None
+        self._autocast = torch.get_autocast_dtype(self._device), torch.is_autocast_enabled(self._device)
         numbers = torch.arange(self._count)
         try:
-            self._schedule.step(target=numbers, losses=[], number=numbers)
-            return torch.stack(self._losses).sum() * weight if self._losses else None
+            with self._streams.of_pass(self._survey.generators if self._survey.chance else frozenset()):
+                with torch.autocast(self._device, enabled=False):  # of the user's own, in which no backward belongs
+                    self._schedule.step(target=numbers, losses=[], number=numbers)
+                weights, outcome = self._weights, [0.0, 0.0, 0.0]
+                if self._losses:
+                    outcome = [float(torch.stack(self._losses).sum()), float(weights.total), float(weights.unlike)]
+                loss, weight, unlike, *_ = end_pass(self._line, self._streams, self._survey, self._error, outcome)
+                return PassSums(loss, weight, bool(unlike))
         finally:
-            self._method, self._given, self._losses = None, (), []
+            self._method, self._given, self._losses, self._error = None, (), [], None
 
     def _stage(self, stage: int, line: Line) -> PipelineStage:
         ends, outputs = self._relay.chain.ends, self._survey.outputs
         is_last = stage == line.stages - 1
         given = tensors_in(outputs[ends[stage - 1] - 1]) if stage else []
-        returned = [torch.empty(1)] if is_last else tensors_in(outputs[ends[stage] - 1])
+        returned = [torch.empty(1, dtype=self._loss_type)] if is_last else tensors_in(outputs[ends[stage] - 1])
         return PipelineStage(
             _Part(self, stage, is_last),
             stage,
@@ -184,16 +237,96 @@ class TrainingPass:
     def part(self, stage: int, received: tuple[torch.Tensor, ...], number: int, is_last: bool) -> Any:
         """Run a stage's part of a microbatch."""
         assert self._method is not None
-        with self._in_precision.context():
-            output = self._relay.run(self._survey, stage, list(received), self._method, self._given[number])
+        if self._error is None:
+            try:
+                return self._computed(self._method, stage, list(received), number, is_last)
+            except Exception as error:  # noqa: BLE001 - it is raised when no stage waits any more
+                self._error = error
+        if is_last:
+            return torch.zeros(1, dtype=self._loss_type, device=self._line.device, requires_grad=True)
+        sizes = tensors_in(self._survey.outputs[self._relay.chain.ends[stage] - 1])
+        return tuple(_empty(tensor, self._line).zero_().requires_grad_(tensor.requires_grad) for tensor in sizes)
+
+    def _computed(self, method: Method, stage: int, received: list[torch.Tensor], number: int, is_last: bool) -> Any:
+        self._streams.begin(number)
+        with torch.autocast(self._device, *self._autocast), self._in_precision.context():
+            output = self._relay.run(self._survey, stage, received, method, self._given[number])
+        ends = self._relay.chain.ends
+        check_like(output, self._survey.result if is_last else self._survey.outputs[ends[stage] - 1], stage)
         if not is_last:
             return tuple(tensor.contiguous() for tensor in tensors_in(output))
         loss = self._in_precision.precision.outputs(output)
-        self._losses.append(loss.detach().reshape(()))
-        return loss.reshape(1)
+        weighted = loss.reshape(()).to(self._loss_type) * self._weights.of(loss)
+        self._losses.append(weighted.detach())
+        return weighted.reshape(1) * self._scale
 
-    def _loss(self, output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return output.sum() * self._factor
+
+class StageError(BaseException):
+    """End of a pass, which all stages have come to, with an error.
+
+    Attributes:
+        error: for the caller of the method.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        self.error = error
+
+
+def end_pass(
+    line: Line, streams: Streams, survey: Survey, error: Exception | None, numbers: Sequence[float] = ()
+) -> list[float]:
+    """Return the sums over a pipeline of some numbers of each rank, as a pass ends.
+
+    Raises:
+        StageError: a stage has raised, or has drawn other random numbers than the others.
+    """
+    if error is None and streams.surprise():
+        error = ModelError(
+            f"rank {dist.get_rank()}: the model draws random numbers in this forward, and drew none in an earlier one "
+            f"on such arguments. Let it draw in all of them, and multiply by zero what is not wanted yet."
+        )
+    failed = [float(error is not None and rank == dist.get_rank()) for rank in line.ranks]
+    told = torch.tensor([*numbers, streams.number, *failed], dtype=torch.float64, device=line.device)
+    dist.all_reduce(told, group=line.group)
+    sums = told.tolist()
+    failing = [rank for rank, each in zip(line.ranks, sums[len(numbers) + 1 :], strict=True) if each]
+    if error is not None:
+        raise StageError(error)
+    if failing:
+        raise StageError(
+            CollectiveError(
+                f"rank {dist.get_rank()}: {named_ranks(failing)} of this pipeline raised in a forward, which no stage "
+                f"has finished, so there is no result here either. The error there says why."
+            )
+        )
+    if survey.draws and sums[len(numbers)] != len(line.ranks) * streams.number:
+        raise StageError(
+            ModelError(
+                f"rank {dist.get_rank()}: the model draws random numbers outside of its blocks, and torch's generators "
+                f"are not alike on the ranks of a pipeline, so its stages drew others. Seed them alike, as by "
+                f"distwrap.seed_everything(), and draw on all ranks or on none."
+            )
+        )
+    return sums
+
+
+def check_like(output: Any, expected: Any, stage: int) -> None:
+    """Refuse an output of a stage that is of other sizes or types than the next one waits for.
+
+    Raises:
+        ModelError: says what was seen.
+    """
+    seen, known = ([(tuple(t.shape), t.dtype) for t in tensors_in(each)] for each in (output, expected))
+    if seen != known:
+        raise ModelError(
+            f"rank {dist.get_rank()}: stage {stage} has computed {seen}, and the next one waits for {known}, as in an "
+            f"earlier run on such arguments. Sizes and types must follow from those of the arguments, and from "
+            f"whether the model trains: pass what else they depend on as an argument that is no float."
+        )
+
+
+def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return output.sum()
 
 
 class _Part(nn.Module):

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from distwrap.checks import is_whole
 from distwrap.errors import ModelError, OptionError
@@ -18,13 +18,13 @@ from distwrap.model.in_sync import Held, left_to_ranks
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.options import Options
 from distwrap.strategies.base import Strategy, Wrapping
-from distwrap.strategies.pipeline.absent import is_here
+from distwrap.strategies.pipeline.absent import Absent, is_here
 from distwrap.strategies.pipeline.blocks import find_chain
 from distwrap.strategies.pipeline.model import PassSettings, PipelineModel, PipelineRouting
 from distwrap.strategies.pipeline.schedule import Line
 from distwrap.strategies.pipeline.state import States
 from distwrap.strategies.single import local
-from distwrap.strategies.state_meetings import StateMeetings
+from distwrap.strategies.torch_version import require_torch
 from distwrap.wording import named_ranks, unknown_name
 
 _SCHEDULES = ("1f1b", "gpipe", "interleaved")
@@ -42,7 +42,8 @@ class PipelineStrategy(Strategy):
         stages: how many ranks a pipeline has; several pipelines train as DDP does. By default all ranks.
         schedule: ``"1f1b"``, ``"gpipe"``, or ``"interleaved"``, in which a rank has two stages.
         microbatches: into how many a batch is cut, at most: the largest number that divides it is taken. By default
-            two a stage.
+            two a stage, and one where a forward changes buffers, as a batch norm does: with a number given here each
+            microbatch changes them, and a batch norm takes its statistics of a microbatch, as in other pipelines.
         split: the names of the blocks at which stages begin, but for the first; by default the model's longest chain
             of blocks is cut into stages with as many parameters each.
         reduction: whether a loss is the ``"mean"`` or the ``"sum"`` over its batch; ``"auto"`` finds out from the first
@@ -79,6 +80,8 @@ class PipelineStrategy(Strategy):
         return {**self.__dict__, "_mesh": None}
 
     def check(self, run: Options) -> None:
+        why = "torch's schedules do not wait for all that stages exchange"
+        require_torch("strategy='pipeline'", (2, 8), why, "strategy='zero2'")
         if run.comm is not None:
             raise OptionError("strategy='pipeline' exchanges gradients by itself: leave comm out.")
 
@@ -133,13 +136,17 @@ class PipelineStrategy(Strategy):
 
     def clip(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
         given = [parameter for parameter in parameters if is_here(parameter) and parameter.grad is not None]
-        own: set[int] = set()
+        divided: set[int] = set()
+        counted: set[int] = set()
         group = None
         for model in current_world().part(WrappedModels).of_optimizer(optimizer):
             if isinstance(routing := model.__dict__.get("_distwrap"), PipelineRouting):
-                own |= routing.holders.counted_here()
+                divided |= set(map(id, routing.model.parameters()))
+                counted |= routing.holders.counted_here()
                 group = routing.line.group
-        grads = [parameter.grad for parameter in given if id(parameter) in own and parameter.grad is not None]
+        if group is None or dist.get_rank(group) == 0:  # what is in no pipeline is alike on all ranks of one
+            counted |= set(map(id, given)) - divided
+        grads = [parameter.grad for parameter in given if id(parameter) in counted and parameter.grad is not None]
         square = torch.zeros((), dtype=torch.float64, device=current_world().device)
         if grads:
             square += nn.utils.get_total_norm(grads).double() ** 2
@@ -162,7 +169,6 @@ class PipelineStrategy(Strategy):
         states = _states(thing)
         if states is None:
             return super().state(thing, everywhere=everywhere)
-        current_world().part(StateMeetings).meet(thing)
         if isinstance(thing, nn.Module):
             return states.of_model(everywhere=everywhere)
         return states.of_optimizer(thing, everywhere=everywhere)
@@ -198,19 +204,27 @@ class PipelineStrategy(Strategy):
         states = _states(thing)
         if states is None:
             return None
-        current_world().part(StateMeetings).meet(thing)
         return states.parts_of_model() if isinstance(thing, nn.Module) else states.parts_of_optimizer(thing)
 
 
 class StageOptimizers(RunPart):
-    """Looks at optimizers of models in stages before they step."""
+    """Looks at optimizers of models in stages before they step, and lets them see no absent gradient."""
 
     def __init__(self, world: World) -> None:
-        self._handle = register_optimizer_step_pre_hook(lambda optimizer, *_: _refuse_whole(optimizer))
+        self._handles = [
+            register_optimizer_step_pre_hook(self._begin),
+            register_optimizer_step_post_hook(lambda *_: setattr(Absent, "steps", False)),
+        ]
+
+    def _begin(self, optimizer: Optimizer, *_: Any) -> None:
+        _refuse_whole(optimizer)
+        Absent.steps = True
 
     def close(self) -> None:
-        """Remove the hook."""
-        self._handle.remove()
+        """Remove the hooks."""
+        Absent.steps = False
+        for handle in self._handles:
+            handle.remove()
 
 
 def _refuse_whole(optimizer: Optimizer) -> None:

@@ -1,0 +1,93 @@
+"""Names that a look at a loss needs of torch: what autograd has noted of it, and how to compute it without chance.
+
+Every function says which names it relies on, and what happens without them; all were seen in version 2.13.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+
+from distwrap._internals.torch_tree import map_tensors
+
+Number = float | torch.Tensor
+# Steps from one number to another, by which it is not divided.
+_KEEPS = ("Alias", "Clone", "Neg", "Reshape", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View")
+_MEAN = 1  # as torch numbers reductions
+
+
+def divisors(loss: torch.Tensor) -> list[Number]:
+    """Return by what each term of a loss is divided, as by a count of words, which autograd has noted.
+
+    Relies on ``torch:ones(1, requires_grad=True).div(2).grad_fn._saved_other``,
+    ``torch:ones(1, requires_grad=True).mean().grad_fn._saved_self_sym_numel``,
+    ``torch:nn.MSELoss()(torch.ones(1, requires_grad=True), torch.ones(1)).grad_fn._saved_reduction``,
+    ``torch:nn.MSELoss()(torch.ones(1, requires_grad=True), torch.ones(1)).grad_fn._saved_self``,
+    ``torch:nn.NLLLoss()(torch.ones(1, 1, requires_grad=True), torch.zeros(1).long()).grad_fn._saved_total_weight``.
+    Without it: a loss whose microbatches have unlike counts is noticed at batch 1, 2, 4, 8, … only.
+    """
+    return list(_terms(loss.grad_fn, 1.0)) or [1.0]
+
+
+def _terms(node: Any, divisor: Number) -> Iterator[Number]:
+    kind = type(node).__name__.partition("Backward")[0]
+    inputs = [each for each, _ in getattr(node, "next_functions", ()) if each is not None]
+    if kind in ("Add", "Sub"):
+        for each in inputs:
+            yield from _terms(each, divisor)
+    elif kind in _KEEPS and inputs:
+        yield from _terms(inputs[0], divisor)
+    elif kind in ("Div", "Mul") and len(inputs) == 1:
+        saved = [getattr(node, name, None) for name in ("_saved_other", "_saved_self")]
+        number = next((each for each in saved if each is not None), 1.0)
+        if isinstance(number, torch.Tensor) and number.device.type == "cpu":
+            number = float(number)
+        if kind == "Div":
+            yield from _terms(inputs[0], divisor * number)
+        elif isinstance(number, torch.Tensor):
+            yield from _terms(inputs[0], divisor * number.reciprocal())
+        elif number:  # else the term adds nothing
+            yield from _terms(inputs[0], divisor / number)
+    elif getattr(node, "_saved_reduction", 0) == _MEAN:
+        counted = getattr(node, "_saved_total_weight", None)
+        yield divisor * (node._saved_self.numel() if counted is None else counted)
+    else:
+        yield divisor * getattr(node, "_saved_self_sym_numel", 1)
+
+
+def without_chance() -> AbstractContextManager[object]:
+    """Let operators within a ``with`` return the same number everywhere where they would draw random ones.
+
+    Relies on ``torch.utils._python_dispatch:TorchDispatchMode``.
+    Without it: a loss with random numbers is found to be neither the mean nor the sum over a batch.
+    """
+    mode = _mode()
+    if mode is None:
+        return nullcontext()
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    both = ExitStack()
+    both.enter_context(sdpa_kernel(SDPBackend.MATH))  # whose dropout is an operator of its own
+    both.enter_context(mode())
+    return both
+
+
+@cache
+def _mode() -> Any:
+    try:
+        from torch.utils._python_dispatch import TorchDispatchMode
+    except ImportError:
+        return None
+
+    class WithoutChance(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            result = func(*args, **(kwargs or {}))
+            if torch.Tag.nondeterministic_seeded not in func.tags:
+                return result
+            if func.__name__.startswith("native_dropout"):
+                return args[0].clone(), torch.ones_like(result[1])
+            return map_tensors(lambda tensor: tensor.fill_(float(tensor.is_floating_point())), result)
+
+    return WithoutChance

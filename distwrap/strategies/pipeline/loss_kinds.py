@@ -1,0 +1,193 @@
+"""Whether a method's loss is the mean or the sum over its batch, or neither, so that no batch of it can be cut."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from distwrap._internals.torch_autograd import without_chance
+from distwrap._internals.torch_tree import tensors_in
+from distwrap.group.world import say_once
+from distwrap.model.watch import is_power_of_two
+from distwrap.precision import InPrecision
+from distwrap.seeding import preserved
+from distwrap.strategies.pipeline.absent import is_here
+from distwrap.strategies.pipeline.microbatches import LossWeights
+from distwrap.strategies.pipeline.relay import Call, Latest, Method, Relay, Survey
+from distwrap.strategies.pipeline.schedule import Line
+from distwrap.strategies.pipeline.streams import Streams
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+_KINDS = ("mean", "sum")
+
+
+class LastStage(NamedTuple):
+    """Numbers of a run of the last stage: the loss, its weight, and its gradients for what the stage received."""
+
+    loss: float
+    weight: float
+    slopes: list[torch.Tensor | None]
+
+
+class LossKinds:
+    """Kinds of the losses of a model's methods, which may be others for other arguments, as a flag.
+
+    At batch 1, 2, 4, 8, … the last stage computes its part, of inputs made up, for a batch in whole and in parts, and
+    compares the losses and their gradients. In the first steps of a training all losses are alike; their gradients tell
+    what weight each microbatch has.
+
+    Args:
+        relay: runs the methods.
+        line: this rank's place.
+        in_precision: in which the model computes.
+        streams: its random numbers.
+        reduction: as the user has said, or ``"auto"``.
+    """
+
+    def __init__(self, relay: Relay, line: Line, in_precision: InPrecision, streams: Streams, reduction: str) -> None:
+        self._relay, self._line, self._in_precision, self._streams = relay, line, in_precision, streams
+        self._reduction = reduction
+        self._found: Latest[Call, str] = Latest()
+        self._batches: Latest[Call, int] = Latest()
+
+    def is_whole(self, call: Call) -> bool:
+        """Return whether a method's batches cannot be cut."""
+        return self._found.get(call) == "whole"
+
+    def needs_look(self, call: Call) -> bool:
+        """Count a batch, and return whether it is one to look at."""
+        self._batches[call] = self._batches.get(call, 0) + 1
+        return self._reduction == "auto" and is_power_of_two(self._batches[call])
+
+    def of(self, call: Call) -> str:
+        """Return ``"mean"``, ``"sum"`` or ``"whole"``."""
+        found = self._found.get(call, self._reduction)
+        return "mean" if found == "auto" else found
+
+    def look(self, call: Call, method: Method, given: list[Any], surveys: list[Survey]) -> bool:
+        """Find the kind of a loss, and return whether this batch can be cut.
+
+        Args:
+            call: of the method.
+            method: of the user's model.
+            given: the arguments of a batch in whole, and of each microbatch.
+            surveys: of the method with the one and with the others.
+        """
+        verdict = torch.full((4,), math.nan, dtype=torch.float64, device=self._line.device)
+        last = self._line.rank_of(self._line.stages - 1)
+        if dist.get_rank() == last:
+            verdict[:] = torch.tensor(self._compared(method, given, surveys), dtype=torch.float64)
+        dist.broadcast(verdict, src=last, group=self._line.group)
+        *errors, whole, mean = verdict.tolist()
+        if not all(map(math.isfinite, errors)):
+            self._batches[call] -= 1
+            say_once(
+                f"unclear {call.name}",
+                f"{call.name}(): nothing shows yet whether it returns the mean or the sum over its batch, so the batch "
+                f"runs as a whole. PipelineStrategy(reduction='mean') says which.",
+            )
+            return False
+        dtype = surveys[0].result.dtype
+        tolerance = _TOLERANCE.get(dtype, 0.02) if self._in_precision.is_plain else 0.02
+        best = _KINDS[errors.index(min(errors))]
+        if min(errors) > tolerance or self._found.get(call, best) != best:
+            self.run_whole(call, f"of a batch is {whole:.6g} where the mean of its microbatches is {mean:.6g}: it")
+        else:
+            self._found[call] = best
+        return not self.is_whole(call)
+
+    def run_whole(self, call: Call, seen: str) -> None:
+        """Run the batches of a method as a whole from now on."""
+        self._found[call] = "whole"
+        say_once(
+            f"neither {call.name}",
+            f"{call.name}() {seen} is neither the mean nor the sum over its batch. From now on its batches run as a "
+            f"whole, one stage after the other. A loss that is a sum, with distwrap.scale_loss(loss, count), runs "
+            f"microbatches side by side.",
+        )
+
+    def _compared(self, method: Method, given: list[Any], surveys: list[Survey]) -> list[float]:
+        """Return by how much a loss is not the mean, and not the sum; the loss, and the mean."""
+        begin, count = self._relay.chain.ends[-2], len(given) - 1
+        whole, part = (tensors_in(survey.outputs[begin - 1]) for survey in surveys)
+        dims = [_cut(one, other, count) for one, other in zip(whole, part, strict=True)]
+        weights, runs = LossWeights("mean", count), []
+        try:
+            with _kept_buffers(self._relay.net), preserved(), self._streams.kept(), torch.enable_grad():
+                made = [_made_up(tensor, self._line.device) for tensor in whole]
+                pieces = [
+                    [one] * count if dim is None else one.chunk(count, dim) for one, dim in zip(made, dims, strict=True)
+                ]
+                expected = self._ran(method, given[0], surveys[0], made, LossWeights("mean", 1))
+                for number, arguments in enumerate(given[1:]):
+                    received = [each[number] for each in pieces]
+                    runs.append(self._ran(method, arguments, surveys[1], received, weights))
+        except Exception:  # noqa: BLE001 - the pass that comes raises it too, and tells the other stages
+            return [math.nan] * 4
+        total = sum(run.weight for run in runs)
+        shares = [run.weight / total for run in runs]
+        mean = sum(share * run.loss for share, run in zip(shares, runs, strict=True))
+        errors = [_error(expected, runs, dims, factors) for factors in (shares, [1.0] * count)]
+        return [*errors, expected.loss, mean]
+
+    def _ran(
+        self, method: Method, given: Any, survey: Survey, received: list[torch.Tensor], weights: LossWeights
+    ) -> LastStage:
+        with self._in_precision.context(), without_chance():
+            output = self._relay.run(survey, self._line.stages - 1, received, method, given)
+        loss = self._in_precision.precision.outputs(output)
+        weight = float(weights.of(loss))
+        trained = [tensor for tensor in received if tensor.requires_grad]
+        found = iter(torch.autograd.grad(loss.sum(), trained, allow_unused=True))
+        return LastStage(
+            float(loss.detach()), weight, [next(found) if each.requires_grad else None for each in received]
+        )
+
+
+@contextmanager
+def _kept_buffers(net: nn.Module) -> Iterator[None]:
+    """Give a model its buffers and their numbers back after a ``with``."""
+    places = [(module, name) for module in net.modules() for name, _ in module.named_buffers(recurse=False)]
+    before = [(module, name, module._buffers[name]) for module, name in places]
+    numbers = [buffer.clone() if buffer is not None and is_here(buffer) else None for _, _, buffer in before]
+    try:
+        yield
+    finally:
+        for (module, name, buffer), kept in zip(before, numbers, strict=True):
+            module._buffers[name] = buffer
+            if buffer is not None and kept is not None and not torch.equal(buffer, kept):
+                buffer.copy_(kept)
+
+
+def _cut(whole: torch.Tensor, part: torch.Tensor, count: int) -> int | None:
+    """Return the dimension in which a tensor is cut, where it is."""
+    return next(
+        (dim for dim, (one, other) in enumerate(zip(whole.shape, part.shape, strict=True)) if one != other), None
+    )
+
+
+def _made_up(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return a tensor like one that a stage receives."""
+    if not tensor.is_floating_point():
+        return torch.ones(tensor.shape, dtype=tensor.dtype, device=device)
+    return torch.randn(tensor.shape, dtype=tensor.dtype, device=device).requires_grad_()
+
+
+def _error(expected: LastStage, runs: list[LastStage], dims: list[int | None], factors: list[float]) -> float:
+    """Return by how much a weighted sum of losses is another than the expected one, with their gradients."""
+    off = size = 0.0
+    for number, (slope, dim) in enumerate(zip(expected.slopes, dims, strict=True)):
+        if slope is not None and dim is not None:
+            each = [run.slopes[number] for run in runs]
+            scaled = [0 * slope if one is None else factor * one for factor, one in zip(factors, each, strict=True)]
+            off += float((torch.cat(scaled, dim) - slope).double().square().sum())
+            size += float(slope.double().square().sum())
+    losses = [factor * run.loss for factor, run in zip(factors, runs, strict=True)]
+    value = abs(sum(losses) - expected.loss) / (sum(map(abs, losses)) or 1.0)
+    return max(math.sqrt(off / size), value) if size else math.nan
