@@ -25,11 +25,7 @@ from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.fsdp.plan_words import Plan, check_plan
 from distwrap.strategies.fsdp.units import Wrap, check_wrap
 from distwrap.strategies.single import local, on_device
-<<<<<<< HEAD
-=======
-from distwrap.strategies.state_meetings import StateMeetings
 from distwrap.strategies.torch_version import require_torch
->>>>>>> 67a1e09a4decd76eb84e27ccbfb6ad54bcde5c8e
 from distwrap.strategies.windows import Windows
 from distwrap.wording import unknown_name
 
