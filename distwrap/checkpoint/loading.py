@@ -127,7 +127,7 @@ def _any_divided(into: Any) -> bool:
     def look(part: Any, _: tuple[Any, ...]) -> Any:
         nonlocal found
         strategy = bound_strategy(part)
-        found = found or (strategy is not None and strategy.shards)
+        found = found or (strategy is not None and strategy.is_divided(part))
         return part
 
     rebuilt(into, look)

@@ -17,7 +17,7 @@ from distwrap.wording import named_ranks
 
 ASK_SECONDS = 0.5  # after which a rank that has not come is asked where it is, again and again
 STUCK_SECONDS = 4.0  # in which it has stood in one place, waiting for others
-_WAITS = ("distributed_c10d.py", "alignment.py")  # files of functions that wait for other ranks
+_WAITS = ("distributed_c10d.py", "alignment.py", "unison.py")  # files of functions that wait for other ranks
 _MAY_WAIT = ("torch/distributed/", "autograd/graph.py", "nn/parallel/distributed.py")  # and compute
 
 
@@ -44,11 +44,16 @@ class SaveMeetings(RunPart):
         self._count += 1
         channel.note(self._name, str(self._count))
         asked_at, seen = time.monotonic(), dict[int, tuple[float, float, str]]()
-        while self._missing(range(1, place.world_size) if place.rank == 0 else [0]):
-            time.sleep(0.001 if place.nnodes == 1 else 0.05)
-            if time.monotonic() - asked_at > ASK_SECONDS:
-                self._check(path, self._missing(range(place.world_size)), seen)
-                asked_at = time.monotonic()
+        try:
+            while self._missing(range(1, place.world_size) if place.rank == 0 else [0]):
+                time.sleep(0.001 if place.nnodes == 1 else 0.05)
+                if time.monotonic() - asked_at > ASK_SECONDS:
+                    self._check(path, self._missing(range(place.world_size)), seen)
+                    asked_at = time.monotonic()
+        except BaseException:  # this save takes place nowhere
+            self._count -= 1
+            channel.note(self._name, str(self._count))
+            raise
 
     def _missing(self, ranks: range | list[int]) -> list[int]:
         channel = self._world.channel

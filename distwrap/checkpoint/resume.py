@@ -71,7 +71,7 @@ def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any:
     if not others or rank == source:
         try:
             state = _opened(path, others) if others else read(path, into, io=format_of("auto"))
-        except CheckpointError as error:
+        except (CheckpointError, FileNotFoundError) as error:
             problem = f"{error} (rank {rank} on {socket.gethostname()})"
     problems = [text for text in gather_object(problem) if text]
     if problems:

@@ -160,6 +160,6 @@ def _with_collective_states(state: Any, io: CheckpointIO) -> Any:
 
             checked = check_parts(parts, leaf, type(strategy).__name__)
             return checked if io.collective else in_pieces(checked)
-        return strategy.state(leaf) if strategy is not None and strategy.shards else leaf
+        return strategy.state(leaf) if strategy is not None and strategy.is_divided(leaf) else leaf
 
     return rebuilt(state, replaced)

@@ -22,7 +22,7 @@ from distwrap.precision import InPrecision
 from distwrap.strategies.activations import activation_bytes, input_of
 from distwrap.strategies.auto import memory_of
 from distwrap.strategies.choice import fit, recommended
-from distwrap.strategies.estimate import Need, cut, estimate, estimate_stages, optimizer
+from distwrap.strategies.estimate import Need, estimate, estimate_slices, estimate_stages, optimizer
 from distwrap.wording import as_size, first_line, unknown_name
 
 _COLUMNS = ("parameters", "gradients", "buckets", "optimizer", "gathered", "total")
@@ -34,7 +34,7 @@ def add_arguments(commands: Any) -> None:
         "estimate",
         help="the memory of a rank under each strategy, before a run",
         description="Makes a model on the meta device, where it takes no memory, and shows what each strategy would "
-        "need. Exit code: 0 where one fits, 1 where none does, 2 where it cannot be estimated.",
+        "need. Exit code: 0 where one of ddp to fsdp fits, 1 where none does, 2 where it cannot be estimated.",
     )
     parser.add_argument("model", metavar="MODULE:MODEL", help="a class, or a function that returns the model")
     parser.add_argument("--args", nargs="+", default=[], metavar="VALUE", help="for the class or function")
@@ -74,7 +74,10 @@ def _estimate(given: argparse.Namespace) -> int:
     batch = [input_of(each) for each in given.batch or ()]
     model = model_of(given.model, [_value(text) for text in given.args], _kwargs(given.kwargs))
     needs = estimate(model, ranks, nprocs, in_precision, make)
-    others = [cut(model, nprocs, given.nnodes, in_precision, make), estimate_stages(model, ranks, in_precision, make)]
+    others = [
+        estimate_slices(model, nprocs, given.nnodes, in_precision, make),
+        estimate_stages(model, ranks, in_precision, make),
+    ]
     activations, remark = _activations(in_precision.precision.weights(model), batch, in_precision)
     choice = recommended(needs, memory, activations)
     numbers = sum(parameter.numel() for parameter in model.parameters())
@@ -176,7 +179,7 @@ def _activations(model: nn.Module, batch: list[torch.Tensor], in_precision: InPr
         found = activation_bytes(model, list(in_precision.inputs(batch)))
     except Exception as error:  # noqa: BLE001 - a forward of the user's may do anything
         return None, f"not in it: a forward on the meta device raised {type(error).__name__}: {first_line(error)}"
-    return found, f"{as_size(found)} besides, for the backward of one batch, under any of these"
+    return found, f"{as_size(found)} besides, for the backward of one batch, under ddp to fsdp"
 
 
 def _is_without_autocast(in_precision: InPrecision) -> bool:

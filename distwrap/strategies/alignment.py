@@ -148,9 +148,9 @@ class Alignment:
         asked_at = time.monotonic()
         while True:
             turn, count, verdict = json.loads(channel.noted(f"{self._key}/verdict", first) or '[0, 0, ""]')
-            if verdict:
-                raise CollectiveError(verdict)
             if (turn, count) >= (self.turn, self.count):
+                if verdict:
+                    raise CollectiveError(verdict)
                 return
             time.sleep(PAUSE_SECONDS)
             if time.monotonic() - asked_at > ASK_SECONDS:

@@ -95,6 +95,7 @@ class AutoStrategy(Strategy):
     clip = _of_chosen("clip")
     step = _of_chosen("step")
     held = _of_chosen("held")
+    has_overflowed = _of_chosen("has_overflowed")
     is_divided = _of_chosen("is_divided")
     state = _of_chosen("state")
     load_state = _of_chosen("load_state")

@@ -101,7 +101,7 @@ def estimate(
     return [*needs, _divided("fsdp", model, kept, ranks, make)]
 
 
-def cut(model: nn.Module, ranks: int, nnodes: int, in_precision: InPrecision, make: MakeOptimizer) -> Need:
+def estimate_slices(model: nn.Module, ranks: int, nnodes: int, in_precision: InPrecision, make: MakeOptimizer) -> Need:
     """Estimate tensor parallelism over the ranks of a node, by the layers that its plan would try to cut.
 
     Args:
@@ -132,10 +132,7 @@ def cut(model: nn.Module, ranks: int, nnodes: int, in_precision: InPrecision, ma
         if id(value) not in shared and not (name.endswith("bias") and (word == "rowwise" or "out_proj" in name))
     }
     own = [
-        nn.Parameter(kept.of[id(value)].detach()[: -(-value.shape[0] // ranks)].clone(), value.requires_grad)
-        if id(value) in is_cut
-        else kept.of[id(value)]
-        for value in model.parameters()
+        _share(kept.of[id(value)], ranks) if id(value) in is_cut else kept.of[id(value)] for value in model.parameters()
     ]
     trained = [value for value in own if value.requires_grad]
     return Need("tp", kept.buffers + _bytes(own), _bytes(trained), 0, sum(state_bytes(trained, make).values()))
@@ -250,14 +247,18 @@ class _Kept:
         self.in_precision, self.shadow = in_precision, shadow
 
 
+def _share(value: nn.Parameter, ranks: int) -> nn.Parameter:
+    """Return the first rank's share of a parameter, the largest one; of a number all of it."""
+    if value.dim() == 0:
+        return value
+    return nn.Parameter(value.detach()[: -(-value.shape[0] // ranks)].clone(), value.requires_grad)
+
+
 def _divided(name: str, model: nn.Module, kept: _Kept, ranks: int, make: MakeOptimizer) -> Need:
     """Estimate FSDP2 over some ranks; the first of them has most, as each tensor is cut along its first dimension."""
     if any(value.dim() == 0 for value in kept.parameters):
         return Need(name, why_not="FSDP2 takes no parameter without dimensions: give it one, of size 1")
-    shards = [
-        nn.Parameter(value.detach()[: -(-value.shape[0] // ranks)].clone(), value.requires_grad)
-        for value in kept.parameters
-    ]
+    shards = [_share(value, ranks) for value in kept.parameters]
     trained = [shard for shard in shards if shard.requires_grad]
     state = sum(state_bytes(trained, make).values())
     return Need(name, kept.buffers + _bytes(shards), _bytes(trained), 0, state, _gathered(model, kept))

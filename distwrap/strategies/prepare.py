@@ -167,9 +167,7 @@ def _refuse_divided(model: nn.Module, world: World) -> None:
     parts = [
         part
         for other in (world.part(WrappedModels) if world.placement.world_size > 1 else ())
-        if not isinstance(other, nn.parallel.DistributedDataParallel)
-        and (strategy := bound_strategy(other)) is not None
-        and strategy.shards
+        if (strategy := bound_strategy(other)) is not None and strategy.is_divided(other)
         for part in unwrap_model(other).modules()
         if id(part) in inside and any(True for _ in part.parameters())
     ]

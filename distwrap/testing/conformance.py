@@ -127,6 +127,9 @@ def _in_one_launch(behaviours: dict[str, Behaviour], launch: Launch, folder: Pat
                 raise error  # before any behaviour
             found[name] = Verdict("failed", words or f"the ranks ended: {words_of(error)}")
             break
+        else:
+            if error is not None:
+                raise error  # after all of them, as the ranks ended
     return found
 
 

@@ -95,6 +95,7 @@ def test_every_function_of_internals_says_what_it_relies_on(module: Any) -> None
         "set_metadata",
         "worker_info_shown",
         "IteratorHook",
+        "shard_of",
     }
     assert all(each.without for each in relied_on(module))
     assert re.search(r"(were|was) seen in version", module.__doc__)

@@ -23,7 +23,7 @@ from distwrap.precision import InPrecision
 from distwrap.strategies.activations import activation_bytes, input_of
 from distwrap.strategies.auto import AutoStrategy
 from distwrap.strategies.choice import fit, recommended
-from distwrap.strategies.estimate import Need, cut, estimate, estimate_stages, optimizer
+from distwrap.strategies.estimate import Need, estimate, estimate_slices, estimate_stages, optimizer
 from distwrap.testing import run_ranks
 from tests.clusters.running import PYTHON, ROOT, run
 
@@ -359,7 +359,7 @@ class Cut(nn.Sequential):
 def test_what_tensor_parallelism_cuts_is_divided() -> None:
     """Pairs of layers, attention and large embeddings are divided by the ranks of a node, the rest is whole."""
     make, in_precision = optimizer("adamw"), InPrecision("32", torch.device("cpu"))
-    need = cut(Cut(), 2, 1, in_precision, make)
+    need = estimate_slices(Cut(), 2, 1, in_precision, make)
     assert need.parameters == need.gradients == pytest.approx(distributed(nprocs=2, strategy="tp")(_is_cut)(), rel=0.01)
     assert need.parameters < estimate(Cut(), 2, 2, in_precision, make)[0].parameters * 0.55
-    assert "several nodes" in cut(Cut(), 2, 2, in_precision, make).why_not
+    assert "several nodes" in estimate_slices(Cut(), 2, 2, in_precision, make).why_not

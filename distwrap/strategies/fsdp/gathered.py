@@ -76,11 +76,10 @@ class Gathered:
         found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if module is self._net:
             found = found or _left_in_attributes(module)
-        if module is self._net and self._groups:
-            for tensor in found:
-                tensor.register_hook(_refuse_graph)  # type: ignore[no-untyped-call]
+            for tensor in found if self._groups else ():
+                if tensor.grad_fn is not None:
+                    tensor.register_hook(_refuse_graph)  # type: ignore[no-untyped-call]
         bases = [base for tensor in found if (base := base_of(tensor)) is not None and not base.is_leaf]
-        bases = [base for base in bases if base.requires_grad]
         hook_fsdp_backward(module, bases if isinstance(output, torch.Tensor) else found + bases)
 
     def _refuse_changed(self, module: nn.Module) -> None:

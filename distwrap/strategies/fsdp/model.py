@@ -73,22 +73,22 @@ class FSDPRouting(Routing):
         return nullcontext() if self.tensor_parallel is None else self.tensor_parallel.running
 
     def _count(self) -> None:
-        is_first = not in_backward()  # else it computes something again
-        if is_first and self.units.begin():
+        if in_backward():  # which computes something again
+            return
+        if self.units.begin():
             self._forget()
         self.alignment.forward()
-        if is_first:
-            self.unison.forward(self.units.average)
+        self.unison.forward(self.units.average)
         self.gathered.begin()
         if self.buffers is not None and self.model.training:
             self.buffers.forwards += 1
 
     def _begin(self, call: MethodCall) -> bool:
         super()._begin(call)
+        call.inside.push(self._after_failure)
         self._count()
         begin_fsdp_forward(self.model)
         call.inside.enter_context(self._running())
-        call.inside.push(self._after_failure)
         return False
 
     def _end(self, output: Any, call: MethodCall) -> Any:

@@ -20,8 +20,12 @@ from distwrap._internals.torch_sharding import products
 _UNCOUNTED = ("running_mean", "running_var")  # whose changes torch's batch norm does not count
 
 
-def recompute(units: list[nn.Module], *, selective: bool) -> None:
-    """Let units compute their activations again in the backward; selectively, all but products of matrices."""
+def recompute(units: list[nn.Module], *, selective: bool) -> Callable[[], None]:
+    """Let units compute their activations again in the backward; selectively, all but products of matrices.
+
+    Returns:
+        What undoes it.
+    """
     kept = products()
 
     def keep(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -30,8 +34,17 @@ def recompute(units: list[nn.Module], *, selective: bool) -> None:
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         return create_selective_checkpoint_contexts(keep) if selective else (nullcontext(), nullcontext())  # type: ignore[no-untyped-call]
 
+    before = [(unit, vars(unit).get("forward")) for unit in units]
     for unit in units:
         unit.forward = _recomputed(unit, unit.forward, contexts)
+
+    def undo() -> None:
+        for unit, forward in before:
+            vars(unit).pop("forward", None)
+            if forward is not None:
+                unit.forward = forward
+
+    return undo
 
 
 def _recomputed(

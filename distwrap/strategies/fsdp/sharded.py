@@ -82,8 +82,9 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
         parameter.data = parameter.data.contiguous()  # as FSDP wants them
     if not is_empty:
         _share(net, wrapping.device, strategy.cpu_offload)
+    stop_recomputing = None
     if strategy.checkpointing:
-        recompute(units, selective=strategy.checkpointing == "selective")
+        stop_recomputing = recompute(units, selective=strategy.checkpointing == "selective")
     tensor_parallel = None
     if tensor_mesh is not None:
         tensor_parallel = TensorParallel(
@@ -108,6 +109,8 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
         if tensor_parallel is not None:
             tensor_parallel.undo()
         before.restore()
+        if stop_recomputing is not None:
+            stop_recomputing()
         replacement.undo(state)
 
     routing.give_back, routing.tensor_parallel = give_back, tensor_parallel

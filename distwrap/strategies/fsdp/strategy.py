@@ -14,6 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from distwrap._internals.torch import compiled_module
 from distwrap._internals.torch_sharding import accumulated_gradients
 from distwrap.errors import OptionError
 from distwrap.group.world import Layout, World, current_world
@@ -143,7 +144,10 @@ class FSDPStrategy(Strategy):
             net.set_requires_gradient_sync(on)
             windows = current_world().part(Windows).under_way.values()
             if on and not any(window.is_of(model) for window in windows):
-                model.__dict__["_distwrap"].units.leave_window()
+                wrapper: Any = model
+                while "_distwrap" not in vars(wrapper):
+                    wrapper = compiled_module(wrapper)
+                wrapper._distwrap.units.leave_window()
 
     def gradients(self, model: nn.Module) -> list[torch.Tensor]:
         from distwrap.strategies import shards

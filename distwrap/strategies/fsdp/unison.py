@@ -19,6 +19,7 @@ from distwrap.strategies.alignment import ASK_SECONDS, PAUSE_SECONDS, Alignments
 Exchange = tuple[int, int]  # the number of a unit; whose gradients are averaged, as bits, -1: weights are gathered
 
 _END: Exchange = (-1, -1)  # of a forward and its backward
+STUCK_SECONDS = 4.0  # in which a rank has stood in one collective, which waits for others
 _KNOWN = 10_000  # sequences of exchanges, after which they are learnt anew
 
 
@@ -93,7 +94,7 @@ class Unison:
         """Return what another rank has told of its exchange at this place; ``None`` where it made the foreseen one."""
         channel, here = self._all.world.channel, [self.turn, self.count]
         assert channel is not None
-        asked_at, is_past = time.monotonic(), False
+        asked_at, is_past, there = time.monotonic(), False, ("", time.monotonic())
         while True:
             noted = json.loads(channel.noted(self._key, other) or "[]")
             for at, its, words in noted:
@@ -105,7 +106,10 @@ class Unison:
             if time.monotonic() - asked_at > ASK_SECONDS:
                 asked_at, (at, why) = time.monotonic(), self._all.ask(other, self._key)
                 is_past = at > here
-                if why.startswith("has left"):
+                if why != there[0]:
+                    there = why, asked_at
+                is_stuck = bool(why) and not is_past and asked_at - there[1] > STUCK_SECONDS
+                if why.startswith("has left") or is_stuck:
                     self._refuse(now, other, why)
 
     def _words(self, exchange: Exchange | None) -> str:

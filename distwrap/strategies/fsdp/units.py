@@ -97,9 +97,9 @@ def of_other_types(net: nn.Module, units: Sequence[nn.Module]) -> list[list[nn.M
     for name, part, dtype, _ in trained:
         unit = holder[id(part)]
         if dtype != numbers[id(unit)].most_common(1)[0][0]:
-            if part is unit or sum(part is other for _, other, *_ in trained) > 1:
+            if part is unit or len({value.dtype for value in part.parameters() if value.requires_grad}) > 1:
                 raise ModelError(
-                    f"{name or type(net).__name__!r} has weights of {dtype} beside others of its own in another type, "
+                    f"{name or type(net).__name__!r} has weights of {dtype} beside others in it of another type, "
                     f"and FSDP averages the gradients of a unit in one. Put them in a module of their own."
                 )
             found.setdefault(dtype, []).append(part)

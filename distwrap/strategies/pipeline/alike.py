@@ -9,7 +9,6 @@ import torch.distributed as dist
 
 from distwrap._internals.torch_tree import tensors_in, tree_leaves
 from distwrap.errors import ModelError
-from distwrap.group.collectives import gather_object
 from distwrap.model.fingerprints import fingerprint
 from distwrap.model.in_sync import Held, fingerprints, first_difference
 from distwrap.model.watch import is_power_of_two
@@ -57,8 +56,9 @@ class Alike:
 
     def _check_first(self, given: Any) -> None:
         held = [Held(f"tensor {number}", "", tensor) for number, tensor in enumerate(tensors_in(given))]
-        everyone = gather_object(fingerprints(held))
-        difference = first_difference([everyone[rank] for rank in self._line.ranks], ranks=self._line.ranks)
+        everyone: list[Any] = [None] * len(self._line.ranks)
+        dist.all_gather_object(everyone, fingerprints(held), self._line.group)
+        difference = first_difference(everyone, ranks=self._line.ranks)
         if difference is not None:
             self._passes = 0
             raise ModelError(

@@ -159,7 +159,8 @@ class Holders:
                 f"choose stages that each have something to train: PipelineStrategy(split=[...])."
             )
         held = [parameter.grad for parameter in self.trained() if parameter.grad is not None]
-        overflowed = torch.tensor(float(not all(grad.isfinite().all() for grad in held)), device=self._line.device)
+        finite = [grad.isfinite().all() for grad in held] or [torch.tensor(True, device=self._line.device)]
+        overflowed = 1.0 - torch.stack(finite).all().float()
         dist.all_reduce(overflowed, op=dist.ReduceOp.MAX)
         for grad in held if overflowed else ():
             grad.fill_(torch.inf)

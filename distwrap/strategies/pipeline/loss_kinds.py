@@ -62,7 +62,7 @@ class LossKinds:
 
     def needs_look(self, call: Call) -> bool:
         """Count a batch, and return whether it is one to look at."""
-        self._batches[call] = self._batches.get(call, 0) + 1
+        self._batches[call] = 1 + (self._batches.get(call, 0) if call in self._found else 0)
         return self._reduction == "auto" and is_power_of_two(self._batches[call])
 
     def of(self, call: Call) -> str:
@@ -86,7 +86,6 @@ class LossKinds:
         dist.broadcast(verdict, src=last, group=self._line.group)
         *errors, whole, mean = verdict.tolist()
         if not all(map(math.isfinite, errors)):
-            self._batches[call] -= 1
             say_once(
                 f"unclear {call.name}",
                 f"{call.name}(): nothing shows yet whether it returns the mean or the sum over its batch, so the batch "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,7 +15,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from distwrap._internals.torch import foreach, norm_classes
-from distwrap._internals.torch_tree import map_tensors, tensors_in, tree_leaves
+from distwrap._internals.torch_tree import map_tensors, tensors_in, tree_flatten
 from distwrap.errors import CollectiveTimeoutError, ModelError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.world import World, say_once
@@ -32,12 +33,12 @@ from distwrap.strategies.pipeline.gradients import Gradients, Results, apart
 from distwrap.strategies.pipeline.holders import Holders
 from distwrap.strategies.pipeline.loss_kinds import LossKinds
 from distwrap.strategies.pipeline.microbatches import batch_size, parts_of
-from distwrap.strategies.pipeline.relay import Call, Latest, Method, Relay, Survey
+from distwrap.strategies.pipeline.relay import Call, Latest, Method, Relay, Survey, put_back
 from distwrap.strategies.pipeline.schedule import Line, StageError, TrainingPass, WholePass
 from distwrap.strategies.pipeline.streams import Streams
 
 _PASSES = 4  # of which the buffers are kept
-_PLAIN = (bool, int, complex, str, bytes, type(None), torch.dtype, torch.device, slice)
+_PLAIN = (bool, int, complex, str, bytes, type(None), torch.dtype, torch.device, slice, enum.Enum)
 
 
 class _Begins(BaseException):
@@ -97,7 +98,7 @@ class PipelineRouting(Routing):
         self._surveys: Latest[Any, Survey] = Latest()
         self._passes: Latest[Any, TrainingPass] = Latest(_PASSES)
         self._kinds: dict[tuple[str, bool], bool] = {}  # whether a method calls the model as a whole
-        self._forward = net.forward
+        self._forward, self._own_forward = net.forward, vars(net).get("forward")
         net.forward = self._on_forward
         self.run = self._call
 
@@ -114,9 +115,11 @@ class PipelineRouting(Routing):
     def give_back(self, state: dict[str, Any]) -> None:
         """Make the user's module again what it was, with a full state."""
         self.relay.release()
-        vars(self.module).pop("forward")
+        put_back(self.module, self._own_forward)
         make_present(self.module)
         self.model.load_state_dict(state)
+        for name, buffer in self.model.named_buffers():  # those that no state has, too
+            dist.broadcast(buffer, self.line.ranks[min(self.holders.ranks[name])], self.line.group)
 
     def _routed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)
@@ -200,14 +203,12 @@ class PipelineRouting(Routing):
             raise error from error.__cause__
 
     def _call_of(self, name: str, given: Any) -> Call:
-        others = [
-            repr(leaf) if isinstance(leaf, _PLAIN) else type(leaf)  # whose text may have an address, other on each rank
-            for leaf in tree_leaves(given)
-            if not isinstance(leaf, (torch.Tensor, float))
-        ]
+        leaves, structure = tree_flatten(given)
+        others = [_kind_of(leaf) for leaf in leaves]
         device = self.line.device.type
         autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        return Call(name, torch.is_grad_enabled(), self.model.training, autocast, self.holders.thawed(), repr(others))
+        trains = bytes(module.training for module in self.model.modules())
+        return Call(name, torch.is_grad_enabled(), trains, autocast, self.holders.thawed(), f"{others} in {structure}")
 
     def _survey(self, call: Call, method: Method, given: Any) -> Survey:
         key = call, tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(given))
@@ -299,14 +300,17 @@ class PipelineRouting(Routing):
 
     def _count(self, call: Call, given: Any) -> int:
         """Return into how many microbatches a batch is cut."""
-        if self._kinds_of_losses.is_whole(call) or (not self.settings.is_given and self._has_batch_norm()):
+        if self._kinds_of_losses.is_whole(call) or (not self.settings.is_given and self._mixes_samples()):
             return 1
         batch = batch_size(given)
         return next(n for n in range(max(1, min(self.settings.microbatches, batch)), 0, -1) if batch % n == 0)
 
-    def _has_batch_norm(self) -> bool:
-        """Return whether the numbers of a sample depend on those of the others in its batch."""
-        return any(module.training and isinstance(module, norm_classes()) for module in self.model.modules())
+    def _mixes_samples(self) -> bool:
+        """Return whether the first dimension cannot be cut: samples depend on each other, or are along another one."""
+        return any(
+            (module.training and isinstance(module, norm_classes())) or getattr(module, "batch_first", True) is False
+            for module in self.model.modules()
+        )
 
     def _scale(self) -> float:
         """Return by what losses are multiplied for their backwards, so that gradients in float16 do not vanish."""
@@ -327,7 +331,7 @@ class PipelineRouting(Routing):
                 parameter.has_gradient = parameter.requires_grad
         if self.syncs and self.world.layout.size > 1:
             self.holders.average(self.world.layout)
-        if self.world.part(LossScaling).scaler is not None:
+        if self.syncs and self.world.part(LossScaling).scaler is not None:
             self.holders.spread_overflow()
 
 
@@ -349,6 +353,13 @@ class PipelineModel(ModelFirst):
 
     def __copy__(self) -> Any:
         refuse_copy()
+
+
+def _kind_of(leaf: Any) -> str:
+    """Return what a run depends on of an argument; of an object its type, whose text may have an address."""
+    if isinstance(leaf, (torch.Tensor, float)):
+        return "float" if isinstance(leaf, float) else "tensor"
+    return repr(leaf) if isinstance(leaf, _PLAIN) else str(type(leaf))
 
 
 def _refuse_trained(name: str, given: Any) -> None:

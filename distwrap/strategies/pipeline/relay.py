@@ -33,18 +33,25 @@ class Call(NamedTuple):
     Attributes:
         name: of the method.
         has_gradients: whether they are enabled.
-        trains: whether the model is in training mode.
+        trains: which modules are in training mode.
         autocast: the type of the caller's own autocast, or ``False``.
         thawed: which parameters are not frozen.
-        others: the arguments that are no tensors.
+        others: the nesting of the arguments, with those that are no tensors.
     """
 
     name: str
     has_gradients: bool
-    trains: bool
+    trains: bytes
     autocast: torch.dtype | Literal[False]
     thawed: bytes
     others: str
+
+
+def put_back(module: nn.Module, forward: Method | None) -> None:
+    """Give a module the forward that it had as an attribute of its own, or that of its class."""
+    del module.forward
+    if forward is not None:
+        module.forward = forward
 
 
 class Latest(dict[_Key, _Value]):
@@ -113,6 +120,7 @@ class Relay:
     def __init__(self, net: nn.Module, chain: Chain, streams: Streams) -> None:
         self.net, self.chain, self._streams = net, chain, streams
         self._run: BlockRun | None = None
+        self._before = [vars(block).get("forward") for block in chain.blocks]
         for number, block in enumerate(chain.blocks):
             block.forward = self._seen(number, block.forward)
 
@@ -122,8 +130,8 @@ class Relay:
 
     def release(self) -> None:
         """Let the blocks run as they are from now on."""
-        for block in self.chain.blocks:
-            vars(block).pop("forward", None)
+        for block, forward in zip(self.chain.blocks, self._before, strict=True):
+            put_back(block, forward)
 
     def survey(self, method: Method, args: Any, kwargs: Any) -> Survey:
         """Run a method without any numbers: on a few sizes, with no communication.

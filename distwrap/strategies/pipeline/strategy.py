@@ -42,7 +42,7 @@ class PipelineStrategy(Strategy):
         stages: how many ranks a pipeline has; several pipelines train as DDP does. By default all ranks.
         schedule: ``"1f1b"``, ``"gpipe"``, or ``"interleaved"``, in which a rank has two stages.
         microbatches: into how many a batch is cut, at most: the largest number that divides it is taken. By default
-            two a stage, and one where a forward changes buffers, as a batch norm does: with a number given here each
+            two a rank, and one where a forward changes buffers, as a batch norm does: with a number given here each
             microbatch changes them, and a batch norm takes its statistics of a microbatch, as in other pipelines.
         split: the names of the blocks at which stages begin, but for the first; by default the model's longest chain
             of blocks is cut into stages with as many parameters each.
@@ -135,7 +135,8 @@ class PipelineStrategy(Strategy):
         routing_of(model).syncs = on
 
     def clip(self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], max_norm: float) -> torch.Tensor:
-        given = [parameter for parameter in parameters if is_here(parameter) and parameter.grad is not None]
+        everything = list(parameters)
+        given = [parameter for parameter in everything if is_here(parameter) and parameter.grad is not None]
         divided: set[int] = set()
         counted: set[int] = set()
         group = None
@@ -152,7 +153,7 @@ class PipelineStrategy(Strategy):
             square += nn.utils.get_total_norm(grads).double() ** 2
         if group is not None:
             dist.all_reduce(square, group=group)
-        norm = square.sqrt().to(given[0].dtype if given else torch.float32)
+        norm = square.sqrt().to(everything[0].dtype if everything else torch.float32)
         nn.utils.clip_grads_with_norm_(given, max_norm, norm)
         return norm
 

@@ -10,7 +10,7 @@ import torch
 from distwrap.devices.kinds import kind_of
 from distwrap.seeding import GENERATORS, mix, preserved, seed_generators
 
-_NUMBERS = 2**50  # which float64 adds up exactly over the ranks of a pipeline
+_NUMBERS = 2**40  # which float64 adds up exactly over thousands of ranks
 
 
 class Streams:
@@ -45,7 +45,7 @@ class Streams:
         self.is_on, self._generators = bool(generators), generators
         self.number = _drawn() if self.is_on else 0
         if torch.is_grad_enabled():
-            self._trains = self.is_on
+            self._trains = self._trains or self.is_on  # a backward may come after another pass
         self._begins = self.states()
         with preserved() if generators == GENERATORS else nullcontext(), self.kept():
             yield

@@ -14,8 +14,6 @@ from distwrap.testing.behaviours.nets import SmallNet, examples, small
 from distwrap.testing.behaviours.sides import Trial, adamw, compare, fit
 from distwrap.testing.ranks import Launch
 
-_WHOLE = 12  # rows of a batch, which 1 to 4 shares divide
-
 
 @behaviour(launches=True)
 def retrofit(launch: Launch) -> None:
@@ -24,13 +22,13 @@ def retrofit(launch: Launch) -> None:
     def trained(run: Callable[..., Any], share: int) -> Any:
         model = small()
         optimizer = adamw(model.parameters())
-        loader = DataLoader(TensorDataset(*examples(4 * _WHOLE)), batch_size=share)
+        loader = DataLoader(TensorDataset(*examples(16 * shares)), batch_size=share)
         run(_plain_loop, model, optimizer, loader)
         return dict(model.state_dict()), optimizer.state_dict()["state"]
 
     [shares, *_] = launch(_shares)
-    expected = trained(lambda loop, *args: loop(*args), _WHOLE)
-    compare(trained(partial(launch, retrofit=True), _WHOLE // shares), expected)
+    expected = trained(lambda loop, *args: loop(*args), 4 * shares)
+    compare(trained(partial(launch, retrofit=True), 4), expected)
 
 
 def _shares() -> int:
