@@ -117,12 +117,17 @@ def _apart(what: str, at: int) -> None:
     model = dw.wrap_model(Choosing().double())
     for step in range(4):
         odd = step == at and dw.rank() == 1
-        units = {"other": [0, 1, 3, 4], "order": [0, 2, 1, 3, 4], "fewer": [0, 1, 2, 3]}.get(what, EVERY)
+        fewer = [0, 1, 2, 3]
+        orders = {"other": [0, 1, 3, 4], "order": [0, 2, 1, 3, 4], "fewer": fewer}
+        units = orders.get(what, EVERY)
         if what == "alone" and odd:
             with contextlib.suppress(IndexError):
                 model(data(), [0, 1, 7])
             continue
-        loss = model(data(), units if odd else EVERY, "b" if odd and what == "heads" else "ab").sum()
+        usual = fewer if what == "joined" else EVERY  # before a collective of the loop's own
+        loss = model(data(), units if odd else usual, "b" if odd and what == "heads" else "ab").sum()
+        if what == "joined":
+            dw.mean(float(loss.detach()))
         if what == "no backward" and odd:
             continue
         if what == "caught" and odd:
@@ -135,6 +140,7 @@ WORDS = {
     "other": r"rank \d gathers 'units.[23].layer.weight'.* and rank \d gathers 'units.[23].layer.weight'",
     "order": r"gathers 'units.[12]",
     "fewer": r"units.[34]",
+    "joined": r"gathers 'units.4.*and rank 0 is in mean",
     "heads": r"has no gradients of 'heads.a.weight', 'heads.a.bias'.*unused_params",
     "no backward": "has ended it|begins forward",
     "caught": "forward",
