@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import enum
 import random
 from typing import Any
 from unittest import mock
@@ -47,6 +48,12 @@ class Block(nn.Module):
         return torch.tanh(self.inner(x))[..., : self.size]
 
 
+class Way(enum.Enum):
+    """Reductions, between which a loop changes."""
+
+    MEAN, SUM = 1, 2
+
+
 class Net(nn.Module):
     """Embedding, blocks and head; each loss is one that training meets."""
 
@@ -82,6 +89,10 @@ class Net(nn.Module):
 
     def weighted(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return self.apart(tokens, targets, weight=torch.arange(1.0, WORDS + 1, dtype=self.head.weight.dtype))
+
+    def chosen(self, tokens: torch.Tensor, targets: torch.Tensor, way: Way) -> torch.Tensor:
+        losses = F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten(), reduction="none")
+        return losses.mean() if way is Way.MEAN else losses.sum() / 100
 
     def masked(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         mask = targets.flatten() > 0
@@ -172,7 +183,7 @@ def test_random_numbers_are_alike_outside_of_blocks_and_apart_inside() -> None:
 # Losses whose microbatches are no equal parts
 
 
-CASES = ("known", "weighted", "masked", "two_terms", "hidden_counts", "apart")
+CASES = ("known", "weighted", "masked", "two_terms", "hidden_counts", "apart", "chosen")
 
 
 def trained(empty_at: int = -1) -> dict[str, Any]:
@@ -189,7 +200,8 @@ def trained(empty_at: int = -1) -> dict[str, Any]:
                 targets[:2] = 0  # a microbatch in which nothing counts
             if step == 5:
                 tokens, targets = tokens[:5], targets[:5]
-            loss = getattr(model, name)(tokens, targets)
+            ways = (Way.SUM if step % 2 else Way.MEAN,) if name == "chosen" else ()
+            loss = getattr(model, name)(tokens, targets, *ways)
             losses.append(loss.item())
             loss.backward()
             optimizer.step()
