@@ -12,6 +12,7 @@ from distwrap.checkpoint import files
 from distwrap.checkpoint.formats import FileIO, choose
 from distwrap.checkpoint.pieces import Later, leaves
 from distwrap.checkpoint.safetensors_format import SafetensorsIO, check_replaceable
+from distwrap.devices.memory import return_freed_memory
 from distwrap.errors import CheckpointError
 from distwrap.nesting import rebuilt
 
@@ -48,6 +49,7 @@ class Stored:
             path: the file or folder.
             io: the format.
         """
+        return_freed_memory(torch.device("cpu"))  # one tensor after the other
         is_folder = isinstance(io, SafetensorsIO) and io.is_folder(path)
         place = files.place_of(path, folder=io.collective or is_folder)
         if io.collective:

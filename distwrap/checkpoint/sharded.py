@@ -6,7 +6,6 @@ ranks reads them back, whole. The folder must be on a disk that all nodes see.
 Source: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html
 """
 
-import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -30,8 +29,6 @@ from distwrap.errors import CheckpointError
 from distwrap.group.collectives import gather_object
 from distwrap.model.in_sync import Held, fingerprints, first_difference, left_to_ranks
 from distwrap.nesting import rebuilt
-
-_HELD = 2**22  # bytes of tensors that torch.save may have left in cycles of references
 
 
 class ShardedIO:
@@ -108,16 +105,17 @@ class _Fetching(DefaultSavePlanner):
 
     def __init__(self, fetch: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
-        self._fetch, self._held = fetch, 0
+        self._fetch = fetch
+        self._last: torch.Tensor | None = None
 
     def lookup_object(self, index: Any) -> Any:
-        """Return a tensor with its numbers."""
-        if self._held > _HELD:
-            gc.collect()
-            self._held = 0
-        tensor = self._fetch(super().lookup_object(index)).detach()
-        self._held += tensor.nbytes
-        return tensor
+        """Return a tensor with its numbers, and free those of the last one, which torch has written and still holds."""
+        stored = super().lookup_object(index)
+        if self._last is not None and not torch.cuda.is_available():  # with which torch reads ahead
+            self._last.untyped_storage().resize_(0)
+        tensor = self._fetch(stored)
+        self._last = None if tensor is stored else tensor
+        return tensor.detach()
 
 
 def _opened(path: Path) -> Any:
