@@ -1,4 +1,4 @@
-"""Names that a look at a loss needs of torch: what autograd has noted of it, and how to compute it without chance.
+"""Names of torch for looks at autograd: whether it runs, what it has noted of a loss, a loss without its chance.
 
 Every function says which names it relies on, and what happens without them; all were seen in version 2.13.
 """
@@ -10,12 +10,22 @@ from typing import Any
 
 import torch
 
+from distwrap._internals.torch import current_backward
 from distwrap._internals.torch_tree import map_tensors
 
 Number = float | torch.Tensor
 # Steps from one number to another, by which it is not divided.
 _KEEPS = ("Alias", "Clone", "Neg", "Reshape", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View")
 _MEAN = 1  # as torch numbers reductions
+
+
+def in_backward() -> bool:
+    """Return whether this thread runs a backward.
+
+    Relies on ``torch._C:_current_graph_task_id``.
+    Without it: none is seen.
+    """
+    return current_backward() not in (None, -1)
 
 
 def divisors(loss: torch.Tensor) -> list[Number]:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from distwrap._internals.torch import current_backward, version_of
-from distwrap._internals.torch_sharding import _groups, _state_of, _states
+from distwrap._internals.torch import version_of
+from distwrap._internals.torch_autograd import in_backward
+from distwrap._internals.torch_sharding import _groups, _state_of, _states, fsdp_groups, has_unreduced
 
 
 class GatheredUnits:
@@ -40,8 +41,7 @@ class GatheredUnits:
 
     def __init__(self, model: nn.Module, on_exchange: Callable[[int, int], object]) -> None:
         self._model, self._on_exchange = model, on_exchange
-        found = {id(group): group for _, state in _states(model) for group in _groups(state)}
-        self._units, self._hidden = list(found.values()), set[int]()
+        self._units, self._hidden = fsdp_groups(model), set[int]()
         self._params = [param for unit in self._units for param in unit.fsdp_params]
         self._unmarked, self._left = self._params, list[tuple[Any, Any, int]]()
         known = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -85,7 +85,7 @@ class GatheredUnits:
                 unit._to_sharded()
 
     def has_left_window(self) -> bool:
-        """Return whether gradients of a window that was left are still there."""
+        """Return whether gradients of a window that was left are still there, and let go of those that were zeroed."""
         self._left = [each for each in self._left if _is_kept(*each)]
         return bool(self._left)
 
@@ -96,7 +96,7 @@ class GatheredUnits:
         Without it: the gradients of a window that was left are a part of the next step's.
         """
         for param in self._params:
-            if _has_gradients(param):
+            if has_unreduced(param):
                 shard = param.sharded_param
                 if shard.grad is None:
                     shard.grad = torch.zeros_like(shard)
@@ -162,16 +162,11 @@ class GatheredUnits:
             as_zeros, having = getattr(unit, "reduce_scatter_unused_params", False), 0
             for place, param in enumerate(unit.fsdp_params):
                 own = getattr(param, "_unsharded_param", None)
-                if _has_gradients(param) or (as_zeros and own is not None and own.requires_grad):
+                if has_unreduced(param) or (as_zeros and own is not None and own.requires_grad):
                     having |= 1 << place
             if having:
                 self._on_exchange(number, having)
         post_backward(*unused)
-
-
-def _has_gradients(param: Any) -> bool:
-    own = getattr(param, "_unsharded_param", None)
-    return own is not None and (own.grad is not None or param.unsharded_accumulated_grad is not None)
 
 
 def _drop_gradients(param: Any) -> None:
@@ -184,18 +179,9 @@ def _is_kept(param: Any, grad: Any, version: int) -> bool:
     """Return whether a shard's gradient is as it was; else what has accumulated beside it is let go of."""
     if param.sharded_param.grad is not grad or version_of(grad) != version:
         _drop_gradients(param)
-    return _has_gradients(param)
+    return has_unreduced(param)
 
 
 def shard_of(parameter: torch.Tensor | None) -> torch.Tensor | None:
     """Return the shard of a parameter that was gathered for a forward, and any other as it is."""
     return getattr(parameter, "distwrap_shard", parameter)
-
-
-def in_backward() -> bool:
-    """Return whether this thread runs a backward.
-
-    Relies on ``torch._C:_current_graph_task_id``.
-    Without it: none is seen.
-    """
-    return current_backward() not in (None, -1)

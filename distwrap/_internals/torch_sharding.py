@@ -110,6 +110,15 @@ def _unreduced(param: Any) -> tuple[Any, Any]:
     return grad, getattr(getattr(param, "_unsharded_param", None), "grad", None)
 
 
+def has_unreduced(param: Any) -> bool:
+    """Return whether one of FSDP's parameters has a gradient of this rank alone.
+
+    Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["_unsharded_param"]``.
+    Without it: as for `accumulated_gradients` and `unreduced_parameters`.
+    """
+    return any(grad is not None for grad in _unreduced(param))
+
+
 def fsdp_groups(model: nn.Module) -> list[Any]:
     """Return FSDP's groups of parameters that are gathered together, those inside of others last.
 
@@ -126,8 +135,7 @@ def unreduced_parameters(groups: list[Any]) -> list[tuple[str, torch.Tensor]]:
     Without it: gradients that no exchange has averaged are not noticed.
     """
     params = [param for group in groups for param in group.fsdp_params]
-    held = [param for param in params if any(grad is not None for grad in _unreduced(param))]
-    return [(str(getattr(param, "_param_fqn", "")), param.sharded_param) for param in held]
+    return [(str(getattr(param, "_param_fqn", "")), param.sharded_param) for param in params if has_unreduced(param)]
 
 
 def gathered(groups: list[Any]) -> list[Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from distwrap.checkpoint.formats import CheckpointIO, Streamed, choose
-from distwrap.checkpoint.pieces import Later, box_of, part_of
+from distwrap.checkpoint.pieces import Later, box_of, leaves, part_of
 from distwrap.checkpoint.plain import Staging
 from distwrap.errors import CheckpointError
 from distwrap.group.collective_guard import check_collectives_allowed
@@ -44,7 +44,7 @@ def read(
     try:
         if mapped and isinstance(chosen, Streamed):
             return chosen.mapped(path)
-        if not _any_divided(into) or str(map_location) not in ("cpu", "None"):
+        if not any_divided(into) or str(map_location) not in ("cpu", "None"):
             return chosen.load(path, map_location)
         if isinstance(chosen, Streamed):
             return _read_mapped(chosen.mapped(path), into)
@@ -120,18 +120,10 @@ def load_into(into: Any, state: Any, where: str = "") -> None:
             load_into(item, state[index], f"{where}[{index}]")
 
 
-def _any_divided(into: Any) -> bool:
+def any_divided(objects: Any) -> bool:
     """Return whether a strategy divides one of the objects in a nesting."""
-    found = False
-
-    def look(part: Any, _: tuple[Any, ...]) -> Any:
-        nonlocal found
-        strategy = bound_strategy(part)
-        found = found or (strategy is not None and strategy.is_divided(part))
-        return part
-
-    rebuilt(into, look)
-    return found
+    bound = ((bound_strategy(part), part) for part in leaves(objects, object))
+    return any(strategy is not None and strategy.is_divided(part) for strategy, part in bound)
 
 
 def _with_pieces(state: Any, into: Any) -> Any:

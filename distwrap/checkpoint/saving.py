@@ -7,10 +7,10 @@ from typing import Any
 from distwrap.checkpoint import files, retention
 from distwrap.checkpoint.background import Writer
 from distwrap.checkpoint.formats import CheckpointIO, Streamed, choose
-from distwrap.checkpoint.loading import load_into, read
+from distwrap.checkpoint.loading import any_divided, load_into, read
 from distwrap.checkpoint.meeting import SaveMeetings
 from distwrap.checkpoint.on_ranks import do_on_ranks
-from distwrap.checkpoint.pieces import in_pieces
+from distwrap.checkpoint.pieces import in_pieces, leaves
 from distwrap.checkpoint.writing import write_file, write_parts
 from distwrap.errors import OptionError
 from distwrap.group.world import current_world
@@ -133,17 +133,8 @@ def format_of(io: str | CheckpointIO) -> str | CheckpointIO:
 
 def _needs_all_ranks(state: Any) -> bool:
     """Return whether the ranks put together the state of an object in a nesting."""
-    found = False
-
-    def look(leaf: Any, _: tuple[Any, ...]) -> Any:
-        nonlocal found
-        strategy = bound_strategy(leaf)
-        found = found or getattr(type(leaf), "on_all_ranks", False) is True
-        found = found or (strategy is not None and strategy.is_divided(leaf))
-        return leaf
-
-    rebuilt(state, look)
-    return found
+    takes_part = (getattr(type(part), "on_all_ranks", False) is True for part in leaves(state, object))
+    return any(takes_part) or any_divided(state)
 
 
 def _with_collective_states(state: Any, io: CheckpointIO) -> Any:

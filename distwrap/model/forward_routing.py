@@ -157,3 +157,10 @@ def check_forward_methods(model: nn.Module, forward_methods: ForwardMethods) -> 
 def has_gradient(output: Any) -> bool:
     """Say whether there is a tensor in any nesting through which a backward could come."""
     return any(tensor.requires_grad for tensor in tensors_in(output))
+
+
+def put_back_forward(module: nn.Module, forward: Callable[..., Any] | None) -> None:
+    """Give a module the forward that it had as an attribute of its own; ``None``: that of its class."""
+    vars(module).pop("forward", None)
+    if forward is not None:
+        module.forward = forward

@@ -23,6 +23,7 @@ from distwrap._internals.torch import (
     prepare_another_average,
     remove_ddp_hooks,
 )
+from distwrap._internals.torch_autograd import in_backward
 from distwrap._internals.torch_tree import tensors_in
 from distwrap.errors import ModelError
 from distwrap.group.world import current_world, say_once
@@ -91,7 +92,7 @@ class Gradients:
 
     def is_in_backward(self) -> bool:
         """Return whether this thread runs a backward whose average is prepared, as where checkpointing recomputes."""
-        if current_backward() in (-1, None):
+        if not in_backward():
             return False
         ddp = self._ddp()
         return self.average is not Average.NONE or (ddp is not None and is_averaging(ddp, otherwise=True))

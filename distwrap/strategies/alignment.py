@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from distwrap._internals.torch import current_backward
+from distwrap._internals.torch_autograd import in_backward
 from distwrap.errors import CollectiveError
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.model.watch import is_power_of_two
@@ -107,7 +107,7 @@ class Alignment:
         with_gradients = torch.is_grad_enabled()
         begins = with_gradients is not self._with_gradients
         if begins:
-            if current_backward() not in (None, -1):  # a recomputation is part of a backward of all ranks
+            if in_backward():  # a recomputation is part of a backward of all ranks
                 return
             self._with_gradients, self._before = with_gradients, self.count
             self.turn, self.count = self.turn + 1, 0

@@ -12,7 +12,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import stateless
 
-from distwrap._internals.torch_fsdp import GatheredUnits, in_backward
+from distwrap._internals.torch_autograd import in_backward
+from distwrap._internals.torch_fsdp import GatheredUnits
 from distwrap._internals.torch_sharding import begin_fsdp_forward, end_fsdp_forward
 from distwrap.errors import ModelError
 from distwrap.model.buffers import Buffers

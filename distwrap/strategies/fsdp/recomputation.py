@@ -16,6 +16,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from distwrap._internals.torch import version_of
 from distwrap._internals.torch_sharding import products
+from distwrap.model.forward_routing import put_back_forward
 
 _UNCOUNTED = ("running_mean", "running_var")  # whose changes torch's batch norm does not count
 
@@ -40,9 +41,7 @@ def recompute(units: list[nn.Module], *, selective: bool) -> Callable[[], None]:
 
     def undo() -> None:
         for unit, forward in before:
-            vars(unit).pop("forward", None)
-            if forward is not None:
-                unit.forward = forward
+            put_back_forward(unit, forward)
 
     return undo
 

@@ -183,9 +183,8 @@ class FSDPStrategy(Strategy):
     def give_back(
         self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
     ) -> None:
-        give_back = getattr(
-            prepared.__dict__.get("_distwrap"), "give_back", None
-        )  # of no optimizer, nor in one process
+        # No optimizer has it, nor a model in one process.
+        give_back = getattr(prepared.__dict__.get("_distwrap"), "give_back", None)
         if give_back is None:
             super().give_back(original, prepared, state)
         else:

@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel, parallelize_module
 
-from distwrap._internals.torch import current_backward
+from distwrap._internals.torch_autograd import in_backward
 from distwrap._internals.torch_sharding import own_parameters, shard_in_pieces
 from distwrap.strategies.fsdp.attention import attend
 
@@ -43,7 +43,7 @@ class Running:
         self.depth -= 1
 
     def __bool__(self) -> bool:
-        return self.depth > 0 or current_backward() not in (None, -1)  # which computes activations again
+        return self.depth > 0 or in_backward()  # which computes activations again
 
 
 def style_of(word: str, running: Running, *, by_sequence: bool = False) -> ParallelStyle:

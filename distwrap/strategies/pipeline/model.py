@@ -20,7 +20,7 @@ from distwrap.errors import CollectiveTimeoutError, ModelError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.world import World, say_once
 from distwrap.model.buffers import Buffers
-from distwrap.model.forward_routing import Routing
+from distwrap.model.forward_routing import Routing, put_back_forward
 from distwrap.model.model_first import ModelFirst
 from distwrap.precision import LossScaling
 from distwrap.seeding import preserved
@@ -33,7 +33,7 @@ from distwrap.strategies.pipeline.gradients import Gradients, Results, apart
 from distwrap.strategies.pipeline.holders import Holders
 from distwrap.strategies.pipeline.loss_kinds import LossKinds
 from distwrap.strategies.pipeline.microbatches import batch_size, parts_of
-from distwrap.strategies.pipeline.relay import Call, Latest, Method, Relay, Survey, put_back
+from distwrap.strategies.pipeline.relay import Call, Latest, Method, Relay, Survey
 from distwrap.strategies.pipeline.schedule import Line, StageError, TrainingPass, WholePass
 from distwrap.strategies.pipeline.streams import Streams
 
@@ -115,7 +115,7 @@ class PipelineRouting(Routing):
     def give_back(self, state: dict[str, Any]) -> None:
         """Make the user's module again what it was, with a full state."""
         self.relay.release()
-        put_back(self.module, self._own_forward)
+        put_back_forward(self.module, self._own_forward)
         make_present(self.module)
         self.model.load_state_dict(state)
         for name, buffer in self.model.named_buffers():  # those that no state has, too

@@ -13,9 +13,11 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from distwrap._internals.torch import current_backward, version_of
+from distwrap._internals.torch import version_of
+from distwrap._internals.torch_autograd import in_backward
 from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.errors import ModelError
+from distwrap.model.forward_routing import put_back_forward
 from distwrap.seeding import GENERATORS, RandomState
 from distwrap.strategies.pipeline.absent import Absent, is_here, noting_draws
 from distwrap.strategies.pipeline.blocks import Chain
@@ -45,13 +47,6 @@ class Call(NamedTuple):
     autocast: torch.dtype | Literal[False]
     thawed: bytes
     others: str
-
-
-def put_back(module: nn.Module, forward: Method | None) -> None:
-    """Give a module the forward that it had as an attribute of its own, or that of its class."""
-    del module.forward
-    if forward is not None:
-        module.forward = forward
 
 
 class Latest(dict[_Key, _Value]):
@@ -131,7 +126,7 @@ class Relay:
     def release(self) -> None:
         """Let the blocks run as they are from now on."""
         for block, forward in zip(self.chain.blocks, self._before, strict=True):
-            put_back(block, forward)
+            put_back_forward(block, forward)
 
     def survey(self, method: Method, args: Any, kwargs: Any) -> Survey:
         """Run a method without any numbers: on a few sizes, with no communication.
@@ -271,8 +266,7 @@ class Relay:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._run is not None:
                 return self._run(number, forward, args, kwargs)
-            is_recomputed = current_backward() not in (None, -1)
-            with self._streams.of_block(recomputed=True) if is_recomputed else nullcontext():
+            with self._streams.of_block(recomputed=True) if in_backward() else nullcontext():
                 return forward(*args, **kwargs)
 
         return call

@@ -183,7 +183,7 @@ class TrainingPass:
         self._loss_type = torch.promote_types(loss.dtype, torch.float32)
         self._losses: list[torch.Tensor] = []
         self._error: Exception | None = None
-        stages: list[Any] = [self._stage(stage, line) for stage in line.own]
+        stages: list[Any] = [self._stage(stage) for stage in line.own]
         options: dict[str, Any] = {"n_microbatches": count, "loss_fn": _loss, "scale_grads": False}
         if len(stages) > 1:
             looped = ScheduleInterleaved1F1B if count % len(line.ranks) == 0 else ScheduleLoopedBFS
@@ -219,8 +219,8 @@ class TrainingPass:
         finally:
             self._method, self._given, self._losses, self._error = None, (), [], None
 
-    def _stage(self, stage: int, line: Line) -> PipelineStage:
-        ends, outputs = self._relay.chain.ends, self._survey.outputs
+    def _stage(self, stage: int) -> PipelineStage:
+        line, ends, outputs = self._line, self._relay.chain.ends, self._survey.outputs
         is_last = stage == line.stages - 1
         given = tensors_in(outputs[ends[stage - 1] - 1]) if stage else []
         returned = [torch.empty(1, dtype=self._loss_type)] if is_last else tensors_in(outputs[ends[stage] - 1])
