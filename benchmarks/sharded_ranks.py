@@ -21,19 +21,23 @@ from torch import nn
 
 Prepared = tuple[nn.Module, Any, Callable[[], dict[str, Any]]]
 SIZES = {"full": (768, 12, 16_384), "quick": (64, 2, 512)}  # width, blocks, words: 97.9 million parameters
-TOKENS = 64  # a rank and step
+BATCH = (4, 16)  # sequences and their lengths, a step, of a rank, or of ranks that train one batch together
+HEAD = 32  # width of a head of attention
 
 
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
+        self.num_heads = width // HEAD
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        q, k, v = self.qkv(self.norm_1(x)).chunk(3, -1)
-        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        parts = self.qkv(self.norm_1(x)).chunk(3, -1)
+        q, k, v = (part.unflatten(-1, (self.num_heads, HEAD)).transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.out(attended)
         return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
@@ -98,40 +102,51 @@ def accelerate_fsdp2(model: nn.Module) -> Prepared:
     return prepared, optimizer, own_state(prepared, optimizer)
 
 
-def distwrap_way(strategy: str) -> Callable[[nn.Module], Prepared]:
-    def prepare(model: nn.Module) -> Prepared:
-        import distwrap
+def distwrap_way(model: nn.Module) -> Prepared:
+    import distwrap
 
-        wrapped = distwrap.wrap_model(model, strategy=strategy)
-        optimizer = distwrap.wrap_optimizer(adamw(wrapped), wrapped)
-        return wrapped, optimizer, own_state(model, optimizer)
-
-    return prepare
+    wrapped = distwrap.wrap_model(model)
+    optimizer = distwrap.wrap_optimizer(adamw(wrapped), wrapped)
+    return wrapped, optimizer, own_state(model, optimizer)
 
 
+STRATEGIES = {**{word: word for word in ("ddp", "zero1", "zero2", "fsdp", "tp", "pipeline")}, "hsdp": "fsdp(shard=2)"}
 WAYS: dict[str, Callable[[nn.Module], Prepared]] = {
     "torch ddp": torch_ddp,
     "torch zero": torch_zero,
     "torch fsdp2": torch_fsdp2,
     "accelerate fsdp2": accelerate_fsdp2,
-    **{f"distwrap {strategy}": distwrap_way(strategy) for strategy in ("ddp", "zero1", "zero2", "fsdp")},
+    **{f"distwrap {word}": distwrap_way for word in STRATEGIES},
 }
+ONE_BATCH = ("distwrap tp", "distwrap pipeline")
 
 
 def be_a_rank(way: str, size: str, conn: Connection) -> None:
+    """Join the other ranks as the way does, and take steps."""
+    import distwrap
+
+    torch.set_num_threads(1)
+    if way.startswith("distwrap"):
+        strategy = STRATEGIES[way.removeprefix("distwrap ")]
+        distwrap.distributed(strategy=strategy, backend="gloo")(serve)(way, size, conn)
+        return
+    if not way.startswith("accelerate"):
+        dist.init_process_group("gloo")
+    serve(way, size, conn)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def serve(way: str, size: str, conn: Connection) -> None:
     """Prepare the model, and take steps as asked for."""
     import distwrap
 
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    torch.set_num_threads(1)
-    if way.startswith("distwrap"):
-        distwrap.setup_process_group("gloo")
-    elif not way.startswith("accelerate"):
-        dist.init_process_group("gloo")
     idle = memory("VmRSS")
     torch.manual_seed(0)
     model, optimizer, state = WAYS[way](Model(*SIZES[size]))
-    x = torch.randint(SIZES[size][2], (1, TOKENS), generator=torch.Generator().manual_seed(rank))
+    seed = 0 if way in ONE_BATCH else rank
+    x = torch.randint(SIZES[size][2], BATCH, generator=torch.Generator().manual_seed(seed))
 
     def step() -> float:
         dist.barrier()
@@ -158,10 +173,6 @@ def be_a_rank(way: str, size: str, conn: Connection) -> None:
             with tempfile.TemporaryDirectory() as folder:
                 distwrap.save({"model": model, "optimizer": optimizer}, shared(folder) / "full.pt")
             conn.send(memory("VmHWM") - before)
-    if way.startswith("distwrap"):
-        distwrap.teardown_process_group()
-    elif dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def shared(folder: str) -> Path:

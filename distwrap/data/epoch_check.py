@@ -67,7 +67,7 @@ class EpochCheck:
                 if taken == 1:
                     epoch = self._position.epoch
                     self._orders = dict([*self._orders.items(), (str(epoch), self._order())][-_REMEMBERED:])
-                    self._channel.note(self._key, json.dumps([epoch, self._left, self._orders]))
+                    self._channel.note(self._key, json.dumps([epoch, self._left, self._orders]), self)
                 if taken & (taken - 1) == 0:
                     self._check_order()
                     if taken > 1 and self._epochs_matter and not self._position.epoch_is_explicit:
@@ -109,7 +109,7 @@ class EpochCheck:
         """Yield batches, and print a line where the first ones of all ranks are the same."""
         for number, batch in enumerate(batches, 1):
             if number == 1:
-                self._channel.note(self._key, _digest(batch))
+                self._channel.note(self._key, _digest(batch), self)
             elif number & (number - 1) == 0 and self._rank == 0 and not self._first_batches_compared:
                 self._compare_first_batches()
             yield batch

@@ -138,6 +138,13 @@ class Bells:
                 self.board.write(self._rank, self._texts)  # what it noted before is no longer true
             return has_room
 
+    def erase(self, name: str) -> bool:
+        """Take away what this rank has noted by a name; return whether that was on the board."""
+        with self._lock:
+            if self._texts.pop(name, None) is None:
+                return False
+            return self.board.write(self._rank, self._texts)
+
     def read(self, name: str, rank: int) -> Any:
         """Return what a rank has noted on the board by a name; ``None`` where it has not."""
         return self.board.read(rank).get(name) if self.is_held else None

@@ -16,6 +16,7 @@ import os
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Callable
 
 from distwrap.environments import Placement
@@ -58,6 +59,7 @@ class Channel:
         self.supervised = supervised
         self._bells, self._place, self._timeout = bells, placement, timeout
         self._texts = texts = SignedTexts(bells.store, secret)
+        self._owners: dict[str, weakref.ref[object]] = {}  # of what is noted
         self._stopped, self._heard, self._looked = threading.Event(), -1, 0.0
         self._parent = os.getppid() if supervised or "TORCHELASTIC_RUN_ID" in os.environ else None
         self.reporter = Reporter(bells, placement, activity)
@@ -87,8 +89,18 @@ class Channel:
         self._bells.close()
         atexit.unregister(self._halt)
 
-    def note(self, name: str, text: str) -> None:
-        """Leave a text for any rank that looks, in the place of the last; whether the store fails is told elsewhere."""
+    def note(self, name: str, text: str, owner: object = None) -> None:
+        """Leave a text for any rank that looks, in the place of the last; whether the store fails is told elsewhere.
+
+        Args:
+            name: by which it is found.
+            text: what to leave.
+            owner: what the text is of, where nobody waits for the text; once it is gone, the text goes as another owner
+                leaves its first.
+        """
+        if owner is not None and name not in self._owners:
+            self._erase_notes_of_the_gone()
+            self._owners[name] = weakref.ref(owner)
         if not self._bells.write(f"note/{name}", text):
             with contextlib.suppress(RuntimeError):
                 self._texts.set(f"note/{name}/{self._place.rank}", text)
@@ -98,6 +110,13 @@ class Channel:
         with contextlib.suppress(RuntimeError):
             return self._bells.read(f"note/{name}", rank) or self._texts.read(f"note/{name}/{rank}") or ""
         return ""
+
+    def _erase_notes_of_the_gone(self) -> None:
+        for name in [name for name, owner in self._owners.items() if owner() is None]:
+            del self._owners[name]
+            if not self._bells.erase(f"note/{name}"):
+                with contextlib.suppress(RuntimeError):
+                    self._bells.store.delete_key(f"note/{name}/{self._place.rank}")
 
     def look(self) -> None:
         """Look once at the bell, at this node, and where there may be news at the store."""

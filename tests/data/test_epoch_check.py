@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from itertools import islice
 from typing import Any
@@ -14,6 +15,7 @@ from torch.utils.data import DataLoader
 from distwrap import rank, shard_loader
 from distwrap.data.epoch_check import _digest
 from distwrap.errors import LoaderError
+from distwrap.group.world import current_world
 from distwrap.testing import run_ranks
 from tests.limits import SOON
 
@@ -68,3 +70,29 @@ def test_all_ranks_may_leave_early() -> None:
 def test_batches_of_quantised_tensors_are_compared() -> None:
     one, other = (torch.quantize_per_tensor(torch.full((9,), value), 0.5, 0, torch.quint8) for value in (1.0, 2.0))
     assert _digest([one]) == _digest([one.clone()]) != _digest([other])
+
+
+def makes_loaders_anew() -> tuple[list[str], list[bool]]:
+    channel = current_world().channel
+    assert channel is not None
+    bells = channel._bells
+    numbers = range(1, 31)
+    for _ in numbers:
+        for _ in shard_loader(DataLoader(range(4), shuffle=True)):  # type: ignore[arg-type]
+            pass
+    on_board = [name for name in bells.board.read(rank()) if name.startswith("note/loader/")]
+    bells.is_held = False  # as between nodes
+    for _ in numbers:
+        for _ in shard_loader(DataLoader(range(4), shuffle=True)):  # type: ignore[arg-type]
+            pass
+    gc.collect()
+    in_store = [bells.store.check([f"note/loader/{number}/{rank()}"]) for number in range(1, 61)]
+    bells.is_held = True
+    return on_board, in_store
+
+
+def test_notes_of_loaders_that_are_gone() -> None:
+    """A loop that makes a loader in each epoch leaves no note of each on the board, nor in the store."""
+    for on_board, in_store in run_ranks(makes_loaders_anew, 2):
+        assert 1 <= len(on_board) <= 2
+        assert 1 <= sum(in_store) <= 2

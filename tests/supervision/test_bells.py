@@ -181,6 +181,9 @@ def test_a_board_that_is_full() -> None:
         assert replaced(store, "seen", 0) == here
         assert not bells.write("note/0", 5000 * "y")
         assert bells.read("note/0", 0) is None, "what is no longer so"
+        assert bells.erase("note/1")
+        assert not bells.erase("note/1")
+        assert bells.read("note/1", 0) is None
         bells.replace("seen", 20_000 * "z")
         assert replaced(store, "seen", 0) == 20_000 * "z"
         bells.close()
