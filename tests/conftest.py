@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -74,6 +75,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 raise pytest.UsageError(f'{item.nodeid} is slow without a reason: @pytest.mark.slow("500 launches")')
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """On workers let the files that take long come first, so that none of them is left for the end."""
+    if hasattr(session.config, "workerinput"):
+        weights: Counter[str] = Counter()
+        for item in session.items:
+            weights[_scope(item.nodeid)] += 20 if item.get_closest_marker("slow") else 1
+        session.items.sort(key=lambda item: -weights[_scope(item.nodeid)])
+
+
+def _scope(nodeid: str) -> str:
+    return "tests/clusters" if nodeid.startswith("tests/clusters/") else nodeid.partition("::")[0]
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep a file's tests, which share warm ranks, on one worker, and all of tests/clusters/, which share daemons."""
@@ -81,8 +96,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "tests/clusters" if nodeid.startswith("tests/clusters/") else nodeid.partition("::")[0]
+            return _scope(nodeid)
 
+    config.option.loadscopereorder = False
     return ByFile(config, log)
 
 
