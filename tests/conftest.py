@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import compileall
 import os
 import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
+import distwrap
 from distwrap.group import world
 from distwrap.launch import base
 from distwrap.launch.forkserver import warm_server
@@ -24,6 +27,12 @@ MAIN = os.getpid()
 os.environ["DISTWRAP_QUIET"] = "1"
 settings.register_profile("distwrap", deadline=None)  # an example may take as long as a busy machine needs
 settings.load_profile("distwrap")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Write the byte code as pip does, also where PYTHONDONTWRITEBYTECODE is set: a thousand interpreters read it."""
+    if not hasattr(config, "workerinput"):
+        compileall.compile_dir(Path(distwrap.__file__).parent, quiet=2)
 
 
 @pytest.fixture(scope="session", autouse=True)
