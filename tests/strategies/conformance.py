@@ -85,6 +85,12 @@ ONLY_BY_HELPERS = ("plain_backward_and_step", "retrofit", "batch_norm")
 IN_STAGES = ("lbfgs", "torchs_own_clip")
 SCHEDULES = "another order of the same stages"
 
+# What `make test` asks.
+HEART = {
+    "adamw_in_float64", "clip_tells_the_norm", "accumulate_a_short_window", "scale_loss_by_count", "fp16_overflow",
+    "resume_from_parts", "saved_for_one_process", "loaders_go_by_share", "uneven_evaluation", "ranks_are_in_sync",
+}  # fmt: skip
+
 # What is asked again where another cell has been asked for everything: it depends on the number of ranks, on which of
 # them are one copy of the model, on how tensors fall into parts, or on when a strategy is chosen.
 AGAIN = (

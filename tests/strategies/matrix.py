@@ -146,3 +146,4 @@ def _compared(trial: Trial, *, make: Callable[[Any], Optimizer], way: str, dtype
 
 
 COMBINATIONS = _combinations()
+HEART = {"adamw, plain, float64", "adamw, scale_loss, float64", "sgd, clip, float64", "sgd, bf16, float32"}  # quick
