@@ -76,7 +76,8 @@ def measure(ranks: int, way: str, seconds: float) -> dict[str, float]:
         Operations a second and processor seconds of the store's process a second, while nothing happens; seconds until
         the failure was heard by all; seconds until the report of the stall, and how many ranks answered in it.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["distwrap.supervision.channel"])
     server = _Process(context, hold_store)
     port = server.told()
     workers = []

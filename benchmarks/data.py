@@ -1,7 +1,8 @@
 """Data: the time to the first batch at any size, the time of a batch, and the time to go on from the middle.
 
 Each figure about size is taken on rank 0 of 2 real ranks, in processes of their own, which have their imports behind
-them. Memory is what the process's peak grows by. Fabric and Accelerate are measured where they are installed.
+them; in a quick run the same two take all. Memory is what the process's peak grows by. Fabric and Accelerate are
+measured where they are installed.
 
     python benchmarks/data.py [--quick] [--json FILE] [--plot FILE.png] [--against CHECKOUT]
 """
@@ -30,6 +31,8 @@ MOST_OF_PEERS = 5 * 10**7  # ten times as many take more memory than most machin
 FIRST_SECONDS, FIRST_BYTES = 0.05, 20e6
 WAYS = ("distwrap", "distwrap stream", "DistributedSampler", "Fabric", "Accelerate")
 MODULES = {"Fabric": "lightning", "Accelerate": "accelerate"}
+Job = tuple[str, str, int]  # what is measured, of which way, and of how many
+Figures = dict[str, Any]
 
 
 class Numbers(Dataset[int]):
@@ -47,17 +50,25 @@ class Numbers(Dataset[int]):
 
 def main() -> None:
     if "--measure" in sys.argv:
-        measure(*sys.argv[sys.argv.index("--measure") + 1 :])
+        measure([tuple(job) for job in json.loads(sys.argv[-1])])
         return
     args = arguments(__doc__)
     if args.against:
         compare(__file__, args)
         return
     sizes = [10**4, 10**6] if args.quick else [10**4, 10**5, 10**6, 10**7, 5 * 10**7, 10**8, 10**9]
-    rounds = 1 if args.quick else 3
+    rounds = 3
     present = [way for way in WAYS if importlib.util.find_spec(MODULES.get(way, "torch"))]
-    firsts = {(way, n): first_batch(way, n, rounds) for way in present for n in sizes if n <= _largest(way)}
-    rows = [*_first_rows(firsts, sizes), *batch_rows(present, 5 if args.quick else 50), resume_row(rounds)]
+    jobs: list[Job] = [("first", way, n) for way in present for n in sizes if n <= _largest(way)]
+    jobs += [("batches", ",".join(present), 5 if args.quick else 50), ("resume", "distwrap", MIDDLE)]
+    found = dict(zip(jobs, _in_ranks(*jobs), strict=True)) if args.quick else {}
+
+    def figures_of(job: Job) -> list[Figures]:
+        return [found[job]] if args.quick else [_in_ranks(job)[0] for _ in range(1 if job[0] == "batches" else rounds)]
+
+    figures = {job: figures_of(job) for job in jobs}
+    firsts = {(way, n): each for (what, way, n), each in figures.items() if what == "first"}
+    rows = [*_first_rows(firsts, sizes), *batch_rows(present, figures[jobs[-2]][0]), resume_row(figures[jobs[-1]])]
     notes = [f"{way}: not installed" for way in WAYS if way not in present]
     notes.append(_memory(firsts, sizes))
     plot, args.plot = args.plot, None
@@ -66,12 +77,7 @@ def main() -> None:
         draw(firsts, sizes, plot)
 
 
-def first_batch(way: str, n: int, rounds: int) -> list[dict[str, float]]:
-    """Measure the seconds and the bytes of memory from the plain loader to the first batch."""
-    return [_in_ranks("first", way, n) for _ in range(rounds)]
-
-
-def _first_rows(firsts: dict[tuple[str, int], list[dict[str, float]]], sizes: list[int]) -> list[Row]:
+def _first_rows(firsts: dict[tuple[str, int], list[Figures]], sizes: list[int]) -> list[Row]:
     rows = []
     for way in ("distwrap", "distwrap stream"):
         for n in sizes:
@@ -85,9 +91,8 @@ def _first_rows(firsts: dict[tuple[str, int], list[dict[str, float]]], sizes: li
     return rows
 
 
-def batch_rows(present: list[str], rounds: int) -> list[Row]:
-    """Time a batch, beside one of the bare loader."""
-    taken = _in_ranks("batches", ",".join(present), rounds)
+def batch_rows(present: list[str], taken: Figures) -> list[Row]:
+    """Put the time of a batch beside that of one of the bare loader."""
     bare = Samples(taken["bare"])
     rows = []
     for way in present:
@@ -100,14 +105,14 @@ def batch_rows(present: list[str], rounds: int) -> list[Row]:
     return rows
 
 
-def resume_row(rounds: int) -> Row:
-    """Time from a plain loader to the next batch in the middle of an epoch."""
-    measured = Samples([_in_ranks("resume", "distwrap", MIDDLE)["seconds"] for _ in range(rounds)])
+def resume_row(figures: list[Figures]) -> Row:
+    """Tell the time from a plain loader to the next batch in the middle of an epoch."""
+    measured = Samples([each["seconds"] for each in figures])
     what = f"on from the middle of {MIDDLE:.0e}: load_state_dict to the next batch"
     return Row(what, measured, None, "ms", f"{measured.median * 1e3:.0f} ms", "< 100 ms", measured.median < 0.1)
 
 
-def _memory(firsts: dict[tuple[str, int], list[dict[str, float]]], sizes: list[int]) -> str:
+def _memory(firsts: dict[tuple[str, int], list[Figures]], sizes: list[int]) -> str:
     lines = []
     for way in dict.fromkeys(way for way, _ in firsts):
         cells = []
@@ -126,26 +131,26 @@ def _largest(way: str) -> int:
 # In the ranks
 
 
-def _in_ranks(what: str, way: str, n: int) -> dict[str, Any]:
+def _in_ranks(*jobs: Job) -> list[Figures]:
+    """Return rank 0's figures of each job, one after the other in the same two processes."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", __file__]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "DISTWRAP_QUIET": "1"}
-    done = subprocess.run(
-        [*command, "--measure", what, way, str(n)], capture_output=True, text=True, timeout=600, env=env
-    )
+    words = [*command, "--measure", json.dumps(jobs)]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=600, env=env)
     found = [line for line in done.stdout.splitlines() if line.startswith("FOUND ")]
-    if done.returncode or not found:
-        raise SystemExit(f"{what} by {way} of {n} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
-    figures: dict[str, Any] = json.loads(found[0].removeprefix("FOUND "))
-    return figures
+    if done.returncode or len(found) != len(jobs):
+        raise SystemExit(f"{jobs} failed:\n{done.stdout[-2000:]}{done.stderr[-4000:]}")
+    return [json.loads(line.removeprefix("FOUND ")) for line in found]
 
 
-def measure(what: str, way: str, number: str) -> None:
+def measure(jobs: list[Job]) -> None:
     """Measure in a rank, and print rank 0's figures."""
     torch.distributed.init_process_group("gloo")
-    figures = {"first": _first, "batches": _batches, "resume": _resume}[what](way, int(number))
-    torch.distributed.barrier()
-    if torch.distributed.get_rank() == 0:
-        print("FOUND " + json.dumps(figures), flush=True)
+    for what, way, number in jobs:
+        figures = {"first": _first, "batches": _batches, "resume": _resume}[what](way, number)
+        torch.distributed.barrier()
+        if torch.distributed.get_rank() == 0:
+            print("FOUND " + json.dumps(figures), flush=True)
     torch.distributed.destroy_process_group()
 
 
@@ -224,7 +229,7 @@ def _kilobytes(name: str) -> int:
     return int(line.split()[1])
 
 
-def draw(firsts: dict[tuple[str, int], list[dict[str, float]]], sizes: list[int], path: str) -> None:
+def draw(firsts: dict[tuple[str, int], list[Figures]], sizes: list[int], path: str) -> None:
     """Draw time and memory to the first batch over the number of samples, on logarithmic axes."""
     import matplotlib
 

@@ -113,19 +113,24 @@ def main() -> None:
 
 
 def measure(ranks: int, size: str, rounds: int) -> tuple[dict[str, list[Memory]], list[Row]]:
-    """Return the memory of each way, and the rows of their steps."""
+    """Return the memory of each way, and the rows of their steps; quick ways stay for the next pair."""
     memory: dict[str, list[Memory]] = {}
     rows = []
-    for pair, goal in PAIRS.items():
-        with ExitStack() as ends:
-            groups = {way: ends.enter_context(closing(Ranks(way, ranks, size))) for way in pair}
-            for group in groups.values():
+    with ExitStack() as ends:
+        groups: dict[str, Ranks] = {}
+        for pair, goal in PAIRS.items():
+            new = {way: ends.enter_context(closing(Ranks(way, ranks, size))) for way in pair if way not in groups}
+            for group in new.values():
                 group.wait()
-            steps: dict[str, Callable[[], float]] = {way: group.step for way, group in groups.items()}
+            groups |= new
+            steps: dict[str, Callable[[], float]] = {way: groups[way].step for way in pair}
             ours, theirs = in_turns(steps, rounds).values()
-            memory |= {way: memory_after_steps(way, group) for way, group in groups.items() if way not in memory}
-        rows.append(row(f"{pair[0]}, {pair[1]}, {ranks} ranks", ours, theirs, goal))
-    for way in WAYS:
+            memory |= {way: memory_after_steps(way, groups[way]) for way in pair if way not in memory}
+            rows.append(row(f"{pair[0]}, {pair[1]}, {ranks} ranks", ours, theirs, goal))
+            if size != "quick":
+                ends.close()
+                groups.clear()
+    for way in WAYS if size != "quick" else ():
         if way in memory or not (way.startswith("distwrap") or find_spec("accelerate")):
             continue
         with closing(Ranks(way, ranks, size)) as group:

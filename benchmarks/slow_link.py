@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 HOSTS = ("node0", "node1", "node2", "node3")
-CONTEXT, BATCH, WIDTH, EMBEDDING = 16, 64, 2900, 32
+CONTEXT, BATCH, WIDTH, QUICK_WIDTH, EMBEDDING = 16, 64, 2900, 200, 32
 
 # Name: what wrap_model takes, and how many of the steps are timed. A warm-up of full gradients is not timed.
 WAYS: dict[str, tuple[str | None, int]] = {
@@ -76,11 +76,11 @@ GOALS = {"bytegrad": 3.0, "qadam, 1 bit": 8.0}
 class Net(nn.Module):
     """Bengio's model: embeds the bytes before, and predicts the next one through two wide layers."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
         self.embedding = nn.Embedding(128, EMBEDDING)
-        self.first, self.second = nn.Linear(CONTEXT * EMBEDDING, WIDTH), nn.Linear(WIDTH, WIDTH)
-        self.out = nn.Linear(WIDTH, 128)
+        self.first, self.second = nn.Linear(CONTEXT * EMBEDDING, width), nn.Linear(width, width)
+        self.out = nn.Linear(width, 128)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = torch.relu(self.first(self.embedding(x).flatten(1)))
@@ -205,7 +205,7 @@ def job(args: argparse.Namespace) -> None:
 
     def trained(name: str) -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
-        model = wrap_model(Net(), comm=WAYS[name][0])
+        model = wrap_model(Net(args.width), comm=WAYS[name][0])
         return model, wrap_optimizer(torch.optim.Adam(model.parameters(), lr=1e-3), model)
 
     @distributed(timeout=400)
@@ -236,7 +236,7 @@ def horovod_job(args: argparse.Namespace) -> None:
 
     hvd.init()
     torch.manual_seed(0)
-    model = Net()
+    model = Net(args.width)
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     fp16 = args.only == ["horovod, fp16"]
     optimizer = hvd.DistributedOptimizer(
@@ -297,10 +297,11 @@ def measure(mbit: int, only: list[str], quick: bool) -> dict[str, dict[str, Any]
         meeting = {"MASTER_ADDR": hosts.address(HOSTS[0]), "MASTER_PORT": "29500", "WORLD_SIZE": str(len(HOSTS))}
         variables = [{**meeting, "RANK": str(i), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"} for i in range(len(HOSTS))]
         turns = [] if mbit else ["--turns", "58"]  # so that a slow minute of the machine is shared by both
-        _run(hosts, mbit, ["--job", "--steps", *map(str, steps), *turns, "--only", *ours], variables, found)
+        size = ["--width", str(QUICK_WIDTH)] if quick else []
+        _run(hosts, mbit, ["--job", *size, "--steps", *map(str, steps), *turns, "--only", *ours], variables, found)
         for name in [name for name in only if name.startswith("horovod")]:
             goal = ["--target", str(found["ddp"]["target"]), "--patience", str(found["ddp"]["curve"][-1][0])]
-            words_of_job = ["--horovod-job", "--steps", *map(str, steps), *goal, "--only", name]
+            words_of_job = ["--horovod-job", *size, "--steps", *map(str, steps), *goal, "--only", name]
             with horovod_variables(hosts) as variables:
                 try:
                     _run(hosts, mbit, words_of_job, variables, found)
@@ -462,13 +463,14 @@ def draw(found: dict[int, dict[str, dict[str, Any]]], path: str) -> None:
 def main() -> None:
     """Read the command line; on the hosts do the job, here all else."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="few steps at one rate: does it run?")
+    parser.add_argument("--quick", action="store_true", help="few steps of a small model at one rate: does it run?")
     parser.add_argument("--rates", type=int, nargs="+", default=[10, 100, 1000, 0], help="Mbit/s; 0 is unshaped")
     parser.add_argument("--only", nargs="+", default=list(WAYS), choices=list(WAYS), metavar="WAY", help="some ways")
     parser.add_argument("--json", metavar="FILE", help="write every figure there")
     parser.add_argument("--plot", metavar="FILE.png", help="draw them there (matplotlib)")
     parser.add_argument("--job", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--horovod-job", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--width", type=int, default=WIDTH, help=argparse.SUPPRESS)
     parser.add_argument("--steps", type=int, nargs=3, help=argparse.SUPPRESS)
     parser.add_argument("--turns", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--target", type=float, default=float("-inf"), help=argparse.SUPPRESS)

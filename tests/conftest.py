@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import compileall
 import os
 import shutil
 import threading
+from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ import torch
 import torch.distributed as dist
 from hypothesis import settings
 
+import distwrap
 from distwrap.group import world
 from distwrap.launch import base
 from distwrap.launch.forkserver import warm_server
@@ -23,6 +27,12 @@ MAIN = os.getpid()
 os.environ["DISTWRAP_QUIET"] = "1"
 settings.register_profile("distwrap", deadline=None)  # an example may take as long as a busy machine needs
 settings.load_profile("distwrap")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Write the byte code as pip does, also where PYTHONDONTWRITEBYTECODE is set: a thousand interpreters read it."""
+    if not hasattr(config, "workerinput"):
+        compileall.compile_dir(Path(distwrap.__file__).parent, quiet=2)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -74,6 +84,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 raise pytest.UsageError(f'{item.nodeid} is slow without a reason: @pytest.mark.slow("500 launches")')
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """On workers let the files that take long come first, so that none of them is left for the end."""
+    if hasattr(session.config, "workerinput"):
+        weights: Counter[str] = Counter()
+        for item in session.items:
+            weights[_scope(item.nodeid)] += 20 if item.get_closest_marker("slow") else 1
+        session.items.sort(key=lambda item: -weights[_scope(item.nodeid)])
+
+
+def _scope(nodeid: str) -> str:
+    return "tests/clusters" if nodeid.startswith("tests/clusters/") else nodeid.partition("::")[0]
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Keep a file's tests, which share warm ranks, on one worker, and all of tests/clusters/, which share daemons."""
@@ -81,8 +105,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByFile(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return "tests/clusters" if nodeid.startswith("tests/clusters/") else nodeid.partition("::")[0]
+            return _scope(nodeid)
 
+    config.option.loadscopereorder = False
     return ByFile(config, log)
 
 

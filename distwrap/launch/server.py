@@ -18,6 +18,7 @@ from multiprocessing.connection import Connection
 
 from distwrap._internals.python import stop_finalizers_at_exit
 from distwrap._internals.torch import import_compiler
+from distwrap.live_objects import mark_as_served
 
 DESCRIPTORS = 5
 STATUS = struct.Struct("i")
@@ -76,6 +77,7 @@ def serve(fd: int) -> None:
                 for number, given in enumerate((stdin, stdout, stderr)):
                     os.dup2(given, number)
                     os.close(given)
+                mark_as_served()
                 sys.stdin = open(0, closefd=False)  # noqa: SIM115 - the server's own was /dev/null
                 worker.be_a_rank(Connection(conn))
             for unneeded in (stdin, stdout, stderr, conn):

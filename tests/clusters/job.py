@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import distwrap
 from distwrap import distributed, gather_object, placement, save, shard_loader, wrap_model
+from distwrap.launch import other_callers
 
 SAMPLES = 48
 
@@ -85,5 +86,6 @@ def main(epochs: int, path: str | None) -> list[float]:
 
 
 if __name__ == "__main__":
+    other_callers.LOST_SECONDS = float(os.environ.get("JOB_LOST", other_callers.LOST_SECONDS))
     value = main(int(sys.argv[1]) if len(sys.argv) > 1 else 3, sys.argv[2] if len(sys.argv) > 2 else None)
     tell(value=value if isinstance(value, list) else str(value))

@@ -1,4 +1,4 @@
-"""The examples' models learn under every algorithm as well as under plain DDP: several seeds, stated tolerances."""
+"""The examples' models learn under every algorithm as well as under plain DDP, within stated tolerances."""
 
 from __future__ import annotations
 
@@ -114,7 +114,6 @@ def test_digits(seed: int) -> None:
 
 
 @pytest.mark.slow("trains 17 models to the end")
-@pytest.mark.parametrize("seed", [0, 1])
-def test_language_model(seed: int) -> None:
+def test_language_model() -> None:
     """The language model's loss after 120 steps is within each algorithm's tolerance."""
-    assert not worse(run_ranks(_language, 2, [None, *TOLERANCES], seed, timeout=110)[0], 1)
+    assert not worse(run_ranks(_language, 2, [None, *TOLERANCES], 0, timeout=110)[0], 1)

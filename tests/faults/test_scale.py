@@ -17,7 +17,8 @@ from distwrap import distributed
 from distwrap.testing import run_ranks
 from tests.limits import SOON
 
-LAUNCHES = int(os.environ.get("FAULTS_LAUNCHES", "100"))  # 1,000 in `make faults`
+LAUNCHES = int(os.environ.get("FAULTS_LAUNCHES", "50"))  # 1,000 in `make faults`
+FAULT = 25  # launches from one to the next
 MEGABYTES = 10.0
 
 
@@ -32,7 +33,7 @@ def _held() -> tuple[int, int, int]:
     return len(os.listdir("/proc/self/fd")), threading.active_count(), children
 
 
-@pytest.mark.slow("110 launches each")
+@pytest.mark.slow("60 launches each")
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("launcher", ["fork", "forkserver"])
 def test_launches_in_a_row(launcher: str) -> None:
@@ -40,7 +41,7 @@ def test_launches_in_a_row(launcher: str) -> None:
 
     @distributed(nprocs=2, launcher=launcher)
     def once(number: int) -> int:
-        if number % 50 == 49 and dw.rank() == 1:
+        if number % FAULT == FAULT - 1 and dw.rank() == 1:
             raise ValueError("the fault")
         return number
 
@@ -49,7 +50,7 @@ def test_launches_in_a_row(launcher: str) -> None:
     gc.collect()
     held, resident = _held(), _resident()
     for number in range(LAUNCHES):
-        if number % 50 == 49:
+        if number % FAULT == FAULT - 1:
             with pytest.raises(ValueError, match="the fault"):
                 once(number)
         else:

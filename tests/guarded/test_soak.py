@@ -9,12 +9,12 @@ import pytest
 from tests.guarded.soak import LIMITS, grown, growth, soak
 
 
-@pytest.mark.slow("trains for a minute")
+@pytest.mark.slow("trains for 40 s")
 @pytest.mark.timeout(180)
-def test_a_minute_of_training_takes_no_more_and_more() -> None:
+def test_a_long_training_takes_no_more_and_more() -> None:
     """Checkpoints in the background, loader workers, lockstep, evaluations: all that they take, they give back."""
     with tempfile.TemporaryDirectory() as folder:  # pytest's own has too long a name for the workers' sockets
-        found = soak(60, "fork", folder)
+        found = soak(40, "fork", folder)
     assert len(found) == 2
     assert not grown(found)
 

@@ -2,18 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from typing import Any
+
 import pytest
 
 from distwrap.testing import check_strategy
 from distwrap.testing.behaviours import BEHAVIOURS
-from tests.limits import slow
-from tests.strategies.conformance import CELLS, Cell
+from tests.strategies.conformance import CELLS, HEART, Cell
+
+
+def parts() -> Iterator[Any]:
+    """Yield each cell with what is asked of it; of those for `make test` the heart, and then the rest."""
+    for cell in CELLS:
+        asked = (set(cell.only) or BEHAVIOURS.keys()) - set(cell.lacks)
+        if cell.slow:
+            yield pytest.param(cell, asked, marks=pytest.mark.slow(cell.slow), id=cell.name)
+        else:
+            yield pytest.param(cell, asked & HEART, id=f"{cell.name}, the heart")
+            yield pytest.param(cell, asked - HEART, marks=pytest.mark.slow("some seventy behaviours"), id=cell.name)
 
 
 @pytest.mark.timeout(400)  # a guard, of what takes some ten seconds
-@pytest.mark.parametrize(
-    "cell", [slow(cell, why=cell.slow) if cell.slow else cell for cell in CELLS], ids=lambda cell: cell.name
-)
-def test_it_conforms(cell: Cell) -> None:
-    """It passes every behaviour, but for those that it refuses by name."""
-    check_strategy(cell.strategy, cell.nprocs, only=BEHAVIOURS.keys() - cell.lacks, refuses=cell.refuses)
+@pytest.mark.parametrize(("cell", "asked"), parts())
+def test_it_conforms(cell: Cell, asked: Collection[str]) -> None:
+    """It passes every behaviour that is asked of it, but for those that it refuses by name."""
+    check_strategy(cell.strategy, cell.nprocs, only=asked, refuses=cell.refuses)

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator
+from typing import Any
+
 import pytest
 
 from distwrap.testing.conformance import check_behaviours
-from tests.limits import slow
-from tests.strategies.matrix import COMBINATIONS, ROWS, Row
+from tests.strategies.matrix import COMBINATIONS, HEART, ROWS, Row
+
+
+def parts() -> Iterator[Any]:
+    """Yield each row with its combinations; of those for `make test` the heart, and then the rest."""
+    for row in ROWS:
+        asked = {name for name in COMBINATIONS if not any(words in name for words in row.lacks)}
+        if row.slow:
+            yield pytest.param(row, asked, marks=pytest.mark.slow(row.slow), id=row.name)
+        else:
+            yield pytest.param(row, asked & HEART, id=f"{row.name}, the heart")
+            yield pytest.param(row, asked - HEART, marks=pytest.mark.slow("twenty combinations"), id=row.name)
 
 
 @pytest.mark.timeout(400)  # a guard, of what takes some ten seconds
-@pytest.mark.parametrize(
-    "row", [slow(row, why=row.slow) if row.slow else row for row in ROWS], ids=lambda row: row.name
-)
-def test_it_trains_as_one_process_does(row: Row) -> None:
+@pytest.mark.parametrize(("row", "asked"), parts())
+def test_it_trains_as_one_process_does(row: Row, asked: Collection[str]) -> None:
     """After three epochs the weights are those of one process, by every optimizer, kind of step and type."""
-    refused = [name for name in COMBINATIONS if any(words in name for words in row.refuses)]
-    check_behaviours(COMBINATIONS, row.strategy, row.nprocs, refuses=refused)
+    chosen = {name: each for name, each in COMBINATIONS.items() if name in asked}
+    refused = [name for name in chosen if any(words in name for words in row.refuses)]
+    check_behaviours(chosen, row.strategy, row.nprocs, refuses=refused)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import pytest
 import torch
 from torch import nn
@@ -10,7 +12,9 @@ import distwrap as dw
 from distwrap import distributed
 from distwrap.group.world import current_world
 from distwrap.launch import fork_safety
+from distwrap.live_objects import instances
 from distwrap.precision import LossScaling
+from distwrap.testing import run_ranks
 
 
 def test_what_the_caller_has_made_is_found_in_a_forked_rank() -> None:
@@ -49,3 +53,17 @@ def test_what_the_caller_has_made_is_found_in_a_forked_rank() -> None:
 
     with pytest.raises(LocalError):
         raises()
+
+
+def _found_in_a_served_rank() -> list[bool]:
+    optimizer, found = torch.optim.SGD([torch.zeros(1)], lr=0.1), []
+    for look_again in (True, False):
+        found.append(instances(torch.optim.Optimizer) == [optimizer])
+        if look_again:
+            gc.freeze()
+    return found
+
+
+def test_what_a_rank_of_the_fork_server_has_made_is_found() -> None:
+    """Also where the user has told the collector to leave it out, as the server did with its own objects."""
+    assert run_ranks(_found_in_a_served_rank, 1) == [[True, True]]
