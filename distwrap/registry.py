@@ -28,6 +28,7 @@ strategies: Registry[Strategy] = Registry(
         ("fsdp", "fsdp:FSDPStrategy", "each rank holds a share of every weight: torch's FSDP2"),
         ("hsdp", "fsdp:FSDPStrategy", "each node holds a copy, divided over its ranks: FSDP2", {"shard": "node"}),
         ("tp", "fsdp:FSDPStrategy", "the ranks of a node cut each layer among them", {"tensor_parallel": "node"}),
+        ("cp", "fsdp:FSDPStrategy", "the ranks of a node cut each sequence among them", {"context_parallel": "node"}),
         ("pipeline", "pipeline:PipelineStrategy", "the blocks of a model in stages on the ranks, over microbatches"),
         ("auto", "auto:AutoStrategy", "the plainest of ddp, zero1, zero2, hsdp and fsdp that fits, by an estimate"),
         ("bagua", "bagua:BaguaStrategy", "DDP with an algorithm under Bagua's name: algorithm='gradient_allreduce', …"),

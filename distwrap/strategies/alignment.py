@@ -184,7 +184,7 @@ class Alignment:
                 seen = answer
         if turn == self.turn and (kind is not self._with_gradients or before != self._before):
             self._refuse(other, f"has run {before} forwards before one {_KINDS[kind]}, and this rank {self._before}")
-        if turn > self.turn:
+        if turn > self.turn and before < self.count:  # else it was here before, and does not wait in its forwards
             self._refuse(other, f"has gone on to one {_KINDS[kind]} after {before}")
 
     def _refuse(self, other: int, what: str) -> None:

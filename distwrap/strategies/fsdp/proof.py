@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.func import functional_call
@@ -61,6 +62,7 @@ class Twins:
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast(kind, enabled=False),
+            saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor),  # not the caller's, of a checkpoint
         ):
             names = [name for name, _ in self.whole.named_parameters()]
             try:
@@ -88,8 +90,8 @@ class Twins:
         numbers: dict[str, torch.Tensor],
         args: Any,
         kwargs: Any,
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor | None], list[torch.Tensor | None]]:
-        """Return outputs, gradients of the inputs, and those of the parameters."""
+    ) -> tuple[dict[str, torch.Tensor], list[torch.Tensor | None], list[torch.Tensor | None]]:
+        """Return outputs by what they are called, gradients of the inputs, and those of the parameters."""
         leaves = [parameter.detach().requires_grad_() for parameter in parameters]
         names = [name for name, _ in self.whole.named_parameters()]
         buffers = {name: _as(numbers[name], self.dtype).clone() for name, _ in self.whole.named_buffers()}
@@ -102,20 +104,31 @@ class Twins:
             return tensor
 
         args, kwargs = map_tensors(given, (args, kwargs))
-        output = functional_call(block, {**dict(zip(names, leaves, strict=True)), **buffers}, args, kwargs)
-        outputs = [tensor for tensor in tensors_in(output) if tensor.is_floating_point()]
-        ends = [tensor for tensor in outputs if tensor.requires_grad]
-        generator = torch.Generator().manual_seed(0)
-        probes = [torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in ends]
-        gradients = torch.autograd.grad(ends, [*inputs, *leaves], probes, allow_unused=True)
-        return [tensor.detach() for tensor in outputs], list(gradients[: len(inputs)]), list(gradients[len(inputs) :])
+
+        def compute(block: nn.Module) -> tuple[dict[str, torch.Tensor], Sequence[torch.Tensor | None]]:
+            floating = [tensor for tensor in tensors_in(block(*args, **kwargs)) if tensor.is_floating_point()]
+            outputs = {f"output {i}": tensor for i, tensor in enumerate(floating)} | _left_in_attributes(block)
+            ends = [tensor for tensor in outputs.values() if tensor.requires_grad]
+            generator = torch.Generator().manual_seed(0)
+            probes = [torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in ends]
+            return outputs, torch.autograd.grad(ends, [*inputs, *leaves], probes, allow_unused=True)
+
+        given_numbers = {**dict(zip(names, leaves, strict=True)), **buffers}
+        inside = {f"block.{name}": value for name, value in given_numbers.items()}
+        outputs, gradients = functional_call(_Computation(block), inside, (compute,))
+        values = {name: tensor.detach() for name, tensor in outputs.items()}
+        return values, list(gradients[: len(inputs)]), list(gradients[len(inputs) :])
 
     def _compared(self, names: list[str], own: list[DTensor], found: Any, expected: Any) -> tuple[str, Any]:
         outputs, of_inputs, of_parameters = found
-        if [tensor.shape for tensor in outputs] != [tensor.shape for tensor in expected[0]]:
-            return "its outputs have other shapes", []
+        if [(name, tensor.shape) for name, tensor in outputs.items()] != [
+            (name, tensor.shape) for name, tensor in expected[0].items()
+        ]:
+            return f"its outputs, {_shapes(outputs)}, have other shapes, {_shapes(expected[0])}", []
         scale = max((float(grad.abs().max()) for grad in (*expected[1], *expected[2]) if grad is not None), default=0.0)
-        pairs = [(f"output {i}", *pair, 0.0) for i, pair in enumerate(zip(outputs, expected[0], strict=True))]
+        pairs: list[tuple[str, Any, Any, float]] = [
+            (name, tensor, expected[0][name], 0.0) for name, tensor in outputs.items()
+        ]
         pairs += [
             (f"the gradient of input {i}", *pair, scale)
             for i, pair in enumerate(zip(of_inputs, expected[1], strict=True))
@@ -158,8 +171,19 @@ class Twins:
         return not float((found - expected).abs().max()) <= _TOLERANCE[self.dtype] * largest
 
 
+class _Computation(nn.Module):
+    """Forward and backward of a block, in both of which its parameters have numbers: it may compute something again."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.block = block
+
+    def forward(self, compute: Callable[[nn.Module], Any]) -> Any:
+        return compute(self.block)
+
+
 class Proof:
-    """Proof of one kind of block at its first forward, before that computes.
+    """Proof of one kind of block at its first forward in each case, before that computes.
 
     Args:
         name: of the first such block.
@@ -167,10 +191,20 @@ class Proof:
         blocks: all of this kind.
         layers: that are cut in each, which are not to be used before.
         says: what a user can do about it.
+        case: returns the case, ``None`` for nothing to prove, or always ``True``, which ends it after the first.
     """
 
-    def __init__(self, name: str, twins: Twins, blocks: list[nn.Module], layers: list[str], says: str) -> None:
-        self._name, self._twins, self._blocks, self._says = name, twins, blocks, says
+    def __init__(
+        self,
+        name: str,
+        twins: Twins,
+        blocks: list[nn.Module],
+        layers: list[str],
+        says: str,
+        case: Callable[[nn.Module, Any, Any], Hashable],
+    ) -> None:
+        self._name, self._twins, self._blocks, self._says, self._case = name, twins, blocks, says, case
+        self._proven = set[Hashable]()
         self._handles = [
             block.register_forward_pre_hook(self._before, prepend=True, with_kwargs=True) for block in blocks
         ]
@@ -184,7 +218,7 @@ class Proof:
         self._handles.clear()
 
     def _before(self, block: nn.Module, args: Any, kwargs: Any) -> None:
-        if not self._handles:
+        if not self._handles or (case := self._case(block, args, kwargs)) is None or case in self._proven:
             return
         self._compare_inputs([*tensors_in((args, kwargs))])
         twins, named = self._twins, (*block.named_parameters(), *block.named_buffers())
@@ -200,7 +234,9 @@ class Proof:
             )
         for other in self._blocks:
             add_summed(other, summed)
-        self.end()
+        self._proven.add(case)
+        if case is True:
+            self.end()
 
     def _outside(self, layer: nn.Module, args: Any) -> None:
         if self._handles:
@@ -285,8 +321,26 @@ def _as(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _is_finite(computed: tuple[list[Any], ...]) -> bool:
-    return all(bool(tensor.isfinite().all()) for tensors in computed for tensor in tensors if tensor is not None)
+def _is_finite(computed: tuple[dict[str, Any], list[Any], list[Any]]) -> bool:
+    tensors = [*computed[0].values(), *computed[1], *computed[2]]
+    return all(bool(tensor.isfinite().all()) for tensor in tensors if tensor is not None)
+
+
+def _shapes(outputs: dict[str, torch.Tensor]) -> str:
+    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in outputs.items())
+
+
+def _left_in_attributes(block: nn.Module) -> dict[str, torch.Tensor]:
+    """Take off the tensors with a graph that a forward has left in attributes, as a loss of its own."""
+    found: dict[str, torch.Tensor] = {}
+    for at, part in block.named_modules():
+        for name, value in [*vars(part).items()]:
+            tensors = tensors_in(value) if isinstance(value, (torch.Tensor, list, tuple)) else []
+            for number, tensor in enumerate(each for each in tensors if each.grad_fn is not None):
+                called = f"{at}.{name}" if at else name
+                found[f"what it leaves in {called!r}" + f" at {number}" * (number > 0)] = tensor
+                vars(part).pop(name, None)
+    return found
 
 
 def _small(tensor: torch.Tensor) -> torch.Tensor:

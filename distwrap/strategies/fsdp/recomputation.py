@@ -5,8 +5,8 @@ Source: https://docs.pytorch.org/docs/stable/checkpoint.html
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from typing import Any
 
@@ -21,8 +21,18 @@ from distwrap.model.forward_routing import put_back_forward
 _UNCOUNTED = ("running_mean", "running_var")  # whose changes torch's batch norm does not count
 
 
-def recompute(units: list[nn.Module], *, selective: bool) -> Callable[[], None]:
+def recompute(
+    units: list[nn.Module],
+    *,
+    selective: bool,
+    inside: Callable[[], AbstractContextManager[object] | None] | None = None,
+) -> Callable[[], None]:
     """Let units compute their activations again in the backward; selectively, all but products of matrices.
+
+    Args:
+        units: of the model.
+        selective: whether products are kept.
+        inside: returns in what a forward runs, which is then entered again.
 
     Returns:
         What undoes it.
@@ -33,7 +43,8 @@ def recompute(units: list[nn.Module], *, selective: bool) -> Callable[[], None]:
         return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return create_selective_checkpoint_contexts(keep) if selective else (nullcontext(), nullcontext())  # type: ignore[no-untyped-call]
+        first, again = create_selective_checkpoint_contexts(keep) if selective else (nullcontext(), nullcontext())  # type: ignore[no-untyped-call]
+        return first, _both(inside and inside(), again)
 
     before = [(unit, vars(unit).get("forward")) for unit in units]
     for unit in units:
@@ -44,6 +55,12 @@ def recompute(units: list[nn.Module], *, selective: bool) -> Callable[[], None]:
             put_back_forward(unit, forward)
 
     return undo
+
+
+@contextmanager
+def _both(outer: AbstractContextManager[object] | None, inner: AbstractContextManager[object]) -> Iterator[None]:
+    with outer or nullcontext(), inner:
+        yield
 
 
 def _recomputed(

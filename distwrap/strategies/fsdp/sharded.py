@@ -25,6 +25,7 @@ from distwrap.strategies import shards
 from distwrap.strategies.adoption import Adoption, Replacement
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.divided_tensors import DividedTensors
+from distwrap.strategies.fsdp.context_parallel import ContextParallel
 from distwrap.strategies.fsdp.gathered import Gathered
 from distwrap.strategies.fsdp.model import DividedModel, FSDPRouting
 from distwrap.strategies.fsdp.recomputation import recompute
@@ -63,11 +64,11 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     require_group("wrap_model")
     net = unwrap_model(model)
     _refuse(net)
-    refuse_sparse(net, "strategy='fsdp'" if strategy.tensor_parallel is None else "tensor_parallel=")
+    refuse_sparse(net, f"{strategy.in_groups}=" if strategy.in_groups else "strategy='fsdp'")
     return_freed_memory(current_world().device)
     wrapping.in_precision.precision.weights(net)
     mesh = tensor_mesh = None
-    if strategy.tensor_parallel is None:
+    if not strategy.in_groups:
         mesh = world.part(Meshes).over(_ranks(strategy.shard, world))
     else:
         mesh, tensor_mesh = _meshes_of_layout(world, strategy)
@@ -82,17 +83,20 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
         parameter.data = parameter.data.contiguous()  # as FSDP wants them
     if not is_empty:
         _share(net, wrapping.device, strategy.cpu_offload)
-    stop_recomputing = None
-    if strategy.checkpointing:
-        stop_recomputing = recompute(units, selective=strategy.checkpointing == "selective")
     tensor_parallel = None
     if tensor_mesh is not None:
-        tensor_parallel = TensorParallel(
-            net, tensor_mesh, strategy.plan, by_sequence=strategy.sequence_parallel, shares=mesh.size() if mesh else 1
-        )
-        say_once("tensor parallel", f"tensor_parallel={tensor_mesh.size()}:\n{tensor_parallel!r}")
+        by_sequence, shares = strategy.sequence_parallel, mesh.size() if mesh else 1
+        if strategy.context_parallel is None:
+            tensor_parallel = TensorParallel(net, tensor_mesh, strategy.plan, by_sequence=by_sequence, shares=shares)
+        else:
+            tensor_parallel = ContextParallel(net, tensor_mesh)
+        say_once("in groups", f"{strategy.in_groups}={tensor_mesh.size()}:\n{tensor_parallel!r}")
     elif mesh is not None:
         _say_what_is_small(net, units, mesh)
+    stop_recomputing = None
+    if strategy.checkpointing:  # after blocks were cut, whose proofs compute copies of them
+        inside = None if tensor_parallel is None else tensor_parallel.inside
+        stop_recomputing = recompute(units, selective=strategy.checkpointing == "selective", inside=inside)
     gathered = Gathered(net)
     if mesh is not None:
         _shard(net, units, mesh, wrapping, strategy, gathered.after_forward)
@@ -106,11 +110,11 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     routing = FSDPRouting(model, wrapping.in_precision, wrapping.forward_methods, buffers, gathered)
 
     def give_back(state: dict[str, torch.Tensor]) -> None:
+        if stop_recomputing is not None:
+            stop_recomputing()
         if tensor_parallel is not None:
             tensor_parallel.undo()
         before.restore()
-        if stop_recomputing is not None:
-            stop_recomputing()
         replacement.undo(state)
 
     routing.give_back, routing.tensor_parallel = give_back, tensor_parallel
@@ -182,7 +186,7 @@ def _meshes_of_layout(world: World, strategy: FSDPStrategy) -> tuple[DeviceMesh 
     names = () if mesh is None else mesh.mesh_dim_names or ()
     if mesh is None or "tensor" not in names or mesh["tensor"].size() != tensor_ranks(strategy, world):
         raise OptionError(
-            f"FSDPStrategy(tensor_parallel={strategy.tensor_parallel!r}) arranges the ranks as the run begins: say "
+            f"FSDPStrategy({_said(strategy)}) arranges the ranks as the run begins: say "
             f"@distributed(strategy=…), not wrap_model(strategy=…)."
         )
     return (mesh["shard"] if mesh["shard"].size() > 1 else None), mesh["tensor"]
@@ -197,20 +201,24 @@ def arranged(world: World, strategy: FSDPStrategy) -> Layout:
 
 
 def tensor_ranks(strategy: FSDPStrategy, world: World) -> int:
-    """Return how many ranks are one tensor-parallel group.
+    """Return how many ranks are one group that takes the same share of the data.
 
     Raises:
         OptionError: the ranks, or those of a node, cannot be divided into such groups.
     """
-    place, asked = world.placement, strategy.tensor_parallel
+    place, asked = world.placement, getattr(strategy, strategy.in_groups)
     ranks = place.local_world_size if asked == "node" else asked
     assert isinstance(ranks, int)
     if place.world_size % ranks or (place.nnodes > 1 and place.local_world_size % ranks):
         raise OptionError(
-            f"FSDPStrategy(tensor_parallel={asked!r}): {place.world_size} ranks, {place.local_world_size} on this "
+            f"FSDPStrategy({_said(strategy)}): {place.world_size} ranks, {place.local_world_size} on this "
             f"node, cannot be divided into groups of {ranks}. Take a divisor of both."
         )
     return ranks
+
+
+def _said(strategy: FSDPStrategy) -> str:
+    return f"{strategy.in_groups}={getattr(strategy, strategy.in_groups)!r}"
 
 
 def _share(net: nn.Module, device: torch.device, stays: bool) -> None:

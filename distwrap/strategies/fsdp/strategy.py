@@ -52,6 +52,9 @@ class FSDPStrategy(Strategy):
             first forward, and compared. `plan_of` shows what became of it.
         sequence_parallel: whether what is not cut in a block, as norms, computes with a piece of the sequence, the
             second dimension, on each rank of a group.
+        context_parallel: how many ranks, consecutive ones, are a group that takes the same share of the data, of which
+            each computes a piece of the sequence in the blocks of the model, and gathers keys and values to attend;
+            ``"node"`` for those of a node. Not with `tensor_parallel`.
         checkpointing: whether a unit's activations are computed again in its backward; ``"selective"``: but for
             products of matrices, which are kept.
         backend: of the process group.
@@ -78,6 +81,7 @@ class FSDPStrategy(Strategy):
         tensor_parallel: int | Literal["node"] | None = None,
         plan: Plan = "auto",
         sequence_parallel: bool = False,
+        context_parallel: int | Literal["node"] | None = None,
         backend: str | None = None,
     ) -> None:
         if shard not in (None, "node") and (not isinstance(shard, int) or isinstance(shard, bool) or shard < 1):
@@ -85,35 +89,44 @@ class FSDPStrategy(Strategy):
         check_wrap(wrap)
         if checkpointing not in (False, True, "selective"):
             raise OptionError(f"FSDPStrategy(checkpointing={checkpointing!r}): it is False, True or 'selective'.")
-        if tensor_parallel not in (None, "node") and (
-            not isinstance(tensor_parallel, int) or isinstance(tensor_parallel, bool) or tensor_parallel < 2
-        ):
+        in_groups = {"tensor_parallel": tensor_parallel, "context_parallel": context_parallel}
+        for name, ranks in in_groups.items():
+            is_number = isinstance(ranks, int) and not isinstance(ranks, bool) and ranks > 1
+            if ranks not in (None, "node") and not is_number:
+                raise OptionError(f"FSDPStrategy({name}={ranks!r}): it is None, 'node', or a number of ranks from 2.")
+            if ranks is not None and shard is not None:
+                raise OptionError(f"FSDPStrategy(): {name}= leaves all other ranks to shard over; leave shard= out.")
+        if None not in in_groups.values():
             raise OptionError(
-                f"FSDPStrategy(tensor_parallel={tensor_parallel!r}): it is None, 'node', or a number of ranks from 2."
+                "FSDPStrategy(): tensor_parallel= and context_parallel= do not go together. Take tensor_parallel= with "
+                "sequence_parallel=True, or one of the two."
             )
         if tensor_parallel is None and (plan != "auto" or sequence_parallel):
             raise OptionError("FSDPStrategy(): plan= and sequence_parallel= are of tensor_parallel=, which is None.")
-        if tensor_parallel is not None and shard is not None:
-            raise OptionError(
-                "FSDPStrategy(): tensor_parallel= leaves all other ranks to shard over; leave shard= out."
-            )
         check_plan(plan)
         self.tensor_parallel, self.plan, self.sequence_parallel = tensor_parallel, plan, sequence_parallel
+        self.context_parallel = context_parallel
         self.shard, self.wrap, self.reshard_after_forward = shard, wrap, reshard_after_forward
         self.cpu_offload, self.checkpointing, self.backend = cpu_offload, checkpointing, backend
 
     def check(self, run: Options) -> None:
-        if self.tensor_parallel is not None:
+        if self.in_groups:
             why = "states of cut tensors did not come out whole (tried up to 2.8)"
-            require_torch("tensor parallelism", (2, 13), why, "strategy='zero2'")
+            require_torch("tensor and context parallelism", (2, 13), why, "strategy='zero2'")
         if run.comm is not None:
             raise OptionError(
                 "comm= is of strategies whose ranks hold the whole model; under fsdp each unit's gradients are reduced "
                 "to the ranks that hold their shares. Leave comm out, or use strategy='ddp'."
             )
 
+    @property
+    def in_groups(self) -> str:
+        """The option by which ranks are groups that take the same share of the data; empty where none is."""
+        names = ("tensor_parallel", "context_parallel")
+        return next((name for name in names if getattr(self, name) is not None), "")
+
     def setup(self, world: World) -> Layout | None:
-        if self.tensor_parallel is None:
+        if not self.in_groups:
             return None
         from distwrap.strategies.fsdp import sharded
 

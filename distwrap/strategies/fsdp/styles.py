@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from distwrap._internals.torch_autograd import in_backward
 from distwrap._internals.torch_sharding import own_parameters, shard_in_pieces
 from distwrap.strategies.fsdp.attention import attend
+from distwrap.strategies.fsdp.pieces import unmark
 
 _LOCAL = "_distwrap_local"
 
@@ -30,10 +32,13 @@ class Running:
 
     Attributes:
         known: while a model is cut, parameters as they were, by their ids, and what became of them.
+        inside: the forward of a block that is cut, while it runs; to be entered again where it is computed again.
+        sums: whether what runs now computes with pieces, so that gradients of what is whole are summed.
     """
 
     def __init__(self) -> None:
-        self.depth = 0
+        self.depth, self.sums = 0, True
+        self.inside: AbstractContextManager[object] | None = None
         self.known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def __enter__(self) -> None:
@@ -88,7 +93,7 @@ def leave(tensor: torch.Tensor, mesh: DeviceMesh, goes: Placement | None = None)
     local: torch.Tensor = (
         DTensor.from_local(tensor, mesh, [Partial()], run_check=False).redistribute(placements=[goes or Replicate()])
     ).to_local()
-    return local
+    return unmark(local)
 
 
 class Whole(ParallelStyle):
@@ -219,7 +224,7 @@ class _Local:
         if not self.style.running or not isinstance(parameter, DTensor) or parameter.device_mesh != self.mesh:
             return parameter
         found = parameter.to_local()
-        if name in self.summed:
+        if name in self.summed and self.style.running.sums:
             found = enter(found, self.mesh)
         return self.picks[name](found) if name in self.picks else found
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +22,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 from distwrap._internals.torch_sharding import own_parameters
 from distwrap.errors import ModelError
 from distwrap.strategies import shards
+from distwrap.strategies.fsdp.pieces import CommonNumbers, Pieces, mark
 from distwrap.strategies.fsdp.plan_words import Plan
 from distwrap.strategies.fsdp.plans import (
     Cuts,
@@ -60,12 +63,18 @@ class TensorParallel:
         self.running, self._net, self._mesh, self._by_sequence = Running(), net, mesh, by_sequence
         self._shares, self._reasons = shares, dict[str, str]()
         self._undo: list[Callable[[], object]] = []
+        self._inside: list[Pieces | None] = []
+        self._common = CommonNumbers(mesh)
         types = {parameter.dtype for parameter in net.parameters() if parameter.is_floating_point()}
         self._dtype = torch.float64 if torch.float64 in types else torch.float32
         self._summed: dict[str, list[tuple[str, str]]] = {}
         units = self._found() if plan == "auto" else self._named(plan)
         self._cut_all(units)
         self.rows = self._table(units)
+
+    def inside(self) -> AbstractContextManager[object] | None:
+        """Return in what the forward of a block runs, while one does."""
+        return self.running.inside
 
     def undo(self) -> None:
         """Take off what is not found by looking at the modules: proofs, numbers of heads, pieces of sequences."""
@@ -109,7 +118,7 @@ class TensorParallel:
             for ways, why in guesses(module, ranks):
                 fit = [way for way in ways if self._fits(module, way, shared)]
                 if not fit:
-                    self._reasons[_general(name)] = why or "its weights are shared, or their inputs not divisible"
+                    self._reasons[general(name)] = why or "its weights are shared, or their inputs not divisible"
                     continue
                 unit = unit_of(net, name, blocks)
                 groups.setdefault(unit, []).append([_below(_inside(unit, name), way) for way in fit])
@@ -120,7 +129,7 @@ class TensorParallel:
         )
         units, kinds = {}, dict[str, tuple[Cuts, list[tuple[str, str]]]]()
         for unit, ways_of_groups in groups.items():
-            kind = _kind(net.get_submodule(unit))
+            kind = kind_of(net.get_submodule(unit))
             if kind not in kinds:
                 kinds[kind] = self._tried(unit, ways_of_groups)
             if kinds[kind][0].words:
@@ -136,7 +145,7 @@ class TensorParallel:
         for name, word in way.words.items():
             layer = module.get_submodule(name)
             width = layer.embed_dim if isinstance(layer, nn.MultiheadAttention) else getattr(layer, "in_features", 0)
-            if not shared.isdisjoint(map(id, layer.parameters())) or layer.__dict__.get("parametrizations"):
+            if not shared.isdisjoint(map(id, layer.parameters())) or hasattr(layer, "parametrizations"):
                 return False
             if (word.startswith("packed") or word == "heads") and width % self._shares:
                 return False
@@ -162,12 +171,12 @@ class TensorParallel:
                 if not why:
                     taken, summed = taken | way, sums
                     break
-                self._reasons[_general(f"{unit}.{next(iter(way.words))}")] = why
+                self._reasons[general(f"{unit}.{next(iter(way.words))}")] = why
         pieces = self._in_pieces(taken)
         if can_try and pieces.by_sequence and taken.words:
             why, sums = self._twins(block, pieces, kind).difference(numbers or {}, (x,), {}) or ("", summed)
             if why:
-                self._reasons[_general(unit)] = f"{why}, by pieces of the sequence"
+                self._reasons[general(unit)] = f"{why}, by pieces of the sequence"
                 return taken, summed
             summed = sums
         return pieces, summed
@@ -184,7 +193,7 @@ class TensorParallel:
         net = self._net
         kinds: dict[str, list[str]] = {}
         for unit in units:
-            kinds.setdefault(f"{_kind(net.get_submodule(unit))} {units[unit]}", []).append(unit)
+            kinds.setdefault(f"{kind_of(net.get_submodule(unit))} {units[unit]}", []).append(unit)
         twins = {
             names[0]: self._twins(net.get_submodule(names[0]), units[names[0]], self._dtype) for names in kinds.values()
         }
@@ -195,10 +204,18 @@ class TensorParallel:
         self.running.known.clear()
         for names in kinds.values():
             blocks = [net.get_submodule(name) for name in names]
-            says = f"Say plan={{…}} with other styles, or 'whole' of the layers in {_general(names[0])!r}"
-            says += ", or leave sequence_parallel out." if self._by_sequence else "."
-            proof = Proof(names[0] or "the model", twins[names[0]], blocks, [*units[names[0]].words], says)
+            layers, says = [*units[names[0]].words], self._says(names[0])
+            proof = Proof(names[0] or "the model", twins[names[0]], blocks, layers, says, self._case)
             self._undo.append(proof.end)
+
+    def _says(self, name: str) -> str:
+        """Return what a user can do where a block is not right when it is cut."""
+        says = f"Say plan={{…}} with other styles, or 'whole' of the layers in {general(name)!r}"
+        return f"{says}, or leave sequence_parallel out." if self._by_sequence else f"{says}."
+
+    def _case(self, block: nn.Module, args: Any, kwargs: Any) -> Hashable:
+        """Return what a proof holds for, of arguments of a block; ``None`` where nothing is to be proven."""
+        return True
 
     def _cut(self, module: nn.Module, cuts: Cuts, undo: list[Callable[[], object]]) -> None:
         """Cut a block in place, or its twin."""
@@ -215,6 +232,8 @@ class TensorParallel:
                 word, self.running, by_sequence=cuts.by_sequence and (word == "rowwise" or owner not in gathers)
             )
             parallelize_module(part, self._mesh, style, src_data_rank=None)
+            if word == "colwise" or word.startswith("packed"):
+                undo.append(part.register_forward_hook(lambda part, args, output: mark(output)).remove)
             if word == "heads":  # without a hook torch would take a short cut around the forward
                 undo.append(part.register_forward_pre_hook(lambda *_: None).remove)
         for at, part in module.named_modules():
@@ -226,10 +245,33 @@ class TensorParallel:
                 undo.append(_setting(part, "use_nested_tensor", True))
                 part.use_nested_tensor = False
         if cuts.by_sequence:
+            refuse_statistics(module, "sequence_parallel")
             undo.append(module.register_forward_pre_hook(self._divide_sequence).remove)
+        if cuts.words and not set(_ALONE).issuperset(cuts.words.values()):
+            undo.append(module.register_forward_pre_hook(partial(self._begin, by_sequence=cuts.by_sequence)).remove)
+            undo.append(module.register_forward_hook(self._end, always_call=True).remove)
+        if cuts.by_sequence:
             undo.append(module.register_forward_hook(self._join_sequence).remove)
             for owner in gathers:
                 undo.append(module.get_submodule(owner).register_forward_pre_hook(self._gather_sequence).remove)
+
+    def _begin(self, block: nn.Module, args: Any, *, by_sequence: bool) -> None:
+        length = args[0].shape[1] if by_sequence else 0
+        draws = block.training and not torch.compiler.is_compiling()
+        self._enter(Pieces(self.running, self._mesh, length=length) if draws else None)
+
+    def _enter(self, pieces: Pieces | None) -> None:
+        if pieces is not None:
+            if pieces.draws:
+                self._common.begin()
+            pieces.__enter__()
+        self._inside.append(pieces)
+
+    def _end(self, block: nn.Module, args: Any, output: Any) -> None:
+        if self._inside and (pieces := self._inside.pop()) is not None:
+            pieces.__exit__(None, None, None)
+            if pieces.draws and output is not None:  # there was no exception
+                self._common.end()
 
     def _divide_sequence(self, block: nn.Module, args: Any) -> Any:
         x, *rest = args
@@ -261,7 +303,7 @@ class TensorParallel:
                 if word == "whole" and summed_of(module):
                     word = "whole, gradients summed"
                 shapes = [_shapes(own, lambda value: value), _shapes(own, shards.local)]
-                rows[_general(name), type(module).__name__, word, shapes[0], shapes[1]] = None
+                rows[general(name), type(module).__name__, word, shapes[0], shapes[1]] = None
         return list(rows)
 
 
@@ -273,7 +315,7 @@ def _setting(owner: nn.Module, attribute: str, value: Any) -> Callable[[], None]
     return lambda: setattr(owner, attribute, value)
 
 
-def _kind(block: nn.Module) -> str:
+def kind_of(block: nn.Module) -> str:
     """Return what blocks have in common that compute the same with other numbers."""
     plain = (int, float, str, bool, tuple, type(None))
     settings = [
@@ -315,5 +357,20 @@ def _outermost(
     return found
 
 
-def _general(name: str) -> str:
+def refuse_statistics(block: nn.Module, option: str) -> None:
+    """Refuse a block whose norms would take their statistics of a piece of the sequence, which no proof sees.
+
+    Raises:
+        ModelError: it has such a norm.
+    """
+    for name, part in block.named_modules():
+        if getattr(part, "running_mean", None) is not None:
+            raise ModelError(
+                f"{option}=: {name!r} of {type(block).__name__} is a {type(part).__name__}, whose statistics would be "
+                f"of a piece of the sequence on each rank. Take a norm of each word, as nn.LayerNorm, or leave it out."
+            )
+
+
+def general(name: str) -> str:
+    """Return the name of a module with any number in the place of its own."""
     return re.sub(r"\b\d+\b", "*", name) or "the model"

@@ -1,0 +1,150 @@
+"""Random numbers of pieces: dropout draws other numbers on each rank in what is cut, and the same in what is not.
+
+The ranks of a group have their generators in one state. In a block that is cut, what is a piece is known by what it
+was computed of, or by the length of a piece of a sequence.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+
+from distwrap.errors import ModelError
+from distwrap.model.watch import is_power_of_two
+from distwrap.seeding import mix
+
+if TYPE_CHECKING:
+    from distwrap.strategies.fsdp.styles import Running
+
+_MARK = "_distwrap_is_piece"
+_SEEDS = 2**62
+_BY_NUMBER = (F.dropout, F.alpha_dropout)
+_BY_CHANNEL = (F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout)
+
+
+class Pieces(TorchFunctionMode):
+    """Forward of a block, of which each rank computes a piece.
+
+    Args:
+        running: the model's.
+        mesh: of the ranks of a group.
+        length: of a piece of the sequence; 0 where sequences are whole.
+        draws: whether dropout is on.
+    """
+
+    def __init__(self, running: Running, mesh: DeviceMesh, *, length: int = 0, draws: bool = True) -> None:
+        super().__init__()
+        self.running, self.mesh, self.length, self.draws = running, mesh, length, draws
+        self._outside: list[tuple[Any, bool]] = []
+
+    def __enter__(self) -> Pieces:
+        self._outside.append((self.running.inside, self.running.sums))
+        self.running.inside, self.running.sums = self, True
+        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
+
+    def __exit__(self, *error: Any) -> None:
+        self.running.inside, self.running.sums = self._outside.pop()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if not self.draws:
+            return func(*args, **kwargs)
+        is_marked = any(_is_marked(each) for each in args)
+        if self._draws_apart(func, is_marked, args, kwargs):
+            result = self.apart(func, *args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
+        return mark(result) if is_marked else result
+
+    def _draws_apart(self, func: Any, is_marked: bool, args: Any, kwargs: Any) -> bool:
+        """Return whether a function draws a number for each of what is a piece."""
+        if func is F.scaled_dot_product_attention:
+            dropout = args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0)
+            return dropout > 0 and (is_marked or self.length in args[0].shape)
+        if (func not in _BY_NUMBER and func not in _BY_CHANNEL) or not (kwargs["training"] and kwargs["p"] > 0):
+            return False
+        shape = args[0].shape if func in _BY_NUMBER else args[0].shape[:2]
+        return is_marked or self.length in shape
+
+    def apart(self, func: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compute with random numbers that no other rank of the group draws; all go on alike afterwards."""
+        kind = self.mesh.device_type
+        devices = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
+        seed = int(torch.randint(_SEEDS, (), device="cpu"))
+        with torch.random.fork_rng(devices, device_type=kind if devices else "cuda"):
+            torch.manual_seed(mix("pieces", seed, self.mesh.get_local_rank()))
+            return func(*args, **kwargs)
+
+
+class CommonNumbers:
+    """Comparison of the random numbers that the ranks of a group have in common; at forwards 1, 2, 4, 8, … that draw.
+
+    Args:
+        mesh: of the group.
+    """
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh, self._forwards = mesh, 0
+        self._before: torch.Tensor | None = None
+
+    def begin(self) -> None:
+        """Note where the generators are, before a block computes."""
+        self._forwards += 1
+        self._before = self._states() if is_power_of_two(self._forwards) else None
+
+    def end(self) -> None:
+        """Compare that with the other ranks, where the block has drawn.
+
+        Raises:
+            ModelError: they draw others.
+        """
+        before, self._before = self._before, None
+        if before is None or torch.equal(before, self._states()):
+            return
+        kind = self._mesh.device_type
+        digest = int.from_bytes(hashlib.blake2b(bytes(before.tolist()), digest_size=7).digest(), "little")
+        seen = torch.tensor([digest, -digest], device=kind)
+        dist.all_reduce(seen, dist.ReduceOp.MAX, group=self._mesh.get_group())
+        if seen[0] != -seen[1]:
+            ranks = ", ".join(map(str, self._mesh.mesh.flatten().tolist()))
+            raise ModelError(
+                f"ranks {ranks} are one group, which computes one batch, but draw different random numbers: dropout "
+                f"would differ between them. Seed all by seed_everything(), and let a rank that draws by itself, as "
+                f"for a picture, do so within torch.random.fork_rng()."
+            )
+
+    def _states(self) -> torch.Tensor:
+        kind, states = self._mesh.device_type, [torch.get_rng_state()]
+        if kind != "cpu":
+            states.append(torch.get_device_module(kind).get_rng_state().cpu())
+        return torch.cat(states)
+
+
+def mark(value: Any) -> Any:
+    """Remember of tensors that each rank has another piece, and return them."""
+    if isinstance(value, Iterator):
+        return iter([mark(each) for each in value])
+    for each in value if isinstance(value, (tuple, list)) else (value,):
+        if isinstance(each, torch.Tensor):
+            setattr(each, _MARK, True)
+    return value
+
+
+def unmark(tensor: torch.Tensor) -> torch.Tensor:
+    """Forget of a tensor that it was computed of pieces: the ranks have put them together."""
+    vars(tensor).pop(_MARK, None)
+    return tensor
+
+
+def _is_marked(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return hasattr(value, _MARK)
+    return isinstance(value, (tuple, list)) and any(hasattr(each, _MARK) for each in value)
