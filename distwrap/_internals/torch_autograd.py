@@ -3,8 +3,8 @@
 Every function says which names it relies on, and what happens without them; all were seen in version 2.13.
 """
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -17,6 +17,7 @@ Number = float | torch.Tensor
 # Steps from one number to another, by which it is not divided.
 _KEEPS = ("Alias", "Clone", "Neg", "Reshape", "Squeeze", "ToCopy", "UnsafeView", "Unsqueeze", "View")
 _MEAN = 1  # as torch numbers reductions
+_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 
 
 def in_backward() -> bool:
@@ -26,6 +27,38 @@ def in_backward() -> bool:
     Without it: none is seen.
     """
     return current_backward() not in (None, -1)
+
+
+@contextmanager
+def without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Let no hook of these tensors see what is computed within a ``with``.
+
+    Relies on ``torch:Tensor._backward_hooks``, ``torch:Tensor._post_accumulate_grad_hooks``.
+    Without it: under strategy="pipeline" hooks of parameters see the gradients of each microbatch.
+    """
+    held = [getattr(tensor, name, None) for tensor in tensors for name in _HOOKS]
+    taken = [(hooks, dict(hooks)) for hooks in held if hooks]
+    for hooks, _ in taken:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in taken:
+            hooks.update(kept)
+
+
+def hooked(tensor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
+    """Return what the hooks of a tensor make of its gradient."""
+    for hook in list((getattr(tensor, _HOOKS[0], None) or {}).values()):
+        changed = hook(grad)
+        grad = grad if changed is None else changed
+    return grad
+
+
+def call_after_accumulation(tensor: torch.Tensor) -> None:
+    """Call the hooks of a tensor whose gradient has accumulated."""
+    for hook in list((getattr(tensor, _HOOKS[1], None) or {}).values()):
+        hook(tensor)
 
 
 def divisors(loss: torch.Tensor) -> list[Number]:

@@ -6,6 +6,7 @@ forwards before one backward. Running statistics are not read in training: it is
 
 import io
 from collections.abc import Callable
+from typing import Any
 from weakref import ref
 
 import torch
@@ -140,11 +141,13 @@ def sync_buffers(model: nn.Module, how: str = "rank0") -> None:
     """
     one_of("way to synchronise buffers", ("rank0", "mean"))("how", how)
     net = unwrap_model(model)
-    values = {key: value.detach() for key, value in net.named_buffers()}
     with torch.no_grad():
-        for value in values.values():
+        own = [sync for each in _routings_of(net) if (sync := getattr(each, "sync_buffers", None)) is not None]
+        for sync in own:  # of a model of which no rank has all
+            sync(how)
+        for value in () if own else net.buffers():
             averaged = how == "mean" and value.is_floating_point()
-            value.copy_(reduce(value, "mean") if averaged else broadcast(value))
+            value.detach().copy_(reduce(value.detach(), "mean") if averaged else broadcast(value.detach()))
     for synced in _buffers_of(net):
         synced.agreed_at = synced.forwards
 
@@ -156,9 +159,13 @@ def let_buffers_differ(model: nn.Module) -> None:
 
 
 def _buffers_of(net: nn.Module) -> list[Buffers]:
-    wrapped = [each for each in current_world().part(WrappedModels) if unwrap_model(each) is net]
-    found = [getattr(each.__dict__.get("_distwrap"), "buffers", None) for each in wrapped]
+    found = [getattr(each, "buffers", None) for each in _routings_of(net)]
     return [buffers for buffers in found if buffers is not None]
+
+
+def _routings_of(net: nn.Module) -> list[Any]:
+    wrapped = [each for each in current_world().part(WrappedModels) if unwrap_model(each) is net]
+    return [each.__dict__.get("_distwrap") for each in wrapped]
 
 
 def statistics_of(model: nn.Module) -> dict[str, torch.Tensor]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, ClassVar, NoReturn
 
 import torch
@@ -26,6 +27,18 @@ _READ = {"_local_scalar_dense", "equal", "is_nonzero", "item"}
 _GRADIENT = "the gradient of "
 _CLIP = "Use distwrap.optimizer_step(optimizer, max_norm=...), which takes the norm over all."
 _draws: list[str] | None = None
+
+
+class NumbersElsewhereError(ModelError):
+    """The model looks at numbers that another stage has.
+
+    Attributes:
+        sources: the names of what they were computed of.
+    """
+
+    def __init__(self, message: str, sources: set[str]) -> None:
+        super().__init__(message)
+        self.sources = sources
 
 
 @contextmanager
@@ -58,12 +71,14 @@ class Absent(torch.Tensor):
     Attributes:
         sources: the same set in all views of one tensor.
         has_gradient: whether there is a gradient where the parameter is.
-        steps: whether an optimizer is in its step now.
+        step: frame of the optimizer's step that began last, until it has ended.
+        asked: whether that step has asked for gradients.
     """
 
     sources: set[str]
     has_gradient = False
-    steps: ClassVar[bool] = False
+    step: ClassVar[FrameType | None] = None
+    asked: ClassVar[bool] = False
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, sources: set[str], device: torch.device | None = None) -> Absent:
@@ -115,7 +130,7 @@ class Absent(torch.Tensor):
         frame = inspect.currentframe()
         asker = None if frame is None else frame.f_back
         module = "" if asker is None else str(asker.f_globals.get("__name__"))
-        if module == nn.utils.clip_grad.__name__:
+        if module == nn.utils.clip_grad.__name__ and not _is_called_in(asker, nn.utils.clip_grad_value_.__name__):
             raise ModelError(
                 "torch's clip_grad_norm_() sees the gradients of this stage only, and would clip each stage by a norm "
                 f"of its own. {_CLIP}"
@@ -129,7 +144,10 @@ class Absent(torch.Tensor):
             )
         if asker is not None and asker.f_code.co_name == "zero_grad":
             self.has_gradient = False
-        if not self.has_gradient or Absent.steps or module.partition(".")[0] in ("torch", "distwrap"):
+        if not self.has_gradient or module.partition(".")[0] in ("torch", "distwrap"):
+            return None
+        if is_in_step(asker):
+            Absent.asked = True
             return None
         return Absent(self, {_GRADIENT + name for name in self.sources})
 
@@ -147,6 +165,21 @@ class Absent(torch.Tensor):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         refuse_copy()
+
+
+def is_in_step(frame: FrameType | None) -> bool:
+    """Return whether a frame is one of an optimizer's step, which may have ended early."""
+    while Absent.step is not None and frame is not None:
+        if frame is Absent.step:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _is_called_in(frame: FrameType | None, name: str) -> bool:
+    while frame is not None and frame.f_code.co_name.startswith("<"):  # as a comprehension
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == name
 
 
 def refuse_copy() -> NoReturn:
@@ -170,11 +203,13 @@ def make_absent(net: nn.Module, names: Iterable[str]) -> None:
         ModelError: something else holds one.
     """
     parameters = dict(net.named_parameters(remove_duplicate=False))
+    buffers = dict(net.named_buffers(remove_duplicate=False))
     for name in names:
-        path, _, last = name.rpartition(".")
         if name not in parameters:
-            module = net.get_submodule(path)
-            module._buffers[last] = Absent(module.get_buffer(last), {name})
+            hollow_buffer = Absent(buffers[name], {name})
+            for other in [each for each, buffer in buffers.items() if buffer is buffers[name]]:
+                path, _, last = other.rpartition(".")
+                net.get_submodule(path)._buffers[last] = hollow_buffer
         elif is_here(parameter := parameters[name]):
             hollow = nn.Parameter(Absent(parameter.detach(), {name}), parameter.requires_grad)
             try:
@@ -192,10 +227,12 @@ def make_present(net: nn.Module) -> None:
         if not is_here(parameter):
             present = nn.Parameter(torch.empty_like(parameter), parameter.requires_grad)
             torch.utils.swap_tensors(parameter, present)  # type: ignore[no-untyped-call]
-    for name, buffer in list(net.named_buffers()):
+    present_buffers: dict[int, torch.Tensor] = {}
+    for name, buffer in list(net.named_buffers(remove_duplicate=False)):
         if not is_here(buffer):
             path, _, last = name.rpartition(".")
-            net.get_submodule(path)._buffers[last] = torch.zeros_like(buffer)
+            made = present_buffers.setdefault(id(buffer), torch.zeros_like(buffer))
+            net.get_submodule(path)._buffers[last] = made
 
 
 def _on_meta(tensor: torch.Tensor) -> torch.Tensor:
@@ -212,9 +249,10 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
 
 def _refuse_read(absent: list[Absent]) -> NoReturn:
     _refuse_gradients(absent[0].sources)
-    raise ModelError(
+    raise NumbersElsewhereError(
         f"the model looks at numbers that another stage has, computed of {_named(absent[0].sources)}. Under "
-        f"strategy='pipeline' what happens in between blocks may depend on sizes, and not on numbers."
+        f"strategy='pipeline' what happens in between blocks may depend on sizes, and not on numbers.",
+        absent[0].sources,
     )
 
 
@@ -222,7 +260,8 @@ def _refuse_write(name: str, tensor: torch.Tensor, sources: set[str]) -> NoRetur
     _refuse_gradients(sources)
     raise ModelError(
         f"{name}() would write numbers that another stage has, computed of {_named(sources)}, into a tensor of "
-        f"{tuple(tensor.shape)} that is here. Compute a new tensor instead."
+        f"{tuple(tensor.shape)} that is here. Compute a new tensor instead; or make this one after the model's first "
+        f"step, when each stage has its own, as for an average of the weights."
     )
 
 

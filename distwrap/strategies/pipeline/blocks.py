@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from torch import nn
 
+from distwrap._internals.torch import submodules
 from distwrap.errors import ModelError, OptionError
 from distwrap.wording import unknown_name
 
@@ -51,13 +53,14 @@ def find_chain(net: nn.Module, stages: int, split: Sequence[str] | None) -> Chai
     total = _size(net)
     for name, module in net.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and len(module):
-            seen.append(f"{name or type(module).__name__} of {len(module)}")
-            if len(module) >= stages:
-                sizes = [_size(block) for block in module]
+            chain = _chain(name, module, [])
+            sizes = [_size(block) for block in chain.blocks]
+            seen.append(f"{name or type(module).__name__} of {len(sizes)}")
+            if len(sizes) >= stages:
                 ends, heaviest = _balanced(sizes, stages)
                 heaviest += total - sum(sizes)
                 if best is None or heaviest < best[0]:
-                    best = heaviest, _chain(name, module, ends)
+                    best = heaviest, chain._replace(ends=ends)
     if best is None:
         raise ModelError(
             f"strategy='pipeline' found no ModuleList or Sequential of at least {stages} blocks in "
@@ -84,7 +87,8 @@ def _split_by_names(net: nn.Module, stages: int, split: list[str]) -> Chain:
 
 
 def _chain(parent: str, module: nn.Module, ends: list[int]) -> Chain:
-    children = list(module.named_children())
+    times = Counter(map(id, submodules(module).values()))  # of one that comes again, as an activation, each is no block
+    children = [(name, child) for name, child in module.named_children() if times[id(child)] == 1]
     prefix = f"{parent}." if parent else ""
     return Chain([prefix + name for name, _ in children], [child for _, child in children], ends)
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from distwrap._internals.torch_autograd import without_hooks
 from distwrap.errors import ModelError
 
 Gradients = dict[nn.Parameter, torch.Tensor]
@@ -16,13 +17,14 @@ Gradients = dict[nn.Parameter, torch.Tensor]
 
 @contextmanager
 def apart(parameters: list[nn.Parameter]) -> Iterator[Gradients]:
-    """Collect the gradients of a ``with`` apart from those that parameters have already."""
+    """Collect the gradients of a ``with`` apart from those that parameters have already, and from their hooks."""
     before = [parameter.grad for parameter in parameters]
     found: Gradients = {}
     try:
         for parameter in parameters:
             parameter.grad = None
-        yield found
+        with without_hooks(parameters):
+            yield found
         found.update((parameter, parameter.grad) for parameter in parameters if parameter.grad is not None)
     finally:
         for parameter, grad in zip(parameters, before, strict=True):

@@ -11,8 +11,9 @@ from distwrap.errors import ModelError
 from distwrap.group.world import Layout
 from distwrap.strategies.pipeline.absent import is_here, make_absent
 from distwrap.strategies.pipeline.blocks import Chain
+from distwrap.strategies.pipeline.calls import Call, Latest
 from distwrap.strategies.pipeline.gradients import Gradients
-from distwrap.strategies.pipeline.relay import Call, Latest, Survey
+from distwrap.strategies.pipeline.relay import Survey
 from distwrap.strategies.pipeline.schedule import Line
 from distwrap.wording import named_ranks
 
@@ -39,6 +40,7 @@ class Holders:
         first: dict[int, str] = {}
         self._loose: set[str] = set()  # in no block
         self.ranks: dict[str, set[int]] = {}
+        self._stages: dict[str, set[int]] = {}  # of what is in blocks alone
         for name, tensor in self._named():
             name = first.setdefault(id(tensor), name)
             self.ranks.setdefault(name, set())
@@ -48,6 +50,8 @@ class Holders:
                 self._loose.add(known)
             else:
                 self.ranks[known].add(stage % len(line.ranks))
+                self._stages.setdefault(known, set()).add(stage)
+        self._stages = {name: stages for name, stages in self._stages.items() if name not in self._loose}
         self._fixed = {name: set(ranks) for name, ranks in self.ranks.items()}
         self._unsettled = set(self._loose)
         for name in self._loose:
@@ -67,14 +71,21 @@ class Holders:
         """Return the parameters that are trained here."""
         return [parameter for parameter in self._net.parameters() if parameter.requires_grad and is_here(parameter)]
 
-    def thawed(self) -> bytes:
-        """Return which parameters are not frozen, alike on all ranks."""
-        return bytes(parameter.requires_grad for parameter in self._net.parameters())
-
     def counted_here(self) -> set[int]:
         """Return the ids of the parameters that this rank counts in a norm, each of which one rank does."""
         named = self._net.named_parameters()
         return {id(parameter) for name, parameter in named if min(self.ranks[name]) == self._place}
+
+    def is_like(self, other: Holders) -> bool:
+        """Return whether two models have the same blocks on the same ranks, and the same beside them."""
+        return self._fixed == other._fixed and self._line.ranks == other._line.ranks
+
+    def settle_as(self, other: Holders) -> None:
+        """Leave what is in no block to the ranks that have it in a model alike."""
+        for name in self._unsettled - other._unsettled:
+            self.ranks[name] = set(other.ranks[name])
+        self._unsettled &= other._unsettled
+        self._free()
 
     def settle(self, survey: Survey) -> None:
         """Leave what is in no block to the stages that compute of it.
@@ -91,7 +102,11 @@ class Holders:
         self._unsettled -= needed.keys()
         self._free()
         for name, places in needed.items():
-            if lacking := places - self.ranks[name]:
+            lacking = places - self.ranks[name]
+            if name in self._stages:  # what a block computes of it is left behind there
+                stages = {stage for stage, names in enumerate(survey.needs) if name in names} - self._stages[name]
+                lacking |= {stage % len(self._line.ranks) for stage in stages}
+            if lacking:
                 raise ModelError(
                     f"{name!r} is used by the stage of rank {self._line.ranks[min(lacking)]}, and is left to that of "
                     f"rank {self._line.ranks[min(self.ranks[name])]}, since a block has it, or the method that ran "
@@ -143,6 +158,15 @@ class Holders:
             work.wait()
         if grads:
             foreach("div_", grads, float(layout.size))
+
+    def sync_buffers(self, layout: Layout, how: str) -> None:
+        """Give all pipelines the same buffers: the first one's, or the mean."""
+        for buffer in self._net.buffers() if layout.size > 1 else ():
+            if is_here(buffer) and how == "mean" and buffer.is_floating_point():
+                dist.all_reduce(buffer, group=layout.group)
+                buffer /= layout.size
+            elif is_here(buffer):
+                dist.broadcast(buffer, group=layout.group, group_src=0)
 
     def spread_overflow(self) -> None:
         """Let gradients overflow on all ranks where they have on one, since all stages must skip a step alike.

@@ -11,15 +11,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from distwrap._internals.torch_autograd import without_chance
-from distwrap._internals.torch_tree import tensors_in
+from distwrap._internals.torch_autograd import divisors, without_chance
+from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.group.world import say_once
 from distwrap.model.watch import is_power_of_two
 from distwrap.precision import InPrecision
-from distwrap.seeding import preserved
+from distwrap.seeding import preserved, seed_generators
 from distwrap.strategies.pipeline.absent import is_here
+from distwrap.strategies.pipeline.attributes import kept_attributes
+from distwrap.strategies.pipeline.calls import Call, Latest
 from distwrap.strategies.pipeline.microbatches import LossWeights
-from distwrap.strategies.pipeline.relay import Call, Latest, Method, Relay, Survey
+from distwrap.strategies.pipeline.relay import Method, Relay, Survey
 from distwrap.strategies.pipeline.schedule import Line
 from distwrap.strategies.pipeline.streams import Streams
 
@@ -28,11 +30,12 @@ _KINDS = ("mean", "sum")
 
 
 class LastStage(NamedTuple):
-    """Numbers of a run of the last stage: the loss, its weight, and its gradients for what the stage received."""
+    """Numbers of a run of the last stage: the loss, its weight and counts, and its gradients for what was received."""
 
     loss: float
     weight: float
     slopes: list[torch.Tensor | None]
+    counts: list[float]
 
 
 class LossKinds:
@@ -70,7 +73,7 @@ class LossKinds:
         found = self._found.get(call, self._reduction)
         return "mean" if found == "auto" else found
 
-    def look(self, call: Call, method: Method, given: list[Any], surveys: list[Survey]) -> bool:
+    def look(self, call: Call, method: Method, given: list[Any], surveys: list[Survey], mixes: bool) -> bool:
         """Find the kind of a loss, and return whether this batch can be cut.
 
         Args:
@@ -78,13 +81,25 @@ class LossKinds:
             method: of the user's model.
             given: the arguments of a batch in whole, and of each microbatch.
             surveys: of the method with the one and with the others.
+            mixes: whether samples may depend on the others of their microbatch.
         """
-        verdict = torch.full((4,), math.nan, dtype=torch.float64, device=self._line.device)
+        found, unlike = [math.nan] * 5, 0.0
+        for stage in self._line.own:
+            if stage == self._line.stages - 1:
+                found = self._compared(method, given, surveys)
+            elif not mixes:
+                unlike = max(unlike, self._unlike(stage, method, given, surveys))
+        verdict = torch.tensor([*found, unlike], dtype=torch.float64, device=self._line.device)
         last = self._line.rank_of(self._line.stages - 1)
-        if dist.get_rank() == last:
-            verdict[:] = torch.tensor(self._compared(method, given, surveys), dtype=torch.float64)
+        worst = verdict[-1:].clone()
         dist.broadcast(verdict, src=last, group=self._line.group)
-        *errors, whole, mean = verdict.tolist()
+        dist.all_reduce(worst, dist.ReduceOp.MAX, self._line.group)
+        *errors, whole, mean, shows = verdict.tolist()[:-1]
+        dtype = surveys[0].result.dtype
+        tolerance = _TOLERANCE.get(dtype, 0.02) if self._in_precision.is_plain else 0.02
+        if float(worst) > tolerance:
+            self.run_whole(call, "has blocks in which the samples of a batch depend on each other, so that its loss")
+            return False
         if not all(map(math.isfinite, errors)):
             say_once(
                 f"unclear {call.name}",
@@ -92,11 +107,11 @@ class LossKinds:
                 f"runs as a whole. PipelineStrategy(reduction='mean') says which.",
             )
             return False
-        dtype = surveys[0].result.dtype
-        tolerance = _TOLERANCE.get(dtype, 0.02) if self._in_precision.is_plain else 0.02
         best = _KINDS[errors.index(min(errors))]
         if min(errors) > tolerance or self._found.get(call, best) != best:
             self.run_whole(call, f"of a batch is {whole:.6g} where the mean of its microbatches is {mean:.6g}: it")
+        elif best == "mean" and not shows:
+            self.run_whole(call, "does not show what it is the mean of, which may be less in one microbatch: it")
         else:
             self._found[call] = best
         return not self.is_whole(call)
@@ -112,41 +127,66 @@ class LossKinds:
         )
 
     def _compared(self, method: Method, given: list[Any], surveys: list[Survey]) -> list[float]:
-        """Return by how much a loss is not the mean, and not the sum; the loss, and the mean."""
+        """Return by how much a loss is not the mean, and not the sum; the loss; the mean; whether its count shows."""
         begin, count = self._relay.chain.ends[-2], len(given) - 1
         whole, part = (tensors_in(survey.outputs[begin - 1]) for survey in surveys)
         dims = [_cut(one, other, count) for one, other in zip(whole, part, strict=True)]
         weights, runs = LossWeights("mean", count), []
         try:
-            with _kept_buffers(self._relay.net), preserved(), self._streams.kept(), torch.enable_grad():
-                made = [_made_up(tensor, self._line.device) for tensor in whole]
-                pieces = [
-                    [one] * count if dim is None else one.chunk(count, dim) for one, dim in zip(made, dims, strict=True)
-                ]
+            with self._apart(), torch.enable_grad():
+                made, *pieces = _pieces([_made_up(tensor, self._line.device) for tensor in whole], part, count)
                 expected = self._ran(method, given[0], surveys[0], made, LossWeights("mean", 1))
-                for number, arguments in enumerate(given[1:]):
-                    received = [each[number] for each in pieces]
+                for arguments, received in zip(given[1:], pieces, strict=True):
                     runs.append(self._ran(method, arguments, surveys[1], received, weights))
         except Exception:  # noqa: BLE001 - the pass that comes raises it too, and tells the other stages
-            return [math.nan] * 4
+            return [math.nan] * 5
         total = sum(run.weight for run in runs)
         shares = [run.weight / total for run in runs]
         mean = sum(share * run.loss for share, run in zip(shares, runs, strict=True))
         errors = [_error(expected, runs, dims, factors) for factors in (shares, [1.0] * count)]
-        return [*errors, expected.loss, mean]
+        counts = zip(expected.counts, *(run.counts for run in runs), strict=False)
+        shows = any(math.isclose(everything, sum(each), rel_tol=1e-5) for everything, *each in counts)
+        return [*errors, expected.loss, mean, float(shows)]
+
+    def _unlike(self, stage: int, method: Method, given: list[Any], surveys: list[Survey]) -> float:
+        """Return by how much the output of a stage for a batch is not that for its parts."""
+        begin = self._relay.chain.ends[stage - 1] if stage else 0
+        count = len(given) - 1
+        whole, part = (tensors_in(survey.outputs[begin - 1]) if stage else [] for survey in surveys)
+        runs: list[list[torch.Tensor]] = []
+        try:
+            with self._apart(), torch.no_grad():
+                pieces = _pieces([_made_up(tensor, self._line.device) for tensor in whole], part, count)
+                for survey, arguments, received in zip([surveys[0], *surveys[1:] * count], given, pieces, strict=True):
+                    runs.append(tensors_in(self._output(method, arguments, survey, stage, received)))
+        except Exception:  # noqa: BLE001 - the pass that comes raises it too, and tells the other stages
+            return 0.0
+        return max((_distance(*each) for each in zip(*runs, strict=False)), default=0.0)
 
     def _ran(
         self, method: Method, given: Any, survey: Survey, received: list[torch.Tensor], weights: LossWeights
     ) -> LastStage:
-        with self._in_precision.context(), without_chance():
-            output = self._relay.run(survey, self._line.stages - 1, received, method, given)
+        output = self._output(method, given, survey, self._line.stages - 1, received)
         loss = self._in_precision.precision.outputs(output)
-        weight = float(weights.of(loss))
+        weight, counts = float(weights.of(loss)), [float(each) for each in divisors(loss)]
         trained = [tensor for tensor in received if tensor.requires_grad]
         found = iter(torch.autograd.grad(loss.sum(), trained, allow_unused=True))
         return LastStage(
-            float(loss.detach()), weight, [next(found) if each.requires_grad else None for each in received]
+            float(loss.detach()), weight, [next(found) if each.requires_grad else None for each in received], counts
         )
+
+    def _output(self, method: Method, given: Any, survey: Survey, stage: int, received: list[torch.Tensor]) -> Any:
+        seed_generators(0)  # for each run the same
+        arguments = map_tensors(torch.clone, given)
+        with self._in_precision.context(), without_chance():
+            return self._relay.run(survey, stage, received, method, arguments)
+
+    @contextmanager
+    def _apart(self) -> Iterator[None]:
+        """Leave the model, and the random numbers, as they were before a ``with``."""
+        net = self._relay.net
+        with kept_attributes(net), _kept_buffers(net), preserved(), self._streams.kept():
+            yield
 
 
 @contextmanager
@@ -169,6 +209,21 @@ def _cut(whole: torch.Tensor, part: torch.Tensor, count: int) -> int | None:
     return next(
         (dim for dim, (one, other) in enumerate(zip(whole.shape, part.shape, strict=True)) if one != other), None
     )
+
+
+def _pieces(made: list[torch.Tensor], part: list[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
+    """Return tensors, and the parts of each microbatch."""
+    dims = [_cut(one, other, count) for one, other in zip(made, part, strict=True)]
+    cut = [[one] * count if dim is None else one.chunk(count, dim) for one, dim in zip(made, dims, strict=True)]
+    return [made, *([each[number] for each in cut] for number in range(count))]
+
+
+def _distance(whole: torch.Tensor, *parts: torch.Tensor) -> float:
+    """Return by how much a tensor is not that of its parts, or where it has no parts, not their mean."""
+    dim = _cut(whole, parts[0], len(parts))
+    whole = whole.double()
+    put = torch.cat(parts, dim).double() if dim is not None else torch.stack([part.double() for part in parts]).mean(0)
+    return float((put - whole).norm() / whole.norm().clamp(min=1e-30))
 
 
 def _made_up(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

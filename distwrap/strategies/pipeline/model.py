@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,30 +14,34 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 
 from distwrap._internals.torch import foreach, norm_classes
-from distwrap._internals.torch_tree import map_tensors, tensors_in, tree_flatten
+from distwrap._internals.torch_autograd import call_after_accumulation, hooked
+from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.errors import CollectiveTimeoutError, ModelError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.world import World, say_once
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import Routing, put_back_forward
 from distwrap.model.model_first import ModelFirst
+from distwrap.model.wrapped_models import WrappedModels
 from distwrap.precision import LossScaling
 from distwrap.seeding import preserved
 from distwrap.strategies.alignment import Alignment
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.pipeline.absent import Absent, is_here, make_present, refuse_copy
 from distwrap.strategies.pipeline.alike import Alike
+from distwrap.strategies.pipeline.attributes import Snapshot
 from distwrap.strategies.pipeline.blocks import Chain
+from distwrap.strategies.pipeline.calls import Call, Latest, call_of, refuse_parts, refuse_trained
 from distwrap.strategies.pipeline.gradients import Gradients, Results, apart
 from distwrap.strategies.pipeline.holders import Holders
 from distwrap.strategies.pipeline.loss_kinds import LossKinds
 from distwrap.strategies.pipeline.microbatches import batch_size, parts_of
-from distwrap.strategies.pipeline.relay import Call, Latest, Method, Relay, Survey
+from distwrap.strategies.pipeline.relay import Method, Relay, Survey
 from distwrap.strategies.pipeline.schedule import Line, StageError, TrainingPass, WholePass
 from distwrap.strategies.pipeline.streams import Streams
+from distwrap.wording import first_line
 
 _PASSES = 4  # of which the buffers are kept
-_PLAIN = (bool, int, complex, str, bytes, type(None), torch.dtype, torch.device, slice, enum.Enum)
 
 
 class _Begins(BaseException):
@@ -89,12 +92,14 @@ class PipelineRouting(Routing):
         self.holders = Holders(net, chain, line)
         self._streams = Streams(line.device)
         self.relay = Relay(net, chain, self._streams)
+        for twin in self._twins():
+            self.holders.settle_as(twin)
         self._kinds_of_losses = LossKinds(self.relay, line, wrapping.in_precision, self._streams, settings.reduction)
         self._alike = Alike(line)
         self._broken = ""  # the method in which the stages came out of step
         self.syncs = True
         self._alignment = Alignment(type(net).__name__, line.ranks)
-        self.stage_buffers = self._stage_buffers()
+        self.buffers = self._own_buffers()
         self._surveys: Latest[Any, Survey] = Latest()
         self._passes: Latest[Any, TrainingPass] = Latest(_PASSES)
         self._kinds: dict[tuple[str, bool], bool] = {}  # whether a method calls the model as a whole
@@ -129,11 +134,14 @@ class PipelineRouting(Routing):
             args, kwargs = self._moved((args, kwargs), "left")
             kind = name, torch.is_grad_enabled()
             if kind not in self._kinds:
+                before = Snapshot(self.model, (args, kwargs))
                 try:
                     with self._watched():
                         return method(*args, **kwargs)
                 except _Begins as begins:
                     self._kinds[kind] = begins.whole
+                    with torch.no_grad():
+                        before.restore()
             if self._kinds[kind]:
                 return method(*args, **kwargs)
             return self._through_stages(name, method, args, kwargs)
@@ -163,15 +171,22 @@ class PipelineRouting(Routing):
             )
         given = self._in_precision.inputs((args, kwargs))
         if torch.is_grad_enabled():
-            _refuse_trained(name, given)
+            refuse_trained(name, given)
+            refuse_parts(name)
         self._alignment.forward()
-        try:
+        with self._waiting(name):
             self._alike.check(name, given)
-            call = self._call_of(name, given)
-            if torch.is_grad_enabled():
-                return self._in_precision.outputs(self._train(call, method, given))
-            with torch.inference_mode(False), torch.no_grad():  # where views of parameters can be taken
-                return self._evaluate(call, method, given)
+        call = call_of(name, given, self.model, self.line.device.type)
+        if torch.is_grad_enabled():
+            return self._in_precision.outputs(self._train(call, method, given))
+        with torch.inference_mode(False), torch.no_grad():  # where views of parameters can be taken
+            return self._evaluate(call, method, given)
+
+    @contextmanager
+    def _waiting(self, name: str) -> Iterator[None]:
+        """Say which method waits where other stages do not come; an error of the model's own is none of this."""
+        try:
+            yield
         except RuntimeError as error:
             if "timed out" in str(error).lower():
                 raise CollectiveTimeoutError(
@@ -193,7 +208,8 @@ class PipelineRouting(Routing):
         """Remember where a pass ends early, whose messages the other stages wait for."""
         error = None
         try:
-            yield
+            with self._waiting(name):
+                yield
         except StageError as ended:  # all stages are at its end
             error = ended.error
         except BaseException:
@@ -202,25 +218,27 @@ class PipelineRouting(Routing):
         if error is not None:
             raise error from error.__cause__
 
-    def _call_of(self, name: str, given: Any) -> Call:
-        leaves, structure = tree_flatten(given)
-        others = [_kind_of(leaf) for leaf in leaves]
-        device = self.line.device.type
-        autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
-        trains = bytes(module.training for module in self.model.modules())
-        return Call(name, torch.is_grad_enabled(), trains, autocast, self.holders.thawed(), f"{others} in {structure}")
-
     def _survey(self, call: Call, method: Method, given: Any) -> Survey:
         key = call, tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors_in(given))
         if key not in self._surveys:
             with preserved(), self._streams.kept(), self._in_precision.context():
                 survey = self.relay.survey(method, *given)
-                self.holders.settle(survey)
+                for holders in (self.holders, *self._twins()):
+                    holders.settle(survey)
             survey.key = key
             self._surveys[key] = survey
         return self._surveys[key]
 
-    def _stage_buffers(self) -> Buffers | None:
+    def _twins(self) -> list[Holders]:
+        """Return the holders of models alike, as one of averages, which are to have the same stages."""
+        others = [model.__dict__.get("_distwrap") for model in self.world.part(WrappedModels)]
+        return [
+            other.holders
+            for other in others
+            if isinstance(other, PipelineRouting) and other is not self and other.holders.is_like(self.holders)
+        ]
+
+    def _own_buffers(self) -> Buffers | None:
         """Return the buffers of this rank's stages, of which the first pipeline's are those that count."""
         channel, place = self.world.channel, dist.get_rank(self.line.group)
         name = f"{self.world.count('model in stages')} of stage {place}"
@@ -229,12 +247,23 @@ class PipelineRouting(Routing):
         rank = self.world.placement.rank
         return Buffers(self.model, rank, channel, name, source=place, holds=is_here)
 
+    def sync_buffers(self, how: str) -> None:
+        """Give all pipelines the same buffers: the first one's, or the mean."""
+        self.holders.sync_buffers(self.world.layout, how)
+
     def _train(self, call: Call, method: Method, given: Any) -> Any:
-        if self.stage_buffers is not None:
-            self.stage_buffers.forwards += 1
+        if self.buffers is not None:
+            self.buffers.forwards += 1
         count = self._count(call, given)
         parts = parts_of(given, count)
-        survey = whole = self._survey(call, method, parts[0])
+        try:
+            survey = whole = self._survey(call, method, parts[0])
+        except Exception as error:
+            if count == 1:
+                raise
+            self._survey(call, method, given)  # else the error is no matter of the cut
+            self._kinds_of_losses.run_whole(call, f"cannot run on a part of a batch ({first_line(error)}): it")
+            return self._train(call, method, given)
         changes = count > 1 and bool(survey.changed) and not self.settings.is_given
         looks = count > 1 and not changes and self._kinds_of_losses.needs_look(call)
         if changes or looks or 1 < count == batch_size(given):
@@ -252,7 +281,8 @@ class PipelineRouting(Routing):
             parts, survey = [given], whole
         elif looks:
             with self._in_step(call.name):
-                can_be_cut = self._kinds_of_losses.look(call, method, [given, *parts], [whole, survey])
+                mixes = self.settings.is_given and (bool(survey.changed) or self._mixes_samples())  # as was asked for
+                can_be_cut = self._kinds_of_losses.look(call, method, [given, *parts], [whole, survey], mixes)
             if not can_be_cut:
                 parts, survey = [given], whole
         return self._train_parts(call, method, given, parts, survey)
@@ -325,6 +355,7 @@ class PipelineRouting(Routing):
         if found and factor is not None:
             foreach("mul_", list(found.values()), float(factor))
         for parameter, grad in found.items():
+            grad = hooked(parameter, grad)
             parameter.grad = grad if parameter.grad is None else parameter.grad.add_(grad)
         for parameter in self.model.parameters():
             if isinstance(parameter, Absent):
@@ -333,6 +364,8 @@ class PipelineRouting(Routing):
             self.holders.average(self.world.layout)
         if self.syncs and self.world.part(LossScaling).scaler is not None:
             self.holders.spread_overflow()
+        for parameter in found:
+            call_after_accumulation(parameter)
 
 
 class PipelineModel(ModelFirst):
@@ -342,7 +375,7 @@ class PipelineModel(ModelFirst):
 
     def train(self, mode: bool = True) -> Any:
         """Set the training flag; when training pauses, take over the first pipeline's buffers."""
-        buffers, pauses = self._distwrap.stage_buffers, self.training and not mode
+        buffers, pauses = self._distwrap.buffers, self.training and not mode
         super().train(mode)
         if pauses and buffers is not None:
             buffers.pause()
@@ -353,22 +386,6 @@ class PipelineModel(ModelFirst):
 
     def __copy__(self) -> Any:
         refuse_copy()
-
-
-def _kind_of(leaf: Any) -> str:
-    """Return what a run depends on of an argument; of an object its type, whose text may have an address."""
-    if isinstance(leaf, (torch.Tensor, float)):
-        return "float" if isinstance(leaf, float) else "tensor"
-    return repr(leaf) if isinstance(leaf, _PLAIN) else str(type(leaf))
-
-
-def _refuse_trained(name: str, given: Any) -> None:
-    """Refuse arguments to which a backward would have to go on."""
-    if any(tensor.requires_grad for tensor in tensors_in(given)):
-        raise ModelError(
-            f"{name}() got a tensor that requires a gradient, and under strategy='pipeline' none goes back to what a "
-            f"model is given. Compute the tensor in the model's own method, or detach() it; or use strategy='fsdp'."
-        )
 
 
 def _linked(result: Any, tensors: list[torch.Tensor], hand_on: Callable[[list[torch.Tensor]], None]) -> Any:

@@ -6,64 +6,26 @@ import inspect
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
+from functools import partial
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from distwrap._internals.torch import version_of
+from distwrap._internals.torch import put_back_calls, replace_calls, version_of
 from distwrap._internals.torch_autograd import in_backward
 from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.errors import ModelError
-from distwrap.model.forward_routing import put_back_forward
 from distwrap.seeding import GENERATORS, RandomState
-from distwrap.strategies.pipeline.absent import Absent, is_here, noting_draws
+from distwrap.strategies.pipeline.absent import Absent, NumbersElsewhereError, is_here, noting_draws
+from distwrap.strategies.pipeline.attributes import kept_attributes
 from distwrap.strategies.pipeline.blocks import Chain
 from distwrap.strategies.pipeline.streams import Streams
 
 Method = Callable[..., Any]
-_Key = TypeVar("_Key")
-_Value = TypeVar("_Value")
 BlockRun = Callable[[int, Method, tuple[Any, ...], dict[str, Any]], Any]
-
-
-class Call(NamedTuple):
-    """All that a run of a method depends on, but for the tensors that it is given; alike on all ranks.
-
-    Attributes:
-        name: of the method.
-        has_gradients: whether they are enabled.
-        trains: which modules are in training mode.
-        autocast: the type of the caller's own autocast, or ``False``.
-        thawed: which parameters are not frozen.
-        others: the nesting of the arguments, with those that are no tensors.
-    """
-
-    name: str
-    has_gradients: bool
-    trains: bytes
-    autocast: torch.dtype | Literal[False]
-    thawed: bytes
-    others: str
-
-
-class Latest(dict[_Key, _Value]):
-    """A dictionary that forgets what was set first, so that arguments that are new in each step fill no memory.
-
-    Args:
-        size: how many entries are kept.
-    """
-
-    def __init__(self, size: int = 64) -> None:
-        self._size = size
-
-    def __setitem__(self, key: _Key, value: _Value) -> None:
-        self.pop(key, None)
-        super().__setitem__(key, value)
-        if len(self) > self._size:
-            del self[next(iter(self))]
 
 
 @dataclass
@@ -80,6 +42,7 @@ class Survey:
         chance: whether anything draws.
         generators: which are drawn from.
         hidden: absent tensors for a stage, in the place of others that are here.
+        writes: whether it changes tensors that it is given.
     """
 
     outputs: list[Any] = field(default_factory=list)
@@ -91,6 +54,7 @@ class Survey:
     chance: bool = False
     generators: frozenset[str] = frozenset({"torch"})
     hidden: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
+    writes: bool = False
 
 
 class Leave(BaseException):
@@ -115,9 +79,9 @@ class Relay:
     def __init__(self, net: nn.Module, chain: Chain, streams: Streams) -> None:
         self.net, self.chain, self._streams = net, chain, streams
         self._run: BlockRun | None = None
-        self._before = [vars(block).get("forward") for block in chain.blocks]
+        self._before = [dict(vars(block)) for block in chain.blocks]
         for number, block in enumerate(chain.blocks):
-            block.forward = self._seen(number, block.forward)
+            replace_calls(block, partial(self._seen, number))
 
     @property
     def is_running(self) -> bool:
@@ -125,8 +89,8 @@ class Relay:
 
     def release(self) -> None:
         """Let the blocks run as they are from now on."""
-        for block, forward in zip(self.chain.blocks, self._before, strict=True):
-            put_back_forward(block, forward)
+        for block, own in zip(self.chain.blocks, self._before, strict=True):
+            put_back_calls(block, own)
 
     def survey(self, method: Method, args: Any, kwargs: Any) -> Survey:
         """Run a method without any numbers: on a few sizes, with no communication.
@@ -136,6 +100,8 @@ class Relay:
                 another one has computed, other than the output of the block before it.
         """
         survey, names = Survey(needs=[set() for _ in self.chain.ends]), self.chain.names
+        fresh = map_tensors(torch.clone, (args, kwargs))
+        copies = tensors_in(fresh)
         used: list[tuple[int, Any]] = []
         buffers, has_gradients = _Buffers(self.net), torch.is_grad_enabled()
 
@@ -157,7 +123,11 @@ class Relay:
             note_changes(number)
             with self._streams.kept(), noting_draws() as noted:
                 begins = self._streams.states()
-                output = map_tensors(lambda tensor: _absent(tensor, names[number]), forward(*args, **kwargs))
+                try:
+                    output = forward(*args, **kwargs)
+                except NumbersElsewhereError:  # its own stage has them; what it returns is compared there
+                    output, survey.chance = _like_first(self.chain.blocks[number], args, kwargs), True
+                output = map_tensors(lambda tensor: _absent(tensor, names[number]), output)
                 survey.chance |= bool(noted) or self._streams.have_moved(begins)
             note_changes(number)
             self._check_order(number, len(survey.outputs))
@@ -166,7 +136,12 @@ class Relay:
 
         def run(*args: Any, **kwargs: Any) -> Any:
             buffers.changed()  # since the absent ones have taken their places
-            result = method(*args, **kwargs)
+            try:
+                result = method(*args, **kwargs)
+            except NumbersElsewhereError as error:
+                if not has_gradients or len(survey.outputs) < len(names):
+                    raise
+                result = _some_loss(survey.outputs[-1], error.sources)  # else the last stage says what it returns
             note_changes(len(names))
             return result
 
@@ -174,7 +149,20 @@ class Relay:
         absent = {f"net.{name}": _absent(tensor, name) for name, tensor in named}
         caller = _Caller(self.net)
         before, others = self._streams.states(), RandomState.capture()
-        survey.result = self._while(block, lambda: functional_call(caller, absent, (run, args, kwargs)))
+        with kept_attributes(self.net) as numbers:
+            survey.result = self._while(block, lambda: functional_call(caller, absent, (run, *fresh)))
+            if counters := numbers.changed():
+                seen, survey.outputs = (list(used), survey.outputs), []
+                again = map_tensors(torch.clone, (args, kwargs))
+                self._while(block, lambda: functional_call(caller, absent, (run, *again)))
+                (used, survey.outputs), counters = seen, counters & numbers.changed()  # not what is kept from now on
+        if counters:
+            raise ModelError(
+                f"the forward changes {min(counters)!r}, a number that is an attribute of a module. A stage runs a "
+                f"part of the forward only, once for each microbatch, so ranks would count apart. Keep it in the loop, "
+                f"and pass it as an argument; or make it a buffer, by register_buffer()."
+            )
+        survey.writes = any(version_of(tensor) for tensor in copies)
         survey.draws = self._streams.have_moved(before)
         if others.draws_but_for_torch(RandomState.capture()):
             survey.generators, survey.draws = GENERATORS, True
@@ -233,7 +221,8 @@ class Relay:
                 raise Leave(output)
             return output
 
-        args, kwargs = given
+        # Each run has containers of its own, of which a method may take what it is given.
+        args, kwargs = map_tensors(torch.clone if survey.writes else torch.detach, given)
         hidden = self._hidden(survey, stage)
         try:
             if hidden:
@@ -324,6 +313,18 @@ class _Caller(nn.Module):
 
     def forward(self, method: Method, args: Any, kwargs: Any) -> Any:
         return method(*args, **kwargs)
+
+
+def _like_first(block: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Return a tensor like the first one that a block is given, as it returns in most models."""
+    first = tensors_in((args, kwargs))[0]
+    trains = first.requires_grad or any(parameter.requires_grad for parameter in block.parameters())
+    return first.detach().requires_grad_(trains and torch.is_grad_enabled())
+
+
+def _some_loss(output: Any, sources: set[str]) -> torch.Tensor:
+    dtype = torch.promote_types(tensors_in(output)[0].dtype, torch.float32)
+    return Absent(torch.zeros((), dtype=dtype), set(sources)).requires_grad_()
 
 
 def _is_in_checkpoint() -> bool:

@@ -20,13 +20,15 @@ from torch.distributed.pipelining import (
     ScheduleLoopedBFS,
 )
 
-from distwrap._internals.torch_tree import map_tensors, tensors_in
+from distwrap._internals.torch_tree import map_tensors, tensors_in, tree_flatten, tree_unflatten
 from distwrap.errors import CollectiveError, ModelError
 from distwrap.precision import InPrecision
 from distwrap.strategies.pipeline.microbatches import LossWeights
 from distwrap.strategies.pipeline.relay import Method, Relay, Survey
 from distwrap.strategies.pipeline.streams import Streams
 from distwrap.wording import named_ranks
+
+_PLAIN = (bool, int, float, str)
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ def trained_of(value: Any) -> list[torch.Tensor]:
 
 
 def shared(result: Any, line: Line) -> Any:
-    """Return the last stage's result on every rank; on the others its tensors are looked at for their sizes alone."""
+    """Return the last stage's result on every rank; on the others it is looked at for its nesting and sizes alone."""
     last = line.rank_of(line.stages - 1)
 
     def broadcast(tensor: torch.Tensor) -> torch.Tensor:
@@ -133,7 +135,14 @@ def shared(result: Any, line: Line) -> Any:
         dist.broadcast(tensor, src=last, group=line.group)
         return tensor
 
-    return map_tensors(broadcast, result)
+    leaves, structure = tree_flatten(map_tensors(broadcast, result))
+    plain = [leaf for leaf in leaves if type(leaf) in _PLAIN]
+    if not plain:
+        return tree_unflatten(leaves, structure)
+    told: list[Any] = [plain]
+    dist.broadcast_object_list(told, src=last, group=line.group)
+    known = iter(told[0])
+    return tree_unflatten([next(known) if type(leaf) in _PLAIN else leaf for leaf in leaves], structure)
 
 
 class PassSums(NamedTuple):
@@ -311,18 +320,23 @@ def end_pass(
 
 
 def check_like(output: Any, expected: Any, stage: int) -> None:
-    """Refuse an output of a stage that is of other sizes or types than the next one waits for.
+    """Refuse an output of a stage that is of other sizes or types, or has other gradients, than the next one awaits.
 
     Raises:
         ModelError: says what was seen.
     """
-    seen, known = ([(tuple(t.shape), t.dtype) for t in tensors_in(each)] for each in (output, expected))
+    seen, known = (list(map(_described, tensors_in(each))) for each in (output, expected))
     if seen != known:
         raise ModelError(
-            f"rank {dist.get_rank()}: stage {stage} has computed {seen}, and the next one waits for {known}, as in an "
-            f"earlier run on such arguments. Sizes and types must follow from those of the arguments, and from "
-            f"whether the model trains: pass what else they depend on as an argument that is no float."
+            f"rank {dist.get_rank()}: stage {stage} has computed {', '.join(seen) or 'nothing'}, and the next one "
+            f"waits for {', '.join(known) or 'nothing'}, as in an earlier run on such arguments. Sizes, types and what "
+            f"has a gradient must follow from the arguments, and from whether the model trains: pass what else they "
+            f"depend on as an argument that is no float."
         )
+
+
+def _described(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}{' with a gradient' if tensor.requires_grad else ''}"
 
 
 def _loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
 
@@ -214,16 +215,17 @@ class StageOptimizers(RunPart):
     def __init__(self, world: World) -> None:
         self._handles = [
             register_optimizer_step_pre_hook(self._begin),
-            register_optimizer_step_post_hook(lambda *_: setattr(Absent, "steps", False)),
+            register_optimizer_step_post_hook(lambda *_: setattr(Absent, "step", None)),
         ]
 
     def _begin(self, optimizer: Optimizer, *_: Any) -> None:
         _refuse_whole(optimizer)
-        Absent.steps = True
+        frame = inspect.currentframe()
+        Absent.step, Absent.asked = None if frame is None else frame.f_back, False
 
     def close(self) -> None:
         """Remove the hooks."""
-        Absent.steps = False
+        Absent.step = None
         for handle in self._handles:
             handle.remove()
 

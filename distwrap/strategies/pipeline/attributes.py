@@ -1,0 +1,85 @@
+"""What a look at a method leaves alone: attributes of modules, as caches, lists and counters, and what it is given."""
+
+from __future__ import annotations
+
+import copy
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from distwrap._internals.torch_tree import tensors_in
+
+_TORCHS = frozenset(vars(nn.Module()))
+_CONTAINERS = (list, dict, set, deque)
+
+
+class Numbers:
+    """Numbers among the attributes of a model's modules, whose changes it sees."""
+
+    def __init__(self, net: nn.Module) -> None:
+        self._modules = list(net.named_modules())
+        self._seen = self._now()
+
+    def changed(self) -> set[str]:
+        """Return the names of those that are others than at the last call."""
+        before, self._seen = self._seen, self._now()
+        return {name for name, value in self._seen.items() if name in before and before[name] != value}
+
+    def _now(self) -> dict[str, Any]:
+        return {
+            f"{path}.{name}" if path else name: value
+            for path, module in self._modules
+            for name, value in vars(module).items()
+            if type(value) in (int, float)
+        }
+
+
+class Snapshot:
+    """Attributes of all modules of a model, and arguments of a method, as they are now.
+
+    Args:
+        net: the model.
+        given: the arguments.
+    """
+
+    def __init__(self, net: nn.Module, given: Any = ()) -> None:
+        self._attributes = [(vars(module), dict(vars(module))) for module in net.modules()]
+        held = [value for own, _ in self._attributes for name, value in own.items() if name not in _TORCHS]
+        containers = [value for value in held if type(value) in _CONTAINERS] + list(_containers_in(given))
+        self._contents = [(container, copy.copy(container)) for container in containers]
+        self._tensors = [(tensor, tensor.clone()) for tensor in tensors_in(given)]
+
+    def restore(self) -> None:
+        """Put everything back."""
+        for own, kept in self._attributes:
+            for name in own.keys() - kept.keys():
+                del own[name]
+            own.update((name, value) for name, value in kept.items() if own.get(name) is not value)
+        for container, items in self._contents:
+            container.clear()
+            (container.extend if isinstance(container, (list, deque)) else container.update)(items)
+        for tensor, numbers in self._tensors:
+            if not torch.equal(tensor, numbers):
+                tensor.copy_(numbers)
+
+
+@contextmanager
+def kept_attributes(net: nn.Module) -> Iterator[Numbers]:
+    """Give all modules their attributes back after a ``with``, and the lists, dicts and sets what was in them."""
+    before = Snapshot(net)
+    try:
+        yield Numbers(net)
+    finally:
+        before.restore()
+
+
+def _containers_in(value: Any) -> Iterator[Any]:
+    if isinstance(value, (list, tuple, dict)):
+        if not isinstance(value, tuple):
+            yield value
+        for item in value.values() if isinstance(value, dict) else value:
+            yield from _containers_in(item)

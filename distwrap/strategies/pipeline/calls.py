@@ -1,0 +1,122 @@
+"""Calls of a model's methods: all that a run depends on, and what arguments are refused."""
+
+from __future__ import annotations
+
+import enum
+import inspect
+from functools import partial
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+
+from distwrap._internals.torch_tree import tensors_in, tree_flatten
+from distwrap.errors import ModelError
+from distwrap.strategies.pipeline.absent import Absent, is_in_step
+from distwrap.strategies.pipeline.microbatches import batch_size
+
+_Key = TypeVar("_Key")
+_Value = TypeVar("_Value")
+_PLAIN = (bool, int, complex, str, bytes, type(None), torch.dtype, torch.device, slice, enum.Enum)
+
+
+class Call(NamedTuple):
+    """All that a run of a method depends on, but for the tensors that it is given; alike on all ranks.
+
+    Attributes:
+        name: of the method.
+        has_gradients: whether they are enabled.
+        trains: which modules are in training mode, and which have a dropout.
+        autocast: the type of the caller's own autocast, or ``False``.
+        thawed: which parameters are not frozen.
+        others: the nesting of the arguments, with those that are no tensors; and the switches of the model.
+    """
+
+    name: str
+    has_gradients: bool
+    trains: bytes
+    autocast: torch.dtype | Literal[False]
+    thawed: bytes
+    others: str
+
+
+class Latest(dict[_Key, _Value]):
+    """A dictionary that forgets what was set first, so that arguments that are new in each step fill no memory.
+
+    Args:
+        size: how many entries are kept.
+    """
+
+    def __init__(self, size: int = 64) -> None:
+        self._size = size
+
+    def __setitem__(self, key: _Key, value: _Value) -> None:
+        self.pop(key, None)
+        super().__setitem__(key, value)
+        if len(self) > self._size:
+            del self[next(iter(self))]
+
+
+def call_of(name: str, given: Any, model: nn.Module, device: str) -> Call:
+    """Return what a run of a method depends on.
+
+    Args:
+        name: of the method.
+        given: its arguments.
+        model: whose it is.
+        device: the type of the device on which it computes.
+    """
+    leaves, structure = tree_flatten(given)
+    batch = batch_size(given)
+    others = [_kind_of(leaf, batch) for leaf in leaves]
+    modes = [_modes_of(module) for module in (model, *model.children())]
+    autocast = torch.is_autocast_enabled(device) and torch.get_autocast_dtype(device)
+    trains = bytes(_switched(module) for module in model.modules())
+    thawed = bytes(parameter.requires_grad for parameter in model.parameters())
+    return Call(name, torch.is_grad_enabled(), trains, autocast, thawed, f"{others} in {structure}, {modes}")
+
+
+def _kind_of(leaf: Any, batch: int) -> str:
+    """Return what a run depends on of an argument; of an object not its text, which may have an address."""
+    if isinstance(leaf, torch.Tensor):
+        return "rows" if leaf.dim() and len(leaf) == batch else "tensor"
+    if isinstance(leaf, float):
+        return "float"
+    if isinstance(leaf, _PLAIN):
+        return repr(leaf)
+    if isinstance(leaf, partial):
+        return str([_kind_of(each, batch) for each in (leaf.func, *leaf.args, *leaf.keywords.items())])
+    if isinstance(leaf, tuple):
+        return str([_kind_of(each, batch) for each in leaf])
+    name = getattr(leaf, "__qualname__", "")
+    return f"{getattr(leaf, '__module__', '')}.{name}" if name else f"{type(leaf)} {_modes_of(leaf)}"
+
+
+def _switched(module: nn.Module) -> int:
+    chance = vars(module).get("p")  # of a dropout, which draws where there is any
+    return module.training + 2 * (isinstance(chance, float) and chance > 0)
+
+
+def _modes_of(thing: Any) -> list[tuple[str, Any]]:
+    """Return the switches of an object, as the ``reduction`` of a criterion."""
+    held = getattr(thing, "__dict__", {})
+    return [(name, value) for name, value in held.items() if isinstance(value, (bool, str, enum.Enum))]
+
+
+def refuse_parts(name: str) -> None:
+    """Refuse a pass in an optimizer's step that has looked at gradients before, as SAM does."""
+    if Absent.asked and is_in_step(inspect.currentframe()):
+        raise ModelError(
+            f"an optimizer's step runs {name}() after it has looked at the gradients, as to take a norm over all of "
+            f"them, and under strategy='pipeline' each rank has those of its stage only. Use an optimizer that steps "
+            f"each parameter by itself, as AdamW, or strategy='ddp'."
+        )
+
+
+def refuse_trained(name: str, given: Any) -> None:
+    """Refuse arguments to which a backward would have to go on."""
+    if any(tensor.requires_grad for tensor in tensors_in(given)):
+        raise ModelError(
+            f"{name}() got a tensor that requires a gradient, and under strategy='pipeline' none goes back to what a "
+            f"model is given. Compute the tensor in the model's own method, or detach() it; or use strategy='fsdp'."
+        )
