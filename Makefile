@@ -1,6 +1,6 @@
 # make demo: train over two ranks.
 # make test: tests of everything, in at most five minutes on two cores.
-# make test-all: all tests, as CI runs them: those marked slow too, in at most 25 minutes.
+# make test-all: all tests, as CI runs them: those marked slow too, in at most 27 minutes.
 # make check: ruff, mypy, and that the documentation agrees with the code.
 # make faults: each launcher and fault 100 times with busy cores, where make test-all runs a tenth of the matrix; takes
 #     hours, and goes on where it was stopped. TIMES=10 is less.

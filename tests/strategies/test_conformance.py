@@ -24,7 +24,7 @@ def parts() -> Iterator[Any]:
 
 
 @pytest.mark.timeout(400)  # a guard, of what takes some ten seconds
-@pytest.mark.parametrize(("cell", "asked"), parts())
+@pytest.mark.parametrize(("cell", "asked"), list(parts()))
 def test_it_conforms(cell: Cell, asked: Collection[str]) -> None:
     """It passes every behaviour that is asked of it, but for those that it refuses by name."""
     check_strategy(cell.strategy, cell.nprocs, only=asked, refuses=cell.refuses)

@@ -23,7 +23,7 @@ def parts() -> Iterator[Any]:
 
 
 @pytest.mark.timeout(400)  # a guard, of what takes some ten seconds
-@pytest.mark.parametrize(("row", "asked"), parts())
+@pytest.mark.parametrize(("row", "asked"), list(parts()))
 def test_it_trains_as_one_process_does(row: Row, asked: Collection[str]) -> None:
     """After three epochs the weights are those of one process, by every optimizer, kind of step and type."""
     chosen = {name: each for name, each in COMBINATIONS.items() if name in asked}
