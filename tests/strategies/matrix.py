@@ -80,6 +80,7 @@ ROWS = (
     Row("fsdp on three ranks", "fsdp", 3, refuses=("lbfgs",), lacks=ROUNDED_AGAIN, slow=MORE_RANKS),
     Row("hsdp", FSDPStrategy(shard=2), 4, refuses=("lbfgs",), slow=MORE_RANKS),
     Row("tp", "tp", refuses=("lbfgs",)),
+    Row("cp", "cp", refuses=("lbfgs",), slow="tp's code, whose blocks get no sequences here"),
     Row("fsdp+tp", FSDPStrategy(tensor_parallel=2), 4, refuses=("lbfgs",), slow=MORE_RANKS),
     Row("pipeline", "pipeline", refuses=("lbfgs",)),
     Row("pipeline on three ranks", "pipeline", 3, refuses=("lbfgs",), lacks=ROUNDED_AGAIN, slow=MORE_RANKS),

@@ -28,7 +28,7 @@ from distwrap.strategies.fsdp.attention import attend, why_not
 from distwrap.strategies.fsdp.pieces import Pieces
 from distwrap.strategies.fsdp.plans import Cuts, blocks_of
 from distwrap.strategies.fsdp.styles import Running, Whole, enter
-from distwrap.strategies.fsdp.tensor_parallel import TensorParallel, general, kind_of, refuse_statistics
+from distwrap.strategies.fsdp.tensor_parallel import TensorParallel, general, kind_of, statistics_of
 
 
 class ContextParallel(TensorParallel):
@@ -57,7 +57,10 @@ class ContextParallel(TensorParallel):
         if not cuts.by_sequence:
             super()._cut(module, cuts, undo)
             return
-        refuse_statistics(module, "context_parallel")
+        if why := statistics_of(module):
+            raise ModelError(
+                f"context_parallel=: {type(module).__name__} {why}. Take a norm of each word, as nn.LayerNorm."
+            )
         ways = self._proven.setdefault(kind_of(module), set())
         for part in module.modules():
             own = [value for value in own_parameters(part).values() if value is not None]

@@ -83,6 +83,18 @@ class Twins:
                 return f"its forward raises {type(error).__name__}: {error}", []
         return self._compared(names, own, found, expected)
 
+    def can_be_tried(self, numbers: dict[str, torch.Tensor], args: tuple[torch.Tensor, ...]) -> bool:
+        """Return whether the whole block takes such arguments, if several: what comes out is shaped as the first."""
+        if len(args) == 1:
+            return True
+        names = [name for name, _ in self.whole.named_parameters()]
+        try:
+            with torch.enable_grad():
+                outputs, *_ = self._computed(self.whole, [numbers[name] for name in names], numbers, args, {})
+        except Exception:  # noqa: BLE001 - it takes others
+            return False
+        return bool(outputs) and next(iter(outputs.values())).shape == args[0].shape
+
     def _computed(
         self,
         block: nn.Module,
@@ -278,15 +290,16 @@ def add_summed(block: nn.Module, summed: list[tuple[str, str]]) -> None:
         names.add(attribute)
 
 
-def trial_inputs(block: nn.Module, width: int, ranks: int, dtype: torch.dtype, device: str) -> torch.Tensor | None:
-    """Return what a block can be tried on before there is any data; ``None`` where it takes more than one thing."""
+def trial_inputs(block: nn.Module, width: int, ranks: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, ...]:
+    """Return what a block can be tried on before there is any data, as if all that it takes were of one shape."""
     parameters = list(inspect.signature(block.forward).parameters.values())
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     needed = [each for each in parameters if each.kind in kinds and each.default is inspect.Parameter.empty]
-    if len(needed) != 1 or needed[0].kind is inspect.Parameter.KEYWORD_ONLY:
-        return None
+    if any(each.kind is inspect.Parameter.KEYWORD_ONLY for each in needed):
+        return ()
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(3, 2 * ranks, width, dtype=dtype, generator=generator).to(device)
+    shape = 3, 2 * ranks, width
+    return tuple(torch.randn(shape, dtype=dtype, generator=generator).to(device) for _ in needed)
 
 
 def trial_numbers(block: nn.Module, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor] | None:

@@ -64,7 +64,7 @@ class TensorParallel:
         self._shares, self._reasons = shares, dict[str, str]()
         self._undo: list[Callable[[], object]] = []
         self._inside: list[Pieces | None] = []
-        self._common = CommonNumbers(mesh)
+        self._common, self._piece = CommonNumbers(mesh), 0
         types = {parameter.dtype for parameter in net.parameters() if parameter.is_floating_point()}
         self._dtype = torch.float64 if torch.float64 in types else torch.float32
         self._summed: dict[str, list[tuple[str, str]]] = {}
@@ -156,14 +156,16 @@ class TensorParallel:
         block, device, kind = self._net.get_submodule(unit), self._mesh.device_type, torch.float64
         first = next(part for part in block.modules() if hasattr(part, "in_features") or hasattr(part, "embed_dim"))
         width = int(getattr(first, "in_features", 0) or getattr(first, "embed_dim", 0))
-        x, numbers = trial_inputs(block, width, self._mesh.size(), kind, device), trial_numbers(block, kind, device)
-        taken, summed, can_try = Cuts(), list[tuple[str, str]](), x is not None and numbers is not None
+        inputs = trial_inputs(block, width, self._mesh.size(), kind, device)
+        numbers = trial_numbers(block, kind, device)
+        taken, summed, can_try = Cuts(), list[tuple[str, str]](), bool(inputs) and numbers is not None
+        can_try = can_try and self._twins(block, Cuts(), kind).can_be_tried(numbers or {}, inputs)
         for ways in groups:
             for way in ways:
                 if not can_try:
                     taken = taken | way
                     break
-                found = self._twins(block, taken | way, kind).difference(numbers or {}, (x,), {})
+                found = self._twins(block, taken | way, kind).difference(numbers or {}, inputs, {})
                 why, sums = found or ("", [])
                 if found is None or why.startswith("its forward cannot"):
                     can_try, taken = False, taken | ways[0]
@@ -174,7 +176,9 @@ class TensorParallel:
                 self._reasons[general(f"{unit}.{next(iter(way.words))}")] = why
         pieces = self._in_pieces(taken)
         if can_try and pieces.by_sequence and taken.words:
-            why, sums = self._twins(block, pieces, kind).difference(numbers or {}, (x,), {}) or ("", summed)
+            why, sums = statistics_of(block), summed
+            if not why:
+                why, sums = self._twins(block, pieces, kind).difference(numbers or {}, inputs, {}) or ("", summed)
             if why:
                 self._reasons[general(unit)] = f"{why}, by pieces of the sequence"
                 return taken, summed
@@ -245,8 +249,9 @@ class TensorParallel:
                 undo.append(_setting(part, "use_nested_tensor", True))
                 part.use_nested_tensor = False
         if cuts.by_sequence:
-            refuse_statistics(module, "sequence_parallel")
-            undo.append(module.register_forward_pre_hook(self._divide_sequence).remove)
+            if why := statistics_of(module):
+                raise ModelError(f"sequence_parallel=True: {type(module).__name__} {why}. Leave it out.")
+            undo.append(module.register_forward_pre_hook(self._divide_sequence, with_kwargs=True).remove)
         if cuts.words and not set(_ALONE).issuperset(cuts.words.values()):
             undo.append(module.register_forward_pre_hook(partial(self._begin, by_sequence=cuts.by_sequence)).remove)
             undo.append(module.register_forward_hook(self._end, always_call=True).remove)
@@ -256,7 +261,7 @@ class TensorParallel:
                 undo.append(module.get_submodule(owner).register_forward_pre_hook(self._gather_sequence).remove)
 
     def _begin(self, block: nn.Module, args: Any, *, by_sequence: bool) -> None:
-        length = args[0].shape[1] if by_sequence else 0
+        length = self._piece if by_sequence else 0
         draws = block.training and not torch.compiler.is_compiling()
         self._enter(Pieces(self.running, self._mesh, length=length) if draws else None)
 
@@ -273,17 +278,25 @@ class TensorParallel:
             if pieces.draws and output is not None:  # there was no exception
                 self._common.end()
 
-    def _divide_sequence(self, block: nn.Module, args: Any) -> Any:
-        x, *rest = args
-        if x.dim() < 3 or x.shape[1] % self._mesh.size():
+    def _divide_sequence(self, block: nn.Module, args: Any, kwargs: Any) -> Any:
+        x = next(iter((*args, *kwargs.values())), None)
+        if not isinstance(x, torch.Tensor) or x.dim() < 3 or x.shape[1] % self._mesh.size():
+            what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
             raise ModelError(
-                f"sequence_parallel=True: {type(block).__name__} got a tensor of shape {tuple(x.shape)}, whose second "
-                f"dimension {self._mesh.size()} ranks do not divide. Pad the sequences, or leave it out."
+                f"sequence_parallel=True: {type(block).__name__} got {what} first, which has no second dimension that "
+                f"{self._mesh.size()} ranks divide. Pad the sequences, or leave it out."
             )
+        self._piece = x.shape[1] // self._mesh.size()
         alike = DTensor.from_local(x, self._mesh, [Replicate()], run_check=False)
-        return alike.redistribute(placements=[Shard(1)]).to_local(), *rest
+        piece = alike.redistribute(placements=[Shard(1)]).to_local()
+        return ((piece, *args[1:]), kwargs) if args else ((), {**kwargs, next(iter(kwargs)): piece})
 
     def _gather_sequence(self, part: nn.Module, args: Any) -> Any:
+        if args[0].dim() < 3 or args[0].shape[1] != self._piece:  # as words that a router has chosen
+            raise ModelError(
+                f"sequence_parallel=True: {type(part).__name__} got a tensor of shape {tuple(args[0].shape)}, and no "
+                f"sequence of which each rank has {self._piece} words. Leave sequence_parallel out."
+            )
         pieces = DTensor.from_local(args[0], self._mesh, [Shard(1)], run_check=False)
         return pieces.redistribute(placements=[Replicate()]).to_local(), *args[1:]
 
@@ -357,18 +370,10 @@ def _outermost(
     return found
 
 
-def refuse_statistics(block: nn.Module, option: str) -> None:
-    """Refuse a block whose norms would take their statistics of a piece of the sequence, which no proof sees.
-
-    Raises:
-        ModelError: it has such a norm.
-    """
-    for name, part in block.named_modules():
-        if getattr(part, "running_mean", None) is not None:
-            raise ModelError(
-                f"{option}=: {name!r} of {type(block).__name__} is a {type(part).__name__}, whose statistics would be "
-                f"of a piece of the sequence on each rank. Take a norm of each word, as nn.LayerNorm, or leave it out."
-            )
+def statistics_of(block: nn.Module) -> str:
+    """Return why a block cannot compute pieces of sequences, which no proof sees: of what its norms take statistics."""
+    norms = [type(part).__name__ for part in block.modules() if getattr(part, "running_mean", None) is not None]
+    return f"holds a {norms[0]}, whose statistics would be of a piece of the sequence on each rank" if norms else ""
 
 
 def general(name: str) -> str:
