@@ -223,7 +223,7 @@ def _distance(whole: torch.Tensor, *parts: torch.Tensor) -> float:
     dim = _cut(whole, parts[0], len(parts))
     whole = whole.double()
     put = torch.cat(parts, dim).double() if dim is not None else torch.stack([part.double() for part in parts]).mean(0)
-    return float((put - whole).norm() / whole.norm().clamp(min=1e-30))
+    return float(((put - whole).norm() / whole.norm().clamp(min=1e-30)).detach())
 
 
 def _made_up(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

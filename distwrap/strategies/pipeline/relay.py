@@ -127,6 +127,7 @@ class Relay:
                     output = forward(*args, **kwargs)
                 except NumbersElsewhereError:  # its own stage has them; what it returns is compared there
                     output, survey.chance = _like_first(self.chain.blocks[number], args, kwargs), True
+                    survey.changed.update(self._buffers_in(number))  # perhaps
                 output = map_tensors(lambda tensor: _absent(tensor, names[number]), output)
                 survey.chance |= bool(noted) or self._streams.have_moved(begins)
             note_changes(number)
@@ -142,6 +143,7 @@ class Relay:
                 if not has_gradients or len(survey.outputs) < len(names):
                     raise
                 result = _some_loss(survey.outputs[-1], error.sources)  # else the last stage says what it returns
+                survey.changed.update(self._buffers_in(None))
             note_changes(len(names))
             return result
 
@@ -233,6 +235,13 @@ class Relay:
             return leave.output
         self._refuse_absent(result, "what the method returns", stage)
         return result
+
+    def _buffers_in(self, number: int | None) -> set[str]:
+        """Return the names of the buffers in a block, or in none."""
+        names = [name for name, _ in self.net.named_buffers()]
+        if number is None:
+            return {name for name in names if self.chain.stage_of(name) is None}
+        return {name for name in names if name.startswith(f"{self.chain.names[number]}.")}
 
     def _hidden(self, survey: Survey, stage: int) -> dict[str, torch.Tensor]:
         """Return absent tensors for what is here for another stage of this rank, and would be used in vain."""

@@ -19,7 +19,7 @@ from distwrap.model.in_sync import Held, left_to_ranks
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.options import Options
 from distwrap.strategies.base import Strategy, Wrapping
-from distwrap.strategies.pipeline.absent import Absent, is_here
+from distwrap.strategies.pipeline.absent import Absent, is_here, is_in_step
 from distwrap.strategies.pipeline.blocks import find_chain
 from distwrap.strategies.pipeline.model import PassSettings, PipelineModel, PipelineRouting
 from distwrap.strategies.pipeline.schedule import Line
@@ -213,15 +213,18 @@ class StageOptimizers(RunPart):
     """Looks at optimizers of models in stages before they step, and lets them see no absent gradient."""
 
     def __init__(self, world: World) -> None:
-        self._handles = [
-            register_optimizer_step_pre_hook(self._begin),
-            register_optimizer_step_post_hook(lambda *_: setattr(Absent, "step", None)),
-        ]
+        self._handles = [register_optimizer_step_pre_hook(self._begin), register_optimizer_step_post_hook(self._end)]
 
     def _begin(self, optimizer: Optimizer, *_: Any) -> None:
         _refuse_whole(optimizer)
         frame = inspect.currentframe()
-        Absent.step, Absent.asked = None if frame is None else frame.f_back, False
+        if frame is not None and not is_in_step(frame):  # the step of a base class is part of it
+            Absent.step, Absent.asked = frame.f_back, False
+
+    def _end(self, *_: Any) -> None:
+        frame = inspect.currentframe()
+        if frame is not None and frame.f_back is Absent.step:
+            Absent.step = None
 
     def close(self) -> None:
         """Remove the hooks."""
