@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 
 from distwrap._internals.torch import foreach, norm_classes
 from distwrap._internals.torch_tree import map_tensors, tensors_in, tree_flatten
-from distwrap.errors import CollectiveTimeoutError, ModelError
+from distwrap.errors import ModelError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.world import World, say_once
 from distwrap.model.buffers import Buffers
@@ -25,9 +25,9 @@ from distwrap.model.model_first import ModelFirst
 from distwrap.precision import LossScaling
 from distwrap.seeding import preserved
 from distwrap.strategies.alignment import Alignment
+from distwrap.strategies.alike import Alike
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.pipeline.absent import Absent, is_here, make_present, refuse_copy
-from distwrap.strategies.pipeline.alike import Alike
 from distwrap.strategies.pipeline.blocks import Chain
 from distwrap.strategies.pipeline.gradients import Gradients, Results, apart
 from distwrap.strategies.pipeline.holders import Holders
@@ -78,6 +78,7 @@ class PipelineRouting(Routing):
 
     Attributes:
         holders: which ranks have what.
+        alignment: of the forwards.
         syncs: whether the next backward averages gradients with the other pipelines.
     """
 
@@ -90,10 +91,10 @@ class PipelineRouting(Routing):
         self._streams = Streams(line.device)
         self.relay = Relay(net, chain, self._streams)
         self._kinds_of_losses = LossKinds(self.relay, line, wrapping.in_precision, self._streams, settings.reduction)
-        self._alike = Alike(line)
+        self._alike = Alike(line.group, line.device, "the ranks of a pipeline", draws_alike=True)
         self._broken = ""  # the method in which the stages came out of step
         self.syncs = True
-        self._alignment = Alignment(type(net).__name__, line.ranks)
+        self.alignment = Alignment(type(net).__name__, line.ranks)
         self.stage_buffers = self._stage_buffers()
         self._surveys: Latest[Any, Survey] = Latest()
         self._passes: Latest[Any, TrainingPass] = Latest(_PASSES)
@@ -164,21 +165,13 @@ class PipelineRouting(Routing):
         given = self._in_precision.inputs((args, kwargs))
         if torch.is_grad_enabled():
             _refuse_trained(name, given)
-        self._alignment.forward()
-        try:
-            self._alike.check(name, given)
-            call = self._call_of(name, given)
-            if torch.is_grad_enabled():
-                return self._in_precision.outputs(self._train(call, method, given))
-            with torch.inference_mode(False), torch.no_grad():  # where views of parameters can be taken
-                return self._evaluate(call, method, given)
-        except RuntimeError as error:
-            if "timed out" in str(error).lower():
-                raise CollectiveTimeoutError(
-                    f"rank {self.world.placement.rank} waited in vain for another stage, in {name}(). Under "
-                    f"strategy='pipeline' all ranks of a pipeline run a model's forward together, also in evaluation."
-                ) from error
-            raise
+        self.alignment.forward()
+        self._alike.check(name, given)
+        call = self._call_of(name, given)
+        if torch.is_grad_enabled():
+            return self._in_precision.outputs(self._train(call, method, given))
+        with torch.inference_mode(False), torch.no_grad():  # where views of parameters can be taken
+            return self._evaluate(call, method, given)
 
     def _evaluate(self, call: Call, method: Method, given: Any) -> Any:
         whole = self._whole(self._survey(call, method, given))
