@@ -4,6 +4,8 @@
 # make check: ruff, mypy, and that the documentation agrees with the code.
 # make faults: each launcher and fault 100 times with busy cores, where make test-all runs a tenth of the matrix; takes
 #     hours, and goes on where it was stopped. TIMES=10 is less.
+# make faults-divided: each fault in a divided model 100 times with busy cores, under all strategies in turns; takes an
+#     hour, and goes on where it was stopped. TIMES=14 is each fault once under each strategy and on each of two ranks.
 # make kills: 300 kills of ranks that save a divided model: does the newest complete checkpoint load? TIMES=30 is less.
 # make soak: ten minutes of training with all that runs beside a loop: does what it takes grow?
 # make bench: the benchmarks.  make clean: remove what was built.
@@ -19,7 +21,7 @@ PIP_FLAGS ?=
 bin := $(VENV)/bin
 install := $(bin)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
 
-.PHONY: demo test test-all check faults kills soak bench clean
+.PHONY: demo test test-all check faults faults-divided kills soak bench clean
 
 demo: $(VENV)/.installed-demo
 	$(bin)/python examples/digits.py --nprocs 2
@@ -35,6 +37,10 @@ faults: $(VENV)/.installed-test
 	FAULTS_LAUNCHES=1000 $(bin)/python -m pytest tests/faults/test_scale.py
 	$(bin)/python -m tests.faults.run --times $(TIMES) --busy --jobs 2 --resume $(VENV)/faults.jsonl \
 		--write benchmarks/faults-matrix.md
+
+faults-divided: $(VENV)/.installed-test
+	$(bin)/python -m tests.faults.divided --times $(TIMES) --busy --jobs 2 --resume $(VENV)/faults-divided.jsonl \
+		--write benchmarks/faults-divided.md
 
 kills: TIMES = 300
 kills: $(VENV)/.installed-test

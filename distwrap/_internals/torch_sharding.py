@@ -4,10 +4,22 @@ Every function says which names it relies on, and what happens without them; all
 """
 
 from collections.abc import Callable, Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed import distributed_c10d
+
+
+def set_timeout(group: Any, limit: timedelta) -> None:
+    """Give the collectives of a process group a time limit.
+
+    Relies on ``torch.distributed.distributed_c10d:_set_pg_timeout``.
+    Without it: a hang in a group of some ranks is noticed after half an hour.
+    """
+    if hasattr(distributed_c10d, "_set_pg_timeout"):
+        distributed_c10d._set_pg_timeout(limit, group)
 
 
 def _state_of(module: nn.Module) -> Any:

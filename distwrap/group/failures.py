@@ -10,7 +10,14 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
-from distwrap.errors import CollectiveTimeoutError, DistwrapError, WorkerDiedError, WorkerError
+from distwrap.errors import (
+    CheckpointError,
+    CollectiveError,
+    CollectiveTimeoutError,
+    DistwrapError,
+    WorkerDiedError,
+    WorkerError,
+)
 from distwrap.group.world import active_world
 from distwrap.supervision import stacks
 
@@ -38,7 +45,16 @@ _OF_ANOTHER = re.compile(
 )
 
 # What torch says when not all ranks came to a collective in time.
-_TIMEOUTS = ("Timed out waiting", "wait timeout after", "monitoredBarrier", "Timeout waiting for key")
+_TIMEOUTS = (
+    "Timed out waiting",
+    "wait timeout after",
+    "monitoredBarrier",
+    "Timeout waiting for key",
+    "timeout caused pair closure",  # of an exchange beside the one that has timed out
+)
+
+# What gloo says where a rank gets more than it waits for: another one makes a different exchange.
+_UNLIKE = "op.preamble.length <= op.nbytes"
 
 # Where Python reads what a loader's worker sends.
 _PIPES = tuple(os.path.join("multiprocessing", file) for file in ("connection.py", "reduction.py"))
@@ -49,10 +65,17 @@ def is_secondary(error: BaseException) -> bool:
 
     Only torch's own words count, and those of our errors. What is raised while such an error is handled follows too.
     """
-    if words_are_secondary(in_words(error)) and (isinstance(error, DistwrapError) or _is_torchs(error)):
-        return True
-    earlier = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
-    return earlier is not None and not isinstance(error, DistwrapError) and is_secondary(earlier)
+    earlier: BaseException | None = error
+    seen: set[int] = set()  # a chain may lead back, as where a cause is raised in place of what it has caused
+    while earlier is not None and id(earlier) not in seen:
+        seen.add(id(earlier))
+        ours = isinstance(earlier, DistwrapError)
+        if words_are_secondary(in_words(earlier)) and (ours or _is_torchs(earlier)):
+            return True
+        if ours and not isinstance(earlier, CheckpointError):  # which tells of any error of a save or a load
+            return False
+        earlier = earlier.__cause__ or (None if earlier.__suppress_context__ else earlier.__context__)
+    return False
 
 
 def words_are_secondary(words: str) -> bool:
@@ -65,8 +88,8 @@ def words_are_secondary(words: str) -> bool:
 def explained(error: BaseException) -> BaseException:
     """Return the error that the user should read in place of this one: the cause, where torch reports an effect.
 
-    A collective that timed out comes with the places of all ranks. Where no launcher of ours finds the first cause, a
-    secondary failure is replaced by the word of the rank that failed first.
+    A collective that timed out, or met another one, comes with the places of all ranks. Where no launcher of ours finds
+    the first cause, a secondary failure is replaced by the word of the rank that failed first.
     """
     world = active_world()
     if isinstance(error, (OSError, EOFError)) and world is not None and _fetches_a_batch(error):
@@ -86,6 +109,13 @@ def explained(error: BaseException) -> BaseException:
             f"{here} waited {world.options.timeout:g} s in a collective, and not all ranks came to it:\n"
             f"{channel.reporter.ask_all()}\nEvery rank must call the same collectives in the same order. For work of "
             f"one rank that takes longer use rank_zero_first() or rank_zero_only(broadcast=True), or raise timeout=."
+        )
+    elif _UNLIKE in text:
+        channel.reporter.failed_at = stacks.of_traceback(error.__traceback__)
+        better = CollectiveError(
+            f"{here} got more numbers in a collective than it waited for, so another rank was in a different one:\n"
+            f"{channel.reporter.ask_all()}\nEvery rank must call the same collectives in the same order: look for a "
+            f"branch that differs between ranks."
         )
     elif words_are_secondary(text) and not channel.supervised:
         first = channel.failures.wait_for_cause(FIRST_FAILURE_SECONDS)

@@ -51,6 +51,7 @@ class ModelWatch(Watch):
         self._at_first = [version_of(parameter) - self._version for parameter in net.parameters()]
         self._changes = {0}  # of the sentinel's version, from one average to the next
         self._stepped: dict[int, weakref.ref[Optimizer]] = {}  # since the last average
+        self._forwards: list[Held] = []  # of a divided model, before the latest step
         self._by_hand = self._pauses = 0
         self._paused_at = 0.0
         self._by_steps, self._drift = by_steps, drift
@@ -69,6 +70,8 @@ class ModelWatch(Watch):
         if self._net is None:
             return
         if self._by_steps and (bound_strategy(optimizer) is self._strategy or self._holding([optimizer])):
+            alignment = getattr(getattr(self._model(), "_distwrap", None), "alignment", None)
+            self._forwards = [] if alignment is None else [alignment.held()]
             self.average()
         self._stepped[id(optimizer)] = weakref.ref(optimizer)
 
@@ -138,7 +141,7 @@ class ModelWatch(Watch):
             for number, tensor in enumerate(parameters_of(optimizer).values())
             if id(tensor) not in known and tensor.grad is not None
         ]
-        return [*_learning_rates(optimizers), *weights, *strangers]
+        return [*_learning_rates(optimizers), *weights, *strangers, *self._forwards]
 
     @property
     def is_gone(self) -> bool:

@@ -17,12 +17,15 @@ import torch
 from distwrap._internals.torch_autograd import in_backward
 from distwrap.errors import CollectiveError
 from distwrap.group.world import RunPart, World, current_world
+from distwrap.model.in_sync import Held
 from distwrap.model.watch import is_power_of_two
 from distwrap.supervision import stacks
+from distwrap.wording import named_ranks
 
 PAUSE_SECONDS = 0.0005
 ASK_SECONDS = 0.5  # after which a rank that has not come is asked where it is
 
+_COLLECTIVES = ("distributed_c10d.py", "_functional_collectives.py")  # files of torch's
 _KINDS = {True: "with gradients", False: "without gradients"}
 
 
@@ -74,8 +77,10 @@ class Alignments(RunPart):
         if model is None or self.has_left:
             return json.dumps([[0, 0], "has left the function, or has the model no longer"]).encode()
         assert self.world.channel is not None
-        in_collective = any(file.endswith("distributed_c10d.py") for file, *_ in stacks.of_thread())
-        why = f"is {self.world.channel.reporter.location()}" if in_collective else ""
+        # One that waits in a meeting of the other kind waits for whoever asks.
+        waits = (*_COLLECTIVES, "unison.py" if isinstance(model, Alignment) else "alignment.py")
+        waits_there = any(file.endswith(waits) for file, *_ in stacks.of_thread())
+        why = f"is {self.world.channel.reporter.location()}" if waits_there else ""
         return json.dumps([[model.turn, model.count], why]).encode()
 
 
@@ -94,8 +99,9 @@ class Alignment:
     def __init__(self, model: str, ranks: Sequence[int] | None = None) -> None:
         self._model, self._all = model, current_world().part(Alignments)
         self._ranks = range(self._all.world.placement.world_size) if ranks is None else ranks
+        self._part = f"{self._ranks[0]}: {named_ranks(self._ranks)}"
         self._with_gradients: bool | None = None
-        self.turn = self.count = self._before = 0
+        self.turn = self.count = self._before = self._forwards = 0
         self._key = self._all.add(self)
 
     def forward(self) -> None:
@@ -112,8 +118,13 @@ class Alignment:
             self._with_gradients, self._before = with_gradients, self.count
             self.turn, self.count = self.turn + 1, 0
         self.count += 1
+        self._forwards += 1
         if begins or not with_gradients:
             self._meet()
+
+    def held(self) -> Held:
+        """Return the number of forwards, for ranks of which one may step more often than the others."""
+        return Held("the number of forwards until then", self._part, self._forwards)
 
     def interrupt(self) -> None:
         """Let the ranks meet before the next forward, since an exception has ended one or its backward here."""

@@ -58,10 +58,7 @@ def at(place: str, cell: Cell, rank: int) -> None:
     """Be at a place: break there, if this is it."""
     if place != cell.when or rank != cell.rank:
         return
-    if not os.path.exists(STRUCK):  # a loader's worker may come here again
-        with open(f"{STRUCK} {os.getpid()}", "w") as file:
-            file.write(str(time.time()))
-        os.replace(file.name, STRUCK)
+    strike()
     if cell.who == "caller" and cell.launcher != "torchrun":
         os.kill(int(os.environ["FAULT_CALLER"]), SIGNALS.get(cell.fault, signal.SIGUSR1))
         compute()
@@ -70,6 +67,14 @@ def at(place: str, cell: Cell, rank: int) -> None:
         compute()
     else:
         break_down(cell.fault)
+
+
+def strike() -> None:
+    """Note the moment of the fault, unless there was one: a loader's worker may come here again."""
+    if not os.path.exists(STRUCK):
+        with open(f"{STRUCK} {os.getpid()}", "w") as file:
+            file.write(str(time.time()))
+        os.replace(file.name, STRUCK)
 
 
 def break_down(fault: str) -> None:

@@ -21,7 +21,7 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -29,7 +29,18 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from tests.faults.cells import LIMIT, LOOP_LIMIT, TIMEOUT, WHEN, Cell, all_cells, expected, loop_limit, meaningless
+from tests.faults.cells import (
+    LIMIT,
+    LOOP_LIMIT,
+    TIMEOUT,
+    WHEN,
+    Cell,
+    Expected,
+    all_cells,
+    expected,
+    loop_limit,
+    meaningless,
+)
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = Path(__file__).parent / "program.py"
@@ -50,7 +61,7 @@ class Seen:
         wrong: what was not as expected, in words.
     """
 
-    cell: Cell
+    cell: Any
     seconds: float = 0.0
     wrong: list[str] = field(default_factory=list)
     output: str = ""
@@ -62,12 +73,16 @@ class Seen:
         return "right" if not self.wrong else "late" if late == self.wrong else "wrong"
 
 
-def run(cell: Cell, *, slack: float = 1.0) -> Seen:
+def run(
+    cell: Any, *, slack: float = 1.0, wanted: Expected | None = None, main: Callable[[Any], None] | None = None
+) -> Seen:
     """Run a cell.
 
     Args:
         cell: the fault.
         slack: how many times longer than expected it may take until the caller knows, as on busy cores.
+        wanted: what the caller has to see; by default as in the fault matrix.
+        main: the caller, which is forked; by default that of the fault matrix.
     """
     adopt_orphans()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it, and hand that down
@@ -76,13 +91,13 @@ def run(cell: Cell, *, slack: float = 1.0) -> Seen:
         folder = Path(name)
         temporary = folder / "temporary"
         temporary.mkdir()
-        code = _wait(_start(cell, folder), folder / "struck")
+        code = _wait(_start(cell, folder, main), folder / "struck")
         ended = time.time()
         seen = Seen(cell)
         gone = _wait_for_descendants(ended + LIMIT)
         seen.output = (folder / "output").read_text(errors="replace")
         try:
-            _judge(seen, code, folder, ended, slack)
+            _judge(seen, wanted or expected(cell), code, folder, ended, slack)
         except Exception:  # noqa: BLE001 - a cell that cannot be judged has failed
             seen.wrong.append(traceback.format_exc())
         seen.wrong += [f"left: process {line}" for line in gone]
@@ -91,8 +106,8 @@ def run(cell: Cell, *, slack: float = 1.0) -> Seen:
     return seen
 
 
-def _judge(seen: Seen, code: int | None, folder: Path, ended: float, slack: float) -> None:
-    cell, wanted = seen.cell, expected(seen.cell)
+def _judge(seen: Seen, wanted: Expected, code: int | None, folder: Path, ended: float, slack: float) -> None:
+    cell = seen.cell
     if code is None:
         seen.wrong.append(f"it did not end within {PATIENCE:g} s of the fault")
         return
@@ -115,11 +130,12 @@ def _judge(seen: Seen, code: int | None, folder: Path, ended: float, slack: floa
         seen.wrong.append(f"exit code {code}, not {wanted.code}")
     text = told.get("text", "") + "\n" + seen.output
     seen.wrong += [f"{words!r} is nowhere" for words in wanted.words if not re.search(words, text)]
+    seen.wrong += filter(None, [told.get("wrong")])
     if told.get("environ"):
         seen.wrong.append(f"left: variables {told['environ']}")
 
 
-def _may_stay(path: Path, cell: Cell) -> bool:
+def _may_stay(path: Path, cell: Any) -> bool:
     """Say whether torch alone has left this file, or nobody was left to remove it, so that the next launch does."""
     dies = cell.who == "caller" and cell.fault in ("os._exit(3)", "SIGKILL", "SIGSEGV")
     if cell.launcher == "elastic" and dies and path.name.startswith("distwrap-restarts-"):
@@ -132,14 +148,13 @@ def _may_stay(path: Path, cell: Cell) -> bool:
     return between or path.name.startswith("torchinductor")
 
 
-def _start(cell: Cell, folder: Path) -> int:
+def _start(cell: Any, folder: Path, main: Callable[[Any], None] | None) -> int:
     """Start the caller: a fork of this process where that does no harm, else a fresh interpreter."""
-    arguments = [cell.launcher, cell.who, cell.fault, cell.when]
     env = {"TMPDIR": str(folder / "temporary"), "DISTWRAP_QUIET": "1", "PYTHONUNBUFFERED": "", "PYTHONWARNINGS": ""}
     with open(folder / "output", "wb") as output:
         if cell.launcher in ("fork", "forkserver"):
-            return _fork(cell, folder, env, output.fileno())
-        command = [sys.executable, str(PROGRAM), *arguments]
+            return _fork(cell, folder, env, output.fileno(), main)
+        command = [sys.executable, str(PROGRAM), cell.launcher, cell.who, cell.fault, cell.when]
         if cell.launcher == "torchrun":
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
@@ -156,7 +171,7 @@ def _start(cell: Cell, folder: Path) -> int:
         ).pid
 
 
-def _fork(cell: Cell, folder: Path, env: dict[str, str], output: int) -> int:
+def _fork(cell: Any, folder: Path, env: dict[str, str], output: int, main: Callable[[Any], None] | None) -> int:
     import tests.faults.program as program
 
     sys.stdout.flush()
@@ -177,15 +192,15 @@ def _fork(cell: Cell, folder: Path, env: dict[str, str], output: int) -> int:
         import atexit
 
         atexit._clear()
-        code = _as_an_interpreter_would(program, cell)
+        code = _as_an_interpreter_would(main or program.main, cell)
         atexit._run_exitfuncs()
     finally:
         os._exit(code)
 
 
-def _as_an_interpreter_would(program: Any, cell: Cell) -> int:
+def _as_an_interpreter_would(main: Callable[[Any], None], cell: Any) -> int:
     try:
-        program.main(cell)
+        main(cell)
     except SystemExit as error:
         return int(error.code or 0)
     except KeyboardInterrupt:
@@ -283,27 +298,31 @@ def _entry(runs: Sequence[Seen]) -> str:
     return f"{middle:.1f} s" if not failed else f"**{failed} of {len(runs)} fail**" if len(runs) > 1 else "**fails**"
 
 
-def counts(results: Sequence[Seen]) -> str:
-    """The table of runs under load: a row for launcher and fault, and how many of its runs were right."""
-    rows: dict[tuple[str, str], list[Seen]] = {}
+def counts(results: Sequence[Seen], names: Sequence[str] = ("launcher", "fault")) -> str:
+    """The table of runs under load: a row for what cells have in common, and how many of its runs were right."""
+    rows: dict[tuple[str, ...], list[Seen]] = {}
     for seen in results:
-        rows.setdefault((seen.cell.launcher, seen.cell.fault), []).append(seen)
-    lines = ["| launcher | fault | right | late | wrong | median | slowest |", "|---" * 7 + "|"]
-    for (launcher, fault), runs in rows.items():
+        rows.setdefault(tuple(getattr(seen.cell, name) for name in names), []).append(seen)
+    columns = [*names, "right", "late", "wrong", "median", "slowest"]
+    lines = [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+    for row, runs in rows.items():
         number = Counter(seen.verdict for seen in runs)
         seconds = sorted(seen.seconds for seen in runs)
         numbers = f"{number['right']} | {number['late']} | {number['wrong']}"
-        lines.append(f"| {launcher} | {fault} | {numbers} | {seconds[len(runs) // 2]:.1f} s | {seconds[-1]:.1f} s |")
+        lines.append(f"| {' | '.join(row)} | {numbers} | {seconds[len(runs) // 2]:.1f} s | {seconds[-1]:.1f} s |")
     return "\n".join(lines)
 
 
-def in_turns(cells: Sequence[Cell], times: int, done: Sequence[Seen] = ()) -> list[Cell]:
+def in_turns(
+    cells: Sequence[Any], times: int, done: Sequence[Seen] = (), names: Sequence[str] = ("launcher", "fault")
+) -> list[Any]:
     """Each launcher and fault so many times: who fails, and when, in turns. What was done before is left out."""
-    rows: dict[tuple[str, str], list[Cell]] = {}
+    rows: dict[tuple[str, ...], list[Any]] = {}
     for cell in cells:
-        rows.setdefault((cell.launcher, cell.fault), []).append(cell)
-    number = Counter((seen.cell.launcher, seen.cell.fault) for seen in done)
-    return [cell for row, own in rows.items() for cell in islice(cycle(own), number[row], times)]
+        rows.setdefault(tuple(getattr(cell, name) for name in names), []).append(cell)
+    number = Counter(tuple(getattr(seen.cell, name) for name in names) for seen in done)
+    turns = [turn for row, own in rows.items() for turn in islice(enumerate(cycle(own)), number[row], times)]
+    return [cell for _, cell in sorted(turns, key=lambda turn: turn[0])]  # so that one that is stopped has some of each
 
 
 @contextlib.contextmanager
@@ -319,31 +338,46 @@ def busy_cores() -> Iterator[None]:
             burner.wait()
 
 
-def _seen_before(path: Path | None, cells: Sequence[Cell]) -> list[Seen]:
+def seen_before(path: Path | None, cells: Sequence[Any]) -> list[Seen]:
     """Return what is kept in a file of a line a run."""
     if path is None or not path.exists():
         return []
-    kept = [Seen(Cell(*parts), seconds, wrong) for parts, seconds, wrong in map(json.loads, path.open())]
+    kept = [Seen(type(cells[0])(*parts), seconds, wrong) for parts, seconds, wrong in map(json.loads, path.open())]
     return [seen for seen in kept if seen.cell in set(cells)]
 
 
-def main() -> int:
-    """Run the matrix, and print it."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def options_of(text: str | None) -> argparse.ArgumentParser:
+    """Return the options of a program that runs cells."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", default=[], help="words that a cell must hold")
     parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2))
     parser.add_argument("--write", type=Path, help="write the table there")
     parser.add_argument("--resume", type=Path, help="keep results there, and run only what is missing")
-    parser.add_argument("--times", type=int, help="run each launcher and fault so many times, and count")
+    parser.add_argument("--times", type=int, help="run each launcher, or strategy, and fault so many times, and count")
     parser.add_argument("--busy", action="store_true", help="keep all cores busy meanwhile")
-    options = parser.parse_args()
-    cells = [cell for cell in all_cells() if not meaningless(cell)]
+    return parser
+
+
+def results_of(
+    cells: Sequence[Any],
+    options: argparse.Namespace,
+    run: Callable[[Any], Seen] = run,
+    names: Sequence[str] = ("launcher", "fault"),
+) -> list[Seen]:
+    """Run cells, print what is seen, and return it with what was seen before.
+
+    Args:
+        cells: all that there are.
+        options: of the command.
+        run: runs one.
+        names: of what cells have in common that are counted together.
+    """
     cells = [cell for cell in cells if all(word in str(cell).replace(" | ", "|").split("|") for word in options.only)]
     if not cells:
-        parser.error(f"no cell holds all of these words: {' '.join(options.only)}")
-    results = _seen_before(options.resume, cells)
+        sys.exit(f"no cell holds all of these words: {' '.join(options.only)}")
+    results = seen_before(options.resume, cells)
     if options.times:
-        cells = in_turns(cells, options.times, results)
+        cells = in_turns(cells, options.times, results, names)
     else:
         results = [seen for seen in results if not seen.wrong]
         cells = [cell for cell in cells if cell not in {seen.cell for seen in results}]
@@ -360,19 +394,30 @@ def main() -> int:
                     print(json.dumps([[*vars(seen.cell).values()], seen.seconds, seen.wrong]), file=file)
             if seen.wrong:
                 print("      " + "\n      ".join(seen.wrong), flush=True)
-    failed = [seen for seen in results if seen.wrong]
+    return results
+
+
+def summary_of(results: Sequence[Seen]) -> str:
+    """Return in a line how many cells fail, and when the caller knew."""
     slowest = max((seen.seconds for seen in results), default=0.0)
-    summary = (
-        f"{len(results)} cells, of which {len(failed)} fail; the caller knew after "
+    return (
+        f"{len(results)} cells, of which {sum(bool(seen.wrong) for seen in results)} fail; the caller knew after "
         f"{sorted(seen.seconds for seen in results)[len(results) // 2]:.1f} s (median), {slowest:.1f} s at most."
     )
+
+
+def main() -> int:
+    """Run the matrix, and print it."""
+    options = options_of(__doc__).parse_args()
+    results = results_of([cell for cell in all_cells() if not meaningless(cell)], options)
+    summary = summary_of(results)
     text = f"{counts(results)}\n\n{table(results)}" if options.times else table(results)
     print(text)
     print(summary)
     if options.write:
         head = HEAD_OF_COUNTS.format(times=options.times, load=", all cores busy" * options.busy)
         options.write.write_text(f"{head if options.times else HEAD}\n\n{summary}\n\n{text}\n")
-    return bool(failed)
+    return any(seen.wrong for seen in results)
 
 
 HEAD = f"""# The fault matrix

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 import distwrap as dw
+from distwrap.errors import WorkerDiedError
 from distwrap.group import failures
 from distwrap.testing import run_ranks
 
@@ -36,6 +40,13 @@ def _in_a_backward() -> None:
     weight.sum().backward()
 
 
+def _in_a_circle() -> None:
+    try:
+        raise ValueError("wrapped") from RuntimeError("this cluster's NCCL is older than 2.19")
+    except ValueError as error:
+        raise error.__cause__ or error  # noqa: B904
+
+
 def _ends(raises: Callable[[], None]) -> None:
     if dw.rank() == 1:
         raises()
@@ -48,6 +59,7 @@ def _ends(raises: Callable[[], None]) -> None:
         (_nccl, RuntimeError, "this cluster's NCCL is older"),
         (_timed_out, RuntimeError, "Timed out waiting for the database"),
         (_in_a_backward, RuntimeError, "this cluster's NCCL is older"),
+        (_in_a_circle, RuntimeError, "this cluster's NCCL is older"),
     ],
 )
 def test_a_users_own_error_stays_his(raises: Callable[[], None], error: type[Exception], words: str) -> None:
@@ -96,3 +108,17 @@ def _handle(lost: Exception) -> None:
         raise lost
     except RuntimeError as error:
         raise ValueError("the mean could not be taken") from error
+
+
+def _loses_a_peer(path: str) -> None:
+    """Lose rank 1 in a load, which is told as a checkpoint that cannot be read."""
+    dw.save({"weight": torch.ones(3)}, path, io="sharded")
+    if dw.rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    dw.load(path)
+
+
+def test_a_load_that_loses_a_rank_is_no_first_cause(tmp_path: Path) -> None:
+    """Whoever reads a checkpoint together with a rank that dies has not failed first."""
+    with pytest.raises(WorkerDiedError, match=r"rank 1 on .* killed by SIGKILL"):
+        run_ranks(_loses_a_peer, 2, str(tmp_path / "parts"), timeout=LIMIT)

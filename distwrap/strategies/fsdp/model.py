@@ -5,9 +5,11 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.utils import stateless
@@ -22,6 +24,7 @@ from distwrap.model.model_first import ModelFirst
 from distwrap.precision import InPrecision
 from distwrap.strategies import shards
 from distwrap.strategies.alignment import Alignment
+from distwrap.strategies.alike import Alike
 from distwrap.strategies.fsdp.gathered import Gathered
 from distwrap.strategies.fsdp.tensor_parallel import TensorParallel
 from distwrap.strategies.fsdp.unison import Unison
@@ -57,6 +60,23 @@ class FSDPRouting(Routing):
         gathered.units = self.units
         self.unison = Unison(class_of(self.model), self.units.names)
         self.run = in_precision(self._everywhere)
+
+    def cut(self, tensor_parallel: TensorParallel, group: dist.ProcessGroup, *, is_divided: bool) -> None:
+        """Note how blocks are cut over a group, whose ranks run one batch through the same blocks.
+
+        Args:
+            tensor_parallel: how.
+            group: the ranks.
+            is_divided: whether what is cut is divided besides, so that its exchanges are compared already.
+        """
+        self.tensor_parallel = tensor_parallel
+        ranks = "the ranks of a tensor-parallel group"
+        alike = Alike(group, self._in_precision.device, ranks, draws_alike=False)
+        tensor_parallel.watch("", lambda given: alike.check("forward", given))
+        if not is_divided:
+            unison = self.unison = Unison(class_of(self.model), [[name] for name in tensor_parallel.names], "runs")
+            for number, name in enumerate(tensor_parallel.names):
+                tensor_parallel.watch(name, partial(lambda number, _: unison.exchange(number, -1), number))
 
     def _everywhere(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._moved((args, kwargs))

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -31,6 +31,7 @@ from distwrap.strategies.fsdp.model import DividedModel, FSDPRouting
 from distwrap.strategies.fsdp.recomputation import recompute
 from distwrap.strategies.fsdp.tensor_parallel import TensorParallel
 from distwrap.strategies.fsdp.units import computed_in, norms_of, of_other_types, units_of
+from distwrap.strategies.meshes import mesh_over
 from distwrap.strategies.optimizer_share import refuse_sparse
 from distwrap.strategies.torch_version import require_torch
 
@@ -50,12 +51,11 @@ class Meshes(RunPart):
     def over(self, ranks: int) -> DeviceMesh:
         """Return the mesh in which each model is divided over so many ranks; every rank calls it."""
         if ranks not in self._made:
-            size, kind = self._world.placement.world_size, self._world.device.type
+            size = self._world.placement.world_size
             if ranks == size:
-                self._made[ranks] = init_device_mesh(kind, (size,), mesh_dim_names=("shard",))
+                self._made[ranks] = mesh_over(self._world, (size,), ("shard",))
             else:
-                names = ("copy", "shard")
-                self._made[ranks] = init_device_mesh(kind, (size // ranks, ranks), mesh_dim_names=names)
+                self._made[ranks] = mesh_over(self._world, (size // ranks, ranks), ("copy", "shard"))
         return self._made[ranks]
 
 
@@ -117,7 +117,9 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
         before.restore()
         replacement.undo(state)
 
-    routing.give_back, routing.tensor_parallel = give_back, tensor_parallel
+    routing.give_back = give_back
+    if tensor_parallel is not None and tensor_mesh is not None:
+        routing.cut(tensor_parallel, tensor_mesh.get_group(), is_divided=mesh is not None)
     return DividedModel(routing)
 
 
@@ -196,7 +198,7 @@ def arranged(world: World, strategy: FSDPStrategy) -> Layout:
     """Arrange the ranks in groups that take the same share of the data, of consecutive ranks."""
     ranks = tensor_ranks(strategy, world)
     shares = world.placement.world_size // ranks
-    mesh = init_device_mesh(world.device.type, (shares, ranks), mesh_dim_names=("shard", "tensor"))
+    mesh = mesh_over(world, (shares, ranks), ("shard", "tensor"))
     return Layout(world.placement.rank // ranks, shares, mesh.get_group("shard"), mesh)
 
 

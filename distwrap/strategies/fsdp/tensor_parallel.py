@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
+from distwrap._internals.torch_autograd import in_backward
 from distwrap._internals.torch_sharding import own_parameters
 from distwrap.errors import ModelError
 from distwrap.strategies import shards
@@ -57,6 +58,7 @@ class TensorParallel:
     Attributes:
         running: the forwards of the model.
         rows: of the table: modules, their class, how they are cut, shapes, and shapes on a rank.
+        names: of the blocks that are cut.
     """
 
     def __init__(self, net: nn.Module, mesh: DeviceMesh, plan: Plan, *, by_sequence: bool, shares: int) -> None:
@@ -70,7 +72,17 @@ class TensorParallel:
         self._summed: dict[str, list[tuple[str, str]]] = {}
         units = self._found() if plan == "auto" else self._named(plan)
         self._cut_all(units)
-        self.rows = self._table(units)
+        self.rows, self.names = self._table(units), list(units)
+
+    def watch(self, name: str, look: Callable[[Any], object]) -> None:
+        """Call a function with the arguments of one of the model's modules as its forward begins."""
+
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            if not torch.compiler.is_compiling() and not in_backward():
+                look((args, kwargs))
+
+        module = self._net.get_submodule(name)
+        self._undo.append(module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True).remove)
 
     def inside(self) -> AbstractContextManager[object] | None:
         """Return in what the forward of a block runs, while one does."""

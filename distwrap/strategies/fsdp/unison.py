@@ -29,14 +29,15 @@ class Unison:
     Args:
         model: its name, for messages.
         units: names of the parameters of each unit.
+        does: what a rank does with them, where it averages no gradients.
 
     Attributes:
         turn: how many forwards have begun.
         count: exchanges in the one at hand, and its backward, that have begun.
     """
 
-    def __init__(self, model: str, units: list[list[str]]) -> None:
-        self._model, self._units = model, units
+    def __init__(self, model: str, units: list[list[str]], does: str = "gathers") -> None:
+        self._model, self._units, self._does = model, units, does
         self._all = current_world().part(Alignments)
         self._key = self._all.add(self)
         self.turn = self.count = 0
@@ -118,7 +119,7 @@ class Unison:
         names, gradients = self._units[exchange[0]], exchange[1]
         without = [name for place, name in enumerate(names) if not gradients >> place & 1]
         if gradients == -1:
-            return f"gathers {_few(names)}"
+            return f"{self._does} {_few(names)}"
         return f"has no gradients of {_few(without)}" if without else f"has gradients of all of {_few(names)}"
 
     def _refuse(self, now: Exchange, other: int, its: str) -> NoReturn:

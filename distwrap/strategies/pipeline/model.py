@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from distwrap._internals.torch import foreach, norm_classes
 from distwrap._internals.torch_autograd import call_after_accumulation, hooked
 from distwrap._internals.torch_tree import map_tensors, tensors_in
-from distwrap.errors import CollectiveTimeoutError, ModelError
+from distwrap.errors import ModelError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.world import World, say_once
 from distwrap.model.buffers import Buffers
@@ -26,9 +26,9 @@ from distwrap.model.wrapped_models import WrappedModels
 from distwrap.precision import LossScaling
 from distwrap.seeding import preserved
 from distwrap.strategies.alignment import Alignment
+from distwrap.strategies.alike import Alike
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.pipeline.absent import Absent, is_here, make_present, refuse_copy
-from distwrap.strategies.pipeline.alike import Alike
 from distwrap.strategies.pipeline.attributes import Snapshot
 from distwrap.strategies.pipeline.blocks import Chain
 from distwrap.strategies.pipeline.calls import Call, Latest, call_of, refuse_parts, refuse_trained
@@ -81,6 +81,7 @@ class PipelineRouting(Routing):
 
     Attributes:
         holders: which ranks have what.
+        alignment: of the forwards.
         syncs: whether the next backward averages gradients with the other pipelines.
     """
 
@@ -95,10 +96,10 @@ class PipelineRouting(Routing):
         for twin in self._twins():
             self.holders.settle_as(twin)
         self._kinds_of_losses = LossKinds(self.relay, line, wrapping.in_precision, self._streams, settings.reduction)
-        self._alike = Alike(line)
+        self._alike = Alike(line.group, line.device, "the ranks of a pipeline", draws_alike=True)
         self._broken = ""  # the method in which the stages came out of step
         self.syncs = True
-        self._alignment = Alignment(type(net).__name__, line.ranks)
+        self.alignment = Alignment(type(net).__name__, line.ranks)
         self.buffers = self._own_buffers()
         self._surveys: Latest[Any, Survey] = Latest()
         self._passes: Latest[Any, TrainingPass] = Latest(_PASSES)
@@ -173,27 +174,13 @@ class PipelineRouting(Routing):
         if torch.is_grad_enabled():
             refuse_trained(name, given)
             refuse_parts(name)
-        self._alignment.forward()
-        with self._waiting(name):
-            self._alike.check(name, given)
+        self.alignment.forward()
+        self._alike.check(name, given)
         call = call_of(name, given, self.model, self.line.device.type)
         if torch.is_grad_enabled():
             return self._in_precision.outputs(self._train(call, method, given))
         with torch.inference_mode(False), torch.no_grad():  # where views of parameters can be taken
             return self._evaluate(call, method, given)
-
-    @contextmanager
-    def _waiting(self, name: str) -> Iterator[None]:
-        """Say which method waits where other stages do not come; an error of the model's own is none of this."""
-        try:
-            yield
-        except RuntimeError as error:
-            if "timed out" in str(error).lower():
-                raise CollectiveTimeoutError(
-                    f"rank {self.world.placement.rank} waited in vain for another stage, in {name}(). Under "
-                    f"strategy='pipeline' all ranks of a pipeline run a model's forward together, also in evaluation."
-                ) from error
-            raise
 
     def _evaluate(self, call: Call, method: Method, given: Any) -> Any:
         whole = self._whole(self._survey(call, method, given))
@@ -208,8 +195,7 @@ class PipelineRouting(Routing):
         """Remember where a pass ends early, whose messages the other stages wait for."""
         error = None
         try:
-            with self._waiting(name):
-                yield
+            yield
         except StageError as ended:  # all stages are at its end
             error = ended.error
         except BaseException:

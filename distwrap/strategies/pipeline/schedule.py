@@ -219,7 +219,7 @@ class TrainingPass:
         try:
             with self._streams.of_pass(self._survey.generators if self._survey.chance else frozenset()):
                 with torch.autocast(self._device, enabled=False):  # of the user's own, in which no backward belongs
-                    self._schedule.step(target=numbers, losses=[], number=numbers)
+                    self._step(numbers)
                 weights, outcome = self._weights, [0.0, 0.0, 0.0]
                 if self._losses:
                     outcome = [float(torch.stack(self._losses).sum()), float(weights.total), float(weights.unlike)]
@@ -227,6 +227,15 @@ class TrainingPass:
                 return PassSums(loss, weight, bool(unlike))
         finally:
             self._method, self._given, self._losses, self._error = None, (), [], None
+
+    def _step(self, numbers: torch.Tensor) -> None:
+        try:
+            self._schedule.step(target=numbers, losses=[], number=numbers)
+        except RuntimeError as error:
+            own = error.__cause__  # whose type torch's words hide, and whether a peer was lost
+            if own is not None and "Failed to run stage backward" in str(error):
+                raise own from own.__cause__
+            raise
 
     def _stage(self, stage: int) -> PipelineStage:
         line, ends, outputs = self._line, self._relay.chain.ends, self._survey.outputs

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from distwrap.checks import is_whole
@@ -19,6 +19,7 @@ from distwrap.model.in_sync import Held, left_to_ranks
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.options import Options
 from distwrap.strategies.base import Strategy, Wrapping
+from distwrap.strategies.meshes import mesh_over
 from distwrap.strategies.pipeline.absent import Absent, is_here, is_in_step
 from distwrap.strategies.pipeline.blocks import find_chain
 from distwrap.strategies.pipeline.model import PassSettings, PipelineModel, PipelineRouting
@@ -93,7 +94,7 @@ class PipelineStrategy(Strategy):
             raise OptionError(
                 f"strategy='pipeline' with stages={stages} needs a multiple of {stages} ranks, and there are {size}."
             )
-        self._mesh = init_device_mesh(world.device.type, (size // stages, stages), mesh_dim_names=("data", "stage"))
+        self._mesh = mesh_over(world, (size // stages, stages), ("data", "stage"))
         return Layout(self._mesh.get_local_rank("data"), size // stages, self._mesh.get_group("data"), self._mesh)
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
