@@ -4,6 +4,7 @@ A package adds its own by an entry point in the group ``distwrap.strategies`` or
 
 from __future__ import annotations
 
+import inspect
 import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -132,6 +133,10 @@ class Registry(Generic[Thing]):
             inside = error.__traceback__ is not None and error.__traceback__.tb_next is not None
             if inside and not any(repr(option) in str(error) for option in options):
                 raise  # a mistake in the factory itself
+            for option in options:
+                if str(error).endswith(f"unexpected keyword argument {option!r}"):
+                    known = [each for each in inspect.signature(factory).parameters if each != "backend"]
+                    raise OptionError(unknown_name(f"option of {self._kind} {name!r},", option, known)) from None
             raise OptionError(f"{self._kind} {chosen!r}: {error}.") from None
         if self._missing(made):
             raise OptionError(
