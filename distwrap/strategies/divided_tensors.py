@@ -62,13 +62,14 @@ def _reading(name: str) -> Callable[..., Any]:
     method = getattr(torch.Tensor, name)
 
     def read(tensor: DTensor, *args: Any) -> Any:
-        if any(placement.is_partial() for placement in tensor.placements):
+        sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+        if any(ranks > 1 and not placement.is_replicate() for placement, ranks in sizes):
             raise ModelError(
-                f"rank {current_world().placement.rank}: the loop reads a sum, norm or mean of a divided tensor, of "
-                f"which this rank has a part. Take tensor.full_tensor() of it first, on every rank, as in "
-                f"weight.norm().full_tensor().item()."
+                f"rank {current_world().placement.rank}: the loop reads numbers of a divided tensor, or a sum, norm or "
+                f"mean of one, of which this rank has a part. Take tensor.full_tensor() of it first, on every rank, as "
+                f"in weight.norm().full_tensor().item()."
             )
-        return method(tensor.full_tensor() if name == "__format__" and not tensor.ndim else tensor, *args)
+        return method(tensor.full_tensor() if name == "__format__" else tensor, *args)
 
     return read
 

@@ -77,6 +77,9 @@ def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
 def _reads(model: Any, optimizer: Any, path: str) -> object:
     weight = next(value for name, value in model.named_parameters() if name.endswith("weight"))
     assert weight.norm().full_tensor().item() == pytest.approx(next(iter(Net().parameters())).norm().item())
+    assert f"{weight[0, 0]:.2f}" == f"{weight[0, 0].full_tensor().item():.2f}"
+    with pytest.raises(ModelError, match="which this rank has a part"):
+        weight.tolist()
     return float(weight.sum())
 
 
