@@ -32,5 +32,9 @@ LAUNCHER_OF_STRATEGY = {
     **{f"ddp_notebook_{words}": "forkserver" for words in _UNUSED},
 }
 
-# What to say of a name whose engine is not here.
-HINTS = {"deepspeed": "Its engine is not here. What its stages 1, 2 and 3 divide, zero1, zero2 and fsdp do."}
+# What to say of a name that is none here.
+HINTS = {
+    "deepspeed": "Its engine is not here. What its stages 1, 2 and 3 divide, zero1, zero2 and fsdp do.",
+    **dict.fromkeys(("pp", "gpipe", "1f1b"), "Did you mean 'pipeline'?"),
+    **dict.fromkeys(("tensor_parallel", "megatron"), "Did you mean 'tp'?"),
+}

@@ -4,6 +4,7 @@ A package adds its own by an entry point in the group ``distwrap.strategies`` or
 
 from __future__ import annotations
 
+import inspect
 import numbers
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -132,6 +133,10 @@ class Registry(Generic[Thing]):
             inside = error.__traceback__ is not None and error.__traceback__.tb_next is not None
             if inside and not any(repr(option) in str(error) for option in options):
                 raise  # a mistake in the factory itself
+            taken = inspect.signature(factory).parameters
+            for option in () if any(each.kind is each.VAR_KEYWORD for each in taken.values()) else options:
+                if option not in taken:
+                    raise OptionError(unknown_name(f"option of {self._kind} {name!r},", option, taken)) from None
             raise OptionError(f"{self._kind} {chosen!r}: {error}.") from None
         if self._missing(made):
             raise OptionError(

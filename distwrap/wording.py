@@ -16,7 +16,8 @@ def unknown_name(what: str, name: object, known: Iterable[str], hints: Mapping[s
     import difflib  # for an error alone
 
     names = sorted(known)
-    near = difflib.get_close_matches(str(name), names, n=3)
+    of_lower = {each.lower(): each for each in names}
+    near = [of_lower[each] for each in difflib.get_close_matches(str(name).lower(), of_lower, n=3)]
     near.sort(
         key=lambda other: (len(other), set(other)) != (len(str(name)), set(str(name)))
     )  # "dpp" is "ddp", not "dp"

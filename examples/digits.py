@@ -65,7 +65,7 @@ def main(epochs: int, out: Path) -> float:
     train_loader = shard_loader(DataLoader(train_set, batch_size=32, shuffle=True))
     test_loader = shard_loader(DataLoader(test_set, batch_size=100))
     train(model, optimizer, train_loader, epochs)
-    save(model.state_dict(), out)
+    save(model, out)
     return evaluate(model, test_loader)
 
 

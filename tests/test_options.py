@@ -24,7 +24,10 @@ def refusal(**options: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize(("wrong", "meant"), [("dpp", "ddp"), ("ddp_spwan", "ddp_spawn"), ("singel", "single")])
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [("dpp", "ddp"), ("ddp_spwan", "ddp_spawn"), ("singel", "single"), ("FSDP", "fsdp"), ("pp", "pipeline")],
+)
 def test_a_misspelt_strategy_names_the_nearest(wrong: str, meant: str) -> None:
     """An unknown strategy lists the known ones, and says which was probably meant."""
     message = refusal(strategy=wrong)

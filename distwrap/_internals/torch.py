@@ -22,6 +22,8 @@ DistributedDataParallel = nn.parallel.DistributedDataParallel
 
 # Functions by which torch pickles what is no tensor in a checkpoint's table of contents.
 LAYOUT_FUNCTION = ("torch.serialization", "_get_layout")
+# What DDP looks up in a module that it is to wrap. Without it: DDP around a wrapped model trains it twice, or raises.
+ASKED_BY_DDP = "_ddp_params_and_buffers_to_ignore"
 # Classes of which the state of torch elastic's agents consists.
 _RENDEZVOUS = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 RENDEZVOUS_STATE = ((_RENDEZVOUS, "_RendezvousState"), (_RENDEZVOUS, "_NodeDesc"))

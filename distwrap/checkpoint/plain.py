@@ -61,6 +61,8 @@ def plain(value: Any, where: str = "", depth: int = 0) -> Any:
         return plain(value.state_dict(), f"{where}.state_dict()", depth)
     kind = f"{type(value).__module__}.{type(value).__qualname__}"
     hint = " (use .item() or torch.as_tensor(…))" if kind.startswith("numpy.") else ""
+    if isinstance(value, torch.Tensor):
+        hint = ". Of a divided model give save() the model itself: save({'model': model}, path)"
     raise CheckpointError(
         f"state{where} is a {kind}, which the safe loader refuses; save plain values or tensors{hint}"
     )

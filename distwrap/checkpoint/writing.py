@@ -191,7 +191,7 @@ def _refuse_piece(leaf: Any, path: tuple[Any, ...]) -> Any:
     ):
         where, rank = "".join(f"[{key!r}]" for key in path), current_world().placement.rank
         raise CheckpointError(
-            f"state{where} is a DTensor, of which rank {rank} has a piece. Save with io='sharded', or save what its "
-            f"full_tensor() returns on every rank."
+            f"state{where} is a DTensor, of which rank {rank} has a piece. Give save() the model and the optimizer "
+            f"themselves: save({{'model': model, 'optimizer': optimizer}}, path)"
         )
     return leaf

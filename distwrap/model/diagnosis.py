@@ -50,7 +50,7 @@ def flipped(model: nn.Module) -> str:
 def explained(error: RuntimeError) -> RuntimeError:
     """Return the explanation of torch's error in a backward, or of a divided tensor; any other error as it is."""
     if _MIXED in str(error):
-        return _because(error, _explained_mixture(str(error)))
+        return _because(error, _explained_mixture(error))
     return _because(error, _explained_twice(str(error))) if _TWICE in str(error) else error
 
 
@@ -110,14 +110,48 @@ def _by_module(names: list[str]) -> list[str]:
     return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} modules more"]
 
 
-def _explained_mixture(text: str) -> ModelError:
+# What to do where a whole tensor met a divided one, by what the operator does.
+_LOADED = "Load through what wrap_model() returned, model.load_state_dict(state), or by {load}."
+_STEPPED = "The state that this optimizer was given is whole. Load it by {load}."
+_AVERAGED = "Wrap a second model, as an average of the weights, too, by wrap_model(): both are divided alike then."
+_COMPUTED = (
+    "In a loss, a norm or a mean of parameters take .full_tensor() of what is computed of each one, on every rank."
+)
+_CALLED = (
+    "Call the model itself, or a method of it that calls one of its modules first, through what wrap_model() returned: "
+    "what multiplies a weight with data belongs there, and a part of the model, as model.head or model.module, has no "
+    "whole weights by itself."
+)
+_LOAD = "distwrap.load(path, into={'model': model, 'optimizer': optimizer})"
+_OF_LAYERS = re.compile(r"aten\.(embedding|mm|addmm|bmm|baddbmm|linear|convolution|native_\w*norm|_scaled_dot\w*)\.")
+
+
+def _explained_mixture(error: RuntimeError) -> ModelError:
+    found = re.search(r"aten\.\w+\.\w+", str(error))
+    operator = found.group() if found else "an operator"
+    if "load_state_dict" in (calls := _calls_of(error)):
+        way_out = _LOADED
+    elif "step" in calls:
+        way_out = _STEPPED
+    elif _OF_LAYERS.match(operator) and "backward" not in calls:
+        way_out = _CALLED
+    else:
+        way_out = _AVERAGED if operator.partition(".")[2].partition(".")[0].endswith("_") else _COMPUTED
     return ModelError(
-        f"rank {current_world().placement.rank}: {text.partition(' got ')[0]} was given a whole tensor and one of "
-        f"which this rank has a part, as a parameter of a divided model is outside of its forward. In a loss, a norm "
-        f"or a mean of parameters take .full_tensor() of what is computed of each one, on every rank. Wrap a second "
-        f"model, as an average of the weights, too, by wrap_model(): both are divided alike then. What multiplies a "
-        f"weight with data belongs into forward(), or into a method of the model that calls one of its modules first."
+        f"rank {current_world().placement.rank}: {operator} was given a whole tensor and one of which this rank has a "
+        f"part, as a parameter of a divided model is outside of its forward. {way_out.format(load=_LOAD)}"
     )
+
+
+def _calls_of(error: BaseException) -> set[str]:
+    """Return the names of torch's functions in which an error came."""
+    found, trace = set(), error.__traceback__
+    while trace is not None:
+        frame = trace.tb_frame
+        if str(frame.f_globals.get("__name__")).startswith("torch."):
+            found.add(frame.f_code.co_name)
+        trace = trace.tb_next
+    return found
 
 
 def _explained_twice(text: str) -> ModelError:

@@ -3,8 +3,10 @@
 Source: https://docs.pytorch.org/docs/stable/meta.html
 """
 
+import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -20,11 +22,13 @@ from distwrap.group.world import say_once
 Copy = Callable[[torch.Tensor, torch.Tensor], object]
 
 
-def init_empty() -> AbstractContextManager[object]:
+@contextmanager
+def init_empty() -> Iterator[None]:
     """Make models without numbers inside of a ``with``, which take no memory, as those larger than one process.
 
     `wrap_model` divides such a model, and then lets its modules draw their numbers by their ``reset_parameters()``,
-    each rank for its own share. They are not those that the model would have had without this.
+    each rank for its own share. They are not those that the model would have had without this. What a constructor
+    does to weights by other functions, as ``self.apply(self._init_weights)``, is lost, and a notice names those.
 
     Example:
         >>> with init_empty():
@@ -32,7 +36,39 @@ def init_empty() -> AbstractContextManager[object]:
         >>> model.weight.device
         device(type='meta')
     """
-    return torch.device("meta")
+    lost: Counter[str] = Counter()
+
+    def look(operator: Any, args: tuple[Any, ...]) -> None:
+        if not operator.__name__.partition(".")[0].endswith("_"):
+            return
+        given = tensors_in(args)
+        if any(isinstance(tensor, nn.Parameter) and tensor.is_meta for tensor in given) or (
+            torch.Tag.nondeterministic_seeded in operator.tags and any(tensor.is_meta for tensor in given)
+        ):
+            lost.update(_setter())
+
+    with torch.device("meta"), watch_operators(look):
+        yield
+    if lost:
+        say_once(
+            f"lost {[*lost]}",
+            f"init_empty(): {' and '.join(map('{}()'.format, lost))} set the numbers of weights, which have none yet: "
+            f"wrap_model() draws those of reset_parameters() instead. Do it again after wrap_model(), as by "
+            f"model.apply(model._init_weights), unless a checkpoint is loaded.",
+        )
+
+
+def _setter() -> list[str]:
+    """Return the name of the user's function that changes a weight now; none where it is a ``reset_parameters()``."""
+    frame, user = inspect.currentframe(), ""
+    while frame is not None:
+        name, module = frame.f_code.co_name, str(frame.f_globals.get("__name__"))
+        if name in ("reset_parameters", "_reset_parameters"):
+            return []
+        if not user and not module.startswith(("torch.", "distwrap.")):
+            user = name
+        frame = frame.f_back
+    return [user] if user else []
 
 
 def fill(net: nn.Module, device: torch.device, seed: int, copy: Copy | None = None) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distwrap._internals.torch import ASKED_BY_DDP
+from distwrap.errors import ModelError
 from distwrap.model.forward_routing import Routing
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.transparent import TransparentModule, refuse_unknown_parameters, subclass, take_special_methods
@@ -51,6 +53,11 @@ class ModelFirst(TransparentModule):
 
     def __getattr__(self, name: str) -> Any:
         routing = self.__dict__["_distwrap"]
+        if name == ASKED_BY_DDP:
+            raise ModelError(
+                f"DistributedDataParallel got a {type(routing.model).__name__} that wrap_model() has wrapped, which "
+                f"exchanges its gradients already. Use what wrap_model() returns as it is."
+            )
         try:
             value = getattr(routing.model, name)
         except AttributeError:

@@ -183,9 +183,8 @@ class Alignment:
                 asked_at, answer = time.monotonic(), self._all.ask(other, self._key)
                 (its_turn, its_count), why = answer
                 if its_turn == self.turn - 1 and its_count > self._before:
-                    self._refuse(
-                        other, f"begins forward {its_count} of the turn before, and this rank ran {self._before}"
-                    )
+                    kind = _KINDS[not self._with_gradients]
+                    self._refuse(other, f"begins forward {its_count} {kind}, of which this rank ran {self._before}")
                 if (
                     why
                     and (answer == seen or why.startswith("has"))
@@ -203,5 +202,6 @@ class Alignment:
         raise CollectiveError(
             f"rank {rank} runs forward {self.count} of {self._model} {kind}, and rank {other} {what}. A divided "
             f"model's forward is one of all ranks: run it on every rank the same number of times, as with "
-            f"distwrap.lockstep(loader), or load what distwrap.save() has written into a plain model."
+            f"distwrap.lockstep(loader) and without a condition as 'if rank() == 0', or load what distwrap.save() has "
+            f"written into a plain model."
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copyreg
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -14,21 +14,34 @@ from distwrap.errors import ModelError
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.strategies import shards
 
+_READ = ("item", "tolist", "__float__", "__int__", "__bool__", "__format__")
+_DRAW = ("normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_")
 _SAVES_PARTS = ("torch.distributed.checkpoint", "distwrap.checkpoint")
 
 
 class DividedTensors(RunPart):
-    """Changes of ``DTensor`` for the time of one run: ``tensor.data = …`` acts, and pickling one is an error."""
+    """Changes of ``DTensor`` for the time of one run.
+
+    ``tensor.data = …`` acts, pickling one is an error, as is reading a sum of this rank's part alone, and what draws a
+    weight's numbers draws those of one process.
+    """
 
     def __init__(self, world: World) -> None:
         copyreg.pickle(DTensor, _reduced)
-        DTensor.data = property(_data, _set_data)  # type: ignore[assignment]
+        self._changes = {
+            "data": property(_data, _set_data),
+            **{name: _reading(name) for name in _READ},
+            **({name: _drawing(name) for name in _DRAW} if world.device.type == "cpu" else {}),
+        }
+        for name, change in self._changes.items():
+            setattr(DTensor, name, change)
 
     def close(self) -> None:
         """Make it what it was."""
         copyreg.dispatch_table.pop(DTensor, None)
-        if "data" in vars(DTensor):
-            del DTensor.data
+        for name, change in self._changes.items():
+            if vars(DTensor).get(name) is change:
+                delattr(DTensor, name)
 
 
 def refuse_gradient_hooks(parameters: Iterable[torch.Tensor]) -> None:
@@ -42,6 +55,38 @@ def _refuse_hook(hook: Any) -> NoReturn:
         "register_hook() of a divided parameter: such a hook is never called, since the gradient comes from an "
         "exchange. Use register_post_accumulate_grad_hook()."
     )
+
+
+def _reading(name: str) -> Callable[..., Any]:
+    """Return the method of a tensor that gives its numbers to the loop, for whole numbers alone."""
+    method = getattr(torch.Tensor, name)
+
+    def read(tensor: DTensor, *args: Any) -> Any:
+        sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
+        if any(ranks > 1 and not placement.is_replicate() for placement, ranks in sizes):
+            raise ModelError(
+                f"rank {current_world().placement.rank}: the loop reads numbers of a divided tensor, or a sum, norm or "
+                f"mean of one, of which this rank has a part. Take tensor.full_tensor() of it first, on every rank, as "
+                f"in weight.norm().full_tensor().item()."
+            )
+        return method(tensor.full_tensor() if name == "__format__" else tensor, *args)
+
+    return read
+
+
+def _drawing(name: str) -> Callable[..., DTensor]:
+    """Return the method that draws a tensor's numbers: all of them on each rank, which keeps its own.
+
+    On the CPU torch would draw each rank's own of the same sequence, so that all have equal ones.
+    """
+
+    def draw(tensor: DTensor, *args: Any, **kwargs: Any) -> DTensor:
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        with torch.no_grad():
+            shards.fill(tensor, getattr(whole, name)(*args, **kwargs))
+        return tensor
+
+    return draw
 
 
 def _data(tensor: DTensor) -> Any:

@@ -74,8 +74,8 @@ def wrap_model(
         raise ModelError(f"wrap_model() takes an nn.Module, not a {type(model).__qualname__}.")
     if isinstance(model, WRAPPERS):
         raise ModelError(
-            f"wrap_model() got a {type(model).__name__}, which is wrapped already: "
-            f"wrap a model once, or hand over unwrap_model(model)."
+            f"wrap_model() got a {type(unwrap_model(model)).__name__} that is in a {_wrapper(model)} already: wrap a "
+            f"model once, or hand over unwrap_model(model)."
         )
     world = current_world()
     world.part(Activity).record("wrap_model")
@@ -152,6 +152,11 @@ def wrap_optimizer(optimizer: Optimizer, model: nn.Module | None = None, *, apar
         raise _of_no_use(prepared, strategy, "prepare_optimizer", "the optimizer")
     bind(prepared, strategy)
     return prepared
+
+
+def _wrapper(model: nn.Module) -> str:
+    """Return what to call a wrapper by: torch's by its name."""
+    return type(model).__name__ if type(model).__module__.startswith("torch.") else "wrapper of wrap_model()"
 
 
 def _of_no_use(result: object, strategy: Strategy, method: str, wanted: str) -> ModelError:

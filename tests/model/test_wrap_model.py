@@ -153,10 +153,10 @@ def test_a_second_wrapping_is_refused() -> None:
         return refusals
 
     for refusals in run_ranks(on_rank, 2):
-        assert [refusal.split(", ")[0] for refusal in refusals] == [
-            "wrap_model() got a DistributedModel",
-            "wrap_model() got a DistributedDataParallel",
-            "wrap_model() got a DataParallel",
+        assert [refusal.split(": ")[0] for refusal in refusals] == [
+            "wrap_model() got a Linear that is in a wrapper of wrap_model() already",
+            "wrap_model() got a Linear that is in a DistributedDataParallel already",
+            "wrap_model() got a Linear that is in a DataParallel already",
         ]
 
 

@@ -142,7 +142,7 @@ WORDS = {
     "fewer": r"units.[34]",
     "joined": r"gathers 'units.4.*and rank 0 is in mean",
     "heads": r"has no gradients of 'heads.a.weight', 'heads.a.bias'.*unused_params",
-    "no backward": "has ended it|begins forward",
+    "no backward": "has come to its end|begins forward",
     "caught": "forward",
     "alone": "forward",
 }

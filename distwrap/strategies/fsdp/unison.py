@@ -115,7 +115,7 @@ class Unison:
 
     def _words(self, exchange: Exchange | None) -> str:
         if exchange is None or exchange == _END:
-            return "has ended it" if exchange else "does something else"
+            return "has come to its end" if exchange else "does something else"
         names, gradients = self._units[exchange[0]], exchange[1]
         without = [name for place, name in enumerate(names) if not gradients >> place & 1]
         if gradients == -1:
@@ -129,6 +129,8 @@ class Unison:
             if now[1] > 0
             else "Let what runs on some ranks only, as an expert, be a part of a larger unit, as wrap=['Block'] says it"
         )
+        if its.startswith("has left"):
+            way_out = "Look for a return, a break or a loop that differs between ranks"
         raise ModelError(
             f"in forward {self.turn} of {self._model} or its backward, rank {rank} {mine}, and rank {other} {its}. "
             f"Their numbers would be mixed: all ranks use the same units of a divided model in the same order, "

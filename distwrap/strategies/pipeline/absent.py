@@ -132,7 +132,7 @@ class Absent(torch.Tensor):
         module = "" if asker is None else str(asker.f_globals.get("__name__"))
         if module == nn.utils.clip_grad.__name__ and not _is_called_in(asker, nn.utils.clip_grad_value_.__name__):
             raise ModelError(
-                "torch's clip_grad_norm_() sees the gradients of this stage only, and would clip each stage by a norm "
+                "torch's clips see the gradients of this stage only: clip_grad_norm_() would clip each stage by a norm "
                 f"of its own. {_CLIP}"
             )
         scaler = asker.f_locals.get("self") if asker and module == torch.amp.GradScaler.__module__ else None
@@ -250,8 +250,9 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
 def _refuse_read(absent: list[Absent]) -> NoReturn:
     _refuse_gradients(absent[0].sources)
     raise NumbersElsewhereError(
-        f"the model looks at numbers that another stage has, computed of {_named(absent[0].sources)}. Under "
-        f"strategy='pipeline' what happens in between blocks may depend on sizes, and not on numbers.",
+        f"the model or the loop looks at numbers that another stage has, computed of {_named(absent[0].sources)}. "
+        f"Under strategy='pipeline' what happens in between blocks may depend on sizes, and not on numbers; a loop "
+        f"sees the numbers of all weights in what distwrap.save() has written.",
         absent[0].sources,
     )
 
@@ -261,7 +262,8 @@ def _refuse_write(name: str, tensor: torch.Tensor, sources: set[str]) -> NoRetur
     raise ModelError(
         f"{name}() would write numbers that another stage has, computed of {_named(sources)}, into a tensor of "
         f"{tuple(tensor.shape)} that is here. Compute a new tensor instead; or make this one after the model's first "
-        f"step, when each stage has its own, as for an average of the weights."
+        f"step, when each stage has its own, as for an average of the weights. Call the model itself, or a method of "
+        f"it, not one of its parts."
     )
 
 

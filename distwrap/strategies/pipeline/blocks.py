@@ -65,8 +65,8 @@ def find_chain(net: nn.Module, stages: int, split: Sequence[str] | None) -> Chai
         raise ModelError(
             f"strategy='pipeline' found no ModuleList or Sequential of at least {stages} blocks in "
             f"{type(net).__name__}, for {stages} stages; it has {', '.join(seen) or 'none at all'}. Keep the blocks in "
-            f"an nn.ModuleList, take fewer stages, or name the children at which stages begin: "
-            f"PipelineStrategy(split=['layer2', ...])."
+            f"an nn.ModuleList{', take fewer stages' if stages > 2 else ''}, or name the children at which stages "
+            f"begin: PipelineStrategy(split=['layer2', ...])."
         )
     return best[1]
 

@@ -92,7 +92,8 @@ class PipelineStrategy(Strategy):
         stages = self.stages or size
         if size % stages:
             raise OptionError(
-                f"strategy='pipeline' with stages={stages} needs a multiple of {stages} ranks, and there are {size}."
+                f"strategy='pipeline' with stages={stages} needs a multiple of {stages} ranks, and there are {size}. "
+                f"Take a divisor of {size}, or start {size + stages - size % stages} ranks by nprocs=."
             )
         self._mesh = mesh_over(world, (size // stages, stages), ("data", "stage"))
         return Layout(self._mesh.get_local_rank("data"), size // stages, self._mesh.get_group("data"), self._mesh)
