@@ -4,31 +4,65 @@ from __future__ import annotations
 
 import copyreg
 import inspect
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from distwrap.errors import ModelError
+from distwrap._internals.torch_sharding import part_from_storage
+from distwrap.errors import CollectiveError, ModelError
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.strategies import shards
+from distwrap.strategies.alignment import Alignment
 
+_NUMBERS = ("item", "__float__", "__int__", "__bool__", "__index__")
 _SAVES_PARTS = ("torch.distributed.checkpoint", "distwrap.checkpoint")
+_given_out: MutableMapping[DTensor, list[ref[DTensor]]] = WeakIdKeyDictionary()  # what ``tensor.data`` has returned
 
 
 class DividedTensors(RunPart):
-    """Changes of ``DTensor`` for the time of one run: ``tensor.data = …`` acts, and pickling one is an error."""
+    """Changes of ``DTensor`` for the time of one run: ``tensor.data = …`` acts, and pickling one is an error.
+
+    ``tensor.item()``, as of the norm of a weight, is the number of the whole, of which torch returns this rank's part.
+    """
 
     def __init__(self, world: World) -> None:
         copyreg.pickle(DTensor, _reduced)
         DTensor.data = property(_data, _set_data)  # type: ignore[assignment]
+        numbers = _Numbers("divided tensors")
+        for name in _NUMBERS:
+            setattr(DTensor, name, numbers.taken_by(getattr(torch.Tensor, name)))
 
     def close(self) -> None:
         """Make it what it was."""
         copyreg.dispatch_table.pop(DTensor, None)
-        if "data" in vars(DTensor):
-            del DTensor.data
+        for name in ("data", *_NUMBERS):
+            if name in vars(DTensor):
+                delattr(DTensor, name)
+
+
+class _Numbers(Alignment):
+    """Python numbers of divided tensors, for which all ranks add up their parts."""
+
+    def taken_by(self, method: Callable[[torch.Tensor], Any]) -> Callable[[DTensor], Any]:
+        """Return a method of ``Tensor`` that returns a number, for ``DTensor``."""
+
+        def number(tensor: DTensor) -> Any:
+            if not all(placement.is_replicate() for placement in tensor.placements):
+                self.count += 1
+                self._meet()
+            return method(shards.whole(tensor))
+
+        return number
+
+    def _refuse(self, other: int, what: str) -> NoReturn:
+        raise CollectiveError(
+            f"rank {current_world().placement.rank} takes a number of divided tensors, as weight.norm().item(), of "
+            f"which each rank has a part, and rank {other} {what}. Take it on every rank, and print it on one."
+        )
 
 
 def refuse_gradient_hooks(parameters: Iterable[torch.Tensor]) -> None:
@@ -45,11 +79,16 @@ def _refuse_hook(hook: Any) -> NoReturn:
 
 
 def _data(tensor: DTensor) -> Any:
-    return torch.Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
+    data = torch.Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
+    known = _given_out.get(tensor, [])
+    _given_out[tensor] = [*(held for held in known if held() is not None), ref(data)]
+    return data
 
 
 def _set_data(tensor: DTensor, value: Any) -> None:
     """Copy the numbers, which torch would leave alone: a ``DTensor`` keeps them in a tensor of its own.
+
+    What ``tensor.data`` was before keeps the numbers that it had, as where weights are exchanged for their average.
 
     Raises:
         ModelError: they are of another size or type.
@@ -61,6 +100,9 @@ def _set_data(tensor: DTensor, value: Any) -> None:
             f"{given}. Give it a tensor of its own size and type."
         )
     with torch.no_grad():
+        for held in _given_out.pop(tensor, ()):
+            if (before := held()) is not None and before is not value:
+                part_from_storage(before)
         if isinstance(value, DTensor) and value.placements != tensor.placements:
             value = value.redistribute(placements=tensor.placements)
         shards.fill(tensor, value)
