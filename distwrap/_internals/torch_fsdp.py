@@ -8,11 +8,12 @@ from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from distwrap._internals.torch import version_of
+from distwrap._internals.torch import after_backward, version_of
 from distwrap._internals.torch_autograd import in_backward
-from distwrap._internals.torch_sharding import _groups, _state_of, _states, fsdp_groups, has_unreduced
+from distwrap._internals.torch_sharding import _groups, _state_of, _states, fsdp_groups, has_unreduced, own_parameters
 
 
 class GatheredUnits:
@@ -27,6 +28,7 @@ class GatheredUnits:
     ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.is_unsharded``,
     ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._to_sharded``,
     ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup._init_mp_dtypes``,
+    ``torch.distributed.fsdp._fully_shard._fsdp_common:TrainingState.PRE_BACKWARD``,
     ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam._setattr_on_modules``.
     Without it: a divided model cannot be wrapped.
 
@@ -34,13 +36,21 @@ class GatheredUnits:
         model: the user's, divided.
         on_exchange: called before each exchange with the number of the unit, and which of its parameters have
             gradients to be averaged, as bits; -1 where its weights are gathered.
+        on_gather: called with the number of a unit before its whole weights take the place of the shards.
+        on_graph: called before a backward through a unit that is to have a backward itself.
 
     Attributes:
         names: of each unit's parameters in the model.
     """
 
-    def __init__(self, model: nn.Module, on_exchange: Callable[[int, int], object]) -> None:
-        self._model, self._on_exchange = model, on_exchange
+    def __init__(
+        self,
+        model: nn.Module,
+        on_exchange: Callable[[int, int], object],
+        on_gather: Callable[[int], object],
+        on_graph: Callable[[], object],
+    ) -> None:
+        self._model, self._on_exchange, self._on_gather, self._on_graph = model, on_exchange, on_gather, on_graph
         self._units, self._hidden = fsdp_groups(model), set[int]()
         self._params = [param for unit in self._units for param in unit.fsdp_params]
         self._unmarked, self._left = self._params, list[tuple[Any, Any, int]]()
@@ -102,6 +112,18 @@ class GatheredUnits:
                     shard.grad = torch.zeros_like(shard)
                 self._left.append((param, shard.grad, version_of(shard.grad)))
 
+    def replaced(self, number: int) -> str:
+        """Return the name of a parameter of a unit in whose place its module has another tensor; empty for none.
+
+        Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param:ParamModuleInfo``.
+        Without it: what takes a parameter's place is left alone in silence.
+        """
+        for name, param in zip(self.names[number], self._units[number].fsdp_params, strict=True):
+            info = getattr(param, "_module_info", None)
+            if info is not None and own_parameters(info.module).get(info.param_name) is not param.sharded_param:
+                return name
+        return ""
+
     def is_broken(self) -> bool:
         """Return whether an exception has ended the last backward.
 
@@ -141,14 +163,18 @@ class GatheredUnits:
         self._unmarked = [param for param in self._unmarked if not hasattr(param, "_unsharded_param")]
 
     def _gather(self, number: int, unit: Any, unshard: Callable[[bool], None], async_op: bool = False) -> None:
+        if torch.is_grad_enabled() and unit._training_state.name == "PRE_BACKWARD":
+            self._on_graph()
         if unit.is_unsharded:
             if number in self._hidden:
+                self._on_gather(number)
                 self._hidden.remove(number)
                 for param in unit.fsdp_params:
                     param._unsharded_param.requires_grad_(param.sharded_param.requires_grad)
                     param._setattr_on_modules(param._unsharded_param)
             return
         if unit._all_gather_result is None:
+            self._on_gather(number)
             self._on_exchange(number, -1)
         if not torch.is_inference_mode_enabled():
             unshard(async_op)
@@ -166,7 +192,26 @@ class GatheredUnits:
                     having |= 1 << place
             if having:
                 self._on_exchange(number, having)
+                if as_zeros:
+                    _ask_whose_are_used(unit)
         post_backward(*unused)
+
+
+def _ask_whose_are_used(unit: Any) -> None:
+    """Leave parameters that no rank has used without a gradient, as one process does; FSDP gives them zeros."""
+    used = torch.tensor([float(has_unreduced(param)) for param in unit.fsdp_params], device=unit.device)
+    without = [(place, param.sharded_param) for place, param in enumerate(unit.fsdp_params)]
+    without = [(place, shard) for place, shard in without if shard.grad is None]
+    work: Any = dist.all_reduce(used, op=dist.ReduceOp.MAX, async_op=True)
+
+    def leave_out() -> None:
+        work.wait()
+        by_any = used.tolist()
+        for place, shard in without:
+            if not by_any[place]:
+                shard.grad = None
+
+    after_backward(leave_out)
 
 
 def _drop_gradients(param: Any) -> None:

@@ -277,6 +277,16 @@ def shard_in_pieces(dimension: int, count: int) -> Any:
     return _StridedShard(dimension, split_factor=count)
 
 
+def part_from_storage(tensor: torch.Tensor) -> None:
+    """Give a ``DTensor`` numbers of its own, which another tensor shares.
+
+    Relies on ``torch.distributed.tensor:DTensor.__annotations__["_local_tensor"]``.
+    Without it: what was kept of ``parameter.data`` changes where that is set.
+    """
+    if hasattr(tensor, "_local_tensor"):
+        tensor._local_tensor = tensor._local_tensor.clone()
+
+
 def is_in_pieces(placement: Any) -> bool:
     """Return whether a placement may be one of `shard_in_pieces`.
 

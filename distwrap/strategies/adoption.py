@@ -102,6 +102,9 @@ class StepListener(Protocol):
     def before_step(self, optimizer: Optimizer) -> None:
         """Act before a step."""
 
+    def refuse_newcomers(self, held: set[int]) -> None:
+        """Act before the first step of an optimizer, which holds tensors of these ids."""
+
 
 class Adoption(RunPart):
     """Look at each optimizer of divided parameters before its first step.
@@ -129,3 +132,5 @@ class Adoption(RunPart):
         divided = [parameter for parameter in held if isinstance(parameter, DTensor)]
         if divided:
             refuse_whole(optimizer, in_pieces=True)
+        for model in self.models:
+            model.refuse_newcomers(set(map(id, held)))

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -42,27 +43,43 @@ class Alignments(RunPart):
     Attributes:
         world: of the run.
         has_left: whether this rank is at the end of the run.
+        meeting: at which other ranks are waited for: the number of the model, the turn, and the forward in it.
     """
 
     def __init__(self, world: World) -> None:
         self.world, self.has_left = world, False
         self._models: WeakValueDictionary[int, Counted] = WeakValueDictionary()
         self._added = 0
+        self.meeting: tuple[int, int, int] | None = None
         self._name = f"forwards {world.count('alignments')}"
         if world.channel is not None:
             world.channel.work.serve(f"{self._name}/{world.placement.rank}", self._where)
 
     def add(self, counted: Counted) -> str:
         """Note what is counted of a model, and return the key of its notes, alike on all ranks."""
+        self._models[self._added + 1] = counted  # first: the channel's thread may look meanwhile
         self._added += 1
-        self._models[self._added] = counted
         return f"{self._name}/{self._added}"
 
     def ask(self, rank: int, key: str) -> tuple[list[int], str]:
         """Return at which turn and forward of a model another rank is, and why it does not come; empty if it may."""
         assert self.world.channel is not None
-        position, why = json.loads(self.world.channel.work.ask(f"{self._name}/{rank}", rank, key))
+        position, why, meeting = json.loads(self.world.channel.work.ask(f"{self._name}/{rank}", rank, key))
+        if meeting is not None:
+            number, turn, count = meeting
+            own = self._models.get(number)
+            if own is not None and (own.turn, own.count) >= (turn, count):  # this rank was there, so that one comes
+                why = ""
         return position, why
+
+    @contextmanager
+    def waiting_at(self, key: str, counted: Counted) -> Iterator[None]:
+        """Note for what other ranks are waited for, which those that were there already are not to take for a halt."""
+        self.meeting = int(key.rpartition("/")[2]), counted.turn, counted.count
+        try:
+            yield
+        finally:
+            self.meeting = None
 
     def close(self) -> None:
         """Note that no forward comes any more."""
@@ -71,17 +88,17 @@ class Alignments(RunPart):
     def _where(self, key: str | None, waited: float) -> bytes:
         """Answer another rank; runs in the channel's thread."""
         number = int((key or "0").rpartition("/")[2])
+        is_to_come = number > self._added  # asked first: another thread adds
         model = self._models.get(number)
-        if number > self._added and not self.has_left:
-            return json.dumps([[0, 0], ""]).encode()  # on its way out of wrap_model()
+        if is_to_come and not self.has_left:
+            return json.dumps([[0, 0], "", None]).encode()  # on its way out of wrap_model()
         if model is None or self.has_left:
-            return json.dumps([[0, 0], "has left the function, or has the model no longer"]).encode()
+            return json.dumps([[0, 0], "has left the function, or has the model no longer", None]).encode()
         assert self.world.channel is not None
-        # One that waits in a meeting of the other kind waits for whoever asks.
-        waits = (*_COLLECTIVES, "unison.py" if isinstance(model, Alignment) else "alignment.py")
-        waits_there = any(file.endswith(waits) for file, *_ in stacks.of_thread())
-        why = f"is {self.world.channel.reporter.location()}" if waits_there else ""
-        return json.dumps([[model.turn, model.count], why]).encode()
+        meeting = self.meeting if self.meeting is not None and self.meeting[0] != number else None
+        in_collective = any(file.endswith(_COLLECTIVES) for file, *_ in stacks.of_thread())
+        why = f"is {self.world.channel.reporter.location()}" if in_collective or meeting else ""
+        return json.dumps([[model.turn, model.count], why, meeting]).encode()
 
 
 class Alignment:
@@ -131,10 +148,16 @@ class Alignment:
         self._with_gradients = None
 
     def _meet(self) -> None:
-        channel, place = self._all.world.channel, self._all.world.placement
         # Between nodes each meeting loads the store.
-        if channel is None or not (place.nnodes == 1 or is_power_of_two(self.count)):
+        world = self._all.world
+        if world.channel is None or not (world.placement.nnodes == 1 or is_power_of_two(self.count)):
             return
+        with self._all.waiting_at(self._key, self):
+            self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
+        channel, place = self._all.world.channel, self._all.world.placement
+        assert channel is not None
         mine = [self.turn, self.count, self._with_gradients, self._before]
         channel.note(self._key, json.dumps(mine))
         first = self._ranks[0]

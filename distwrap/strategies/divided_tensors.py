@@ -4,33 +4,40 @@ from __future__ import annotations
 
 import copyreg
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, MutableMapping
 from typing import Any, NoReturn
+from weakref import ref
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
-from distwrap.errors import ModelError
+from distwrap._internals.torch_sharding import part_from_storage
+from distwrap.errors import CollectiveError, ModelError
 from distwrap.group.world import RunPart, World, current_world
 from distwrap.strategies import shards
+from distwrap.strategies.alignment import Alignment
 
-_READ = ("item", "tolist", "__float__", "__int__", "__bool__", "__format__")
+_NUMBERS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
 _DRAW = ("normal_", "uniform_", "random_", "exponential_", "log_normal_", "cauchy_", "geometric_")
 _SAVES_PARTS = ("torch.distributed.checkpoint", "distwrap.checkpoint")
+_given_out: MutableMapping[DTensor, list[ref[DTensor]]] = WeakIdKeyDictionary()  # what ``tensor.data`` has returned
 
 
 class DividedTensors(RunPart):
     """Changes of ``DTensor`` for the time of one run.
 
-    ``tensor.data = …`` acts, pickling one is an error, as is reading a sum of this rank's part alone, and what draws a
-    weight's numbers draws those of one process.
+    ``tensor.data = …`` acts, and pickling one is an error. ``tensor.item()``, as of the norm of a weight, is the number
+    of the whole, of which torch returns this rank's part. What draws a weight's numbers draws those of one process.
     """
 
     def __init__(self, world: World) -> None:
         copyreg.pickle(DTensor, _reduced)
+        numbers = _Numbers("divided tensors")
         self._changes = {
             "data": property(_data, _set_data),
-            **{name: _reading(name) for name in _READ},
+            "__format__": numbers.taken_by(_formatted),
+            **{name: numbers.taken_by(getattr(torch.Tensor, name)) for name in _NUMBERS},
             **({name: _drawing(name) for name in _DRAW} if world.device.type == "cpu" else {}),
         }
         for name, change in self._changes.items():
@@ -44,6 +51,34 @@ class DividedTensors(RunPart):
                 delattr(DTensor, name)
 
 
+class _Numbers(Alignment):
+    """Python numbers of divided tensors, for which all ranks add up their parts."""
+
+    def taken_by(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a method of ``Tensor`` that returns numbers, for ``DTensor``."""
+
+        def number(tensor: DTensor, *args: Any) -> Any:
+            if method is _formatted and tensor.dim() > 0:
+                return method(tensor, *args)
+            if not all(placement.is_replicate() for placement in tensor.placements):
+                self.count += 1
+                self._meet()
+            return method(shards.whole(tensor), *args)
+
+        return number
+
+    def _refuse(self, other: int, what: str) -> NoReturn:
+        raise CollectiveError(
+            f"rank {current_world().placement.rank} takes a number of divided tensors, as weight.norm().item(), of "
+            f"which each rank has a part, and rank {other} {what}. Take it on every rank, and print it on one."
+        )
+
+
+def _formatted(tensor: torch.Tensor, words: str) -> str:
+    text: str = torch.Tensor.__format__(tensor, words)  # type: ignore[no-untyped-call]
+    return text
+
+
 def refuse_gradient_hooks(parameters: Iterable[torch.Tensor]) -> None:
     """Make ``register_hook`` of parameters an error: the exchange that gives them a gradient calls no such hook."""
     for parameter in parameters:
@@ -55,23 +90,6 @@ def _refuse_hook(hook: Any) -> NoReturn:
         "register_hook() of a divided parameter: such a hook is never called, since the gradient comes from an "
         "exchange. Use register_post_accumulate_grad_hook()."
     )
-
-
-def _reading(name: str) -> Callable[..., Any]:
-    """Return the method of a tensor that gives its numbers to the loop, for whole numbers alone."""
-    method = getattr(torch.Tensor, name)
-
-    def read(tensor: DTensor, *args: Any) -> Any:
-        sizes = zip(tensor.placements, tensor.device_mesh.shape, strict=True)
-        if any(ranks > 1 and not placement.is_replicate() for placement, ranks in sizes):
-            raise ModelError(
-                f"rank {current_world().placement.rank}: the loop reads numbers of a divided tensor, or a sum, norm or "
-                f"mean of one, of which this rank has a part. Take tensor.full_tensor() of it first, on every rank, as "
-                f"in weight.norm().full_tensor().item()."
-            )
-        return method(tensor.full_tensor() if name == "__format__" else tensor, *args)
-
-    return read
 
 
 def _drawing(name: str) -> Callable[..., DTensor]:
@@ -90,11 +108,16 @@ def _drawing(name: str) -> Callable[..., DTensor]:
 
 
 def _data(tensor: DTensor) -> Any:
-    return torch.Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
+    data = torch.Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
+    known = _given_out.get(tensor, [])
+    _given_out[tensor] = [*(held for held in known if held() is not None), ref(data)]
+    return data
 
 
 def _set_data(tensor: DTensor, value: Any) -> None:
     """Copy the numbers, which torch would leave alone: a ``DTensor`` keeps them in a tensor of its own.
+
+    What ``tensor.data`` was before keeps the numbers that it had, as where weights are exchanged for their average.
 
     Raises:
         ModelError: they are of another size or type.
@@ -106,6 +129,9 @@ def _set_data(tensor: DTensor, value: Any) -> None:
             f"{given}. Give it a tensor of its own size and type."
         )
     with torch.no_grad():
+        for held in _given_out.pop(tensor, ()):
+            if (before := held()) is not None and before is not value:
+                part_from_storage(before)
         if isinstance(value, DTensor) and value.placements != tensor.placements:
             value = value.redistribute(placements=tensor.placements)
         shards.fill(tensor, value)

@@ -215,8 +215,9 @@ class GradientShare:
         for parameter, gradient in ready:
             parameter.grad = gradient
         seen = [gradient for _, gradient in ready]
-        if not ready:  # a scaler looks at some gradient on each rank
-            least = min(self.owners, key=lambda parameter: parameter.numel())
+        others = [parameter for parameter, owner in self.owners.items() if owner != self.rank]
+        if not ready and others:  # a scaler looks at some gradient on each rank, which this one does not step
+            least = min(others, key=lambda parameter: parameter.numel())
             least.grad = torch.zeros_like(least)
             seen = [least.grad]
         finite = torch.tensor(float(self._is_finite), device=exchange_device())

@@ -74,13 +74,20 @@ def _step(model: Any, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def _reads(model: Any, optimizer: Any, path: str) -> object:
+def _reads() -> list[object]:
+    torch.manual_seed(0)
+    model = dw.wrap_model(Net())
     weight = next(value for name, value in model.named_parameters() if name.endswith("weight"))
-    assert weight.norm().full_tensor().item() == pytest.approx(next(iter(Net().parameters())).norm().item())
-    assert f"{weight[0, 0]:.2f}" == f"{weight[0, 0].full_tensor().item():.2f}"
-    with pytest.raises(ModelError, match="which this rank has a part"):
-        weight.tolist()
-    return float(weight.sum())
+    return [weight.norm().item(), float(weight.sum()), weight.tolist(), f"{weight.norm():.4f}", weight.sum() > 9]
+
+
+def test_numbers_that_a_loop_reads() -> None:
+    """A norm or a sum of a weight is the whole weight's, on every rank."""
+    expected = distributed(nprocs=1, strategy="ddp")(_reads)()
+    for strategy in ("fsdp", "tp"):
+        found = distributed(nprocs=2, strategy=strategy)(lambda: [*_reads()[:4], bool(_reads()[4])])()
+        assert found[:2] == pytest.approx(expected[:2]), strategy
+        assert found[2:] == [*expected[2:4], bool(expected[4])], strategy
 
 
 def _loads_past_the_wrapper(model: Any, optimizer: Any, path: str) -> object:
@@ -137,7 +144,6 @@ Mistake = Callable[[Any, Any, str], object]
 
 # With what to do, in the error's words. Those of the second table end the run.
 MISTAKES: dict[Mistake, str] = {
-    _reads: r"Take tensor.full_tensor\(\) of it first, on every rank",
     _loads_past_the_wrapper: r"Load through what wrap_model\(\) returned, model.load_state_dict\(state\)",
     _calls_a_part: r"Call the model itself, or a method of it .* a part of the model, as model.head",
     _averages: "Wrap a second model, as an average",

@@ -15,7 +15,7 @@ from torch import nn
 
 import distwrap as dw
 from distwrap import distributed
-from distwrap.errors import ModelError
+from distwrap.errors import CollectiveError, ModelError
 from distwrap.group.world import current_world
 
 
@@ -233,6 +233,36 @@ def _data_is_set(model: Any, rows: Rows, start: dict[str, torch.Tensor]) -> None
                 each.data = 0.5 * start[name]  # whole numbers, which each rank has
 
 
+def _exchanged_for_averages(model: Any, rows: Rows) -> None:
+    """Evaluate with averaged weights in the place of the trained ones, as classes of such averages do."""
+    optimizer, average = sgd(model), {name: each.data.clone() for name, each in model.named_parameters()}
+    for _ in range(3):
+        step(model, optimizer, rows)
+        for name, each in model.named_parameters():
+            average[name] = (0.5 * each.data + 0.5 * average[name]).clone()
+        trained = {}
+        for name, each in model.named_parameters():
+            trained[name], each.data = each.data, average[name]
+        with torch.no_grad():
+            model(rows(inputs()))
+        for name, each in model.named_parameters():
+            each.data = trained[name]
+
+
+def _clipped_by_numbers(model: Any, rows: Rows) -> None:
+    """Clip by a norm that Python adds up, and decay by what is counted of each weight."""
+    optimizer = sgd(model)
+    for _ in range(3):
+        model(rows(inputs())).square().mean().backward()
+        total = sum(each.grad.norm().item() ** 2 for each in model.parameters()) ** 0.5
+        for each in model.parameters():
+            each.grad.mul_(0.05 / total)
+            if bool((each > 0.4).any()):
+                each.data.mul_(1 - 0.01 * int((each > 0).sum()) - 0.1 * float(each.detach().mean()))
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 class Changing(nn.Module):
     """A net whose forward changes a weight in one of several ways."""
 
@@ -271,10 +301,11 @@ def _changed_in_forward() -> None:
 def _refused() -> None:
     model = dw.wrap_model(Net().double())
     weights = {name: torch.zeros_like(value) for name, value in Net().double().state_dict().items()}
-    with pytest.raises(ModelError, match=r"functional_call\(\) of Net"):
-        torch.func.functional_call(model, weights, (share(inputs()),))
     optimizer = sgd(model)
-    step(model, optimizer)
+    for called in (model, dw.unwrap_model(model)):
+        with pytest.raises(ModelError, match=r"weight' of Net.*functional_call"):
+            torch.func.functional_call(called, weights, (share(inputs()),))
+        step(model, optimizer)
     seen: list[str] = []
     for parameter in (model.last.weight, model.blocks[0].last.weight):
         with pytest.raises(ModelError, match=r"register_post_accumulate_grad_hook"):
@@ -282,6 +313,25 @@ def _refused() -> None:
         parameter.register_post_accumulate_grad_hook(lambda parameter: seen.append("called"))
     step(model, optimizer)
     assert len(seen) == 2
+
+
+def _changed_modules() -> None:
+    """A weight in the place of a divided one, and one that was added, are refused."""
+    for normed, steps in ((False, 0), (False, 1), (True, 0)):
+        model = dw.wrap_model(Net().double())
+        for _ in range(steps):
+            step(model, sgd(model))
+        if normed:
+            nn.utils.parametrizations.weight_norm(model.blocks[0].last)
+        else:
+            model.last.weight = nn.Parameter(torch.ones(5, 5).double())
+        with pytest.raises(ModelError, match=r"last.weight' of Net.*is no longer the parameter that wrap_model\(\)"):
+            model(share(inputs()))
+    model = dw.wrap_model(Net().double())
+    model.last = nn.Linear(5, 5).double()
+    optimizer = sgd(model)
+    with pytest.raises(ModelError, match=r"'last.weight' came into Net after wrap_model\(\)"):
+        step(model, optimizer)
 
 
 def _windows_left(model: Any, rows: Rows) -> None:
@@ -329,7 +379,8 @@ def _other_uses() -> dict[str, float]:
     _refused()
     _a_step_after_a_window_was_left()
     found = {}
-    for use in (_data_is_set, _windows_left, _compiled_windows):
+    _changed_modules()
+    for use in (_data_is_set, _exchanged_for_averages, _clipped_by_numbers, _windows_left, _compiled_windows):
         model, net = dw.wrap_model(Net().double()), Net().double()
         given = (dict(Net().double().named_parameters()),) if use is _data_is_set else ()
         use(model, share, *given)
@@ -342,7 +393,21 @@ def test_other_uses_are_right_or_refused() -> None:
     """Lists of parameters, torch.save, parameter.data, changes in a forward, hooks, windows that are left."""
     for found in distributed(nprocs=2, strategy="fsdp", returns="all")(_other_uses)():
         assert max(found.values()) < 1e-9, found
-        assert len(found) == 3
+        assert len(found) == 5
+
+
+@distributed(nprocs=2, strategy="fsdp")
+def _number_on_one_rank() -> None:
+    model = dw.wrap_model(Net())
+    if dw.rank() == 0:
+        model.last.weight.norm().item()
+    model(share(inputs()).float())
+
+
+def test_a_number_of_divided_tensors_on_one_rank_is_an_error() -> None:
+    """It is added up by all ranks; one alone would wait, or get what another exchange sends."""
+    with pytest.raises(CollectiveError, match=r"rank 0 takes a number of div.* rank 1 is|rank 1 runs .* rank 0 is"):
+        _number_on_one_rank()
 
 
 @distributed(nprocs=2, strategy="fsdp")

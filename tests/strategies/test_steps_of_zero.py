@@ -60,6 +60,29 @@ def _changed_by_hand() -> None:
         optimizer.step()
 
 
+class Heads(nn.Module):
+    """Two heads, of which a forward takes one; each is another rank's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.large, self.small = nn.Linear(4, 2, bias=False), nn.Linear(4, 1, bias=False)
+
+    def forward(self, x: torch.Tensor, head: str) -> torch.Tensor:
+        return self.get_submodule(head)(x)  # type: ignore[no-any-return]
+
+
+def _left_alone() -> None:
+    """What no rank uses in a step has no gradient, though it is all that a rank steps: weight decay would move it."""
+    model = dw.wrap_model(Heads(), strategy="zero2", find_unused_parameters=True)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.5)
+    for head, other in (("large", "small"), ("small", "large")):
+        before = model.get_submodule(other).weight.detach().clone()
+        model(torch.ones(3, 4), head).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert model.get_submodule(other).weight.equal(before), other
+
+
 def _scaled(strategy: str) -> tuple[list[bool], list[float]]:
     """Train one weight in fp16, which one rank alone holds under zero; one share overflows in the second step."""
     torch.manual_seed(0)
@@ -79,6 +102,7 @@ def _on_steps(strategy: str) -> tuple[list[bool], list[float]]:
         _hooked(strategy, prepared=prepared)
     if strategy == "zero2":
         _changed_by_hand()
+        _left_alone()
     return _scaled(strategy)
 
 

@@ -47,12 +47,12 @@ class Gathered:
 
     def __init__(self, net: nn.Module) -> None:
         self._net, self._name = net, type(net).__name__
-        self._groups: list[Any] = []
+        self._groups, self._own = list[Any](), set[int]()
         self._forwards = self._steps = 0
 
     def divided(self, adoption: Adoption) -> None:
         """Note that the model is divided now, and look at each step of its optimizers."""
-        self._groups = fsdp_groups(self._net)
+        self._groups, self._own = fsdp_groups(self._net), set(map(id, self._net.parameters()))
         refuse_gradient_hooks(param.sharded_param for group in self._groups for param in group.fsdp_params)
         adoption.models.add(self)
 
@@ -76,11 +76,20 @@ class Gathered:
         found = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
         if module is self._net:
             found = found or _left_in_attributes(module)
-            for tensor in found if self._groups else ():
-                if tensor.grad_fn is not None:
-                    tensor.register_hook(_refuse_graph)  # type: ignore[no-untyped-call]
         bases = [base for tensor in found if (base := base_of(tensor)) is not None and not base.is_leaf]
         hook_fsdp_backward(module, bases if isinstance(output, torch.Tensor) else found + bases)
+
+    def refuse_graph(self) -> None:
+        """Refuse a backward that is to have a backward itself.
+
+        Raises:
+            ModelError: says under which strategies it goes.
+        """
+        raise ModelError(
+            f"a backward with create_graph=True through {self._name}, which is divided: its weights are let go of in "
+            f"the first backward, and the second one needs them. Use strategy='ddp', 'zero1' or 'tp' for a gradient "
+            f"penalty."
+        )
 
     def _refuse_changed(self, module: nn.Module) -> None:
         changed = changed_parameters(module)
@@ -113,16 +122,25 @@ class Gathered:
                 f"let forward(), or a method of the model, return the loss."
             )
 
+    def refuse_newcomers(self, held: set[int]) -> None:
+        """Refuse to train what came into the model after it was divided: nobody averages its gradients.
+
+        Args:
+            held: ids of the tensors that an optimizer holds.
+
+        Raises:
+            ModelError: names the first one.
+        """
+        for name, parameter in self._net.named_parameters():
+            if id(parameter) in held and id(parameter) not in self._own:
+                raise ModelError(
+                    f"rank {current_world().placement.rank}: the parameter {name!r} came into {self._name} after "
+                    f"wrap_model(), so that its gradients are not averaged: the ranks would train it apart. Change the "
+                    f"model before wrap_model()."
+                )
+
 
 def _left_in_attributes(net: nn.Module) -> list[torch.Tensor]:
     """Return the tensors with a graph that a forward has left in attributes of a model's modules."""
     own = [[value for name, value in vars(part).items() if name not in _MODULES_OWN] for part in net.modules()]
     return [tensor for tensor in tensors_in(own) if tensor.grad_fn is not None]
-
-
-def _refuse_graph(gradient: torch.Tensor) -> None:
-    if torch.is_grad_enabled():
-        raise ModelError(
-            "a backward with create_graph=True through a model that is divided: its weights are let go of in the first "
-            "backward, and the second one needs them. Use strategy='ddp', 'zero1' or 'tp' for a gradient penalty."
-        )

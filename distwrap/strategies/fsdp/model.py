@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -12,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
-from torch.nn.utils import stateless
 
 from distwrap._internals.torch_autograd import in_backward
 from distwrap._internals.torch_fsdp import GatheredUnits
@@ -56,7 +54,12 @@ class FSDPRouting(Routing):
         super().__init__(module, in_precision, forward_methods)
         self.buffers, self.gathered = buffers, gathered
         self.alignment = Alignment(class_of(self.model))
-        self.units = GatheredUnits(self.model, lambda unit, gradients: self.unison.exchange(unit, gradients))
+        self.units = GatheredUnits(
+            self.model,
+            lambda unit, gradients: self.unison.exchange(unit, gradients),
+            self._refuse_replaced,
+            gathered.refuse_graph,
+        )
         gathered.units = self.units
         self.unison = Unison(class_of(self.model), self.units.names)
         self.run = in_precision(self._everywhere)
@@ -98,6 +101,8 @@ class FSDPRouting(Routing):
             return
         if self.units.begin():
             self._forget()
+        for unit in range(len(self.units.names) if self.unison.turn == 0 else 0):  # before FSDP looks at them first
+            self._refuse_replaced(unit)
         self.alignment.forward()
         self.unison.forward(self.units.average)
         self.gathered.begin()
@@ -118,6 +123,21 @@ class FSDPRouting(Routing):
             output = end_fsdp_forward(self.model, output)
             self._rest()
         return super()._end(output, call)
+
+    def _refuse_replaced(self, unit: int) -> None:
+        """Refuse to gather the weights of a unit in the place of others that its modules were given since.
+
+        Raises:
+            ModelError: names the first one.
+        """
+        name = self.units.replaced(unit)
+        if name:
+            raise ModelError(
+                f"{name!r} of {class_of(self.model)}, which is divided, is no longer the parameter that wrap_model() "
+                f"has made, as in torch.func.functional_call(), or after a parametrization, pruning or an assignment. "
+                f"A forward gathers its own weights, and would leave what took their place alone. Change the model "
+                f"before wrap_model(), or the numbers alone, by parameter.data = …; or use strategy='ddp'."
+            )
 
     def _rest(self) -> None:
         if not in_backward():
@@ -147,13 +167,6 @@ class DividedModel(ModelFirst):
     """A model of which each rank holds a share of every weight, as a ``DTensor``; a real ``FSDPModule`` is inside."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        frame = None if torch.compiler.is_compiling() else inspect.currentframe()
-        if frame is not None and frame.f_back is not None and frame.f_back.f_globals is vars(stateless):
-            raise ModelError(
-                f"torch.func.functional_call() of {class_of(self._distwrap.model)}, which is divided: its forward "
-                f"gathers its own weights, and would leave those given alone. Call it on a plain model, or use "
-                f"strategy='ddp'."
-            )
         return self._distwrap.run(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -170,9 +183,9 @@ class DividedModel(ModelFirst):
         return self
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
-        """Load weights saved with or without a wrapper, whole or divided."""
-        net = self._distwrap.model
-        return net.load_state_dict(shards.divided_state(net, state_dict), *args, **kwargs)
+        """Load weights saved with or without a wrapper, whole or divided; ``assign=True`` copies their numbers too."""
+        net, strict = self._distwrap.model, kwargs.get("strict", next(iter(args), True))
+        return net.load_state_dict(shards.divided_state(net, state_dict), strict)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], *args: Any, **kwargs: Any) -> Any:
         for parameter in self._distwrap.model.parameters():

@@ -235,7 +235,7 @@ def _refuse(net: nn.Module) -> None:
     """Refuse what the exchange of parameters would lose.
 
     Raises:
-        ModelError: a parameter has a gradient hook, or a forward changes its weights.
+        ModelError: a parameter has a gradient hook or no dimension, a forward changes its weights, or there is none.
     """
     for name, module in net.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
@@ -243,7 +243,17 @@ def _refuse(net: nn.Module) -> None:
                 f"{name!r} has max_norm={module.max_norm:g}, so that its forward changes its weight: of a divided "
                 f"model that is a copy, and the change would be lost. Leave max_norm out, or use strategy='ddp'."
             )
+    if isinstance(net, (nn.ModuleList, nn.ModuleDict)):
+        raise ModelError(
+            f"strategy='fsdp' divides what has a forward, and a {type(net).__name__} has none: its parts are called. "
+            f"Wrap each of them, or a module whose forward, or methods, call them."
+        )
     for name, parameter in net.named_parameters():
+        if not parameter.dim():
+            raise ModelError(
+                f"the parameter {name!r} is a single number without a dimension, of which ranks can have no share. "
+                f"Make it one of a dimension, as nn.Parameter(torch.tensor([1.0])), or use strategy='zero2'."
+            )
         if has_gradient_hook(parameter):
             raise ModelError(
                 f"the parameter {name!r} has a gradient hook, which would be lost: FSDP exchanges the parameters. "

@@ -86,10 +86,11 @@ class Unison:
         # Those beside wait for this rank too, and so are at most one further.
         self._noted = [*self._noted[-1:], [[self.turn, self.count], now, self._words(now)]]
         channel.note(self._key, json.dumps(self._noted))
-        for other in {(place.rank + step) % place.world_size for step in (1, -1)}:
-            its, words = self._of(other, now) or (foreseen, self._words(foreseen))
-            if its is None or tuple(its) != now:
-                self._refuse(now, other, words)
+        with self._all.waiting_at(self._key, self):
+            for other in {(place.rank + step) % place.world_size for step in (1, -1)}:
+                its, words = self._of(other, now) or (foreseen, self._words(foreseen))
+                if its is None or tuple(its) != now:
+                    self._refuse(now, other, words)
 
     def _of(self, other: int, now: Exchange) -> tuple[Exchange, str] | None:
         """Return what another rank has told of its exchange at this place; ``None`` where it made the foreseen one."""
