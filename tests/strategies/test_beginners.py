@@ -78,6 +78,7 @@ def _reads() -> list[object]:
     torch.manual_seed(0)
     model = dw.wrap_model(Net())
     weight = next(value for name, value in model.named_parameters() if name.endswith("weight"))
+    weight = weight.detach()
     return [weight.norm().item(), float(weight.sum()), weight.tolist(), f"{weight.norm():.4f}", weight.sum() > 9]
 
 
