@@ -341,7 +341,11 @@ def replace_calls(module: nn.Module, replaced: Callable[[Callable[..., Any]], Ca
 
 
 def put_back_calls(module: nn.Module, own: dict[str, Any]) -> None:
-    """Let a module be called as it was when it had these attributes of its own."""
+    """Let a module be called as it was when it had these attributes of its own.
+
+    Relies on ``torch:nn.Module()._call_impl``, ``torch:nn.Module()._compiled_call_impl``.
+    Without it: as for replace_calls.
+    """
     for name in _CALLS:
         vars(module).pop(name, None)
         if name in own:

@@ -48,7 +48,11 @@ def without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
 
 
 def hooked(tensor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
-    """Return what the hooks of a tensor make of its gradient."""
+    """Return what the hooks of a tensor make of its gradient.
+
+    Relies on ``torch:Tensor._backward_hooks``.
+    Without it: as for without_hooks.
+    """
     for hook in list((getattr(tensor, _HOOKS[0], None) or {}).values()):
         changed = hook(grad)
         grad = grad if changed is None else changed
@@ -56,7 +60,11 @@ def hooked(tensor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:
 
 
 def call_after_accumulation(tensor: torch.Tensor) -> None:
-    """Call the hooks of a tensor whose gradient has accumulated."""
+    """Call the hooks of a tensor whose gradient has accumulated.
+
+    Relies on ``torch:Tensor._post_accumulate_grad_hooks``.
+    Without it: as for without_hooks.
+    """
     for hook in list((getattr(tensor, _HOOKS[1], None) or {}).values()):
         hook(tensor)
 

@@ -320,6 +320,7 @@ def refused() -> None:
         model.loss(x, y).backward()
 
 
+@pytest.mark.slow("sixteen programs in turn")
 def test_programs_train_as_in_one_process() -> None:
     """Whatever a method is given, keeps and looks at, losses and weights are those of one process, or it is refused."""
     [expected] = run_ranks(everything, 1, timeout=60)
