@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -72,7 +71,7 @@ class TensorParallel:
         self._cut_all(units)
         self.rows = self._table(units)
 
-    def inside(self) -> AbstractContextManager[object] | None:
+    def inside(self) -> Pieces | None:
         """Return in what the forward of a block runs, while one does."""
         return self.running.inside
 
