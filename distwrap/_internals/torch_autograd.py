@@ -69,6 +69,16 @@ def call_after_accumulation(tensor: torch.Tensor) -> None:
         hook(tensor)
 
 
+def saving_hooks() -> Any:
+    """Return what torch does with tensors that it saves for the backward at this place; ``None`` for nothing of note.
+
+    Relies on ``torch._C._autograd:_top_saved_tensors_default_hooks``.
+    Without it: a checkpoint of the user's within a block that is cut may draw other dropout when it computes again.
+    """
+    hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
+    return None if hooks is None else hooks(True)
+
+
 def divisors(loss: torch.Tensor) -> list[Number]:
     """Return by what each term of a loss is divided, as by a count of words, which autograd has noted.
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -16,6 +17,7 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
+from distwrap._internals.torch_autograd import saving_hooks
 from distwrap.errors import ModelError
 from distwrap.model.watch import is_power_of_two
 from distwrap.seeding import mix
@@ -42,16 +44,26 @@ class Pieces(TorchFunctionMode):
     def __init__(self, running: Running, mesh: DeviceMesh, *, length: int = 0, draws: bool = True) -> None:
         super().__init__()
         self.running, self.mesh, self.length, self.draws = running, mesh, length, draws
-        self._outside: list[tuple[Any, bool]] = []
+        self._outside: list[tuple[Any, bool, Any]] = []
+        self._place: Any = None
 
     def __enter__(self) -> Pieces:
-        self._outside.append((self.running.inside, self.running.sums))
-        self.running.inside, self.running.sums = self, True
+        self._outside.append((self.running.inside, self.running.sums, self._place))
+        self.running.inside, self.running.sums, self._place = self, True, _place()
         return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
 
     def __exit__(self, *error: Any) -> None:
-        self.running.inside, self.running.sums = self._outside.pop()
+        self.running.inside, self.running.sums, self._place = self._outside.pop()
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def computed_again(self) -> Iterator[None]:
+        """Note that what runs in a ``with`` will be computed again within this forward."""
+        before, self._place = self._place, _place()
+        try:
+            yield
+        finally:
+            self._place = before
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -76,6 +88,11 @@ class Pieces(TorchFunctionMode):
 
     def apart(self, func: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute with random numbers that no other rank of the group draws; all go on alike afterwards."""
+        if self._place != _place():
+            raise ModelError(
+                "dropout of what is cut, within a torch.utils.checkpoint() inside of the block: it would draw others "
+                "when it is computed again. Checkpoint whole blocks, or say FSDPStrategy(checkpointing=True)."
+            )
         kind = self.mesh.device_type
         devices = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
         seed = int(torch.randint(_SEEDS, (), device="cpu"))
@@ -126,6 +143,11 @@ class CommonNumbers:
         if kind != "cpu":
             states.append(torch.get_device_module(kind).get_rng_state().cpu())
         return torch.cat(states)
+
+
+def _place() -> Any:
+    """Return what tells whether this runs in a checkpoint."""
+    return torch.is_grad_enabled(), saving_hooks()
 
 
 def mark(value: Any) -> Any:

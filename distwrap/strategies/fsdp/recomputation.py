@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -18,14 +18,14 @@ from distwrap._internals.torch import version_of
 from distwrap._internals.torch_sharding import products
 from distwrap.model.forward_routing import put_back_forward
 
+if TYPE_CHECKING:
+    from distwrap.strategies.fsdp.pieces import Pieces
+
 _UNCOUNTED = ("running_mean", "running_var")  # whose changes torch's batch norm does not count
 
 
 def recompute(
-    units: list[nn.Module],
-    *,
-    selective: bool,
-    inside: Callable[[], AbstractContextManager[object] | None] | None = None,
+    units: list[nn.Module], *, selective: bool, inside: Callable[[], Pieces | None] | None = None
 ) -> Callable[[], None]:
     """Let units compute their activations again in the backward; selectively, all but products of matrices.
 
@@ -44,7 +44,8 @@ def recompute(
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
         first, again = create_selective_checkpoint_contexts(keep) if selective else (nullcontext(), nullcontext())  # type: ignore[no-untyped-call]
-        return first, _both(inside and inside(), again)
+        block = inside and inside()
+        return _both(block and block.computed_again(), first), _both(block, again)
 
     before = [(unit, vars(unit).get("forward")) for unit in units]
     for unit in units:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
 from functools import cache
 from typing import Any, cast
 
@@ -22,7 +21,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, Ro
 from distwrap._internals.torch_autograd import in_backward
 from distwrap._internals.torch_sharding import own_parameters, shard_in_pieces
 from distwrap.strategies.fsdp.attention import attend
-from distwrap.strategies.fsdp.pieces import unmark
+from distwrap.strategies.fsdp.pieces import Pieces, unmark
 
 _LOCAL = "_distwrap_local"
 
@@ -38,7 +37,7 @@ class Running:
 
     def __init__(self) -> None:
         self.depth, self.sums = 0, True
-        self.inside: AbstractContextManager[object] | None = None
+        self.inside: Pieces | None = None
         self.known: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}
 
     def __enter__(self) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Hashable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any, TypeVar
@@ -84,7 +83,7 @@ class TensorParallel:
         module = self._net.get_submodule(name)
         self._undo.append(module.register_forward_pre_hook(begin, with_kwargs=True, prepend=True).remove)
 
-    def inside(self) -> AbstractContextManager[object] | None:
+    def inside(self) -> Pieces | None:
         """Return in what the forward of a block runs, while one does."""
         return self.running.inside
 
