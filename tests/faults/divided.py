@@ -70,11 +70,12 @@ def main() -> int:
 
 HEAD = f"""# Faults in divided models
 
-Written by `python -m tests.faults.divided`: programs that train a divided model and break, {{times}}, {{jobs}} programs at
-a time on {{cores}} cores{{load}}, under each strategy and on each of the first two ranks in turns. Right is the exception,
-the rank and the first cause that `tests/faults/divided_cells.py` expects, nothing left behind, and after a kill in a
-save or load a checkpoint that is whole, within {LIMIT:g} s at most. Late is right but for the time; wrong is anything
-else, a hang included. What only the time limit of collectives ends has a limit of {TIMEOUT:g} s, and of 10 s under --busy."""
+Written by `python -m tests.faults.divided`: programs that train a divided model and break, {{times}}, {{jobs}} programs
+at a time on {{cores}} cores{{load}}, under each strategy and on each of the first two ranks in turns. Right is the
+exception, the rank and the first cause that `tests/faults/divided_cells.py` expects, nothing left behind, and after a
+kill in a save or load a checkpoint that is whole, within {LIMIT:g} s at most. Late is right but for the time; wrong is
+anything else, a hang included. What only the time limit of collectives ends has one of {TIMEOUT:g} s, or 10 s under
+--busy."""
 
 
 if __name__ == "__main__":
