@@ -8,13 +8,14 @@ python -m tests.faults.divided --times 100 --busy --jobs 2    each fault a hundr
 from __future__ import annotations
 
 import importlib
+import os
 import random
 import sys
 from functools import cache
 
 import torch
 
-from tests.faults.cells import LIMIT
+from tests.faults.cells import LIMIT, TIMEOUT
 from tests.faults.divided_cells import DividedCell, all_cells, expected
 from tests.faults.run import Seen, counts, options_of, results_of, run, summary_of
 
@@ -61,18 +62,20 @@ def main() -> int:
     print(summary)
     if options.write:
         times = f"each fault {options.times} times" if options.times else "each once"
-        head = HEAD.format(times=times, load=", all cores busy" * options.busy)
+        load = ", kept busy besides" * options.busy
+        head = HEAD.format(times=times, load=load, jobs=options.jobs, cores=os.cpu_count())
         options.write.write_text(f"{head}\n\n{summary}\n\n{text}\n")
     return any(seen.wrong for seen in results)
 
 
-HEAD = f"""# Faults in divided models, under load
+HEAD = f"""# Faults in divided models
 
-Written by `make faults-divided`: programs that train a divided model and break, {{times}}{{load}}, under
-each strategy and on each of the first two ranks in turns. Right is the exception, the rank and the first cause that
-`tests/faults/divided_cells.py` expects, nothing left behind, and after a kill in a save or load a checkpoint that is
-whole, within {LIMIT:g} s at most. Late is right but for the time; wrong is anything else, a hang included. An infinite
-loop is known after the time limit of its collectives."""
+Written by `python -m tests.faults.divided`: programs that train a divided model and break, {{times}}, {{jobs}} programs
+at a time on {{cores}} cores{{load}}, under each strategy and on each of the first two ranks in turns. Right is the
+exception, the rank and the first cause that `tests/faults/divided_cells.py` expects, nothing left behind, and after a
+kill in a save or load a checkpoint that is whole, within {LIMIT:g} s at most. Late is right but for the time; wrong is
+anything else, a hang included. What only the time limit of collectives ends has one of {TIMEOUT:g} s, or 10 s under
+--busy."""
 
 
 if __name__ == "__main__":

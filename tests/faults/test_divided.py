@@ -35,12 +35,12 @@ QUICK = [
     DividedCell("hsdp", "rank 1", "SIGKILL in a block"),
     DividedCell("zero2", "rank 0", "SIGKILL in a save"),
     DividedCell("zero2", "rank 1", "raise before a step"),
-    DividedCell("tp", "rank 1", "out of memory"),
+    DividedCell("tp", "rank 1", "catch and go on"),
     DividedCell("tp", "rank 0", "other batch"),
     DividedCell("fsdp+tp", "rank 0", "SIGKILL in a backward"),
-    DividedCell("pipeline", "rank 1", "raise in a block"),
+    DividedCell("pipeline", "rank 0", "raise in a backward"),
     DividedCell("pipeline", "rank 0", "SIGKILL in a load of parts"),
-    DividedCell("two pipelines", "rank 1", "sys.exit(3) in a block"),
+    DividedCell("two pipelines", "rank 1", "infinite loop"),
 ]
 
 
