@@ -127,7 +127,7 @@ class Twins:
             return outputs, torch.autograd.grad(ends, [*inputs, *leaves], probes, allow_unused=True)
 
         if "torch._dynamo" in sys.modules:  # in a model that is compiled, this is not
-            compute = torch.compiler.disable(compute)
+            compute = torch.compiler.disable(compute)  # type: ignore[no-untyped-call]
         given_numbers = {**dict(zip(names, leaves, strict=True)), **buffers}
         inside = {f"block.{name}": value for name, value in given_numbers.items()}
         outputs, gradients = functional_call(_Computation(block), inside, (compute,))
