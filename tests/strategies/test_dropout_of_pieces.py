@@ -12,6 +12,7 @@ from torch import nn
 
 import distwrap as dw
 from distwrap import FSDPStrategy, distributed
+from distwrap.errors import ModelError
 from tests.strategies.blocks import WIDTH
 
 ROWS, WORDS = 8, 16
@@ -96,8 +97,18 @@ def _gradients() -> list[float]:
     return found
 
 
+def _refused() -> None:
+    x = torch.linspace(-1, 1, ROWS * WORDS * WIDTH, dtype=torch.float64).view(ROWS, WORDS, WIDTH)
+    model = dw.wrap_model(Layers("own").double())
+    torch.manual_seed(dw.rank())
+    with pytest.raises(ModelError, match="ranks 0, 1 are one group, which computes one batch, but draw different"):
+        model(x)
+
+
 def _all() -> Any:
-    return _dropped("own"), _dropped("torch's"), _gradients()
+    found = _dropped("own"), _dropped("torch's"), _gradients()
+    _refused()
+    return found
 
 
 @pytest.mark.parametrize(

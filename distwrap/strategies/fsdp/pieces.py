@@ -152,6 +152,8 @@ def _place() -> Any:
 
 def mark(value: Any) -> Any:
     """Remember of tensors that each rank has another piece, and return them."""
+    if torch.compiler.is_compiling():
+        return value
     if isinstance(value, Iterator):
         return iter([mark(each) for each in value])
     for each in value if isinstance(value, (tuple, list)) else (value,):
@@ -162,7 +164,8 @@ def mark(value: Any) -> Any:
 
 def unmark(tensor: torch.Tensor) -> torch.Tensor:
     """Forget of a tensor that it was computed of pieces: the ranks have put them together."""
-    vars(tensor).pop(_MARK, None)
+    if not torch.compiler.is_compiling():
+        vars(tensor).pop(_MARK, None)
     return tensor
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -125,6 +126,8 @@ class Twins:
             probes = [torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in ends]
             return outputs, torch.autograd.grad(ends, [*inputs, *leaves], probes, allow_unused=True)
 
+        if "torch._dynamo" in sys.modules:  # in a model that is compiled, this is not
+            compute = torch.compiler.disable(compute)  # type: ignore[no-untyped-call]
         given_numbers = {**dict(zip(names, leaves, strict=True)), **buffers}
         inside = {f"block.{name}": value for name, value in given_numbers.items()}
         outputs, gradients = functional_call(_Computation(block), inside, (compute,))
