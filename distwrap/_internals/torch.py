@@ -306,8 +306,6 @@ def import_compiler() -> None:
 
 # Modules and state dicts
 
-_CALLS = ("_call_impl", "_compiled_call_impl")
-
 
 def norm_classes() -> tuple[type[nn.Module], ...]:
     """Return the classes whose buffers are running statistics.
@@ -327,29 +325,6 @@ def submodules(model: object) -> dict[str, nn.Module | None]:
     Without it: a wrapped model is no instance of the user's class, and a compiled one is taken for a plain one.
     """
     return getattr(model, "__dict__", {}).get("_modules", {})  # type: ignore[no-any-return]
-
-
-def replace_calls(module: nn.Module, replaced: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
-    """Replace what a call of a module runs: its forward with all hooks around it, or what was compiled of that.
-
-    Relies on ``torch:nn.Module()._call_impl``, ``torch:nn.Module()._compiled_call_impl``.
-    Without it: strategy="pipeline" cannot be used.
-    """
-    for name in _CALLS:
-        if (call := getattr(module, name)) is not None:
-            vars(module)[name] = replaced(call)
-
-
-def put_back_calls(module: nn.Module, own: dict[str, Any]) -> None:
-    """Let a module be called as it was when it had these attributes of its own.
-
-    Relies on ``torch:nn.Module()._call_impl``, ``torch:nn.Module()._compiled_call_impl``.
-    Without it: as for replace_calls.
-    """
-    for name in _CALLS:
-        vars(module).pop(name, None)
-        if name in own:
-            vars(module)[name] = own[name]
 
 
 def compiled_module(model: object) -> nn.Module | None:

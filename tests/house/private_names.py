@@ -16,6 +16,7 @@ from distwrap._internals import (
     python,
     torch,
     torch_autograd,
+    torch_calls,
     torch_data,
     torch_fsdp,
     torch_sharding,
@@ -74,7 +75,17 @@ def relied_on(module: ModuleType) -> Iterator[ReliedOn]:
 
 
 MODULES = (
-    *(torch, torch_autograd, torch_data, torch_fsdp, torch_sharding, torch_subclass, torch_tree, torch_zero),
+    *(
+        torch,
+        torch_autograd,
+        torch_calls,
+        torch_data,
+        torch_fsdp,
+        torch_sharding,
+        torch_subclass,
+        torch_tree,
+        torch_zero,
+    ),
     *(python, cloudpickle, datasets),
 )
 TABLE = [each for module in MODULES for each in relied_on(module)]

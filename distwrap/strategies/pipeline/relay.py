@@ -14,8 +14,9 @@ from torch import nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from distwrap._internals.torch import put_back_calls, replace_calls, version_of
+from distwrap._internals.torch import version_of
 from distwrap._internals.torch_autograd import in_backward
+from distwrap._internals.torch_calls import put_back_calls, replace_calls
 from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.errors import ModelError
 from distwrap.seeding import GENERATORS, RandomState
