@@ -17,7 +17,8 @@ import torch
 
 from tests.faults.cells import LIMIT, TIMEOUT
 from tests.faults.divided_cells import DividedCell, all_cells, expected
-from tests.faults.run import Seen, counts, options_of, results_of, run, summary_of
+from tests.faults.one_cell import Seen, run
+from tests.faults.run import counts, options_of, results_of, summary_of
 
 IMPORTED = (  # by whom ranks are forked from, and not by each of them
     "torch.distributed.fsdp",

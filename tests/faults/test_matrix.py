@@ -22,7 +22,7 @@ LIMIT = 100.0
 ONE = """
 import json, sys
 from tests.faults.cells import Cell
-from tests.faults.run import run
+from tests.faults.one_cell import run
 
 if __name__ == "__main__":
     for line in sys.stdin:
