@@ -1,4 +1,4 @@
-"""Run one cell of a fault matrix: a program that breaks as a real process, judged by what its caller sees and leaves."""
+"""Run one cell of a fault matrix: a program that breaks as a real process, judged by what is seen and left behind."""
 
 from __future__ import annotations
 
