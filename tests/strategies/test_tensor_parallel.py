@@ -163,7 +163,7 @@ def test_a_wrong_plan_is_an_error_by_name() -> None:
             "unknown module of the model, in plan=, 'blocks.*.nothing'",
             "plan= says 'colwise' of 'blocks.0.norm_1', a RMSNorm: it is a style of Linear",
             "'blocks.0', a NanoBlock that is cut over 2 ranks, is not what it is in one process",
-            "ranks 0, 1 are one tensor-parallel group, and were given different batches",
+            "the ranks of a tensor-parallel group run on one batch, and these have been given others: 'tensor 0' is",
         ),
         said,
         strict=True,
