@@ -27,6 +27,7 @@ from distwrap.supervision.board import Board, held
 _BOARD = "distwrap-board-"
 _NO_LIMIT = timedelta(days=7)  # torch complains on standard error when a wait comes to its limit
 _SPARE = 2048  # bytes of the board for where the rank is, whatever else it notes
+_CLOSE_SECONDS = 10.0  # for a thread in the store's native code to come out of it, also where all cores are busy
 _POLL_SECONDS = 1.0  # between looks at the mailbox where the store cannot be waited for, and after it was lost
 
 
@@ -165,7 +166,7 @@ class Bells:
         if self._waiter is not None and self._waiter.is_alive():
             with suppress(RuntimeError):
                 self.store.set(f"mail/{self._box}", "")  # the next to listen finds it there
-            self._waiter.join(2 * _POLL_SECONDS)
+            self._waiter.join(_CLOSE_SECONDS)  # the interpreter's end would abort where it finds it in there
         if self._fd >= 0:
             fcntl.flock(self._fd, fcntl.LOCK_UN)  # a forked process may have it too
             os.close(self._fd)

@@ -110,6 +110,7 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     routing = FSDPRouting(model, wrapping.in_precision, wrapping.forward_methods, buffers, gathered)
 
     def give_back(state: dict[str, torch.Tensor]) -> None:
+        world.part(Adoption).models.discard(gathered)
         if stop_recomputing is not None:
             stop_recomputing()
         if tensor_parallel is not None:
