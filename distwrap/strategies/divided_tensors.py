@@ -36,7 +36,7 @@ class DividedTensors(RunPart):
         numbers = _Numbers("divided tensors")
         self._changes = {
             "data": property(_data, _set_data),
-            "__format__": numbers.taken_by(_formatted),
+            "__format__": _formatted,
             **{name: numbers.taken_by(getattr(torch.Tensor, name)) for name in _NUMBERS},
             **({name: _drawing(name) for name in _DRAW} if world.device.type == "cpu" else {}),
         }
@@ -58,8 +58,6 @@ class _Numbers(Alignment):
         """Return a method of ``Tensor`` that returns numbers, for ``DTensor``."""
 
         def number(tensor: DTensor, *args: Any) -> Any:
-            if method is _formatted and tensor.dim() > 0:
-                return method(tensor, *args)
             if not all(placement.is_replicate() for placement in tensor.placements):
                 self.count += 1
                 self._meet()
@@ -74,9 +72,9 @@ class _Numbers(Alignment):
         )
 
 
-def _formatted(tensor: torch.Tensor, words: str) -> str:
-    text: str = torch.Tensor.__format__(tensor, words)  # type: ignore[no-untyped-call]
-    return text
+def _formatted(tensor: DTensor, words: str) -> str:
+    """Write a number as torch does for a plain tensor, and any other tensor as it is."""
+    return format(tensor.item(), words) if tensor.dim() == 0 else object.__format__(tensor, words)
 
 
 def refuse_gradient_hooks(parameters: Iterable[torch.Tensor]) -> None:

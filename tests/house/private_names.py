@@ -6,24 +6,13 @@ import ast
 import inspect
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
+from pkgutil import iter_modules
 from types import ModuleType
 from typing import NamedTuple
 
-from distwrap._internals import (
-    cloudpickle,
-    datasets,
-    python,
-    torch,
-    torch_autograd,
-    torch_calls,
-    torch_data,
-    torch_fsdp,
-    torch_sharding,
-    torch_subclass,
-    torch_tree,
-    torch_zero,
-)
+from distwrap import _internals
 
 # Names with an underscore that their owners document.
 DOCUMENTED = {"_exit", "_fields", "_asdict", "_make", "_replace"}
@@ -74,20 +63,7 @@ def relied_on(module: ModuleType) -> Iterator[ReliedOn]:
             yield ReliedOn(where, expression, name, without[1] if without else "")
 
 
-MODULES = (
-    *(
-        torch,
-        torch_autograd,
-        torch_calls,
-        torch_data,
-        torch_fsdp,
-        torch_sharding,
-        torch_subclass,
-        torch_tree,
-        torch_zero,
-    ),
-    *(python, cloudpickle, datasets),
-)
+MODULES = [import_module(f"{_internals.__name__}.{each.name}") for each in iter_modules(_internals.__path__)]
 TABLE = [each for module in MODULES for each in relied_on(module)]
 
 

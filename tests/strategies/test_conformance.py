@@ -9,18 +9,15 @@ import pytest
 
 from distwrap.testing import check_strategy
 from distwrap.testing.behaviours import BEHAVIOURS
+from tests.limits import heart_and_rest
 from tests.strategies.conformance import CELLS, HEART, Cell
 
 
 def parts() -> Iterator[Any]:
-    """Yield each cell with what is asked of it; of those for `make test` the heart, and then the rest."""
+    """Yield each cell with what is asked of it."""
     for cell in CELLS:
         asked = (set(cell.only) or BEHAVIOURS.keys()) - set(cell.lacks)
-        if cell.slow:
-            yield pytest.param(cell, asked, marks=pytest.mark.slow(cell.slow), id=cell.name)
-        else:
-            yield pytest.param(cell, asked & HEART, id=f"{cell.name}, the heart")
-            yield pytest.param(cell, asked - HEART, marks=pytest.mark.slow("some seventy behaviours"), id=cell.name)
+        yield from heart_and_rest(cell.name, cell, asked, HEART, cell.slow, "some seventy behaviours")
 
 
 @pytest.mark.timeout(400)  # a guard, of what takes some ten seconds

@@ -8,18 +8,15 @@ from typing import Any
 import pytest
 
 from distwrap.testing.conformance import check_behaviours
+from tests.limits import heart_and_rest
 from tests.strategies.matrix import COMBINATIONS, HEART, ROWS, Row
 
 
 def parts() -> Iterator[Any]:
-    """Yield each row with its combinations; of those for `make test` the heart, and then the rest."""
+    """Yield each row with its combinations."""
     for row in ROWS:
         asked = {name for name in COMBINATIONS if not any(words in name for words in row.lacks)}
-        if row.slow:
-            yield pytest.param(row, asked, marks=pytest.mark.slow(row.slow), id=row.name)
-        else:
-            yield pytest.param(row, asked & HEART, id=f"{row.name}, the heart")
-            yield pytest.param(row, asked - HEART, marks=pytest.mark.slow("twenty combinations"), id=row.name)
+        yield from heart_and_rest(row.name, row, asked, HEART, row.slow, "twenty combinations")
 
 
 @pytest.mark.timeout(400)  # a guard, of what takes some ten seconds

@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from functools import lru_cache, partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 from distwrap._internals.torch_sharding import own_parameters
@@ -27,7 +28,7 @@ from distwrap.group.world import say_once
 from distwrap.strategies.fsdp.attention import attend, why_not
 from distwrap.strategies.fsdp.pieces import Pieces
 from distwrap.strategies.fsdp.plans import Cuts, blocks_of
-from distwrap.strategies.fsdp.styles import Running, Whole, enter
+from distwrap.strategies.fsdp.styles import Running, Whole, cut_along, enter, put_together
 from distwrap.strategies.fsdp.tensor_parallel import TensorParallel, general, kind_of, statistics_of
 
 
@@ -41,6 +42,7 @@ class ContextParallel(TensorParallel):
 
     def __init__(self, net: nn.Module, mesh: DeviceMesh) -> None:
         self._proven: dict[str, set[tuple[bool, ...]]] = {}  # ways in which kinds of blocks attend
+        self._axes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # of blocks: that of sequences
         super().__init__(net, mesh, "auto", by_sequence=True, shares=1)
         self.running.sums = False
 
@@ -62,6 +64,7 @@ class ContextParallel(TensorParallel):
                 f"context_parallel=: {type(module).__name__} {why}. Take a norm of each word, as nn.LayerNorm."
             )
         ways = self._proven.setdefault(kind_of(module), set())
+        self._axes[module] = _axis(module)
         for part in module.modules():
             own = [value for value in own_parameters(part).values() if value is not None]
             if not own or all(isinstance(value, DTensor) for value in own):
@@ -99,7 +102,7 @@ class ContextParallel(TensorParallel):
             alone = f"context_parallel={ranks}: {kind} gets no sequences, so that each rank computes all of it."
             say_once(f"no sequence {kind}", alone)
             return None
-        length = x.shape[_axis(block)]
+        length = x.shape[self._axes[block]]
         if length % ranks:
             raise ModelError(
                 f"context_parallel={ranks}: {kind} got a tensor of shape {tuple(x.shape)}, whose "
@@ -113,7 +116,7 @@ class ContextParallel(TensorParallel):
         pieces = None
         if length is not None:
             draws = block.training
-            pieces = SequencePieces(self.running, self._mesh, axis=_axis(block), whole=length, draws=draws)
+            pieces = SequencePieces(self.running, self._mesh, axis=self._axes[block], whole=length, draws=draws)
             args, kwargs = map_tensors(pieces.divided, (args, kwargs))
         self._enter(pieces)
         return args, kwargs
@@ -163,9 +166,7 @@ class SequencePieces(Pieces):
             return tensor if axis is None else tensor.narrow(axis, self._start, self.length).clone()
         if axis is None:
             return enter(tensor, self.mesh)
-        alike = DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
-        piece: torch.Tensor = alike.redistribute(placements=[Shard(axis)]).to_local()
-        return piece
+        return cut_along(tensor, self.mesh, axis)
 
     def _axis_of(self, tensor: torch.Tensor) -> int | None:
         if tensor.shape == self._first:
@@ -183,11 +184,7 @@ class SequencePieces(Pieces):
         assert self._first is not None
         same = tensor.dim() == len(self._first) and tensor.shape[self._axis] == self.length
         axis = self._axis if same else self._only_axis(tensor, self.length)
-        if axis is None:
-            return tensor
-        pieces = DTensor.from_local(tensor, self.mesh, [Shard(axis)], run_check=False)
-        whole: torch.Tensor = pieces.redistribute(placements=[Replicate()]).to_local()
-        return whole
+        return tensor if axis is None else put_together(tensor, self.mesh, axis)
 
     def keys(self, query: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         """Return keys or values of the whole sequence, where a piece of it attends to itself."""

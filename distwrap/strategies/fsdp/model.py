@@ -101,8 +101,9 @@ class FSDPRouting(Routing):
             return
         if self.units.begin():
             self._forget()
-        for unit in range(len(self.units.names) if self.unison.turn == 0 else 0):  # before FSDP looks at them first
-            self._refuse_replaced(unit)
+        if self.unison.turn == 0:  # before FSDP looks at them first
+            for unit in range(len(self.units.names)):
+                self._refuse_replaced(unit)
         self.alignment.forward()
         self.unison.forward(self.units.average)
         self.gathered.begin()

@@ -95,6 +95,20 @@ def leave(tensor: torch.Tensor, mesh: DeviceMesh, goes: Placement | None = None)
     return unmark(local)
 
 
+def cut_along(tensor: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    """Return this rank's piece of a tensor that every rank has; the gradients of all pieces are put together."""
+    alike = DTensor.from_local(tensor, mesh, [Replicate()], run_check=False)
+    piece: torch.Tensor = alike.redistribute(placements=[Shard(axis)]).to_local()
+    return piece
+
+
+def put_together(tensor: torch.Tensor, mesh: DeviceMesh, axis: int) -> torch.Tensor:
+    """Return a tensor of which each rank has a piece; of its gradient each gets its own."""
+    pieces = DTensor.from_local(tensor, mesh, [Shard(axis)], run_check=False)
+    whole: torch.Tensor = pieces.redistribute(placements=[Replicate()]).to_local()
+    return whole
+
+
 class Whole(ParallelStyle):
     """A module that every rank has whole, though its parameters are DTensors of the mesh as all others.
 

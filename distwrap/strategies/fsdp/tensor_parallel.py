@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import parallelize_module
 
 from distwrap._internals.torch_autograd import in_backward
@@ -35,7 +35,7 @@ from distwrap.strategies.fsdp.plans import (
     unit_of,
 )
 from distwrap.strategies.fsdp.proof import Proof, Twins, add_summed, trial_inputs, trial_numbers
-from distwrap.strategies.fsdp.styles import Running, style_of, summed_of
+from distwrap.strategies.fsdp.styles import Running, cut_along, put_together, style_of, summed_of
 
 logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)  # told at each clip
 
@@ -298,8 +298,7 @@ class TensorParallel:
                 f"{self._mesh.size()} ranks divide. Pad the sequences, or leave it out."
             )
         self._piece = x.shape[1] // self._mesh.size()
-        alike = DTensor.from_local(x, self._mesh, [Replicate()], run_check=False)
-        piece = alike.redistribute(placements=[Shard(1)]).to_local()
+        piece = cut_along(x, self._mesh, 1)
         return ((piece, *args[1:]), kwargs) if args else ((), {**kwargs, next(iter(kwargs)): piece})
 
     def _gather_sequence(self, part: nn.Module, args: Any) -> Any:
@@ -308,8 +307,7 @@ class TensorParallel:
                 f"sequence_parallel=True: {type(part).__name__} got a tensor of shape {tuple(args[0].shape)}, and no "
                 f"sequence of which each rank has {self._piece} words. Leave sequence_parallel out."
             )
-        pieces = DTensor.from_local(args[0], self._mesh, [Shard(1)], run_check=False)
-        return pieces.redistribute(placements=[Replicate()]).to_local(), *args[1:]
+        return put_together(args[0], self._mesh, 1), *args[1:]
 
     def _join_sequence(self, block: nn.Module, args: Any, output: Any) -> Any:
         whole = self._gather_sequence(block, output if isinstance(output, tuple) else (output,))

@@ -1,0 +1,50 @@
+"""Cells that are run by a process of its own, which is asked for one after the other."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent.parent
+LIMIT = 100.0
+
+# It adopts the orphans of its cells, and forks.
+CODE = """
+import json, sys
+from {module} import {run} as run
+from {cells} import {cell} as Cell
+
+if __name__ == "__main__":
+    for line in sys.stdin:
+        seen = run(Cell(*json.loads(line)), slack=4.0)  # here cores may be busy
+        print(json.dumps([seen.wrong, seen.output]), flush=True)
+"""
+
+
+@contextmanager
+def asked(run: Any, cell: type) -> Iterator[subprocess.Popen[str]]:
+    """Start a process that runs cells of a class by a function, for the time of a ``with``."""
+    code = CODE.format(module=run.__module__, run=run.__name__, cells=cell.__module__, cell=cell.__name__)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}  # its ranks find this package too
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        yield process
+        assert process.stdin is not None
+        process.stdin.close()
+        process.wait(LIMIT)
+
+
+def check(cell: Any, runner: subprocess.Popen[str]) -> None:
+    """Run a cell there, and fail with its output where anything was wrong."""
+    assert runner.stdin is not None
+    assert runner.stdout is not None
+    print(json.dumps(list(vars(cell).values())), file=runner.stdin, flush=True)
+    wrong, output = json.loads(runner.stdout.readline())
+    assert not wrong, "\n".join([*wrong, output])
