@@ -3,7 +3,7 @@
 Every function says which names it relies on, and what happens without them; all were seen in version 2.13.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -67,6 +67,50 @@ def call_after_accumulation(tensor: torch.Tensor) -> None:
     """
     for hook in list((getattr(tensor, _HOOKS[1], None) or {}).values()):
         hook(tensor)
+
+
+def look_at_backwards(look: Callable[[Sequence[Any], Sequence[Any]], None]) -> Callable[[], None]:
+    """Call a function with the outputs and inputs of each backward that names inputs, before it runs.
+
+    Relies on ``torch.autograd:_engine_run_backward``, whose fifth argument are the inputs.
+    Without it: ``backward(inputs=…)`` of what a strategy has divided gives no gradients, in silence.
+
+    Returns:
+        What ends that.
+    """
+    name, module = "_engine_run_backward", vars(torch.autograd)
+    own = module.get(name)
+    if own is None:
+        return lambda: None
+
+    def run(outputs: Sequence[Any], *args: Any, **kwargs: Any) -> Any:
+        inputs = args[3] if len(args) > 3 else ()
+        if inputs:
+            look(outputs, inputs)
+        return own(outputs, *args, **kwargs)
+
+    def stop() -> None:
+        if module.get(name) is run:
+            module[name] = own
+
+    module[name] = run
+    return stop
+
+
+def nodes_of(outputs: Sequence[Any]) -> Iterator[Any]:
+    """Return the nodes of the graph of some tensors, each once.
+
+    Relies on ``torch:ones(1, requires_grad=True).sum().grad_fn.next_functions``.
+    Without it: ``backward(inputs=…)`` of what a strategy has divided fails.
+    """
+    left = [node for output in outputs if (node := getattr(output, "grad_fn", getattr(output, "node", None)))]
+    seen = set(left)
+    while left:
+        node = left.pop()
+        yield node
+        new = {each for each, _ in node.next_functions if each is not None} - seen
+        seen |= new
+        left += new
 
 
 def saving_hooks() -> Any:

@@ -150,6 +150,15 @@ def unreduced_parameters(groups: list[Any]) -> list[tuple[str, torch.Tensor]]:
     return [(str(getattr(param, "_param_fqn", "")), param.sharded_param) for param in params if has_unreduced(param)]
 
 
+def gathered_copies(groups: list[Any]) -> set[int]:
+    """Return the ids of the tensors that a forward computes with in the place of parameters.
+
+    Relies on ``torch.distributed.fsdp._fully_shard._fsdp_param:FSDPParam.__annotations__["_unsharded_param"]``.
+    Without it: ``backward(inputs=…)`` of divided parameters gives no gradients, in silence.
+    """
+    return {id(getattr(param, "_unsharded_param", None)) for group in groups for param in group.fsdp_params}
+
+
 def gathered(groups: list[Any]) -> list[Any]:
     """Return the groups whose parameters are gathered.
 

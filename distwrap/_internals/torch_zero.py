@@ -3,11 +3,13 @@
 Every function says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
 """
 
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
+from torch.optim import optimizer as torch_optimizer
 
 
 def unchanged_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
@@ -35,3 +37,26 @@ def leave_gradients_alone(model: torch.nn.parallel.DistributedDataParallel) -> N
     Without it: all gradients are there again for a moment at the end of a backward, which costs memory.
     """
     getattr(model.reducer, "_set_optimizer_in_backward", lambda: None)()
+
+
+@contextmanager
+def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Let no hook, of an optimizer or of all, see its steps within a ``with``.
+
+    Relies on ``torch.optim.optimizer:_global_optimizer_pre_hooks``,
+    ``torch.optim.optimizer:_global_optimizer_post_hooks``,
+    ``torch:optim.SGD([zeros(1)])._optimizer_step_pre_hooks``,
+    ``torch:optim.SGD([zeros(1)])._optimizer_step_post_hooks``.
+    Without it: hooks see the steps by which an optimizer is tried.
+    """
+    names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    everyones = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+    tables = [(vars(optimizer), name) for name in names] + [(vars(torch_optimizer), name) for name in everyones]
+    kept = [table.get(name) for table, name in tables]
+    for table, name in tables:  # others in their place: one of the hooks may be why this runs
+        table[name] = OrderedDict()
+    try:
+        yield
+    finally:
+        for (table, name), hooks in zip(tables, kept, strict=True):
+            table[name] = hooks

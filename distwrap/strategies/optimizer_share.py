@@ -26,6 +26,7 @@ from distwrap.group.collectives import gather_object
 from distwrap.group.tensors_apart import as_bytes
 from distwrap.group.world import RunPart, World
 from distwrap.model.wrapped_models import parameters_of
+from distwrap.strategies.separable import refuse_mixing
 
 _MESSAGE = 16 * 2**20  # bytes of weights in one broadcast, beside those of the other owners
 
@@ -49,6 +50,7 @@ class OptimizerShare:
 
     def __init__(self, optimizer: Optimizer, world: World, divided: Divided) -> None:
         refuse_whole(optimizer)
+        refuse_mixing(optimizer)
         self.rank, self._size = world.placement.rank, world.placement.world_size
         self._divided = divided
         self.owners: dict[nn.Parameter, int] = {}

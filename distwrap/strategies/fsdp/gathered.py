@@ -17,6 +17,7 @@ from distwrap._internals.torch_sharding import (
     changed_parameters,
     fsdp_groups,
     gathered,
+    gathered_copies,
     hook_fsdp_backward,
     unreduced_parameters,
 )
@@ -78,6 +79,10 @@ class Gathered:
             found = found or _left_in_attributes(module)
         bases = [base for tensor in found if (base := base_of(tensor)) is not None and not base.is_leaf]
         hook_fsdp_backward(module, bases if isinstance(output, torch.Tensor) else found + bases)
+
+    def is_copy(self, tensor: torch.Tensor | None) -> bool:
+        """Return whether a tensor is the gathered copy of a parameter."""
+        return tensor is not None and id(tensor) in gathered_copies(self._groups)
 
     def refuse_graph(self) -> None:
         """Refuse a backward that is to have a backward itself.

@@ -157,6 +157,10 @@ class FSDPRouting(Routing):
         self.alignment.interrupt()
         self.unison.forget()
 
+    def exchanges(self, node: Any) -> bool:
+        """Return whether autograd lays down the gradient of a gathered weight there."""
+        return self.gathered.is_copy(getattr(node, "variable", None))
+
     def settle(self) -> None:
         """Put the shards back on the modules, where an exception has ended a backward."""
         if self.units.is_broken():

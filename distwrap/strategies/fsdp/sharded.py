@@ -32,6 +32,7 @@ from distwrap.strategies.fsdp.recomputation import recompute
 from distwrap.strategies.fsdp.tensor_parallel import TensorParallel
 from distwrap.strategies.fsdp.units import computed_in, norms_of, of_other_types, units_of
 from distwrap.strategies.meshes import mesh_over
+from distwrap.strategies.named_inputs import NamedInputs
 from distwrap.strategies.optimizer_share import refuse_sparse
 from distwrap.strategies.torch_version import require_torch
 
@@ -119,6 +120,7 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
         replacement.undo(state)
 
     routing.give_back = give_back
+    world.part(NamedInputs).models.add(routing)
     if tensor_parallel is not None and tensor_mesh is not None:
         routing.cut(tensor_parallel, tensor_mesh.get_group(), is_divided=mesh is not None)
     return DividedModel(routing)

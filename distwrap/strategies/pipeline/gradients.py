@@ -57,3 +57,8 @@ class Results(torch.autograd.Function):
         hand_on, ctx.hand_on = ctx.hand_on, None
         hand_on(list(grads))
         return None, None, *(None for _ in grads)
+
+
+def is_of_pass(node: Any) -> bool:
+    """Return whether a node of a graph is a pass through the stages."""
+    return type(node).__name__ == f"{Results.__name__}Backward"

@@ -28,11 +28,12 @@ from distwrap.seeding import preserved
 from distwrap.strategies.alignment import Alignment
 from distwrap.strategies.alike import Alike
 from distwrap.strategies.base import Wrapping
+from distwrap.strategies.named_inputs import NamedInputs
 from distwrap.strategies.pipeline.absent import Absent, is_here, make_present, refuse_copy
 from distwrap.strategies.pipeline.attributes import Snapshot
 from distwrap.strategies.pipeline.blocks import Chain
 from distwrap.strategies.pipeline.calls import Call, Latest, call_of, refuse_parts, refuse_trained
-from distwrap.strategies.pipeline.gradients import Gradients, Results, apart
+from distwrap.strategies.pipeline.gradients import Gradients, Results, apart, is_of_pass
 from distwrap.strategies.pipeline.holders import Holders
 from distwrap.strategies.pipeline.loss_kinds import LossKinds
 from distwrap.strategies.pipeline.microbatches import batch_size, parts_of
@@ -98,6 +99,7 @@ class PipelineRouting(Routing):
         self._kinds_of_losses = LossKinds(self.relay, line, wrapping.in_precision, self._streams, settings.reduction)
         self._alike = Alike(line.group, line.device, "the ranks of a pipeline", draws_alike=True)
         self._broken = ""  # the method in which the stages came out of step
+        world.part(NamedInputs).models.add(self)
         self.syncs = True
         self.alignment = Alignment(type(net).__name__, line.ranks)
         self.buffers = self._own_buffers()
@@ -352,6 +354,10 @@ class PipelineRouting(Routing):
             self.holders.spread_overflow()
         for parameter in found:
             call_after_accumulation(parameter)
+
+    def exchanges(self, node: Any) -> bool:
+        """Return whether a pass through the stages has made a node."""
+        return is_of_pass(node)
 
 
 class PipelineModel(ModelFirst):

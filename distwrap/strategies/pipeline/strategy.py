@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -25,6 +26,7 @@ from distwrap.strategies.pipeline.blocks import find_chain
 from distwrap.strategies.pipeline.model import PassSettings, PipelineModel, PipelineRouting
 from distwrap.strategies.pipeline.schedule import Line
 from distwrap.strategies.pipeline.state import States
+from distwrap.strategies.separable import refuse_mixing
 from distwrap.strategies.single import local
 from distwrap.strategies.torch_version import require_torch
 from distwrap.wording import named_ranks, unknown_name
@@ -215,10 +217,14 @@ class StageOptimizers(RunPart):
     """Looks at optimizers of models in stages before they step, and lets them see no absent gradient."""
 
     def __init__(self, world: World) -> None:
+        self._tried: WeakSet[Optimizer] = WeakSet()
         self._handles = [register_optimizer_step_pre_hook(self._begin), register_optimizer_step_post_hook(self._end)]
 
     def _begin(self, optimizer: Optimizer, *_: Any) -> None:
         _refuse_whole(optimizer)
+        if optimizer not in self._tried and _holds_absent(optimizer):
+            refuse_mixing(optimizer)
+            self._tried.add(optimizer)
         frame = inspect.currentframe()
         if frame is not None and not is_in_step(frame):  # the step of a base class is part of it
             Absent.step, Absent.asked = frame.f_back, False
@@ -242,13 +248,15 @@ def _refuse_whole(optimizer: Optimizer) -> None:
     ]
     for parameter in gone:
         del optimizer.state[parameter]
-    if isinstance(optimizer, torch.optim.LBFGS) and any(
-        not is_here(parameter) for group in optimizer.param_groups for parameter in group["params"]
-    ):
+    if isinstance(optimizer, torch.optim.LBFGS) and _holds_absent(optimizer):
         raise ModelError(
             "LBFGS takes products over all gradients of a model, and under strategy='pipeline' each rank has those of "
             "its stage. Use an optimizer that steps each parameter by itself, as AdamW, or strategy='ddp'."
         )
+
+
+def _holds_absent(optimizer: Optimizer) -> bool:
+    return any(not is_here(parameter) for group in optimizer.param_groups for parameter in group["params"])
 
 
 def routing_of(model: nn.Module) -> PipelineRouting:

@@ -1,0 +1,118 @@
+"""A trial of an optimizer: whether what its step does to a parameter depends on the gradients of others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from distwrap._internals.torch_zero import without_step_hooks
+from distwrap.errors import ModelError
+from distwrap.seeding import preserved
+
+_LONGEST = 8  # of what is tried, in each dimension
+_STEPS = 10  # an estimate over all parameters may begin with nothing
+_MUCH = 1e3  # by which one gradient is more in another trial: past the limit of a clip inside the step
+
+
+def refuse_mixing(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that takes a norm over all gradients, where each rank steps some of the parameters.
+
+    It is tried with small tensors in the place of the parameters. One that cannot be, or is torch's own, is believed.
+
+    Raises:
+        ModelError: says under which strategies it goes.
+    """
+    if type(optimizer).__module__.startswith("torch.") or not _mixes(optimizer):
+        return
+    raise ModelError(
+        f"{type(optimizer).__name__} steps by all gradients at once, as by a norm over all of them: in a trial with "
+        f"small numbers one parameter's step changed with the gradient of another. Under this strategy each rank steps "
+        f"some of the parameters, and would take the norm of these. If that is a clip, switch it off in the optimizer "
+        f"and call distwrap.optimizer_step(optimizer, max_norm=...); or use strategy='ddp' or 'fsdp'."
+    )
+
+
+def _mixes(optimizer: Optimizer) -> bool:
+    kinds: dict[tuple[int, int], tuple[torch.Size, torch.device]] = {}
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            size = torch.Size(min(length, _LONGEST) for length in parameter.shape)
+            kinds.setdefault((number, len(size)), (size, parameter.device))
+    tried = list(kinds.items()) * (1 if len(kinds) > 1 else 2)
+    places = [number for (number, _), _ in tried]
+    with preserved(), _put_aside(optimizer):
+        torch.manual_seed(0)  # so that all ranks see the same
+        tensors = [torch.rand(size, device=device, dtype=torch.float64) for _, (size, device) in tried]
+        grads = [torch.randn_like(tensor) for tensor in tensors]
+        try:
+            expected = _stepped(optimizer, places, tensors, grads)
+            for bit in range((len(grads) - 1).bit_length()):  # so that any two are apart once
+                for side in (0, 1):
+                    is_more = [number >> bit & 1 == side for number in range(len(grads))]
+                    more = [grad * _MUCH if raised else grad for grad, raised in zip(grads, is_more, strict=True)]
+                    found = _stepped(optimizer, places, tensors, more)
+                    for raised, one, other in zip(is_more, found, expected, strict=True):
+                        if not raised and not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
+                            return True
+        except Exception:  # noqa: BLE001 - what a step needs besides is its author's affair
+            return False
+    return False
+
+
+def _stepped(
+    optimizer: Optimizer, places: list[int], tensors: list[torch.Tensor], grads: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Return what an optimizer makes of tensors with these gradients, each in the group of this number."""
+    torch.manual_seed(0)
+    probes = [tensor.clone().requires_grad_() for tensor in tensors]
+    groups = optimizer.param_groups[:]
+    optimizer.state.clear()
+    for number, group in enumerate(groups):
+        own = [probe for probe, place in zip(probes, places, strict=True) if place == number]
+        optimizer.param_groups[number] = {**group, "params": own, **_rate(group)}
+
+    def closure() -> Any:
+        for probe, grad in zip(probes, grads, strict=True):
+            probe.grad = grad.clone()
+        return torch.zeros(())
+
+    try:
+        for _ in range(_STEPS):
+            closure()
+            try:
+                type(optimizer).step(optimizer, closure)
+            except TypeError:  # it takes none
+                type(optimizer).step(optimizer)
+    finally:
+        optimizer.param_groups[:] = groups
+    return [probe.detach() for probe in probes]
+
+
+def _rate(group: dict[str, Any]) -> dict[str, Any]:
+    """Return a learning rate by which a step shows, where a schedule may begin with none."""
+    given = group.get("lr")
+    return {} if given is None else {"lr": torch.full_like(given, 0.1) if isinstance(given, torch.Tensor) else 0.1}
+
+
+@contextmanager
+def _put_aside(optimizer: Optimizer) -> Iterator[None]:
+    """Put an optimizer's state, its attributes and all gradients aside within a ``with``."""
+    attributes, state = dict(vars(optimizer)), dict(optimizer.state)
+    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    grads = [(parameter, parameter.grad) for parameter in held if parameter.grad is not None]
+    for parameter, _ in grads:
+        parameter.grad = None
+    try:
+        with without_step_hooks(optimizer):
+            yield
+    finally:
+        vars(optimizer).clear()
+        vars(optimizer).update(attributes)
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for parameter, grad in grads:
+            parameter.grad = grad
