@@ -40,6 +40,8 @@ class ContextParallel(TensorParallel):
         mesh: of the group.
     """
 
+    compiles = False  # the mode in which attention is seen cannot be traced
+
     def __init__(self, net: nn.Module, mesh: DeviceMesh) -> None:
         self._proven: dict[str, set[tuple[bool, ...]]] = {}  # ways in which kinds of blocks attend
         self._axes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # of blocks: that of sequences

@@ -73,6 +73,8 @@ class FSDPRouting(Routing):
             is_divided: whether what is cut is divided besides, so that its exchanges are compared already.
         """
         self.tensor_parallel = tensor_parallel
+        if not tensor_parallel.compiles:
+            self.run = torch.compiler.disable(self.run)  # type: ignore[no-untyped-call]
         ranks = "the ranks of a tensor-parallel group"
         alike = Alike(group, self._in_precision.device, ranks, draws_alike=False)
         tensor_parallel.watch("", lambda given: alike.check("forward", given))

@@ -126,8 +126,6 @@ class Twins:
             probes = [torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in ends]
             return outputs, torch.autograd.grad(ends, [*inputs, *leaves], probes, allow_unused=True)
 
-        if "torch._dynamo" in sys.modules:  # in a model that is compiled, this is not
-            compute = torch.compiler.disable(compute)  # type: ignore[no-untyped-call]
         given_numbers = {**dict(zip(names, leaves, strict=True)), **buffers}
         inside = {f"block.{name}": value for name, value in given_numbers.items()}
         outputs, gradients = functional_call(_Computation(block), inside, (compute,))
@@ -235,6 +233,12 @@ class Proof:
     def _before(self, block: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._handles or (case := self._case(block, args, kwargs)) is None or case in self._proven:
             return
+        prove = self._prove
+        if "torch._dynamo" in sys.modules:  # in a model that is compiled, this is not
+            prove = torch.compiler.disable(prove)  # type: ignore[no-untyped-call]
+        prove(block, args, kwargs, case)
+
+    def _prove(self, block: nn.Module, args: Any, kwargs: Any, case: Hashable) -> None:
         self._compare_inputs([*tensors_in((args, kwargs))])
         twins, named = self._twins, (*block.named_parameters(), *block.named_buffers())
         numbers = {name: _as(shards.whole(value.detach()), twins.dtype) for name, value in named}

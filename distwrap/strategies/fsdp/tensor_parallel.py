@@ -58,7 +58,10 @@ class TensorParallel:
         running: the forwards of the model.
         rows: of the table: modules, their class, how they are cut, shapes, and shapes on a rank.
         names: of the blocks that are cut.
+        compiles: whether torch.compile may compile it; else it leaves it as it is.
     """
+
+    compiles = True
 
     def __init__(self, net: nn.Module, mesh: DeviceMesh, plan: Plan, *, by_sequence: bool, shares: int) -> None:
         self.running, self._net, self._mesh, self._by_sequence = Running(), net, mesh, by_sequence
