@@ -32,6 +32,7 @@ _KIND = "workers"  # of temporary folders
 _PID = "pid-"  # files named after the workers
 _KEY = "tempdir"  # where multiprocessing keeps the folder's name
 _LOOK_SECONDS = 0.5
+_ORPHAN_SECONDS = 10.0  # that a worker without its rank stays, to remove what is left
 _SOCKET_ROOM = (107 if sys.platform == "linux" else 103) - len("/distwrap-workers-12345678/listener-12345678")
 
 
@@ -146,5 +147,10 @@ class _Orphan:
         while os.getppid() == self._rank:
             time.sleep(_LOOK_SECONDS)
         _remove_batches(self.folder, all_end=True)
+        deadline = time.monotonic() + _ORPHAN_SECONDS
         remove_what_is_left()
+        # A process is no parent any more before the last of its threads has let go of the lock.
+        while self.folder.exists() and time.monotonic() < deadline:
+            time.sleep(_LOOK_SECONDS)
+            remove_what_is_left()
         os._exit(1)

@@ -13,7 +13,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from distwrap import shard_loader
+from distwrap import locked_folder, shard_loader
+from distwrap.data import workers
 from tests.data.ranks import standing_on
 from tests.limits import INTERPRETERS
 from tests.snapshot import random_state
@@ -184,3 +185,20 @@ def test_two_containers_that_share_tmp(tmp_path: Path, short_folder: str) -> Non
             (tmp_path / "go on").touch()  # else it would never end
         assert first.communicate(timeout=60)[0] == "8\n"
     assert not list(shared.iterdir())
+
+
+def test_a_worker_without_its_rank_waits_for_the_lock_of_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The threads of a rank that is killed end one after the other, and the last of them lets go of the lock."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = locked_folder.make(workers._KIND)
+    child = os.fork()
+    if child == 0:
+        workers._Orphan(folder, rank=0)._run()  # ends the process
+    time.sleep(0.3)  # in which it has most likely looked once
+    assert folder.exists()
+    os.close(locked_folder._held.pop(folder))
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 1
+    assert not folder.exists()
