@@ -187,18 +187,17 @@ def test_two_containers_that_share_tmp(tmp_path: Path, short_folder: str) -> Non
     assert not list(shared.iterdir())
 
 
-def test_a_worker_without_its_rank_waits_for_the_lock_of_the_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_without_its_rank_waits_for_the_lock_of_the_folder(monkeypatch: pytest.MonkeyPatch) -> None:
     """The threads of a rank that is killed end one after the other, and the last of them lets go of the lock."""
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    folder = locked_folder.make(workers._KIND)
-    child = os.fork()
-    if child == 0:
-        workers._Orphan(folder, rank=0)._run()  # ends the process
-    time.sleep(0.3)  # in which it has most likely looked once
-    assert folder.exists()
-    os.close(locked_folder._held.pop(folder))
-    _, status = os.waitpid(child, 0)
-    assert os.waitstatus_to_exitcode(status) == 1
-    assert not folder.exists()
+    with tempfile.TemporaryDirectory(dir="/tmp") as place:  # whose path is short enough for sockets
+        monkeypatch.setattr(tempfile, "tempdir", place)
+        folder = locked_folder.make(workers._KIND)
+        child = os.fork()
+        if child == 0:
+            workers._Orphan(folder, rank=0)._run()  # ends the process
+        time.sleep(0.3)  # in which it has most likely looked once
+        assert folder.exists()
+        os.close(locked_folder._held.pop(folder))
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 1
+        assert not folder.exists()
