@@ -143,9 +143,9 @@ def sync_buffers(model: nn.Module, how: str = "rank0") -> None:
     net = unwrap_model(model)
     with torch.no_grad():
         own = [sync for each in _routings_of(net) if (sync := getattr(each, "sync_buffers", None)) is not None]
-        if own:  # of a model of which no rank has all
-            own[0](how)
-        else:
+        for sync in own:  # of a model of which no rank has all
+            sync(how)
+        if not own:
             for value in (buffer.detach() for buffer in net.buffers()):
                 averaged = how == "mean" and value.is_floating_point()
                 value.copy_(reduce(value, "mean") if averaged else broadcast(value))
