@@ -52,7 +52,8 @@ def without_step_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
     everyones = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
     tables = [(vars(optimizer), name) for name in names] + [(vars(torch_optimizer), name) for name in everyones]
-    kept = [table.get(name) for table, name in tables]
+    tables = [(table, name) for table, name in tables if name in table]
+    kept = [table[name] for table, name in tables]
     for table, name in tables:  # others in their place: one of the hooks may be why this runs
         table[name] = OrderedDict()
     try:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 from weakref import WeakSet
 
@@ -21,8 +21,8 @@ class Exchanging(Protocol):
     def model(self) -> nn.Module:
         """The user's."""
 
-    def exchanges(self, node: Any) -> bool:
-        """Return whether a node of a graph is where autograd hands gradients over to the exchange."""
+    def exchanges(self, nodes: Iterable[Any]) -> bool:
+        """Return whether autograd hands gradients over to the exchange at one of the nodes of a graph."""
 
 
 class NamedInputs(RunPart):
@@ -49,7 +49,7 @@ class NamedInputs(RunPart):
         """
         named = {id(tensor) for tensor in inputs if isinstance(tensor, torch.Tensor)}
         models = [each for each in self.models if not named.isdisjoint(map(id, each.model.parameters()))]
-        if models and any(each.exchanges(node) for node in nodes_of(outputs) for each in models):
+        if any(each.exchanges(nodes_of(outputs)) for each in models):
             raise ModelError(
                 f"rank {self._world.placement.rank}: a backward through a divided model names parameters, as "
                 f"backward(inputs=…) or torch.autograd.grad(loss, parameters): an exchange brings their gradients, and "

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from distwrap._internals.torch_zero import without_step_hooks
 from distwrap.errors import ModelError
+from distwrap.model.wrapped_models import parameters_of
 from distwrap.seeding import preserved
 
 _LONGEST = 8  # of what is tried, in each dimension
@@ -50,17 +51,22 @@ def _mixes(optimizer: Optimizer) -> bool:
         grads = [torch.randn_like(tensor) for tensor in tensors]
         try:
             expected = _stepped(optimizer, places, tensors, grads)
-            for bit in range((len(grads) - 1).bit_length()):  # so that any two are apart once
-                for side in (0, 1):
-                    is_more = [number >> bit & 1 == side for number in range(len(grads))]
-                    more = [grad * _MUCH if raised else grad for grad, raised in zip(grads, is_more, strict=True)]
-                    found = _stepped(optimizer, places, tensors, more)
-                    for raised, one, other in zip(is_more, found, expected, strict=True):
-                        if not raised and not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
-                            return True
+            for is_more in _halves(len(grads)):
+                more = [grad * _MUCH if raised else grad for grad, raised in zip(grads, is_more, strict=True)]
+                found = _stepped(optimizer, places, tensors, more)
+                for raised, one, other in zip(is_more, found, expected, strict=True):
+                    if not raised and not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
+                        return True
         except Exception:  # noqa: BLE001 - what a step needs besides is its author's affair
             return False
     return False
+
+
+def _halves(count: int) -> Iterator[list[bool]]:
+    """Yield halves of some things, few of them, such that for any two one half has the first and not the second."""
+    for bit in range((count - 1).bit_length()):
+        for side in (0, 1):
+            yield [number >> bit & 1 == side for number in range(count)]
 
 
 def _stepped(
@@ -102,8 +108,7 @@ def _rate(group: dict[str, Any]) -> dict[str, Any]:
 def _put_aside(optimizer: Optimizer) -> Iterator[None]:
     """Put an optimizer's state, its attributes and all gradients aside within a ``with``."""
     attributes, state = dict(vars(optimizer)), dict(optimizer.state)
-    held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    grads = [(parameter, parameter.grad) for parameter in held if parameter.grad is not None]
+    grads = [(each, each.grad) for each in parameters_of(optimizer).values() if each.grad is not None]
     for parameter, _ in grads:
         parameter.grad = None
     try:

@@ -5,6 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -80,9 +81,11 @@ class Gathered:
         bases = [base for tensor in found if (base := base_of(tensor)) is not None and not base.is_leaf]
         hook_fsdp_backward(module, bases if isinstance(output, torch.Tensor) else found + bases)
 
-    def is_copy(self, tensor: torch.Tensor | None) -> bool:
-        """Return whether a tensor is the gathered copy of a parameter."""
-        return tensor is not None and id(tensor) in gathered_copies(self._groups)
+    def are_leaves_of(self, nodes: Iterable[Any]) -> bool:
+        """Return whether autograd lays down the gradient of a gathered copy of a parameter at one of these nodes."""
+        copies = gathered_copies(self._groups)
+        leaves = (getattr(node, "variable", None) for node in nodes)
+        return any(leaf is not None and id(leaf) in copies for leaf in leaves)
 
     def refuse_graph(self) -> None:
         """Refuse a backward that is to have a backward itself.

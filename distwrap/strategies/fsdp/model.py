@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NoReturn
@@ -159,9 +159,9 @@ class FSDPRouting(Routing):
         self.alignment.interrupt()
         self.unison.forget()
 
-    def exchanges(self, node: Any) -> bool:
-        """Return whether autograd lays down the gradient of a gathered weight there."""
-        return self.gathered.is_copy(getattr(node, "variable", None))
+    def exchanges(self, nodes: Iterable[Any]) -> bool:
+        """Return whether autograd lays down the gradient of a gathered weight at one of the nodes of a graph."""
+        return self.gathered.are_leaves_of(nodes)
 
     def settle(self) -> None:
         """Put the shards back on the modules, where an exception has ended a backward."""

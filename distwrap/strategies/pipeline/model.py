@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
@@ -355,9 +355,9 @@ class PipelineRouting(Routing):
         for parameter in found:
             call_after_accumulation(parameter)
 
-    def exchanges(self, node: Any) -> bool:
-        """Return whether a pass through the stages has made a node."""
-        return is_of_pass(node)
+    def exchanges(self, nodes: Iterable[Any]) -> bool:
+        """Return whether a pass through the stages has made one of the nodes of a graph."""
+        return any(is_of_pass(node) for node in nodes)
 
 
 class PipelineModel(ModelFirst):

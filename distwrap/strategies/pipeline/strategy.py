@@ -17,7 +17,7 @@ from distwrap.checks import is_whole
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import Layout, RunPart, World, current_world
 from distwrap.model.in_sync import Held, left_to_ranks
-from distwrap.model.wrapped_models import WrappedModels
+from distwrap.model.wrapped_models import WrappedModels, parameters_of
 from distwrap.options import Options
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.meshes import mesh_over
@@ -256,7 +256,7 @@ def _refuse_whole(optimizer: Optimizer) -> None:
 
 
 def _holds_absent(optimizer: Optimizer) -> bool:
-    return any(not is_here(parameter) for group in optimizer.param_groups for parameter in group["params"])
+    return not all(map(is_here, parameters_of(optimizer).values()))
 
 
 def routing_of(model: nn.Module) -> PipelineRouting:
