@@ -13,10 +13,10 @@ from distwrap import distributed
 
 
 class Net(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, dropout: float) -> None:
         super().__init__()
         torch.manual_seed(0)
-        layers = (nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2))
+        layers = (nn.TransformerEncoderLayer(8, 2, 16, dropout, batch_first=True) for _ in range(2))
         self.blocks, self.head = nn.ModuleList(layers), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -25,10 +25,10 @@ class Net(nn.Module):
         return self.head(x)  # type: ignore[no-any-return]
 
 
-def trained() -> list[float]:
+def trained(dropout: float = 0.0, backend: str = "eager") -> list[float]:
     """Return the losses of a compiled model."""
-    model = dw.wrap_model(Net().double())
-    compiled = torch.compile(model, backend="eager")
+    model = dw.wrap_model(Net(dropout).double())
+    compiled = torch.compile(model, backend=backend) if backend else model
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     losses = []
     for number in range(3):
@@ -49,3 +49,9 @@ def test_a_compiled_model_in_a_group_trains_as_in_one_process(strategy: str) -> 
     expected = trained()
     for losses in distributed(strategy=strategy, nprocs=2, returns="all", timeout=120)(trained)():
         assert losses == pytest.approx(expected, rel=1e-9)
+
+
+def test_pieces_draw_each_their_own_dropout_where_a_model_is_compiled() -> None:
+    """Compiled blocks would draw one mask of dropout on all ranks, for other pieces on each."""
+    train = distributed(strategy="tp", nprocs=2, timeout=120, seed=0)(trained)
+    assert train(0.5) == train(0.5, backend="")

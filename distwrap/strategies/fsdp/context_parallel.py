@@ -40,13 +40,16 @@ class ContextParallel(TensorParallel):
         mesh: of the group.
     """
 
-    compiles = False  # the mode in which attention is seen cannot be traced
-
     def __init__(self, net: nn.Module, mesh: DeviceMesh) -> None:
         self._proven: dict[str, set[tuple[bool, ...]]] = {}  # ways in which kinds of blocks attend
         self._axes: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()  # of blocks: that of sequences
         super().__init__(net, mesh, "auto", by_sequence=True, shares=1)
         self.running.sums = False
+
+    @property
+    def compiles(self) -> bool:
+        """Not at all: the mode in which attention is seen cannot be traced."""
+        return False
 
     def _found(self) -> dict[str, Cuts]:
         blocks, units = blocks_of(self._net), list[str]()

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
@@ -143,6 +144,15 @@ class CommonNumbers:
         if kind != "cpu":
             states.append(torch.get_device_module(kind).get_rng_state().cpu())
         return torch.cat(states)
+
+
+def may_draw(block: nn.Module) -> bool:
+    """Return whether a module or one of its own has a probability of dropout, known by the name of the number."""
+    return any(
+        isinstance(value, float) and value > 0 and (name == "p" or "drop" in name)
+        for part in block.modules()
+        for name, value in vars(part).items()
+    )
 
 
 def _place() -> Any:

@@ -22,7 +22,7 @@ from distwrap._internals.torch_autograd import in_backward
 from distwrap._internals.torch_sharding import own_parameters
 from distwrap.errors import ModelError
 from distwrap.strategies import shards
-from distwrap.strategies.fsdp.pieces import CommonNumbers, Pieces, mark
+from distwrap.strategies.fsdp.pieces import CommonNumbers, Pieces, mark, may_draw
 from distwrap.strategies.fsdp.plan_words import Plan
 from distwrap.strategies.fsdp.plans import (
     Cuts,
@@ -58,10 +58,7 @@ class TensorParallel:
         running: the forwards of the model.
         rows: of the table: modules, their class, how they are cut, shapes, and shapes on a rank.
         names: of the blocks that are cut.
-        compiles: whether torch.compile may compile it; else it leaves it as it is.
     """
-
-    compiles = True
 
     def __init__(self, net: nn.Module, mesh: DeviceMesh, plan: Plan, *, by_sequence: bool, shares: int) -> None:
         self.running, self._net, self._mesh, self._by_sequence = Running(), net, mesh, by_sequence
@@ -75,6 +72,11 @@ class TensorParallel:
         units = self._found() if plan == "auto" else self._named(plan)
         self._cut_all(units)
         self.rows, self.names = self._table(units), list(units)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether torch.compile may compile it, which would draw one mask of dropout for the pieces of all ranks."""
+        return not any(may_draw(self._net.get_submodule(name)) for name in self.names)
 
     def watch(self, name: str, look: Callable[[Any], object]) -> None:
         """Call a function with the arguments of one of the model's modules as its forward begins."""
