@@ -135,8 +135,9 @@ def results_of(
         cells = [cell for cell in cells if cell not in {seen.cell for seen in results}]
     if options.busy:
         os.environ[LOOP_LIMIT] = "10"  # which holds for the ranks' arrival too
-    # Each worker has its own orphans, and forks callers of its own.
-    load = busy_cores() if options.busy else contextlib.nullcontext()
+    # Each worker has its own orphans, and forks callers of its own. Many of them keep the cores busy by themselves.
+    burn = options.busy and options.jobs < 2 * (os.cpu_count() or 1)
+    load = busy_cores() if burn else contextlib.nullcontext()
     with load, ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for seen in pool.map(run, cells):
             results.append(seen)
@@ -167,7 +168,8 @@ def main() -> int:
     print(text)
     print(summary)
     if options.write:
-        head = HEAD_OF_COUNTS.format(times=options.times, load=", all cores busy" * options.busy)
+        at_once = f"{options.jobs} programs at a time on {os.cpu_count()} cores"
+        head = HEAD_OF_COUNTS.format(times=options.times, load=f", {at_once}" + " kept busy" * options.busy)
         options.write.write_text(f"{head if options.times else HEAD}\n\n{summary}\n\n{text}\n")
     return any(seen.wrong for seen in results)
 
@@ -183,11 +185,11 @@ known {3:g} s later than other faults, since that is the time limit of its colle
 
 HEAD_OF_COUNTS = f"""# The fault matrix, under load
 
-Written by `make faults`: each launcher and fault {{times}} times{{load}}, with
-who fails and when in turns. Right is what the fault matrix asks for: the exception or exit code, the rank, the first
-cause, nothing left behind, within {LIMIT:g} s at most. Late is right but for the time; wrong is anything else, a hang
-included. The second table has the median of each combination's runs. An infinite loop is known 10 s later than other
-faults, the time limit of its collectives. Not counted as left behind are, under torchrun, its log folder, and the
+Written by `make faults`: each launcher and fault {{times}} times{{load}},
+with who fails and when in turns. Right is what the fault matrix asks for: the exception or exit code, the rank, the
+first cause, nothing left behind, within {LIMIT:g} s at most. Late is right but for the time; wrong is anything else, a
+hang included. The second table has the median of each combination's runs. An infinite loop is known 10 s later than
+other faults, the time limit of its collectives. Not counted as left behind are, under torchrun, its log folder, and the
 sockets of loader workers that it ends, and, where the caller of elastic is killed, its folder, which the next launch
 removes."""
 

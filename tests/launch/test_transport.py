@@ -16,6 +16,7 @@ import torch
 import distwrap as dw
 from distwrap import distributed
 from distwrap.errors import SerializationError, WorkerError
+from distwrap.launch.pickling import dumps, loads
 from distwrap.launch.transport import find_unpicklable
 
 LOCK = threading.Lock()
@@ -227,6 +228,20 @@ def test_sys_exit_is_the_callers_exit() -> None:
     with pytest.raises(SystemExit) as caught:
         leaves()
     assert caught.value.code == 3
+
+
+def test_code_by_value_has_its_file() -> None:
+    """A traceback, or a report of a hang, names the line of a function that went by value."""
+
+    def outer() -> Any:
+        def inner() -> int:
+            return 1
+
+        return inner
+
+    received = loads(dumps(outer))
+    assert received is not outer
+    assert received().__code__.co_filename == __file__
 
 
 def test_find_unpicklable_in_objects_and_globals() -> None:
