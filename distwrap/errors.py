@@ -136,7 +136,13 @@ class StateDictError(DistwrapError, ValueError):
 
 
 class CheckpointError(DistwrapError, RuntimeError):
-    """A checkpoint could not be written, or holds what is not safe to load."""
+    """A checkpoint could not be written, or holds what is not safe to load.
+
+    Attributes:
+        is_secondary: whether that only followed from the loss of a rank, as another rank has told.
+    """
+
+    is_secondary = False
 
 
 class ConformanceError(DistwrapError, AssertionError):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from distwrap.errors import CheckpointError, CollectiveError
 from distwrap.group.collective_guard import CollectiveGuard
+from distwrap.group.failures import is_secondary
 from distwrap.group.wait_for_rank import share_result
 from distwrap.group.world import current_world
 from distwrap.supervision.hang_report import Activity
@@ -35,28 +36,53 @@ def do_on_ranks(work: Callable[[], object], what: str, name: str, workers: Seque
         try:
             work()
         except BaseException as error:  # noqa: BLE001 - whatever is raised, all ranks raise
-            problem = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+            problem = _in_words(error)
             cause = error
     for worker in workers:
-        its_host, its_problem = host, problem
+        its_host, its_problem, follows = host, problem, cause is not None and is_secondary(cause)
         if not current_world().part(CollectiveGuard).function:
-            mine = json.dumps([name, host, problem]).encode() if rank == worker else None
+            mine = json.dumps([name, host, problem, follows]).encode() if rank == worker else None
             its_name = ""
             while its_name != name:  # of what that rank has saved alone, or to a path of its own
-                its_name, its_host, its_problem = _told_by(worker, mine, name, activity.site, its_name)
+                its_name, its_host, its_problem, follows = _told_by(worker, mine, name, activity.site, its_name)
                 if its_name != name:
                     _refuse_own_name(rank, name, worker, its_name)
         if cause is not None and not isinstance(cause, Exception):
             raise cause
         if its_problem:
-            raise CheckpointError(
+            failure = CheckpointError(
                 f"{what} was not written by rank {worker} on {its_host}: {its_problem}. What was there before is "
                 f"untouched."
-            ) from (cause if rank == worker else None)
+            )
+            failure.is_secondary = follows
+            raise failure from (cause if rank == worker else None)
 
 
-def _told_by(worker: int, mine: bytes | None, name: str, site: str, before: str) -> list[str]:
-    """Return what a rank tells of its work in this line: the name, its host, and the problem.
+def first_problem(own: Exception | None, gather: Callable[[str], list[str]]) -> CheckpointError | None:
+    """Return what has failed on some rank, on every rank: what follows from the loss of a rank comes last.
+
+    Args:
+        own: what has failed on this rank.
+        gather: returns the lines of all ranks.
+    """
+    rank, line = current_world().placement.rank, ""
+    if own is not None:
+        line = f"{is_secondary(own):d}rank {rank} on {socket.gethostname()}: {_in_words(own)}"
+    told = [text for text in gather(line) if text]
+    if not told:
+        return None
+    first = min(told, key=lambda text: text[0])
+    failure = CheckpointError(first[1:])
+    failure.is_secondary = first[0] == "1"
+    return failure
+
+
+def _in_words(error: BaseException) -> str:
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+
+
+def _told_by(worker: int, mine: bytes | None, name: str, site: str, before: str) -> tuple[str, str, str, bool]:
+    """Return what a rank tells of its work: the name, its host, the problem, and whether that is a secondary failure.
 
     Args:
         worker: that rank.
@@ -70,7 +96,8 @@ def _told_by(worker: int, mine: bytes | None, name: str, site: str, before: str)
     """
     waits_for = f"{name} (rank {worker} did {before!r} there)" if before else name
     try:
-        return json.loads(share_result(waits_for, worker, mine, turn=f"save at {site}"))  # type: ignore[no-any-return]
+        name, host, problem, follows = json.loads(share_result(waits_for, worker, mine, turn=f"save at {site}"))
+        return name, host, problem, follows
     except CollectiveError as error:
         why = "with the same path" if before else f"which rank {worker} did not reach"
         raise CheckpointError(

@@ -4,7 +4,6 @@ That state is what a run has beside the loop's objects: random numbers, the scal
 """
 
 import os
-import socket
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import torch
 from distwrap.checkpoint import files, retention
 from distwrap.checkpoint.formats import choose
 from distwrap.checkpoint.loading import load_into, read, sent
+from distwrap.checkpoint.on_ranks import first_problem
 from distwrap.checkpoint.saving import format_of
 from distwrap.comm.exchange import RunExchanges
 from distwrap.devices.kinds import kind_of
@@ -67,15 +67,14 @@ def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any:
         return None
     source, rank = times.index(newest), current_world().placement.rank
     others = [number for number, time in enumerate(times) if time != newest]
-    problem, state = "", None
+    failed, state = None, None
     if not others or rank == source:
         try:
             state = _opened(path, others) if others else read(path, into, io=format_of("auto"))
         except (CheckpointError, FileNotFoundError) as error:
-            problem = f"{error} (rank {rank} on {socket.gethostname()})"
-    problems = [text for text in gather_object(problem) if text]
-    if problems:
-        raise CheckpointError(problems[0])
+            failed = error
+    if (problem := first_problem(failed, gather_object)) is not None:
+        raise problem from failed
     if others:
         state = sent(state, into, source)
     if into is not None:

@@ -27,6 +27,7 @@ from distwrap.checkpoint.safe_reader import SafeReader, bytes_in
 from distwrap.checkpoint.untrusted import load_file
 from distwrap.errors import CheckpointError
 from distwrap.group.collectives import gather_object
+from distwrap.group.failures import is_secondary
 from distwrap.model.in_sync import Held, fingerprints, first_difference, left_to_ranks
 from distwrap.nesting import rebuilt
 
@@ -203,5 +204,8 @@ def _as_checkpoint_error() -> Iterator[None]:
         try:
             yield
         except CheckpointException as error:
-            first = next(iter(error.failures.items()), (0, (error, None)))
-            raise CheckpointError(f"rank {first[0]}: {first[1][0]}") from error
+            failures = [(rank, failure) for rank, (failure, _) in error.failures.items()] or [(0, error)]
+            rank, first = min(failures, key=lambda failure: is_secondary(failure[1]))
+            told = CheckpointError(f"rank {rank}: {first}")
+            told.is_secondary = is_secondary(first)
+            raise told from error

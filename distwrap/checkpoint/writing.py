@@ -11,7 +11,7 @@ from typing import Any
 from distwrap.checkpoint import files, retention
 from distwrap.checkpoint.background import Writer
 from distwrap.checkpoint.formats import CheckpointIO
-from distwrap.checkpoint.on_ranks import do_on_ranks
+from distwrap.checkpoint.on_ranks import do_on_ranks, first_problem
 from distwrap.checkpoint.pieces import Gathering, Piece, PieceGroup, leaves
 from distwrap.checkpoint.plain import plain
 from distwrap.checkpoint.safetensors_format import SafetensorsIO, check_replaceable
@@ -51,15 +51,14 @@ def write_file(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, ba
 
         def end() -> None:
             """Take what is still to come, as where the writing has failed, and raise what a rank could not send."""
-            problem = ""
+            failed = None
             try:
                 for _ in wholes:
                     pass
             except Exception as error:  # noqa: BLE001 - every rank raises it
-                problem = f"rank {placement.rank}: {type(error).__name__}: {error}"
-            problems = [text for text in group.gather_text(problem) if text]
-            if problems:
-                raise CheckpointError(problems[0])
+                failed = error
+            if (problem := first_problem(failed, group.gather_text)) is not None:
+                raise problem from failed
 
         def stream(temporary: Path) -> None:
             io.stream(state, temporary, wholes)  # type: ignore[attr-defined]
@@ -113,15 +112,15 @@ def write_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, b
         retention.prune(place, keep)
 
     def write(state: Any) -> None:
-        group, problem = current_world().part(PieceGroup), ""
+        group, failed = current_world().part(PieceGroup), None
         try:
             io.over(group.group).save(state, temporary)  # type: ignore[attr-defined]
         except Exception as error:  # noqa: BLE001 - rank 0 raises it
-            problem = f"rank {placement.rank}: {type(error).__name__}: {error}"
-        problems = [text for text in group.gather_text(problem) if text]
+            failed = error
+        problem = first_problem(failed, group.gather_text)
         with _gone_if_failed(temporary, here):
-            if problems:
-                raise CheckpointError(problems[0])
+            if problem is not None:
+                raise problem from failed
             if here:
                 finish()
 

@@ -72,6 +72,8 @@ def is_secondary(error: BaseException) -> bool:
         ours = isinstance(earlier, DistwrapError)
         if words_are_secondary(in_words(earlier)) and (ours or _is_torchs(earlier)):
             return True
+        if isinstance(earlier, CheckpointError) and earlier.is_secondary:
+            return True
         if ours and not isinstance(earlier, CheckpointError):  # which tells of any error of a save or a load
             return False
         earlier = earlier.__cause__ or (None if earlier.__suppress_context__ else earlier.__context__)

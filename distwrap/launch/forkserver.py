@@ -110,6 +110,7 @@ try:
 finally:
     imported.set()
     watcher.join()
+gc.enable()
 serve({fd})
 """
 

@@ -21,7 +21,7 @@ class SpawnLauncher(LocalLauncher):
 
 
 def _command(fd: int) -> list[str]:
-    return python_command(f"from distwrap.launch.spawn import main; main({fd})")
+    return python_command(f"from distwrap.launch.spawn import main; gc.enable(); main({fd})")
 
 
 def main(fd: int) -> None:

@@ -9,7 +9,7 @@ from torch.distributed.algorithms.join import JoinHook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 from torch.nn.parallel.parallel_apply import parallel_apply
 
-from distwrap._internals.torch import DDPOutputs, begin_ddp_forward, end_ddp_forward
+from distwrap._internals.torch import DDPOutputs, begin_ddp_forward, end_ddp_forward, import_compiler
 from distwrap.errors import ModelError
 from distwrap.group.world import say_once
 from distwrap.model import diagnosis
@@ -257,6 +257,7 @@ class DistributedModel(ModelFirst, DistributedDataParallel):
         buffers: Buffers | None,
         **ddp_kwargs: Any,
     ) -> None:
+        import_compiler()
         inner = self._distwrap_inner(module, buffers, **ddp_kwargs)
         super().__init__(DistributedRouting(inner, in_precision, forward_methods))
         self._distwrap.gradients = inner.__dict__["gradients"] = Gradients(self, inner)

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from distwrap.errors import ModelError
 from distwrap.group.world import RunPart, World
@@ -66,6 +67,13 @@ def _exchange(pairs: list[tuple[nn.Parameter, nn.Parameter]]) -> None:
             group["params"] = [new.get(id(parameter), parameter) for parameter in held]
 
 
+def _divide_state(optimizer: Optimizer) -> None:
+    """Divide a whole state, which ``optimizer.load_state_dict`` has taken on every rank, like the parameters."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            shards.divide_optimizer_state(optimizer, parameter, parameter)
+
+
 # Of a replaced parameter these are what they were.
 _STAY = {getattr(torch.Tensor, name).__get__ for name in ("dtype", "device", "requires_grad")}
 
@@ -117,10 +125,12 @@ class Adoption(RunPart):
         self._seen: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()  # groups of each
         self.models: WeakSet[StepListener] = WeakSet()
         self._handle = register_optimizer_step_pre_hook(self._before)
+        self._loads: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
     def close(self) -> None:
-        """Remove the hook."""
-        self._handle.remove()
+        """Remove the hooks."""
+        for handle in (self._handle, *self._loads.values()):
+            handle.remove()
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for model in self.models:
@@ -132,5 +142,8 @@ class Adoption(RunPart):
         divided = [parameter for parameter in held if isinstance(parameter, DTensor)]
         if divided:
             refuse_whole(optimizer, in_pieces=True)
+            if optimizer not in self._loads:
+                self._loads[optimizer] = optimizer.register_load_state_dict_post_hook(_divide_state)
+                _divide_state(optimizer)
         for model in self.models:
             model.refuse_newcomers(set(map(id, held)))

@@ -163,7 +163,7 @@ def _in_one_piece(leaf: Any) -> Any:
 
 
 def divide_optimizer_state(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:
-    """Move what an optimizer keeps for a parameter to one that has taken its place."""
+    """Divide what an optimizer keeps for a parameter like another one, for which it is kept from now on."""
     if old in optimizer.state:
         values = optimizer.state.pop(old)
         optimizer.state[new] = {name: _like_parameter(new, value) for name, value in values.items()}

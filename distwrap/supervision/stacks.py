@@ -1,7 +1,6 @@
 """Python stacks, and the one line of each that its owner would look for."""
 
 import dis
-import gc
 import inspect
 import os
 import sys
@@ -9,12 +8,13 @@ import sysconfig
 import threading
 import traceback
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, nullcontext
 from types import FrameType, TracebackType
 
 import torch
 
 from distwrap._internals.python import frames_of_threads
+from distwrap.garbage import collection_paused
 
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -34,21 +34,13 @@ def frame_of(ident: int | None = None) -> FrameType | None:
         return frames_of_threads().get(ident or threading.main_thread().ident or 0)
 
 
-@contextmanager
-def _no_collection() -> Iterator[None]:
+def _no_collection() -> AbstractContextManager[None]:
     """Look at another thread's frames: where the look makes a frame's object, Python 3.11 may collect garbage.
 
     In ``sys._current_frames`` that may lock the interpreter for good. In ``f_back`` it may let the other thread return
     from the very frame meanwhile, and crash. Source: https://github.com/python/cpython/issues/106883
     """
-    collects = sys.version_info < (3, 12) and gc.isenabled()
-    if collects:
-        gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()
+    return collection_paused() if sys.version_info < (3, 12) else nullcontext()
 
 
 def of_thread(ident: int | None = None) -> list[Line]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import importlib
 import json
 import os
 import re
@@ -16,9 +17,13 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from distwrap._internals.torch import import_compiler
 from tests.faults.cells import LIMIT, TIMEOUT, Expected, expected, loop_limit
 
 ROOT = Path(__file__).parent.parent.parent
@@ -128,10 +133,10 @@ def _may_stay(path: Path, cell: Any) -> bool:
 
 
 def _start(cell: Any, folder: Path, main: Callable[[Any], None] | None) -> int:
-    """Start the caller: a fork of this process where that does no harm, else a fresh interpreter."""
+    """Start the caller: a fork of this process, but where ranks begin as the caller's own command does."""
     env = {"TMPDIR": str(folder / "temporary"), "DISTWRAP_QUIET": "1", "PYTHONUNBUFFERED": "", "PYTHONWARNINGS": ""}
     with open(folder / "output", "wb") as output:
-        if cell.launcher in ("fork", "forkserver"):
+        if cell.launcher not in ("script", "torchrun"):
             return _fork(cell, folder, env, output.fileno(), main)
         command = [sys.executable, str(PROGRAM), cell.launcher, cell.who, cell.fault, cell.when]
         if cell.launcher == "torchrun":
@@ -153,6 +158,7 @@ def _start(cell: Any, folder: Path, main: Callable[[Any], None] | None) -> int:
 def _fork(cell: Any, folder: Path, env: dict[str, str], output: int, main: Callable[[Any], None] | None) -> int:
     import tests.faults.program as program
 
+    _import_what_ranks_need()
     sys.stdout.flush()
     sys.stderr.flush()
     pid = os.fork()
@@ -175,6 +181,14 @@ def _fork(cell: Any, folder: Path, env: dict[str, str], output: int, main: Calla
         atexit._run_exitfuncs()
     finally:
         os._exit(code)
+
+
+@cache
+def _import_what_ranks_need() -> None:
+    """Import what each rank would import anew otherwise: half of what a cell costs."""
+    torch.set_num_threads(1)
+    importlib.import_module("distwrap.launch.elastic")
+    import_compiler()
 
 
 def _as_an_interpreter_would(main: Callable[[Any], None], cell: Any) -> int:

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from itertools import cycle, islice
 from multiprocessing import get_context
 from pathlib import Path
@@ -90,12 +90,28 @@ def busy_cores() -> Iterator[None]:
             burner.wait()
 
 
-def seen_before(path: Path | None, cells: Sequence[Any]) -> list[Seen]:
-    """Return what is kept in a file of a line a run."""
+def seen_before(path: Path | None, kind: type) -> list[Seen]:
+    """Return the runs that a file keeps, of cells of this kind."""
     if path is None or not path.exists():
         return []
-    kept = [Seen(type(cells[0])(*parts), seconds, wrong) for parts, seconds, wrong in map(json.loads, path.open())]
-    return [seen for seen in kept if seen.cell in set(cells)]
+    kept = map(json.loads, path.read_text().splitlines())
+    return [
+        Seen(kind(*parts), *run) if isinstance(run, list) else Seen(kind(*parts), run)
+        for parts, runs in kept
+        for run in runs
+    ]
+
+
+def keep(path: Path, results: Sequence[Seen]) -> None:
+    """Write runs to a file, a line a cell, with the seconds of each run, and what was wrong with it."""
+    by_cell: dict[Any, list[Any]] = {}
+    for seen in results:
+        seconds = round(seen.seconds, 2)
+        by_cell.setdefault(seen.cell, []).append([seconds, seen.wrong] if seen.wrong else seconds)
+    lines = [json.dumps([[*vars(cell).values()], runs]) + "\n" for cell, runs in by_cell.items()]
+    written = path.with_suffix(".new")
+    written.write_text("".join(lines))
+    written.replace(path)  # whole, also where it is stopped
 
 
 def options_of(text: str | None) -> argparse.ArgumentParser:
@@ -127,7 +143,9 @@ def results_of(
     cells = [cell for cell in cells if all(word in str(cell).replace(" | ", "|").split("|") for word in options.only)]
     if not cells:
         sys.exit(f"no cell holds all of these words: {' '.join(options.only)}")
-    results = seen_before(options.resume, cells)
+    kept, asked = seen_before(options.resume, type(cells[0])), set(cells)
+    results = [seen for seen in kept if seen.cell in asked]
+    others = [seen for seen in kept if seen.cell not in asked]
     if options.times:
         cells = in_turns(cells, options.times, results, names)
     else:
@@ -139,12 +157,11 @@ def results_of(
     burn = options.busy and options.jobs < 2 * (os.cpu_count() or 1)
     load = busy_cores() if burn else contextlib.nullcontext()
     with load, ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
-        for seen in pool.map(run, cells):
+        for seen in map(Future.result, as_completed([pool.submit(run, cell) for cell in cells])):
             results.append(seen)
             print(f"{seen.verdict:5} {seen.seconds:5.1f} s  {seen.cell}", flush=True)
             if options.resume:
-                with options.resume.open("a") as file:
-                    print(json.dumps([[*vars(seen.cell).values()], seen.seconds, seen.wrong]), file=file)
+                keep(options.resume, others + results)
             if seen.wrong:
                 print("      " + "\n      ".join(seen.wrong), flush=True)
     return results
@@ -162,7 +179,8 @@ def summary_of(results: Sequence[Seen]) -> str:
 def main() -> int:
     """Run the matrix, and print it."""
     options = options_of(__doc__).parse_args()
-    results = results_of([cell for cell in all_cells() if not meaningless(cell)], options)
+    cells = [cell for cell in all_cells() if not meaningless(cell)]
+    results = sorted(results_of(cells, options), key=lambda seen: cells.index(seen.cell))
     summary = summary_of(results)
     text = f"{counts(results)}\n\n{table(results)}" if options.times else table(results)
     print(text)

@@ -211,6 +211,24 @@ def _state_goes_around() -> float:
     return distance(again, alone(3, plain_step))
 
 
+def _loaded_whole() -> float:
+    """An optimizer takes a whole state by its own load_state_dict(), before its first step and after one."""
+    net = Net().double()
+    own = adamw(net)
+    plain_step(net, own, *data())
+    state = copy.deepcopy((net.state_dict(), own.state_dict()))
+    x, y = (share(tensor) for tensor in data())
+    model = dw.wrap_model(Net(seed=8).double())
+    optimizer = adamw(model)
+    found = []
+    for _ in range(2):
+        model.load_state_dict(state[0])
+        optimizer.load_state_dict(copy.deepcopy(state[1]))  # whose counts of steps torch takes as they are
+        plain_step(model, optimizer, x, y)
+        found.append(distance(model, alone(2, plain_step)))
+    return max(found)
+
+
 def _resumed_before() -> float:
     """An optimizer that has stepped before the model was divided goes on with its state."""
     net = Net().double()
@@ -337,6 +355,7 @@ def _everything() -> dict[str, Any]:
         "clipped": _clipped(),
         "windows": _windows(),
         "state": _state_goes_around(),
+        "loaded": _loaded_whole(),
         "resumed": _resumed_before(),
         "buffers": _buffers(),
         "in place": _changed_in_place(),
@@ -350,9 +369,8 @@ def test_a_loop_finds_what_it_expects() -> None:
         distance, first, last = found["clipped"]
         assert distance < 1e-9
         assert first == pytest.approx(float(_norm_alone()), rel=1e-9) != last
-        assert max(found["windows"], found["state"], found["resumed"], found["buffers"], found["in place"]) < 1e-9, (
-            found
-        )
+        names = ("windows", "state", "loaded", "resumed", "buffers", "in place")
+        assert max(found[name] for name in names) < 1e-9, found
         assert max(found["half"]) < 0.05, found
 
 
