@@ -35,11 +35,11 @@ test-all: $(VENV)/.installed-test
 TIMES ?= 100
 faults: $(VENV)/.installed-test
 	FAULTS_LAUNCHES=1000 $(bin)/python -m pytest tests/faults/test_scale.py
-	$(bin)/python -m tests.faults.run --times $(TIMES) --busy --jobs 2 --resume $(VENV)/faults.jsonl \
+	$(bin)/python -m tests.faults.run --times $(TIMES) --busy --jobs 6 --resume $(VENV)/faults.jsonl \
 		--write benchmarks/faults-matrix.md
 
 faults-divided: $(VENV)/.installed-test
-	$(bin)/python -m tests.faults.divided --times $(TIMES) --busy --jobs 2 --resume $(VENV)/faults-divided.jsonl \
+	$(bin)/python -m tests.faults.divided --times $(TIMES) --busy --jobs 6 --resume $(VENV)/faults-divided.jsonl \
 		--write benchmarks/faults-divided.md
 
 kills: TIMES = 300
