@@ -11,7 +11,7 @@ import torch
 from distwrap.checkpoint import files
 from distwrap.checkpoint.formats import FileIO, choose
 from distwrap.checkpoint.pieces import Later, leaves
-from distwrap.checkpoint.safetensors_format import SafetensorsIO, check_replaceable
+from distwrap.checkpoint.safetensors_format import SafetensorsIO, check_replaceable, is_folder_of
 from distwrap.devices.memory import return_freed_memory
 from distwrap.errors import CheckpointError
 from distwrap.nesting import rebuilt
@@ -50,10 +50,14 @@ class Stored:
             io: the format.
         """
         return_freed_memory(torch.device("cpu"))  # one tensor after the other
-        is_folder = isinstance(io, SafetensorsIO) and io.is_folder(path)
+        is_folder = is_folder_of(io, path)
         place = files.place_of(path, folder=io.collective or is_folder)
         if io.collective:
-            files.write_folder(place, lambda temporary: io.save(self.state, temporary, self._whole), lambda: None)
+            files.write_folder(
+                place,
+                lambda temporary: io.save(self.state, temporary, self._whole),
+                lambda: io.check_replaceable(place),
+            )
         elif isinstance(io, FileIO) and not self._fetch:
             files.write_atomically(place, lambda temporary: io.save(self.state, temporary))
         elif is_folder:

@@ -5,7 +5,6 @@ import secrets
 import shutil
 import socket
 import stat
-import tempfile
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -47,13 +46,13 @@ def write_atomically(path: Path, write: Callable[[Path], None], before: Callable
         before: called when the new file is complete, before it takes the name.
     """
     _sweep(path.parent)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}{_owner(os.getpid())}", suffix=".tmp", dir=path.parent)
-    os.close(handle)
-    temporary = Path(name)
+    temporary = temporary_name(path)
+    temporary.touch(0o600 if path.exists() else 0o666, exist_ok=False)
     try:
         write(temporary)
         _sync(temporary)
-        os.chmod(temporary, _mode(path))
+        with suppress(FileNotFoundError):
+            os.chmod(temporary, stat.S_IMODE(path.stat().st_mode))
         before()
         os.replace(temporary, path)
     except BaseException:
@@ -83,20 +82,18 @@ def write_folder(path: Path, write: Callable[[Path], None], check: Callable[[], 
 def new_folder(path: Path) -> Path:
     """Make a folder beside `path`, in which nobody else writes, and return it."""
     _sweep(path.parent)
-    temporary = path.parent / f".{path.name}{_owner(os.getpid())}{secrets.token_hex(4)}.tmp"
+    temporary = temporary_name(path)
     temporary.mkdir()
     return temporary
 
 
-def put_folder(temporary: Path, path: Path) -> None:
-    """Give a complete folder its name; a folder that had the name stays as `_previous` until then.
+def temporary_name(path: Path) -> Path:
+    """Return a name beside `path` that nobody has; what has such a name goes when its process is gone."""
+    return path.parent / f".{path.name}{_owner(os.getpid())}{secrets.token_hex(4)}.tmp"
 
-    Raises:
-        CheckpointError: the folder that has the name is no checkpoint of this format.
-    """
-    if path.is_dir() and (temporary / SKELETON).exists() and not (path / SKELETON).exists():
-        for other in path.iterdir():
-            raise CheckpointError(f"{path} holds {other.name}, and is no sharded checkpoint to replace")
+
+def put_folder(temporary: Path, path: Path) -> None:
+    """Give a complete folder its name; a folder that had the name stays as `_previous` until then."""
     for file in temporary.rglob("*"):
         _sync(file)
     _sync(temporary)
@@ -122,8 +119,7 @@ def found(path: Path) -> Path:
 
 def point(link: Path, target: Path) -> None:
     """Point a symbolic link to a file beside it, in one step."""
-    temporary = link.parent / f".{link.name}.{os.getpid()}.tmp"
-    temporary.unlink(missing_ok=True)
+    temporary = temporary_name(link)
     os.symlink(target.name, temporary)
     os.replace(temporary, link)
     _sync(link.parent)
@@ -148,12 +144,3 @@ def _sync(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _mode(path: Path) -> int:
-    """Return the mode of the file that is replaced, or that of a new one."""
-    with suppress(FileNotFoundError):
-        return path.stat().st_mode & 0o777
-    umask = os.umask(0)
-    os.umask(umask)
-    return 0o666 & ~umask

@@ -68,7 +68,7 @@ class FileIO:
 
 def choose(io: str | CheckpointIO, path: Path) -> CheckpointIO:
     """Return the format of a name; for ``"auto"`` by the path's suffix, or by what the folder holds."""
-    if not isinstance(io, str):
+    if isinstance(io, CheckpointIO):
         return io
     if io == "auto":
         safe = path.suffix == SUFFIX or (is_folder_of_safetensors(path) and not (path / SKELETON).exists())

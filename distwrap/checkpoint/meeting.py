@@ -17,7 +17,8 @@ from distwrap.wording import named_ranks
 
 ASK_SECONDS = 0.5  # after which a rank that has not come is asked where it is, again and again
 STUCK_SECONDS = 4.0  # in which it has stood in one place, waiting for others
-_WAITS = ("distributed_c10d.py", "alignment.py", "unison.py")  # files of functions that wait for other ranks
+# Files of functions that wait for other ranks.
+_WAITS = ("torch/distributed/distributed_c10d.py", "/strategies/alignment.py", "/strategies/fsdp/unison.py")
 _MAY_WAIT = ("torch/distributed/", "autograd/graph.py", "nn/parallel/distributed.py")  # and compute
 
 

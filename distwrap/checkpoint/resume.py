@@ -60,14 +60,22 @@ def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any:
             f"resume_from({str(path)!r}) takes one name and no pattern: the one that save() was given, or of a "
             f"numbered series the link to its latest."
         )
-    path = _newest(Path(path))
-    times = gather_object(_written(path))
+    path, written = Path(path), None
+    failed: Exception | None = None
+    try:
+        path = _newest(path)
+        written = _written(path)
+    except (CheckpointError, OSError) as error:
+        failed = error
+    if (problem := first_problem(failed, gather_object)) is not None:
+        raise problem from failed
+    times = gather_object(written)
     newest = max((time for time in times if time is not None), default=None)
     if newest is None:
         return None
     source, rank = times.index(newest), current_world().placement.rank
     others = [number for number, time in enumerate(times) if time != newest]
-    failed, state = None, None
+    state = None
     if not others or rank == source:
         try:
             state = _opened(path, others) if others else read(path, into, io=format_of("auto"))

@@ -45,8 +45,7 @@ def keep_predecessors(path: Path, keep: int | None) -> None:
     for number in range(keep - 1, 0, -1):
         older = path if number == 1 else _numbered(path, number - 1)
         if older.exists():
-            temporary = path.parent / f".{path.name}.{os.getpid()}.aside.tmp"
-            temporary.unlink(missing_ok=True)
+            temporary = files.temporary_name(path)
             os.link(older, temporary)  # the name itself is never without its file
             os.replace(temporary, _numbered(path, number))
 

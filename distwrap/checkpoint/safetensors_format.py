@@ -44,10 +44,6 @@ class SafetensorsIO:
         self._metadata = metadata or {"format": "pt"}
         self._max_shard_size = _bytes(max_shard_size)
 
-    def is_folder(self, path: Path) -> bool:
-        """Return whether several files are written for a path."""
-        return path.suffix != SUFFIX
-
     def save(self, state: Any, path: Path) -> None:
         """Write with safetensors, which keeps tensors alone: names and numbers go into a file of torch's."""
         _check_flat(state)
@@ -86,6 +82,11 @@ class SafetensorsIO:
                         _of({}, name, file)
                     state[name] = opened.get_tensor(name)
         return state
+
+
+def is_folder_of(io: object, path: Path) -> bool:
+    """Return whether a format is this one, and writes several files for a path."""
+    return isinstance(io, SafetensorsIO) and path.suffix != SUFFIX
 
 
 def is_folder_of_safetensors(path: Path) -> bool:

@@ -11,6 +11,7 @@ from distwrap.checkpoint.loading import any_divided, load_into, read
 from distwrap.checkpoint.meeting import SaveMeetings
 from distwrap.checkpoint.on_ranks import do_on_ranks
 from distwrap.checkpoint.pieces import in_pieces, leaves
+from distwrap.checkpoint.safetensors_format import is_folder_of
 from distwrap.checkpoint.writing import write_file, write_parts
 from distwrap.errors import OptionError
 from distwrap.group.world import current_world
@@ -43,7 +44,8 @@ def save(
         keep: how many checkpoints to keep. Of a series, as ``step-100.pt``, those with the highest numbers; a link
             ``step-latest.pt`` moves to the new one when it is complete, before an older one goes. A series is a name
             that ends in a number after one of ``-_.=``, or has one after a word like step or epoch: ``resnet50.pt`` is
-            none. Of another name, the file's predecessors, as ``last.pt.1``. ``None`` removes nothing.
+            none. Of another name, the file's predecessors, as ``last.pt.1``; a folder has none, and needs a series.
+            ``None`` removes nothing.
         background: copy the state, return, and write the copy in a thread. The next call waits for it; a failure is
             raised there, by `wait_for_saves`, at the end of the decorated function, or ends the program.
         io: ``"file"`` (torch's own), ``"safetensors"`` (by default for that suffix; a model alone; an extra; under
@@ -53,7 +55,7 @@ def save(
     Raises:
         CheckpointError: it could not be written, or holds what the safe loader would refuse; names it. On every rank
             that calls. Or the path is a device, or has the rank in it: rank 0 writes one file for all.
-        OptionError: a wrong `keep`, or the parts of a format of your own in the background.
+        OptionError: a wrong `keep`, also for a folder of no series; parts of a format of your own in the background.
 
     Example:
         >>> import tempfile
@@ -69,6 +71,11 @@ def save(
     retention.check_keep(keep)
     path = Path(path)
     chosen = choose(format_of(io), path)
+    if keep is not None and (chosen.collective or is_folder_of(chosen, path)) and retention.latest_of(path) is None:
+        raise OptionError(
+            f"save(keep={keep}): {path.name} is a folder, of which none is kept by that name: give it a name of a "
+            f"numbered series, as 'step-100', or leave keep out."
+        )
     current_world().part(Drift).pause()
     if background and chosen.collective and not hasattr(chosen, "over"):
         raise OptionError(f"save(background=True): {type(chosen).__name__} is written by all ranks, and not meanwhile.")

@@ -44,6 +44,16 @@ class ShardedIO:
         """Return the format with another group over which the ranks agree who writes what."""
         return ShardedIO(group)
 
+    def check_replaceable(self, path: Path) -> None:
+        """Refuse to replace a folder that is no checkpoint of this format.
+
+        Raises:
+            CheckpointError: it is none.
+        """
+        if path.is_dir() and not (path / SKELETON).exists():
+            for other in path.iterdir():
+                raise CheckpointError(f"{path} holds {other.name}, and is no sharded checkpoint to replace")
+
     def save(self, state: Any, path: Path, fetch: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         """Write this rank's part of the tensors; rank 0 also writes what is no tensor.
 

@@ -14,7 +14,7 @@ from distwrap.checkpoint.formats import CheckpointIO
 from distwrap.checkpoint.on_ranks import do_on_ranks, first_problem
 from distwrap.checkpoint.pieces import Gathering, Piece, PieceGroup, leaves
 from distwrap.checkpoint.plain import plain
-from distwrap.checkpoint.safetensors_format import SafetensorsIO, check_replaceable
+from distwrap.checkpoint.safetensors_format import check_replaceable, is_folder_of
 from distwrap.errors import CheckpointError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.collectives import gather_object
@@ -44,7 +44,7 @@ def write_file(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, ba
     def prepare() -> None:
         writer.wait()
         if here:
-            own[:] = [_plain(state), files.place_of(path, folder=_is_folder(io, path))]
+            own[:] = [_plain(state), files.place_of(path, folder=is_folder_of(io, path))]
 
     def write(state: Any) -> None:
         group, wholes, ends = current_world().part(PieceGroup), gathering.run(leaves(state, Piece)), ExitStack()
@@ -97,6 +97,8 @@ def write_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, b
     def make_room() -> None:
         writer.wait()
         files.place_of(path, folder=True)
+        if hasattr(io, "check_replaceable"):
+            io.check_replaceable(place)
         made[0] = files.new_folder(place).name
 
     def prepare() -> None:
@@ -152,12 +154,8 @@ def _gone_if_failed(temporary: Path, here: bool) -> Iterator[None]:
         raise
 
 
-def _is_folder(io: CheckpointIO, path: Path) -> bool:
-    return isinstance(io, SafetensorsIO) and io.is_folder(path)
-
-
 def _write_alone(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, background: bool) -> None:
-    writer, place = current_world().part(Writer), files.place_of(path, folder=_is_folder(io, path))
+    writer, place = current_world().part(Writer), files.place_of(path, folder=is_folder_of(io, path))
     plain_state = _plain(state)
 
     def write(state: Any) -> None:
@@ -172,7 +170,7 @@ def _write_alone(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, 
 
 def _put(place: Path, keep: int | None, io: CheckpointIO, write: Any) -> None:
     """Write a file, or a folder where the format is one of several files, and remove older ones."""
-    if _is_folder(io, place):
+    if is_folder_of(io, place):
         files.write_folder(place, write, lambda: check_replaceable(place))
     else:
         files.write_atomically(place, write, lambda: retention.keep_predecessors(place, keep))

@@ -41,10 +41,12 @@ class Algorithm(ABC):
     Attributes:
         hierarchical: whether there is full precision inside a node, and the algorithm between the nodes' first ranks.
         same_weights: whether all ranks hold the same weights after each step.
+        needs_optimizer_state: whether it acts on the state of the optimizer, all of which each rank must hold then.
     """
 
     hierarchical: bool = False
     same_weights: ClassVar[bool] = True
+    needs_optimizer_state: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for each in fields(self):

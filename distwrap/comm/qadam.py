@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakMethod, ref
 
 import torch
@@ -49,6 +49,8 @@ class QAdam(GradientAlgorithm):
         bits: 8, a quarter of the bytes; or 1, a thirty-second, with error feedback on both ways.
         error_feedback: whether the 8-bit form feeds its errors back.
     """
+
+    needs_optimizer_state: ClassVar[bool] = True
 
     warmup_steps: int = option(100, whole(1))
     bits: int = option(8, Check("8, for 8 bits a number, or 1", lambda bits: bits in (1, 8)))

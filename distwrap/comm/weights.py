@@ -47,6 +47,7 @@ class WeightAlgorithm(Algorithm):
 
     warmup_steps: int = option(0, whole(0))
     same_weights: ClassVar[bool] = False
+    needs_optimizer_state: ClassVar[bool] = True
     exchange_class: ClassVar[type[WeightExchange[Any]]]
 
     def attach(self, model: DistributedModel, world: World) -> WeightExchange[Any]:

@@ -43,11 +43,13 @@ class Replacement:
     def undo(self, state: Mapping[str, torch.Tensor]) -> None:
         """Put the old parameters back, with the numbers of a full state."""
         now, back = dict(self._model.named_parameters(remove_duplicate=False)), []
+        made: dict[int, nn.Parameter] = {}  # of those that came without numbers
         for name, (parameter, kind) in self._old.items():
             parameter.__class__ = kind
             numbers = state[name].to(now[name].device)
             if parameter.is_meta:
-                parameter = nn.Parameter(numbers, parameter.requires_grad)
+                new = nn.Parameter(numbers, parameter.requires_grad)
+                parameter = made.setdefault(id(parameter), new)
             parameter.data = numbers
             module, _, own = name.rpartition(".")
             setattr(self._model.get_submodule(module), own, parameter)

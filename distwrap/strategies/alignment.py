@@ -196,7 +196,7 @@ class Alignment:
         """Wait until another rank comes to this forward too, while it may."""
         channel = self._all.world.channel
         assert channel is not None
-        asked_at, seen = time.monotonic(), None
+        asked_at, seen = time.monotonic(), dict[int, tuple[list[int], str]]()
         while True:
             turn, count, kind, before = json.loads(channel.noted(self._key, other) or "[0, 0, null, 0]")
             if (turn, count) >= (self.turn, self.count):
@@ -208,17 +208,23 @@ class Alignment:
                 if its_turn == self.turn - 1 and its_count > self._before:
                     kind = _KINDS[not self._with_gradients]
                     self._refuse(other, f"begins forward {its_count} {kind}, of which this rank ran {self._before}")
-                if (
-                    why
-                    and (answer == seen or why.startswith("has"))
-                    and [its_turn, its_count] < [self.turn, self.count]
-                ):
+                before_then, seen = seen, self._absent(other, answer) if why else {}
+                stands = seen == before_then and all(reason for _, reason in seen.values())
+                if why and (stands or why.startswith("has")) and [its_turn, its_count] < [self.turn, self.count]:
                     self._refuse(other, why)
-                seen = answer
         if turn == self.turn and (kind is not self._with_gradients or before != self._before):
             self._refuse(other, f"has run {before} forwards before one {_KINDS[kind]}, and this rank {self._before}")
         if turn > self.turn and before < self.count:  # else it was here before, and does not wait in its forwards
             self._refuse(other, f"has gone on to one {_KINDS[kind]} after {before}")
+
+    def _absent(self, other: int, answer: tuple[list[int], str]) -> dict[int, tuple[list[int], str]]:
+        """Return what ranks answer that have not come here: one that computes may be what another one waits for."""
+        place = self._all.world.placement
+        answers = {other: answer}
+        for rank in range(place.world_size):
+            if rank not in (place.rank, other):
+                answers[rank] = self._all.ask(rank, self._key)
+        return {rank: answer for rank, answer in answers.items() if answer[0] < [self.turn, self.count]}
 
     def _refuse(self, other: int, what: str) -> None:
         rank, kind = self._all.world.placement.rank, _KINDS[bool(self._with_gradients)]

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.optim import Optimizer
 
 from distwrap.group.collectives import broadcast, gather_object
@@ -13,26 +14,31 @@ from distwrap.strategies.owned_tensors import on_owner
 _PIECE = "distwrap: a tensor of"  # marks a tensor of another rank among plain values
 
 
-def full_state(optimizer: Optimizer, share: OptimizerShare, *, everywhere: bool) -> dict[str, Any]:
+def full_state(own: dict[str, Any], owners: dict[int, int], *, everywhere: bool) -> dict[str, Any]:
     """Return the state in full, on the CPU, on rank 0 or everywhere; every rank calls it.
 
     The parameters' states travel one after the other, so that no other rank ever holds them all.
+
+    Args:
+        own: the state dict of this rank.
+        owners: the rank that has the state of a parameter, by its number; rank 0 where there is none.
+        everywhere: whether every rank needs it.
     """
-    own, owners = _own(optimizer, share)
     state: dict[Any, Any] = {}
-    there = gather_object([index for index in own["state"] if owners.get(index, 0) == share.rank])
+    rank = dist.get_rank()
+    there = gather_object([index for index in own["state"] if owners.get(index, 0) == rank])
     for owner, indices in enumerate(there):
         for index in indices:
             received = broadcast(own["state"].get(index), src=owner)
-            if everywhere or share.rank == 0:
+            if everywhere or rank == 0:
                 state[index] = rebuilt(received, _on_cpu)
     return {**own, "state": _in_order(state)}
 
 
-def state_in_parts(optimizer: Optimizer, share: OptimizerShare) -> dict[str, Any]:
-    """Return the state for a checkpoint in parts: each tensor is a ``DTensor`` on its owner alone."""
-    own, owners = _own(optimizer, share)
-    mine = {index: state for index, state in own["state"].items() if owners.get(index, 0) == share.rank}
+def state_in_parts(own: dict[str, Any], owners: dict[int, int]) -> dict[str, Any]:
+    """Return the state for a checkpoint in parts: each tensor is a ``DTensor`` on its owner alone; as `full_state`."""
+    rank = dist.get_rank()
+    mine = {index: state for index, state in own["state"].items() if owners.get(index, 0) == rank}
     everyones = gather_object({index: rebuilt(state, _described) for index, state in mine.items()})
     state: dict[Any, Any] = {}
     for owner, described in enumerate(everyones):
@@ -43,7 +49,7 @@ def state_in_parts(optimizer: Optimizer, share: OptimizerShare) -> dict[str, Any
                     return leaf
                 _, shape, dtype, device = leaf
                 local = torch.empty(0, dtype=dtype, device=device)
-                if owner == share.rank:
+                if owner == rank:
                     local = mine[index]
                     for key in path:
                         local = local[key]
@@ -63,7 +69,7 @@ def parts_to_load(optimizer: Optimizer, share: OptimizerShare, state: dict[str, 
     return {**state, "state": rebuilt(state["state"], needed)}
 
 
-def _own(optimizer: Optimizer, share: OptimizerShare) -> tuple[dict[str, Any], dict[Any, int]]:
+def own_state(optimizer: Optimizer, share: OptimizerShare) -> tuple[dict[str, Any], dict[Any, int]]:
     """Return this rank's part, and the owner of each divided parameter by its number in it."""
     with share.collecting():
         own = optimizer.state_dict()

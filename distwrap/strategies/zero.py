@@ -11,7 +11,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distwrap.comm.base import Algorithm
-from distwrap.comm.qadam import QAdam
 from distwrap.devices.memory import return_freed_memory
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import World, current_world
@@ -23,7 +22,7 @@ from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp import DDPStrategy
 from distwrap.strategies.gradient_share import GradientShares
 from distwrap.strategies.optimizer_share import OptimizerShare, OptimizerShares
-from distwrap.strategies.optimizer_state import full_state, parts_to_load, state_in_parts
+from distwrap.strategies.optimizer_state import full_state, own_state, parts_to_load, state_in_parts
 
 
 class ZeroStrategy(DDPStrategy):
@@ -50,6 +49,7 @@ class ZeroStrategy(DDPStrategy):
         super().__init__(backend=backend, **ddp_options)
         self.stage = stage
         self._refuse(ddp_options)
+        self._refuse_comm(self.comm)
 
     def check(self, run: Options) -> None:
         self._refuse_comm(run.comm)
@@ -110,14 +110,14 @@ class ZeroStrategy(DDPStrategy):
         if share is None:
             return super().state(thing, everywhere=everywhere)
         assert isinstance(thing, Optimizer)
-        return full_state(thing, share, everywhere=everywhere)
+        return full_state(*own_state(thing, share), everywhere=everywhere)
 
     def parts(self, thing: nn.Module | Optimizer) -> dict[str, Any] | None:
         share = _share_of(thing)
         if share is None:
             return None
         assert isinstance(thing, Optimizer)
-        return state_in_parts(thing, share)
+        return state_in_parts(*own_state(thing, share))
 
     def parts_to_load(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
         share = _share_of(thing)
@@ -137,11 +137,13 @@ class ZeroStrategy(DDPStrategy):
 
     def _refuse_comm(self, comm: Algorithm | None) -> None:
         """Refuse algorithms that need all of the gradients, or of the optimizer's state, on each rank."""
-        if comm is not None and (self.stage == 2 or not comm.same_weights or isinstance(comm, QAdam)):
-            way = "strategy='zero1' or 'ddp'" if comm.same_weights and not isinstance(comm, QAdam) else "strategy='ddp'"
+        if comm is not None and (self.stage == 2 or comm.needs_optimizer_state):
+            what, way = "the gradients", "strategy='zero1' or 'ddp'"
+            if comm.needs_optimizer_state:
+                what, way = "the optimizer's state", "strategy='ddp'"
             raise OptionError(
-                f"strategy='zero{self.stage}' does not go with comm={type(comm).__name__}, which needs all of "
-                f"{'the gradients' if comm.same_weights else 'the optimizer state'} on each rank. Use {way} with it."
+                f"strategy='zero{self.stage}' does not go with comm={type(comm).__name__}, which needs all of {what} "
+                f"on each rank. Use {way} with it."
             )
 
 

@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 import distwrap as dw
-from distwrap.errors import CheckpointError
+from distwrap.errors import CheckpointError, OptionError
 from distwrap.testing import run_ranks
 
 
@@ -160,6 +160,27 @@ def test_the_mode_is_that_of_any_new_file(tmp_path: Path) -> None:
     path.chmod(0o604)
     dw.save(2, path)
     assert path.stat().st_mode & 0o777 == 0o604
+
+
+def test_the_mask_of_the_process_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Saving sets no umask, not even for a moment, in which another thread may make a file."""
+    monkeypatch.setattr(os, "umask", None)
+    for _ in range(2):
+        dw.save({"x": 1}, tmp_path / "a.pt", background=True)
+    dw.wait_for_saves()
+
+
+def test_a_folder_of_no_series_keeps_nothing(tmp_path: Path) -> None:
+    """keep= is refused there, before anything is written."""
+    with pytest.raises(OptionError, match=r"keep=3\): last is a folder"):
+        dw.save({"x": torch.ones(1)}, tmp_path / "last", io="sharded", keep=3)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_is_no_format_is_refused(tmp_path: Path) -> None:
+    """A number is no file format."""
+    with pytest.raises(CheckpointError, match="unknown format 3"):
+        dw.save({"x": 1}, tmp_path / "a.pt", io=3)  # type: ignore[arg-type]
 
 
 def test_loading_says_what_is_wrong_with_the_file(tmp_path: Path) -> None:

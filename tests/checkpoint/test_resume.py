@@ -61,6 +61,22 @@ def test_a_broken_file_is_told_on_all(tmp_path: Path) -> None:
         run_ranks(broken_on_one, 2, str(tmp_path))
 
 
+def unreadable_on_one(folder: str) -> str:
+    path = Path(folder, f"{rank()}.pt")
+    if rank() == 1:
+        path.symlink_to(path.name)
+    with pytest.raises(CheckpointError) as raised:
+        resume_from(path)
+    return str(raised.value)
+
+
+def test_a_place_that_one_rank_cannot_read_is_told_on_all(tmp_path: Path) -> None:
+    """Every rank raises, and not that one alone, whose caller may catch it and go on."""
+    first, second = run_ranks(unreadable_on_one, 2, str(tmp_path))
+    assert first == second
+    assert "rank 1 cannot read" in first
+
+
 def test_a_link_that_leads_to_itself(tmp_path: Path) -> None:
     """It is refused with the rank and the path; to start from nothing would lose what the user thinks is there."""
     (tmp_path / "last.pt").symlink_to("last.pt")

@@ -458,6 +458,9 @@ def test_wrong_options_are_refused_before_anything_starts() -> None:
             FSDPStrategy(**options)  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="comm="):
         distributed(nprocs=2, strategy="fsdp", comm="bytegrad")(_windows)()
+    with pytest.raises(OptionError, match=r"'backend'\. Known: ") as raised:
+        dw.wrap_model(Net(), strategy="fsdp", backend="gloo")
+    assert "Did you mean" not in str(raised.value)
     with pytest.raises(OptionError, match="divisor"):
         distributed(nprocs=3, strategy=FSDPStrategy(shard=2))(_windows)()
     with pytest.raises(OptionError, match="Did you mean 'wrap'"):

@@ -16,6 +16,7 @@ from distwrap._internals.torch import version_of
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import current_world
 from distwrap.model.wrapped_models import bound_strategy
+from distwrap.registry import strategies
 from distwrap.strategies.optimizer_share import OptimizerShares
 from distwrap.strategies.zero import ZeroStrategy
 from distwrap.testing import run_ranks
@@ -307,6 +308,8 @@ def test_algorithms_that_need_everything_on_each_rank_are_refused(strategy: str,
     def never() -> None:
         raise AssertionError
 
+    with pytest.raises(OptionError, match=rf"{strategy}' does not go with comm=.*Use {way} with it"):
+        strategies.make(f"{strategy}(comm={comm!r})")
     with pytest.raises(OptionError, match=rf"{strategy}' does not go with comm=.*Use {way} with it"):
         never()
 

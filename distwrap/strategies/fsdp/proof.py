@@ -176,8 +176,8 @@ class Twins:
 
     def _differ(self, found: torch.Tensor | None, expected: torch.Tensor | None, scale: float) -> bool:
         if found is None or expected is None:
-            found, expected = (tensor for tensor in ((found, expected) if expected is None else (expected, found)))
-            return found is not None and float(found.abs().max()) > _TOLERANCE[self.dtype] * scale
+            one = found if expected is None else expected
+            return one is not None and float(one.abs().max()) > _TOLERANCE[self.dtype] * scale
         if not expected.numel():
             return False
         largest = max(float(expected.abs().max()), _SMALL * scale)

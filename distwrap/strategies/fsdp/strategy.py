@@ -143,11 +143,12 @@ class FSDPStrategy(Strategy):
 
     def _with(self, options: dict[str, Any]) -> FSDPStrategy:
         """Return the strategy with options of one call of `wrap_model`."""
-        known = [name for name in inspect.signature(FSDPStrategy.__init__).parameters if name != "self"]
+        own = [name for name in inspect.signature(FSDPStrategy.__init__).parameters if name != "self"]
+        known = [name for name in own if name != "backend"]  # which is of the whole run
         for name in options:
-            if name not in known or name == "backend":
+            if name not in known:
                 raise OptionError(unknown_name("option of wrap_model() under fsdp", name, known))
-        return FSDPStrategy(**{**{name: getattr(self, name) for name in known}, **options}) if options else self
+        return FSDPStrategy(**{**{name: getattr(self, name) for name in own}, **options}) if options else self
 
     # A step
 

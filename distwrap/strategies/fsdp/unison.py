@@ -39,8 +39,8 @@ class Unison:
     def __init__(self, model: str, units: list[list[str]], does: str = "gathers") -> None:
         self._model, self._units, self._does = model, units, does
         self._all = current_world().part(Alignments)
+        self.turn = self.count = 0  # before the channel's thread can look
         self._key = self._all.add(self)
-        self.turn = self.count = 0
         self._noted: list[list[object]] = []
         self.forget()
 

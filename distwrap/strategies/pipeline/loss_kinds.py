@@ -130,7 +130,7 @@ class LossKinds:
         """Return by how much a loss is not the mean, and not the sum; the loss; the mean; whether its count shows."""
         begin, count = self._relay.chain.ends[-2], len(given) - 1
         whole, part = (tensors_in(survey.outputs[begin - 1]) for survey in surveys)
-        dims = [_cut(one, other, count) for one, other in zip(whole, part, strict=True)]
+        dims = [_cut(one, other) for one, other in zip(whole, part, strict=True)]
         weights, runs = LossWeights("mean", count), []
         try:
             with self._apart(), torch.enable_grad():
@@ -204,7 +204,7 @@ def _kept_buffers(net: nn.Module) -> Iterator[None]:
                 buffer.copy_(kept)
 
 
-def _cut(whole: torch.Tensor, part: torch.Tensor, count: int) -> int | None:
+def _cut(whole: torch.Tensor, part: torch.Tensor) -> int | None:
     """Return the dimension in which a tensor is cut, where it is."""
     return next(
         (dim for dim, (one, other) in enumerate(zip(whole.shape, part.shape, strict=True)) if one != other), None
@@ -213,14 +213,14 @@ def _cut(whole: torch.Tensor, part: torch.Tensor, count: int) -> int | None:
 
 def _pieces(made: list[torch.Tensor], part: list[torch.Tensor], count: int) -> list[list[torch.Tensor]]:
     """Return tensors, and the parts of each microbatch."""
-    dims = [_cut(one, other, count) for one, other in zip(made, part, strict=True)]
+    dims = [_cut(one, other) for one, other in zip(made, part, strict=True)]
     cut = [[one] * count if dim is None else one.chunk(count, dim) for one, dim in zip(made, dims, strict=True)]
     return [made, *([each[number] for each in cut] for number in range(count))]
 
 
 def _distance(whole: torch.Tensor, *parts: torch.Tensor) -> float:
     """Return by how much a tensor is not that of its parts, or where it has no parts, not their mean."""
-    dim = _cut(whole, parts[0], len(parts))
+    dim = _cut(whole, parts[0])
     whole = whole.double()
     put = torch.cat(parts, dim).double() if dim is not None else torch.stack([part.double() for part in parts]).mean(0)
     return float(((put - whole).norm() / whole.norm().clamp(min=1e-30)).detach())

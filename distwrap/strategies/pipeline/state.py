@@ -9,9 +9,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
-from distwrap.group.collectives import broadcast, gather_object
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.nesting import refilled
+from distwrap.strategies.optimizer_state import full_state, state_in_parts
 from distwrap.strategies.owned_tensors import on_owner
 from distwrap.strategies.pipeline.absent import is_here
 from distwrap.strategies.pipeline.holders import Holders
@@ -23,12 +23,11 @@ class States:
     Args:
         net: the user's model.
         holders: which ranks have what.
-        ranks: of the first pipeline, from which states are taken.
         device: on which this rank computes.
     """
 
-    def __init__(self, net: nn.Module, holders: Holders, ranks: list[int], device: torch.device) -> None:
-        self._net, self._holders, self._ranks, self._device = net, holders, ranks, device
+    def __init__(self, net: nn.Module, holders: Holders, device: torch.device) -> None:
+        self._net, self._holders, self._device = net, holders, device
 
     def of_model(self, *, everywhere: bool) -> dict[str, Any]:
         """Return the model's state dict; on ranks that do not need it, an empty one. Every rank calls it."""
@@ -45,15 +44,7 @@ class States:
 
     def of_optimizer(self, optimizer: Optimizer, *, everywhere: bool) -> dict[str, Any]:
         """Return an optimizer's state dict, with everything for all parameters. Every rank calls it."""
-        state, owners = optimizer.state_dict(), self._owners()
-        wanted = everywhere or dist.get_rank() == 0
-        whole = {}
-        for index, parameter in enumerate(_parameters(optimizer)):
-            owner = owners.get(id(parameter), self._ranks[0])
-            entry = broadcast(state["state"].get(index), src=owner)
-            if entry is not None and wanted:
-                whole[index] = entry
-        return {**state, "state": whole}
+        return full_state(optimizer.state_dict(), self._owners_of(optimizer), everywhere=everywhere)
 
     def load_optimizer(self, optimizer: Optimizer, state: dict[str, Any]) -> None:
         """Load a whole state dict for the parameters that are here."""
@@ -93,23 +84,7 @@ class States:
 
     def parts_of_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """Return an optimizer's state dict with what each rank has of it."""
-        state, owners, me = optimizer.state_dict(), self._owners(), dist.get_rank()
-        owned = [owners.get(id(parameter), self._ranks[0]) for parameter in _parameters(optimizer)]
-        mine = {
-            index: {key: _described(value) for key, value in entry.items()}
-            for index, entry in state["state"].items()
-            if owned[index] == me
-        }
-        whole: dict[int, Any] = {}
-        for index, entry in sorted(item for each in gather_object(mine) for item in each.items()):
-            own = state["state"].get(index, {})
-            whole[index] = {
-                key: value
-                if not isinstance(value, _Described)
-                else self._part(own[key] if owned[index] == me else value.tensor(), owned[index])
-                for key, value in entry.items()
-            }
-        return {**state, "state": whole}
+        return state_in_parts(optimizer.state_dict(), self._owners_of(optimizer))
 
     def _numbers_here(self, optimizer: Optimizer, state: dict[str, Any]) -> set[Any]:
         """Return the numbers in a stored state of what belongs to no parameter of another stage."""
@@ -118,9 +93,14 @@ class States:
         return set(state["state"]) - {index for index, parameter in pairs if not is_here(parameter)}
 
     def _owners(self) -> dict[int, int]:
-        """Return the rank of each tensor, by its id."""
+        """Return the rank of each tensor, by its id: one of the first pipeline, whose ranks are the first ones."""
         ranks = self._holders.ranks
-        return {id(tensor): self._ranks[min(ranks[name])] for name, tensor in self._holders.tensors().items()}
+        return {id(tensor): min(ranks[name]) for name, tensor in self._holders.tensors().items()}
+
+    def _owners_of(self, optimizer: Optimizer) -> dict[int, int]:
+        """Return the rank that has the state of each parameter of an optimizer, by the parameter's number."""
+        owners = self._owners()
+        return {index: owners.get(id(parameter), 0) for index, parameter in enumerate(_parameters(optimizer))}
 
     def _brought(self, tensor: torch.Tensor, owner: int, wanted: bool) -> torch.Tensor:
         mine = dist.get_rank() == owner
@@ -136,18 +116,6 @@ class States:
 
     def _empty(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=self._device)
-
-
-class _Described(tuple[Any, ...]):
-    """Size and type of a tensor."""
-
-    def tensor(self) -> torch.Tensor:
-        """Return a tensor like it without numbers."""
-        return torch.empty(self[0], dtype=self[1], device="meta")
-
-
-def _described(value: Any) -> Any:
-    return _Described((tuple(value.shape), value.dtype)) if isinstance(value, torch.Tensor) and value.dim() else value
 
 
 def _parameters(optimizer: Optimizer) -> list[torch.Tensor]:

@@ -269,6 +269,5 @@ def _states(thing: nn.Module | Optimizer) -> States | None:
     models = [thing] if isinstance(thing, nn.Module) else current_world().part(WrappedModels).of_optimizer(thing)
     for model in models:
         if isinstance(routing := model.__dict__.get("_distwrap"), PipelineRouting):
-            ranks = list(range(len(routing.line.ranks)))
-            return States(routing.model, routing.holders, ranks, routing.line.device)
+            return States(routing.model, routing.holders, routing.line.device)
     return None

@@ -138,7 +138,7 @@ def optimizer_state_is_the_plain_one(trial: Trial) -> None:
     """Return the full state of an optimizer as one process would have it."""
 
     def loop(side: OneProcess) -> Any:
-        _, optimizer = model, optimizer = _trained(side)
+        model, optimizer = _trained(side)
         found = side.optimizer_state(optimizer)
         return found["state"], [group["params"] for group in found["param_groups"]], side.weights(model)
 

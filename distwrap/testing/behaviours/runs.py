@@ -80,4 +80,5 @@ def an_exception_ends_all_ranks(launch: Launch) -> None:
 
 
 def _raising() -> None:
-    fit(Trial(current_world(), Path()), model=Trial(current_world(), Path()).wrap(small(RaisingNet)))
+    trial = Trial(current_world(), Path())
+    fit(trial, model=trial.wrap(small(RaisingNet)))

@@ -115,12 +115,11 @@ class Trial(OneProcess):
 
     Attributes:
         strategy: that is tried.
-        layout: of the ranks for the data.
     """
 
     def __init__(self, world: World, folder: Path, precision: str = "32") -> None:
         super().__init__(world.layout.size, precision)
-        self.world, self.folder, self.layout = world, folder, world.layout
+        self.world, self.folder = world, folder
         self.strategy: Strategy = world.strategy
         self.rank, self.size = world.layout.rank, world.layout.size
 
