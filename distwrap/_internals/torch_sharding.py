@@ -312,3 +312,41 @@ def own_parameters(module: nn.Module) -> dict[str, Any]:
     Without it: layers cannot be cut.
     """
     return module._parameters
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor has the memory of another one, which it was made of.
+
+    Relies on ``torch:Tensor._base``.
+    Without it: a change of some rows of a divided weight is lost.
+    """
+    return getattr(tensor, "_base", None) is not None
+
+
+def handle_draws(draw: Callable[..., torch.Tensor]) -> Callable[[], None]:
+    """Let functions that draw numbers like a ``DTensor``, as ``torch.randn_like``, call another; return what ends that.
+
+    Relies on ``torch.distributed.tensor:DTensor._op_dispatcher._custom_op_handlers``.
+    Without it: each rank of the CPU draws the same numbers for its part.
+
+    Args:
+        draw: gets the function for plain tensors, its arguments, of which the ``DTensor`` is the first, and options.
+    """
+    from torch.distributed.tensor import DTensor
+
+    handlers = getattr(getattr(DTensor, "_op_dispatcher", None), "_custom_op_handlers", {})
+    added = {operator: draw for operator in _DRAWS if operator not in handlers}
+    handlers.update(added)
+
+    def end() -> None:
+        for operator in added:
+            handlers.pop(operator, None)
+
+    return end
+
+
+_aten = torch.ops.aten
+_DRAWS = (
+    *(_aten.rand_like.default, _aten.randn_like.default, _aten.randint_like.default, _aten.randint_like.low_dtype),
+    _aten.bernoulli.default,
+)

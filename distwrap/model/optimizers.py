@@ -51,7 +51,7 @@ class Optimizers(RunPart):
         """Return whether the optimizer's tensors may be shards that a strategy has made of a model's parameters."""
         own = bound_strategy(optimizer)
         strategies = [own] if own is not None else map(bound_strategy, self._models)
-        divides = any(strategy is not None and strategy.shards for strategy in strategies)
+        divides = any(each is not None and each.shards and not each.steps_parameters for each in strategies)
         return divides and not self._models.of_optimizer(optimizer)
 
     def _refuse_newcomers(self, held: dict[int, nn.Parameter], model: nn.Module) -> None:

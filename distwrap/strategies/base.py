@@ -59,6 +59,7 @@ class Strategy:
         owns_scale: whether `backward` and `step` scale fp16 by themselves, so that distwrap's scaler stays out.
         shards: whether a model's or optimizer's full state is put together from several ranks: `state` is then a
             collective, also for a checkpoint that rank 0 writes.
+        steps_parameters: whether optimizers hold the model's own parameters; else, shards that the strategy has made.
         formerly: another package's name, by which it was asked for; a line at the start says what that became.
     """
 
@@ -67,6 +68,7 @@ class Strategy:
     places_model: bool = False
     owns_scale: bool = False
     shards: bool = False
+    steps_parameters: bool = False
     formerly: str = ""
 
     # In the caller

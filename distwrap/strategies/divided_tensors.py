@@ -12,10 +12,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from distwrap._internals.torch_sharding import part_from_storage
+from distwrap._internals.torch_sharding import handle_draws, part_from_storage
 from distwrap.errors import CollectiveError, ModelError
 from distwrap.group.world import RunPart, World, current_world
-from distwrap.strategies import shards
+from distwrap.strategies import divided_changes, shards
 from distwrap.strategies.alignment import Alignment
 
 _NUMBERS = ("item", "tolist", "__float__", "__int__", "__bool__", "__index__")
@@ -27,25 +27,30 @@ _given_out: MutableMapping[DTensor, list[ref[DTensor]]] = WeakIdKeyDictionary() 
 class DividedTensors(RunPart):
     """Changes of ``DTensor`` for the time of one run.
 
-    ``tensor.data = …`` acts, and pickling one is an error. ``tensor.item()``, as of the norm of a weight, is the number
-    of the whole, of which torch returns this rank's part. What draws a weight's numbers draws those of one process.
+    ``tensor.data = …`` acts, as do changes of parts, and pickling one is an error. ``tensor.item()``, as of the norm of
+    a weight, is the number of the whole, of which torch returns this rank's part. What draws a weight's numbers draws
+    those of one process.
     """
 
     def __init__(self, world: World) -> None:
         copyreg.pickle(DTensor, _reduced)
         numbers = _Numbers("divided tensors")
+        on_cpu = world.device.type == "cpu"
+        draws = {name: _drawing(name) for name in _DRAW} if on_cpu else {}
         self._changes = {
             "data": property(_data, _set_data),
             "__format__": _formatted,
             **{name: numbers.taken_by(getattr(torch.Tensor, name)) for name in _NUMBERS},
-            **({name: _drawing(name) for name in _DRAW} if world.device.type == "cpu" else {}),
+            **divided_changes.changes(draws),
         }
+        self._give_back_draws = handle_draws(_drawn_like) if on_cpu else lambda: None
         for name, change in self._changes.items():
             setattr(DTensor, name, change)
 
     def close(self) -> None:
         """Make it what it was."""
         copyreg.dispatch_table.pop(DTensor, None)
+        self._give_back_draws()
         for name, change in self._changes.items():
             if vars(DTensor).get(name) is change:
                 delattr(DTensor, name)
@@ -105,8 +110,19 @@ def _drawing(name: str) -> Callable[..., DTensor]:
     return draw
 
 
+def _drawn_like(draw: Callable[..., torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """Return what is drawn like a divided tensor, as by ``torch.randn_like``: as `_drawing` does."""
+    pattern, *others = args
+    if "_like" in str(draw):  # by its size alone
+        whole = torch.empty(pattern.shape, dtype=pattern.dtype, device=pattern.device)
+    else:
+        whole = shards.whole(pattern)
+    return shards.divided_like(pattern, draw(whole, *others, **kwargs))
+
+
 def _data(tensor: DTensor) -> Any:
     data = torch.Tensor.data.__get__(tensor)  # type: ignore[attr-defined]
+    divided_changes.same_part(data, tensor)
     known = _given_out.get(tensor, [])
     _given_out[tensor] = [*(held for held in known if held() is not None), ref(data)]
     return data

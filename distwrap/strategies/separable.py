@@ -1,10 +1,10 @@
-"""A trial of an optimizer: whether what its step does to a parameter depends on the gradients of others."""
+"""A trial of an optimizer: whether its step makes of a parameter what the gradients of others say, or draws numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.optim import Optimizer
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from distwrap._internals.torch_zero import without_step_hooks
 from distwrap.errors import ModelError
 from distwrap.model.wrapped_models import parameters_of
-from distwrap.seeding import preserved
+from distwrap.seeding import RandomState, preserved
 
 _LONGEST = 8  # of what is tried, in each dimension
 _STEPS = 10  # an estimate over all parameters may begin with nothing
@@ -20,14 +20,23 @@ _MUCH = 1e3  # by which one gradient is more in another trial: past the limit of
 
 
 def refuse_mixing(optimizer: Optimizer) -> None:
-    """Refuse an optimizer that takes a norm over all gradients, where each rank steps some of the parameters.
+    """Refuse an optimizer that takes a norm over all gradients, or draws, where each rank steps some of the parameters.
 
     It is tried with small tensors in the place of the parameters. One that cannot be, or is torch's own, is believed.
 
     Raises:
         ModelError: says under which strategies it goes.
     """
-    if type(optimizer).__module__.startswith("torch.") or not _mixes(optimizer):
+    if type(optimizer).__module__.startswith("torch."):
+        return
+    found = _tried(optimizer)
+    if found == "draws":
+        raise ModelError(
+            f"{type(optimizer).__name__} draws random numbers in its step. Under this strategy each rank steps some of "
+            f"the parameters, and would draw for these alone: other numbers than one process, and from then on the "
+            f"ranks would draw apart. Use strategy='ddp' or 'fsdp' for it."
+        )
+    if not found:
         return
     raise ModelError(
         f"{type(optimizer).__name__} steps by all gradients at once, as by a norm over all of them: in a trial with "
@@ -37,7 +46,8 @@ def refuse_mixing(optimizer: Optimizer) -> None:
     )
 
 
-def _mixes(optimizer: Optimizer) -> bool:
+def _tried(optimizer: Optimizer) -> Literal["draws", "mixes", ""]:
+    """Return what an optimizer does in a trial that parts of it cannot do."""
     kinds: dict[tuple[int, int], tuple[torch.Size, torch.device]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -49,17 +59,26 @@ def _mixes(optimizer: Optimizer) -> bool:
         torch.manual_seed(0)  # so that all ranks see the same
         tensors = [torch.rand(size, device=device, dtype=torch.float64) for _, (size, device) in tried]
         grads = [torch.randn_like(tensor) for tensor in tensors]
+        torch.manual_seed(0)
+        before = _random_states()
         try:
             expected = _stepped(optimizer, places, tensors, grads)
+            if _random_states() != before:
+                return "draws"
             for is_more in _halves(len(grads)):
                 more = [grad * _MUCH if raised else grad for grad, raised in zip(grads, is_more, strict=True)]
                 found = _stepped(optimizer, places, tensors, more)
                 for raised, one, other in zip(is_more, found, expected, strict=True):
                     if not raised and not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
-                        return True
+                        return "mixes"
         except Exception:  # noqa: BLE001 - what a step needs besides is its author's affair
-            return False
-    return False
+            return ""
+    return ""
+
+
+def _random_states() -> list[Any]:
+    state = RandomState.capture()
+    return [state.torch.tolist(), state.python, repr(state.numpy)]
 
 
 def _halves(count: int) -> Iterator[list[bool]]:

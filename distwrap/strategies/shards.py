@@ -37,11 +37,14 @@ def divided_like(pattern: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
     """Return this rank's shard of a whole tensor, which all ranks have, where the pattern is a DTensor; no exchange."""
     if not isinstance(pattern, DTensor) or isinstance(tensor, DTensor):
         return tensor
+    return on_all_ranks(pattern, tensor).redistribute(placements=pattern.placements)
+
+
+def on_all_ranks(pattern: DTensor, tensor: torch.Tensor) -> DTensor:
+    """Return a tensor that each rank has whole as a divided one, beside those of a pattern."""
     mesh = pattern.device_mesh
-    alike = DTensor.from_local(
-        tensor.detach().to(pattern.to_local().device), mesh, [Replicate()] * mesh.ndim, run_check=False
-    )
-    return alike.redistribute(placements=pattern.placements)
+    whole = tensor.detach().to(pattern.to_local().device)
+    return DTensor.from_local(whole, mesh, [Replicate()] * mesh.ndim, run_check=False)
 
 
 def fill(tensor: torch.Tensor, whole: torch.Tensor) -> None:
@@ -143,8 +146,12 @@ def _like_parameter(parameter: torch.Tensor, value: Any) -> Any:
     """Return an optimizer's value for a parameter: divided like it where it has the parameter's shape, or whole."""
     if isinstance(value, DTensor) and not isinstance(parameter, DTensor):
         return whole(value)
-    if isinstance(value, torch.Tensor) and value.shape == parameter.shape and value.dim():
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return value
+    if value.shape == parameter.shape:
         return divided_like(parameter, value)
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor):  # as a mean of each row: on all ranks
+        return on_all_ranks(parameter, value)
     return value
 
 
@@ -155,11 +162,13 @@ def parts(thing: nn.Module | Optimizer) -> dict[str, Any]:
 
 
 def _in_one_piece(leaf: Any) -> Any:
-    if not isinstance(leaf, DTensor) or not is_in_pieces(leaf.placements[-1]):
+    if not isinstance(leaf, DTensor):
         return leaf
-    placements = [*leaf.placements[:-1], Shard(0)]
+    placements = [Replicate() if placement.is_partial() else placement for placement in leaf.placements]
+    if is_in_pieces(leaf.placements[-1]):
+        placements[-1] = Shard(0)
     with torch.no_grad():
-        return leaf.redistribute(placements=placements)
+        return leaf if placements == list(leaf.placements) else leaf.redistribute(placements=placements)
 
 
 def divide_optimizer_state(optimizer: Optimizer, old: torch.Tensor, new: torch.Tensor) -> None:

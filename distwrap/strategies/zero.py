@@ -42,6 +42,7 @@ class ZeroStrategy(DDPStrategy):
     """
 
     shards = True
+    steps_parameters = True
 
     def __init__(self, *, stage: Literal[1, 2] = 1, backend: str | None = None, **ddp_options: Any) -> None:
         if stage not in (1, 2):

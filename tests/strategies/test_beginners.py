@@ -95,13 +95,6 @@ def _loads_past_the_wrapper(model: Any, optimizer: Any, path: str) -> object:
     return dw.unwrap_model(model).load_state_dict(Net().state_dict())
 
 
-def _loads_a_whole_state(model: Any, optimizer: Any, path: str) -> object:
-    _step(model, optimizer)
-    dw.save({"optimizer": optimizer}, path)
-    optimizer.load_state_dict(dw.load(path)["optimizer"])
-    return _step(model, optimizer)
-
-
 def _calls_a_part(model: Any, optimizer: Any, path: str) -> object:
     return next(part for part in model.modules() if isinstance(part, nn.Linear))(_batch())
 
@@ -154,7 +147,6 @@ MISTAKES: dict[Mistake, str] = {
 }
 ENDING: dict[Mistake, str] = {
     _adds_a_norm: r"take .full_tensor\(\) of what is computed of each one",
-    _loads_a_whole_state: r"Load it by distwrap.load\(path, into=\{'model': model, 'optimizer': optimizer\}\)",
     _leaves_early: "Look for a return, a break or a loop that differs between ranks",
     _evaluates_alone: r"rank 0 runs forward 1 of \w*Net without gradients.*if rank\(\) == 0",
 }
@@ -190,6 +182,22 @@ def test_mistakes_in_a_loop_end_with_what_to_do(mistake: Mistake, tmp_path: Path
     """Where ranks part, or a step goes wrong, the error names the cause rather than another one."""
     with pytest.raises(DistwrapError, match=ENDING[mistake]):
         _ends(mistake, str(tmp_path / "a.pt"))
+
+
+def _steps_a_copy(before: bool) -> None:
+    net = Net()
+    copied = torch.optim.SGD(Net().parameters(), lr=0.1) if before else None
+    model = dw.wrap_model(copy.deepcopy(net))
+    for _ in range(2):
+        _step(model, copied or torch.optim.SGD(net.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "tp", "pipeline"])
+def test_an_optimizer_of_a_copy_is_an_error(strategy: str) -> None:
+    """It would train nothing, whenever it was made."""
+    for before in (True, False):
+        with pytest.raises(ModelError, match=r"this SGD holds none of the parameters of \w*Net"):
+            distributed(nprocs=2, strategy=strategy)(_steps_a_copy)(before)
 
 
 class Drawn(nn.Module):

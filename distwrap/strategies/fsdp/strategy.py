@@ -68,6 +68,7 @@ class FSDPStrategy(Strategy):
     """
 
     shards = True
+    steps_parameters = True
     places_model = True
 
     def __init__(

@@ -60,6 +60,7 @@ class PipelineStrategy(Strategy):
     """
 
     shards = True
+    steps_parameters = True
 
     def __init__(
         self,
