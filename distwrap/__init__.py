@@ -82,6 +82,7 @@ if typing.TYPE_CHECKING:
         wrap_optimizer as wrap_optimizer,
     )
     from distwrap.strategies.accumulation import accumulate as accumulate
+    from distwrap.strategies.pipeline import PipelineStrategy as PipelineStrategy
     from distwrap.strategies.steps import backward as backward, optimizer_step as optimizer_step, unscale as unscale
     from distwrap.strategies.windows import Window as Window, scale_loss as scale_loss
 
@@ -111,6 +112,7 @@ _MODULES = {
     "seeding": "seed_everything",
     "strategies": "DDPStrategy FSDPStrategy Strategy wrap_model wrap_optimizer",
     "strategies.accumulation": "accumulate",
+    "strategies.pipeline": "PipelineStrategy",
     "strategies.steps": "backward optimizer_step unscale",
     "strategies.windows": "Window scale_loss",
 }

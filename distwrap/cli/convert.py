@@ -12,6 +12,7 @@ from distwrap.cli.strip import refuse_target, strip
 from distwrap.errors import CheckpointError, DistwrapError
 from distwrap.wording import first_line
 
+SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")  # of a file of torch's
 FORMATS = ("file", "safetensors", "sharded")
 
 
@@ -70,6 +71,11 @@ def _convert(given: argparse.Namespace) -> None:
 
 def _format_of(given: argparse.Namespace) -> CheckpointIO:
     name = given.format or ("safetensors" if given.target.suffix == SUFFIX else "file" if given.target.suffix else None)
+    if given.format is None and given.target.suffix not in ("", SUFFIX, *SUFFIXES):
+        raise CheckpointError(
+            f"{given.target} ends in {given.target.suffix}, which tells no format: use {SUFFIX} or "
+            f"{', '.join(SUFFIXES)}, or say --format."
+        )
     if name is None:
         raise CheckpointError(f"{given.target} has no suffix: say --format {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.")
     if name == "safetensors":

@@ -34,7 +34,8 @@ def prepare() -> None:
 
     import_before_group()
     for name in distwrap.__all__:
-        getattr(distwrap, name)
+        if name != "PipelineStrategy":  # with which torch's compiler comes, and with that most of a first launch's time
+            getattr(distwrap, name)
 
 
 def serve(fd: int) -> None:

@@ -103,6 +103,7 @@ FORMAT = dict.fromkeys(("a", "warm"), ("--format", "sharded"))
     [
         (("gone", "out.pt"), r"gone is not there"),
         (("a.pt", "out"), r"out has no suffix: say --format file, safetensors or sharded"),
+        (("a.pt", "out.safetensor"), r"ends in \.safetensor, which tells no format: use \.safetensors or \.pt"),
         (("a.pt", "a.pt"), r"a\.pt is the file that is read"),
         (("a.pt", "parts"), r"parts has no suffix"),
         (("a.pt", "model.safetensors"), r"model\.safetensors is there already"),

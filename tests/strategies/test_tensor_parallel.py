@@ -261,3 +261,14 @@ def _in_bf16() -> float:
 def test_half_precision() -> None:
     """In bf16 the weights are those of one process in bf16, but for its rounding."""
     assert distributed(nprocs=2, strategy="tp")(_in_bf16)() < 5e-3
+
+
+def _wraps_one_layer() -> None:
+    dw.wrap_model(nn.Linear(3, 1))
+
+
+def test_a_model_of_which_nothing_is_cut_is_told(capfd: Any, monkeypatch: Any) -> None:
+    """Then each rank computes and holds all of it."""
+    monkeypatch.delenv("DISTWRAP_QUIET", raising=False)
+    dw.distributed(nprocs=2, strategy="tp", launcher="spawn")(_wraps_one_layer)()
+    assert "Nothing of Linear is cut, so that each of 2 ranks computes all of it" in capfd.readouterr().err

@@ -91,7 +91,13 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
             tensor_parallel = TensorParallel(net, tensor_mesh, strategy.plan, by_sequence=by_sequence, shares=shares)
         else:
             tensor_parallel = ContextParallel(net, tensor_mesh)
-        say_once("in groups", f"{strategy.in_groups}={tensor_mesh.size()}:\n{tensor_parallel!r}")
+        said = f"{strategy.in_groups}={tensor_mesh.size()}:\n{tensor_parallel!r}"
+        if not tensor_parallel.names:
+            said += (
+                f"\nNothing of {type(net).__name__} is cut, so that each of {tensor_mesh.size()} ranks computes all of "
+                f"it: use strategy='ddp', say what to cut by plan=, or take another number of ranks."
+            )
+        say_once("in groups", said)
     elif mesh is not None:
         _say_what_is_small(net, units, mesh)
     stop_recomputing = None

@@ -56,6 +56,10 @@ class PipelineStrategy(Strategy):
     Raises:
         OptionError: an option is wrong.
 
+    Example:
+        >>> PipelineStrategy(schedule="gpipe", microbatches=4).microbatches
+        4
+
     Source: https://docs.pytorch.org/docs/stable/distributed.pipelining.html
     """
 
