@@ -3,7 +3,7 @@
 # make test-all: all tests, as CI runs them: those marked slow too, in at most 27 minutes.
 # make check: ruff, mypy, and that the documentation agrees with the code.
 # make faults: each launcher and fault 100 times with busy cores, where make test-all runs a tenth of the matrix; takes
-#     hours, and goes on where it was stopped. TIMES=10 is less.
+#     hours, and goes on from the runs in benchmarks/faults-matrix.jsonl: remove them to begin anew. TIMES=10 is less.
 # make faults-divided: each fault in a divided model 100 times with busy cores, under all strategies in turns; takes an
 #     hour, and goes on where it was stopped. TIMES=14 is each fault once under each strategy and on each of two ranks.
 # make kills: 300 kills of ranks that save a divided model: does the newest complete checkpoint load? TIMES=30 is less.
@@ -35,7 +35,7 @@ test-all: $(VENV)/.installed-test
 TIMES ?= 100
 faults: $(VENV)/.installed-test
 	FAULTS_LAUNCHES=1000 $(bin)/python -m pytest tests/faults/test_scale.py
-	$(bin)/python -m tests.faults.run --times $(TIMES) --busy --jobs 6 --resume $(VENV)/faults.jsonl \
+	$(bin)/python -m tests.faults.run --times $(TIMES) --busy --jobs 6 --resume benchmarks/faults-matrix.jsonl \
 		--write benchmarks/faults-matrix.md
 
 faults-divided: $(VENV)/.installed-test

@@ -40,6 +40,9 @@ class Net(nn.Module):
             x = block(x)
         return x
 
+    def loss(self, x: torch.Tensor) -> torch.Tensor:
+        return (self(x) - 1).square().mean()
+
 
 def _init(module: nn.Module) -> None:
     if isinstance(module, nn.Linear):
@@ -117,6 +120,11 @@ def _wraps_in_ddp(model: Any, optimizer: Any, path: str) -> object:
     return DistributedDataParallel(model)
 
 
+def _ties_later(model: Any, optimizer: Any, path: str) -> object:
+    model.blocks[1].up.weight = model.blocks[0].up.weight
+    return model.loss(_batch())
+
+
 def _wraps_twice(model: Any, optimizer: Any, path: str) -> object:
     return dw.wrap_model(model)
 
@@ -142,6 +150,7 @@ MISTAKES: dict[Mistake, str] = {
     _calls_a_part: r"Call the model itself, or a method of it .* a part of the model, as model.head",
     _averages: "Wrap a second model, as an average",
     _saves_a_state_dict: r"Give save\(\) the model and the optimizer themselves: save\(\{'model': model",
+    _ties_later: r"is no longer the parameter that wrap_model\(\) has made",
     _wraps_in_ddp: r"DistributedDataParallel got a \w*Net that wrap_model\(\) has wrapped",
     _wraps_twice: r"wrap_model\(\) got a \w*Net that is in a wrapper of wrap_model\(\) already",
 }

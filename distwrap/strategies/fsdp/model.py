@@ -114,8 +114,8 @@ class FSDPRouting(Routing):
 
     def _begin(self, call: MethodCall) -> bool:
         super()._begin(call)
-        call.inside.push(self._after_failure)
         self._count()
+        call.inside.push(self._after_failure)
         begin_fsdp_forward(self.model)
         call.inside.enter_context(self._running())
         return False
