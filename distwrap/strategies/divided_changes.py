@@ -116,17 +116,18 @@ def _is_copy(part: Any, tensor: DTensor) -> bool:
 
 def _would_be_view(method: Callable[..., Any], tensor: DTensor, args: Any, kwargs: Any, number: int | None) -> bool:
     """Return whether one process would have a view, so that a change of it changes the tensor."""
-    plain = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-    positional, named = rebuilt([list(args), kwargs], lambda leaf, _: _as_index(leaf))
+    positional, named = rebuilt([list(args), kwargs], lambda leaf, _: _on_meta(leaf))
     try:
-        result = method(plain, *positional, **named)
+        result = method(_on_meta(tensor), *positional, **named)
     except Exception:  # noqa: BLE001 - a mask, whose result has a size of its own, is none
         return False
     return is_view(result if number is None else result[number])
 
 
-def _as_index(leaf: Any) -> Any:
-    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
+def _on_meta(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    return torch.empty_strided(leaf.size(), leaf.stride(), dtype=leaf.dtype, device="meta")
 
 
 def _changing(method: Callable[..., Any]) -> Callable[..., Any]:
