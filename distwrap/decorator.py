@@ -187,9 +187,10 @@ def _decorated(fn: Any, base: Options, asked: frozenset[str]) -> DistributedFunc
         )
     if inspect.isclass(plain) or not callable(plain):
         kind = f"the class {plain.__qualname__}" if inspect.isclass(plain) else repr(plain)
+        nprocs = f" A number of processes is nprocs={plain}." if isinstance(plain, int) else ""
         raise OptionError(
             f"@distributed decorates a function or a method, not {kind}: write it above one, or say "
-            f"main = distributed(…)(train)."
+            f"main = distributed(…)(train).{nprocs}"
         )
     name = getattr(plain, "__qualname__", type(plain).__qualname__)
     if inspect.iscoroutinefunction(plain) or inspect.isasyncgenfunction(plain):

@@ -95,9 +95,16 @@ def _known(look_up: Callable[[object], T]) -> Callable[[str, object], T]:
     return lambda _, value: look_up(value)
 
 
-_OF_DDP = {
-    name: f"It belongs to wrap_model(model, {name}=…), or to strategy=DDPStrategy({name}=…)."
-    for name in ("find_unused_parameters", "static_graph", "bucket_cap_mb", "gradient_as_bucket_view")
+_ELSEWHERE = {
+    **{
+        name: f"It belongs to wrap_model(model, {name}=…), or to strategy=DDPStrategy({name}=…)."
+        for name in ("find_unused_parameters", "static_graph", "bucket_cap_mb", "gradient_as_bucket_view")
+    },
+    **{
+        name: f"It belongs to strategy=FSDPStrategy({name}=…)."
+        for name in ("tensor_parallel", "context_parallel", "sequence_parallel", "shard", "wrap", "cpu_offload")
+    },
+    **dict.fromkeys(("devices", "gpus", "num_processes", "world_size"), "Did you mean 'nprocs'?"),
 }
 _NODES = Check("a number of nodes, or 'MIN:MAX', as '1:4'", _nodes, _plain_nodes)
 _ENDPOINT = Check(
@@ -150,7 +157,7 @@ class Options:
         checked: dict[str, Any] = {}
         for name, value in given.items():
             if name not in DECLARATIONS:
-                raise OptionError(f"{where}: {unknown_name('option', name, DECLARATIONS, _OF_DDP)}")
+                raise OptionError(f"{where}: {unknown_name('option', name, DECLARATIONS, _ELSEWHERE)}")
             try:
                 checked[name] = DECLARATIONS[name].check(name, value)
             except OptionError as error:

@@ -64,6 +64,11 @@ def test_a_number_in_quotes_is_called_a_string(name: str) -> None:
             "unknown option 'find_unused_parameters'. It belongs to wrap_model(model, find_unused_parameters=…), or to "
             "strategy=DDPStrategy(find_unused_parameters=…). Known: ",
         ),
+        (
+            {"tensor_parallel": 2},
+            "unknown option 'tensor_parallel'. It belongs to strategy=FSDPStrategy(tensor_parallel=…).",
+        ),
+        ({"gpus": 2}, "unknown option 'gpus'. Did you mean 'nprocs'?"),
     ],
 )
 def test_what_people_try_is_explained(options: dict[str, Any], message: str) -> None:

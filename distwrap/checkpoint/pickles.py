@@ -40,7 +40,7 @@ def check_pickle(file: Any, path: Path) -> None:
     try:
         _walk(file, path)
     except (ValueError, IndexError, KeyError, AttributeError) as error:
-        why = error if isinstance(error, ValueError) else "it takes what is not there"
+        why = error if isinstance(error, ValueError) else "it is no pickle, or one that was cut off"
         raise CheckpointError(
             f"cannot load {path}: it is damaged, or was not written by torch.save(): {why}"
         ) from error

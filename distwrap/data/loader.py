@@ -10,7 +10,7 @@ from functools import cache, partial
 from typing import Any, Literal, get_args
 
 import torch
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
 
 from distwrap._internals.torch_data import held_iterators
 from distwrap.checks import one_of
@@ -109,10 +109,10 @@ def shard_loader(
         [tensor([2, 3, 4, 5]), tensor([6, 7, 8, 9])]
     """
     if not isinstance(loader, DataLoader):
-        raise LoaderError(
-            f"shard_loader() takes a DataLoader, not a {type(loader).__qualname__}."
-            + (" Its DataLoader is .pipeline[0]." if type(loader).__name__ == "WebLoader" else "")
-        )
+        way = "Its DataLoader is .pipeline[0]." if type(loader).__name__ == "WebLoader" else ""
+        if isinstance(loader, Dataset):
+            way = "Put the dataset into one: shard_loader(DataLoader(dataset, batch_size=…))."
+        raise LoaderError(f"shard_loader() takes a DataLoader, not a {type(loader).__qualname__}. {way}".rstrip())
     one_of("mode", get_args(Modes))("mode", mode)
     one_of("batch_size", get_args(BatchSize))("batch_size", batch_size)
     one_of("order", get_args(Orders))("order", order)

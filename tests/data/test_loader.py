@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, SequentialSampler, TensorDataset
 
 from distwrap import shard_loader
 from distwrap.errors import LoaderError, OptionError
@@ -252,6 +252,8 @@ def test_what_is_no_loader_is_refused() -> None:
     """Anything but a DataLoader is refused by its type's name."""
     with pytest.raises(LoaderError, match=r"takes a DataLoader, not a list"):
         shard_loader([1, 2])  # type: ignore[type-var]
+    with pytest.raises(LoaderError, match=r"not a TensorDataset\. Put the dataset into one: shard_loader\(DataLoader"):
+        shard_loader(TensorDataset(torch.ones(2)))  # type: ignore[type-var]
 
 
 @pytest.mark.parametrize(
