@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -32,9 +32,9 @@ def refuse_mixing(optimizer: Optimizer) -> None:
     found = _tried(optimizer)
     if found == "draws":
         raise ModelError(
-            f"{type(optimizer).__name__} draws random numbers in its step. Under this strategy each rank steps some of "
-            f"the parameters, and would draw for these alone: other numbers than one process, and from then on the "
-            f"ranks would draw apart. Use strategy='ddp' or 'fsdp' for it."
+            f"{type(optimizer).__name__} draws random numbers for each parameter in its step. Under this strategy each "
+            f"rank steps some of the parameters, and would draw for these alone: other numbers than one process, and "
+            f"from then on the ranks would draw apart. Use strategy='ddp' or 'fsdp' for it."
         )
     if not found:
         return
@@ -59,18 +59,20 @@ def _tried(optimizer: Optimizer) -> Literal["draws", "mixes", ""]:
         torch.manual_seed(0)  # so that all ranks see the same
         tensors = [torch.rand(size, device=device, dtype=torch.float64) for _, (size, device) in tried]
         grads = [torch.randn_like(tensor) for tensor in tensors]
-        torch.manual_seed(0)
-        before = _random_states()
         try:
             expected = _stepped(optimizer, places, tensors, grads)
-            if _random_states() != before:
-                return "draws"
+            drawn = _random_states()
             for is_more in _halves(len(grads)):
                 more = [grad * _MUCH if raised else grad for grad, raised in zip(grads, is_more, strict=True)]
                 found = _stepped(optimizer, places, tensors, more)
                 for raised, one, other in zip(is_more, found, expected, strict=True):
                     if not raised and not torch.allclose(one, other, rtol=0, atol=0, equal_nan=True):
                         return "mixes"
+            for is_here in _halves(len(grads)):  # as where other ranks have the gradients of the rest
+                own = [grad if here else None for here, grad in zip(is_here, grads, strict=True)]
+                _stepped(optimizer, places, tensors, own)
+                if _random_states() != drawn:
+                    return "draws"
         except Exception:  # noqa: BLE001 - what a step needs besides is its author's affair
             return ""
     return ""
@@ -89,7 +91,7 @@ def _halves(count: int) -> Iterator[list[bool]]:
 
 
 def _stepped(
-    optimizer: Optimizer, places: list[int], tensors: list[torch.Tensor], grads: list[torch.Tensor]
+    optimizer: Optimizer, places: list[int], tensors: list[torch.Tensor], grads: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor]:
     """Return what an optimizer makes of tensors with these gradients, each in the group of this number."""
     torch.manual_seed(0)
@@ -102,7 +104,7 @@ def _stepped(
 
     def closure() -> Any:
         for probe, grad in zip(probes, grads, strict=True):
-            probe.grad = grad.clone()
+            probe.grad = None if grad is None else grad.clone()
         return torch.zeros(())
 
     try:

@@ -125,11 +125,18 @@ def made(kind: Callable[..., Any], groups: int = 1, **options: Any) -> Any:
     return kind([{"params": list(layer.parameters())} for layer in net], lr=0.01, **options)
 
 
-@pytest.mark.parametrize("kind", [Plain, Trusting, Noisy, Momentum, Needing, torch.optim.AdamW])
+@pytest.mark.parametrize("kind", [Plain, Trusting, Momentum, Needing, torch.optim.AdamW])
 @pytest.mark.parametrize("groups", [1, 5])
 def test_an_optimizer_of_each_parameter_by_itself_is_taken(kind: Any, groups: int) -> None:
-    """Whatever it draws, and with as many groups as there are layers; and one that cannot be tried."""
+    """Whatever it draws for all of them, with as many groups as there are layers; and one that cannot be tried."""
     refuse_mixing(made(kind, groups))
+
+
+@pytest.mark.parametrize("groups", [1, 5])
+def test_an_optimizer_that_draws_for_each_parameter_is_refused(groups: int) -> None:
+    """Ranks that step other parameters would draw apart from then on."""
+    with pytest.raises(ModelError, match="Noisy draws random numbers for each parameter in its step"):
+        refuse_mixing(made(Noisy, groups))
 
 
 @pytest.mark.parametrize("kind", [Normed, Clipped, Estimating, Sharpness])
