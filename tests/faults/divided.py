@@ -18,7 +18,7 @@ import torch
 from tests.faults.cells import LIMIT, TIMEOUT
 from tests.faults.divided_cells import DividedCell, all_cells, expected
 from tests.faults.one_cell import Seen, run
-from tests.faults.run import counts, options_of, results_of, summary_of
+from tests.faults.run import burns, counts, options_of, results_of, summary_of
 
 IMPORTED = (  # by whom ranks are forked from, and not by each of them
     "torch.distributed.fsdp",
@@ -63,7 +63,7 @@ def main() -> int:
     print(summary)
     if options.write:
         times = f"each fault {options.times} times" if options.times else "each once"
-        load = ", kept busy besides" * options.busy
+        load = ", kept busy besides" * burns(options)
         head = HEAD.format(times=times, load=load, jobs=options.jobs, cores=os.cpu_count())
         options.write.write_text(f"{head}\n\n{summary}\n\n{text}\n")
     return any(seen.wrong for seen in results)

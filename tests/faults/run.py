@@ -126,6 +126,11 @@ def options_of(text: str | None) -> argparse.ArgumentParser:
     return parser
 
 
+def burns(options: argparse.Namespace) -> bool:
+    """Say whether processes that only compute run beside the programs, which are too few to keep the cores busy."""
+    return bool(options.busy and options.jobs < 2 * (os.cpu_count() or 1))
+
+
 def results_of(
     cells: Sequence[Any],
     options: argparse.Namespace,
@@ -154,8 +159,7 @@ def results_of(
     if options.busy:
         os.environ[LOOP_LIMIT] = "10"  # which holds for the ranks' arrival too
     # Each worker has its own orphans, and forks callers of its own. Many of them keep the cores busy by themselves.
-    burn = options.busy and options.jobs < 2 * (os.cpu_count() or 1)
-    load = busy_cores() if burn else contextlib.nullcontext()
+    load = busy_cores() if burns(options) else contextlib.nullcontext()
     with load, ProcessPoolExecutor(options.jobs, mp_context=get_context("spawn")) as pool:
         for seen in map(Future.result, as_completed([pool.submit(run, cell) for cell in cells])):
             results.append(seen)
@@ -187,7 +191,7 @@ def main() -> int:
     print(summary)
     if options.write:
         at_once = f"{options.jobs} programs at a time on {os.cpu_count()} cores"
-        head = HEAD_OF_COUNTS.format(times=options.times, load=f", {at_once}" + " kept busy" * options.busy)
+        head = HEAD_OF_COUNTS.format(times=options.times, load=f", {at_once}" + " kept busy besides" * burns(options))
         options.write.write_text(f"{head if options.times else HEAD}\n\n{summary}\n\n{text}\n")
     return any(seen.wrong for seen in results)
 
