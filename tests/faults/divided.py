@@ -13,8 +13,6 @@ import random
 import sys
 from functools import cache
 
-import torch
-
 from tests.faults.cells import LIMIT, TIMEOUT
 from tests.faults.divided_cells import DividedCell, all_cells, expected
 from tests.faults.one_cell import Seen, run
@@ -42,12 +40,8 @@ def run_divided(cell: DividedCell, slack: float = 1.0) -> Seen:
 
 @cache
 def _prepare() -> None:
-    from distwrap._internals.torch import import_compiler
-
-    torch.set_num_threads(1)
     for name in IMPORTED:
         importlib.import_module(name)
-    import_compiler()
 
 
 def main() -> int:

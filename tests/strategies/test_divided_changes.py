@@ -162,35 +162,39 @@ def test_changes_of_parts_are_those_of_one_process(strategy: Any, ranks: int) ->
     assert max(distributed(nprocs=ranks, strategy=strategy, returns="all")(far)()) < 1e-9
 
 
-class Langevin(torch.optim.Optimizer):
-    """An optimizer that adds noise."""
+class EachByItself(torch.optim.Optimizer):
+    """An optimizer that moves one parameter after the other."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.05})
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
-                    parameter.add_(parameter.grad, alpha=-group["lr"]).add_(torch.randn_like(parameter), alpha=0.01)
+                    self.move(parameter, group["lr"])
+
+    def move(self, parameter: Any, lr: float) -> None:
+        raise NotImplementedError
 
 
-class RowWise(torch.optim.Optimizer):
+class Langevin(EachByItself):
+    """An optimizer that adds noise."""
+
+    def move(self, parameter: Any, lr: float) -> None:
+        parameter.add_(parameter.grad, alpha=-lr).add_(torch.randn_like(parameter), alpha=0.01)
+
+
+class RowWise(EachByItself):
     """An optimizer that keeps a mean of each row, and a sum of all numbers."""
 
-    def __init__(self, parameters: Any) -> None:
-        super().__init__(parameters, {"lr": 0.01})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                state, square = self.state[parameter], parameter.grad.square()
-                mean = square.mean(-1, keepdim=True)
-                state["rows"] = 0.9 * state.get("rows", 0) + 0.1 * mean
-                state["all"] = square.sum()
-                parameter.sub_(parameter.grad / (state["rows"].sqrt() + 0.1), alpha=group["lr"])
+    def move(self, parameter: Any, lr: float) -> None:
+        state, square = self.state[parameter], parameter.grad.square()
+        mean = square.mean(-1, keepdim=True)
+        state["rows"] = 0.9 * state.get("rows", 0) + 0.1 * mean
+        state["all"] = square.sum()
+        parameter.sub_(parameter.grad / (state["rows"].sqrt() + 0.1), alpha=lr)
 
 
 def steps(net: Any, optimizer: torch.optim.Optimizer, times: int) -> None:
@@ -205,7 +209,7 @@ def noisy() -> float:
     model, net = dw.wrap_model(Net().double()), Net().double()
     for one in (model, net):
         torch.manual_seed(5)
-        steps(one, Langevin(one.parameters()), 3)
+        steps(one, Langevin(one.parameters(), 0.05), 3)
     state = current_world().strategy.state(model, everywhere=True)
     return max(float((state[name] - value).abs().max()) for name, value in net.state_dict().items())
 
@@ -221,16 +225,16 @@ def test_an_optimizer_that_draws() -> None:
 
 def row_wise(path: str) -> float:
     model = dw.wrap_model(Net().double())
-    optimizer = RowWise(model.parameters())
+    optimizer = RowWise(model.parameters(), 0.01)
     steps(model, optimizer, 2)
     dw.save({"model": model, "optimizer": optimizer}, path)
     dw.save({"model": model, "optimizer": optimizer}, f"{path}.parts", io="sharded")
     net = Net().double()
-    steps(net, RowWise(net.parameters()), 3)
+    steps(net, RowWise(net.parameters(), 0.01), 3)
     found = []
     for name in (path, f"{path}.parts"):
         again = dw.wrap_model(Net().double())
-        its = RowWise(again.parameters())
+        its = RowWise(again.parameters(), 0.01)
         dw.load(name, into={"model": again, "optimizer": its})
         steps(again, its, 1)
         state = current_world().strategy.state(again, everywhere=True)
