@@ -109,8 +109,10 @@ def shard_loader(
         [tensor([2, 3, 4, 5]), tensor([6, 7, 8, 9])]
     """
     if not isinstance(loader, DataLoader):
-        way = "Its DataLoader is .pipeline[0]." if type(loader).__name__ == "WebLoader" else ""
-        if isinstance(loader, Dataset):
+        way = ""
+        if type(loader).__name__ == "WebLoader":  # a dataset too
+            way = "Its DataLoader is .pipeline[0]."
+        elif isinstance(loader, Dataset):
             way = "Put the dataset into one: shard_loader(DataLoader(dataset, batch_size=…))."
         raise LoaderError(f"shard_loader() takes a DataLoader, not a {type(loader).__qualname__}. {way}".rstrip())
     one_of("mode", get_args(Modes))("mode", mode)

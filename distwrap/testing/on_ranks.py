@@ -96,7 +96,9 @@ def _tried(behaviour: Behaviour, world: World, first: Parts, folder: Path) -> Ve
     try:
         _begin_anew(world, first)
     except Exception as error:  # noqa: BLE001 - as of ranks that drifted apart
-        if verdict.how == "passed" or (verdict.how == "refused" and isinstance(error, DriftError)):
+        # What any strategy may refuse is refused by DDP at the step after the one that left the ranks apart.
+        refused_in_time = verdict.how == "refused" and not behaviour.may_refuse
+        if verdict.how == "passed" or (refused_in_time and isinstance(error, DriftError)):
             verdict = Verdict("failed", words_of(error))
     return verdict
 

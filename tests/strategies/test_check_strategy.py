@@ -15,10 +15,14 @@ from distwrap.errors import (
     CollectiveTimeoutError,
     ConformanceError,
     DriftError,
+    ModelError,
     OptionError,
     WorkerError,
 )
+from distwrap.group.world import RunPart
 from distwrap.testing import check_strategy, conformance
+from distwrap.testing.behaviours.base import Behaviour
+from distwrap.testing.conformance import check_behaviours
 from tests.strategies.wrappers import Copy
 
 BROKEN = {kind.__name__: kind for kind in (CollectiveTimeoutError, CollectiveError, DriftError, WorkerError)}
@@ -83,6 +87,30 @@ def test_a_refusal_by_name_is_no_failure() -> None:
     assert results["clip_tells_the_norm"].startswith("refused: OptionError: WrongClip clips nothing")
     with pytest.raises(ConformanceError, match="training_flag: it passed, and refuses= lists it"):
         check_strategy("ddp", 1, only=AROUND, refuses=["training_flag"])
+
+
+class RanksApart(RunPart):
+    """A part of a run that finds the ranks apart as it ends."""
+
+    def __init__(self, world: Any) -> None:
+        pass
+
+    def wait(self) -> None:
+        raise DriftError("apart")
+
+
+def refused_with_ranks_apart(trial: Any) -> None:
+    """Refuse, and leave the ranks apart."""
+    trial.world.part(RanksApart)
+    raise ModelError("refused late")
+
+
+def test_what_any_strategy_may_refuse_it_may_refuse_late() -> None:
+    """DDP names parameters without gradients a step too late: the drift of that step is no failure; elsewhere it is."""
+    late = {"late": Behaviour(refused_with_ranks_apart, may_refuse=True)}
+    assert check_behaviours(late, "ddp", 1) == (("late", "refused: ModelError: refused late"),)
+    with pytest.raises(ConformanceError, match="late: DriftError: apart"):
+        check_behaviours({"late": Behaviour(refused_with_ranks_apart)}, "ddp", 1, refuses=["late"])
 
 
 @pytest.mark.parametrize("how", BROKEN)
