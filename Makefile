@@ -1,6 +1,8 @@
 # make demo: train over two ranks.
 # make test: tests of everything, in at most five minutes on two cores.
 # make test-all: all tests, as CI runs them: those marked slow too, in at most 27 minutes.
+# make test-engines: tests of DeepSpeed and other engines, each in an environment of its own that has its package, made
+#     once. ENGINES=deepspeed is one of them.
 # make check: ruff, mypy, and that the documentation agrees with the code.
 # make faults: each launcher and fault 100 times with busy cores, where make test-all runs a tenth of the matrix; takes
 #     hours, and goes on from the runs in benchmarks/faults-matrix.jsonl: remove them to begin anew. TIMES=10 is less.
@@ -19,9 +21,10 @@ JOBS ?= -n logical --maxprocesses 4
 PIP_FLAGS ?=
 
 bin := $(VENV)/bin
-install := $(bin)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS) -c constraints.txt
+pip_words := --quiet --disable-pip-version-check $(PIP_FLAGS)
+install := $(bin)/python -m pip install $(pip_words) -c constraints.txt
 
-.PHONY: demo test test-all check faults faults-divided kills soak bench clean
+.PHONY: demo test test-all test-engines check faults faults-divided kills soak bench clean
 
 demo: $(VENV)/.installed-demo
 	$(bin)/python examples/digits.py --nprocs 2
@@ -31,6 +34,10 @@ test: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	$(bin)/python -m pytest $(JOBS)
+
+ENGINES ?= deepspeed ray
+test-engines: $(ENGINES:%=$(VENV)-%/.installed)
+	set -e; for engine in $(ENGINES); do $(VENV)-$$engine/bin/python -m pytest tests/engines/$$engine; done
 
 TIMES ?= 100
 faults: $(VENV)/.installed-test
@@ -66,6 +73,14 @@ bench: $(VENV)/.installed-bench
 	$(bin)/python benchmarks/codecs.py
 	$(bin)/python benchmarks/imports.py
 	$(bin)/python benchmarks/slow_link.py
+
+# DeepSpeed's setup wants torch at hand, and would build operators.
+$(VENV)-%/.installed: setup.cfg setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install $(pip_words) -c constraints.txt torch numpy setuptools wheel ninja
+	DS_BUILD_OPS=0 $(VENV)-$*/bin/python -m pip install $(pip_words) -c constraints.txt --no-build-isolation \
+		-e '.[$*,test_engines]'
+	touch $@
 
 clean:
 	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis digits.pt digits_retrofit.pt

@@ -7,17 +7,20 @@ _UNUSED = {
 
 # What became of FairScale's, Lightning's, DeepSpeed's and FSDP's names, also as an older Lightning spelt them.
 BECAME = {
-    **dict.fromkeys(("zero", "oss", "deepspeed_stage_1", "zero_dp_1"), "zero1"),
+    **dict.fromkeys(("zero", "oss", "zero_dp_1"), "zero1"),
     **dict.fromkeys(("ddp_sharded", "ddp_sharded_spawn", "sharded_ddp", "fairscale"), "zero2"),
-    **dict.fromkeys(("deepspeed_stage_2", "zero_dp_2"), "zero2"),
+    "zero_dp_2": "zero2",
     **{f"ddp_sharded{middle}_find_unused_parameters_false": "zero2" for middle in ("", "_spawn")},
     **{f"ddp_{words}": strategy for words, strategy in _UNUSED.items()},
     **{f"ddp_{how}_{words}": _UNUSED[words] for how in ("spawn", "fork", "notebook") for words in _UNUSED},
     **dict.fromkeys(("fsdp_native", "fully_sharded", "ddp_fully_sharded", "full_shard", "fsdp2"), "fsdp"),
-    **dict.fromkeys(("deepspeed_stage_3", "zero3", "zero_dp_3"), "fsdp"),
-    **dict.fromkeys(
-        ("fsdp_cpu_offload", "fsdp_native_full_shard_offload", "deepspeed_stage_3_offload"), "fsdp(cpu_offload=True)"
-    ),
+    **dict.fromkeys(("zero3", "zero_dp_3"), "fsdp"),
+    **dict.fromkeys(("fsdp_cpu_offload", "fsdp_native_full_shard_offload"), "fsdp(cpu_offload=True)"),
+    **{f"deepspeed_stage_{stage}": f"deepspeed(stage={stage})" for stage in (1, 2, 3)},
+    **{f"deepspeed_stage_{stage}_offload": f"deepspeed(stage={stage}, offload='cpu')" for stage in (1, 2, 3)},
+    "deepspeed_stage_3_offload_nvme": "deepspeed(stage=3, offload='nvme', nvme_path='/local_nvme')",  # its default
+    "model_parallel": "tp",
+    "single_device": "single",
     "shard_grad_op": "fsdp(reshard_after_forward=False)",
     "no_shard": "ddp",
 }
@@ -34,7 +37,23 @@ LAUNCHER_OF_STRATEGY = {
 
 # What to say of a name that is none here.
 HINTS = {
-    "deepspeed": "Its engine is not here. What its stages 1, 2 and 3 divide, zero1, zero2 and fsdp do.",
     **dict.fromkeys(("pp", "gpipe", "1f1b"), "Did you mean 'pipeline'?"),
     **dict.fromkeys(("tensor_parallel", "megatron"), "Did you mean 'tp'?"),
+}
+
+_GAUDI = "on Intel's Gaudi, which Lightning has given to the package lightning-habana: with Gaudi's own torch, write"
+_TPU = "on TPUs by torch_xla, which needs a torch of its own and starts its processes itself, by torch_xla.launch():"
+
+# Lightning's strategies that have no place here: what each was, what became of it, and what to write.
+GONE = {
+    "colossalai": "it was ColossalAI's Gemini in Lightning, whose package needs GPUs and a torch of 2024: write "
+    "'fsdp', which divides the same, or 'fsdp(cpu_offload=True)'.",
+    "hpu_parallel": f"it was DDP {_GAUDI} 'ddp', which takes the accelerator that torch has.",
+    "hpu_single": f"it was one device {_GAUDI} 'single', which takes the accelerator that torch has.",
+    "ipu_strategy": "it was Graphcore's IPUs in Lightning, whose package poptorch has ended: write 'ddp' on an "
+    "accelerator that torch has, or 'pipeline' for stages.",
+    "tpu_spawn": f"it was DDP {_TPU} stay with that on TPUs, and write 'ddp' elsewhere.",
+    "single_tpu": f"it was one device {_TPU} stay with that on TPUs, and write 'single' elsewhere.",
+    "xla": f"it was DDP {_TPU} stay with that on TPUs, and write 'ddp' elsewhere.",
+    "xla_fsdp": f"it was FSDP {_TPU} stay with that on TPUs, and write 'fsdp' elsewhere.",
 }

@@ -37,6 +37,7 @@ class Registry(Generic[Thing]):
         aliases: other spellings of names.
         former: names in other packages, each with what it became here, from when that is there.
         hints: names that people try and that are none, with a sentence for the error.
+        gone: names in other packages for what is not here, each with a sentence that says so.
         loose: whether names may be given in capitals, or as numbers: ``"BF16"``, ``32``.
     """
 
@@ -51,12 +52,14 @@ class Registry(Generic[Thing]):
         aliases: Mapping[str, str] | None = None,
         former: Mapping[str, str] | None = None,
         hints: Mapping[str, str] | None = None,
+        gone: Mapping[str, str] | None = None,
         loose: bool = False,
     ) -> None:
         self._kind, self._members, self._group, self._loose = kind, members, f"distwrap.{plural}", loose
         self._rows = {name: _Row((f"{package}.{place}",), *rest) for name, place, *rest in rows}
         self._own = set(self._rows)
         self._aliases, self._former, self._hints = dict(aliases or {}), former or {}, hints
+        self._gone = gone or {}
         self._installed: dict[str, _Row] | None = None
 
     def register(self, name: str, factory: Factory | str, description: str = "", **defaults: Any) -> None:
@@ -104,6 +107,8 @@ class Registry(Generic[Thing]):
             name = text if text in self._rows else self._aliases.get(text, text)
             if name in self._rows or name in self._of_packages():
                 return name
+            if text in self._gone:
+                raise OptionError(f"{self._kind} {text!r} is not here: {self._gone[text]}")
         raise OptionError(unknown_name(self._kind, spelling, (*self.names(), *self._aliases, *also), self._hints))
 
     def make(self, chosen: object) -> Thing:

@@ -15,6 +15,7 @@ from distwrap.wording import unknown_name
 
 if TYPE_CHECKING:
     from distwrap.comm.base import Algorithm
+    from distwrap.launch.base import Launcher
     from distwrap.precision.base import Precision
     from distwrap.strategies.base import Strategy
 
@@ -75,6 +76,14 @@ def _strategy(_: str, value: object) -> Any:
     return strategies.make(value)
 
 
+def _launcher(_: str, value: object) -> Any:
+    """Return a name, one with options, of which a call makes a launcher of its own, or the launcher itself."""
+    if isinstance(value, str) and "(" not in value:
+        return launchers.name_of(value)
+    made = launchers.make(value)
+    return value if isinstance(value, str) else made
+
+
 def _nodes(value: object) -> bool:
     fewest, colon, most = str(value).partition(":")
     numbers = fewest.isdigit() and (not colon or most.isdigit()) and not isinstance(value, bool)
@@ -133,7 +142,7 @@ class Options:
     nnodes: int | str = option(1, _NODES, "nodes, which all run the same command", WORD)
     node_rank: int | None = option(None, either(None, whole(0)), "which of the nodes this one is", WHOLE)
     rdzv_endpoint: str | None = option(None, either(None, _ENDPOINT), "where the nodes meet", WORD)
-    launcher: str = option("auto", _known(launchers.name_of), "how the processes are started", WORD)
+    launcher: str | Launcher = option("auto", _launcher, "how the processes are started", WORD)
     backend: str = option("auto", _BACKEND, "the backend of the process group", WORD)
     precision: str | Precision = option("32", _known(precisions.chosen), "the precision of computation", WORD)
     comm: Algorithm | None = option(None, _comm, "how wrapped models exchange gradients or weights", WORD)

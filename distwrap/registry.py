@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from distwrap.former_names import BECAME, HINTS, LAUNCHER_OF_STRATEGY
+from distwrap.former_names import BECAME, GONE, HINTS, LAUNCHER_OF_STRATEGY
 from distwrap.name_table import Factory, Registry
 
 if TYPE_CHECKING:
@@ -30,12 +30,14 @@ strategies: Registry[Strategy] = Registry(
         ("tp", "fsdp:FSDPStrategy", "the ranks of a node cut each layer among them", {"tensor_parallel": "node"}),
         ("cp", "fsdp:FSDPStrategy", "the ranks of a node cut each sequence among them", {"context_parallel": "node"}),
         ("pipeline", "pipeline:PipelineStrategy", "the blocks of a model in stages on the ranks, over microbatches"),
+        ("deepspeed", "deepspeed:DeepSpeedStrategy", "DeepSpeed's engine, ZeRO 1 to 3 with offload, behind the loop"),
         ("auto", "auto:AutoStrategy", "the plainest of ddp, zero1, zero2, hsdp and fsdp that fits, by an estimate"),
         ("bagua", "bagua:BaguaStrategy", "DDP with an algorithm under Bagua's name: algorithm='gradient_allreduce', …"),
     ),
     aliases=dict.fromkeys(LAUNCHER_OF_STRATEGY.keys() - BECAME, "ddp"),
     former=BECAME,
     hints=HINTS,
+    gone=GONE,
 )
 
 algorithms: Registry[Algorithm] = Registry(
@@ -97,6 +99,7 @@ launchers: Registry[Launcher] = Registry(
         ("spawn", "spawn:SpawnLauncher", "fresh interpreters"),
         ("script", "script:ScriptLauncher", "this command line again for the other ranks; this process is rank 0"),
         ("elastic", "elastic:ElasticLauncher", "torch elastic: ranks start again, and nodes come and go"),
+        ("ray", "ray:RayLauncher", "actors on a Ray cluster, with the resources that a rank needs"),
         ("external", "external:refuse", "none: an outer launcher must have started the ranks"),
     ),
     hints=dict.fromkeys(

@@ -8,10 +8,12 @@ import pytest
 
 from distwrap import available_launchers, available_strategies, distributed, setup_process_group, world_size
 from distwrap.errors import OptionError
+from distwrap.former_names import GONE
 from distwrap.group.world import say
 from distwrap.name_table import Registry
 from distwrap.options import Options, switched_on
 from distwrap.registry import precisions, strategies
+from distwrap.strategies import Strategy
 
 
 def given(**options: Any) -> Options:
@@ -57,7 +59,7 @@ def test_a_number_in_quotes_is_called_a_string(name: str) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "deepspeed"}, "unknown strategy 'deepspeed'. Its engine is not here. What its stages 1, 2 and 3"),
+        ({"strategy": "megatron"}, "unknown strategy 'megatron'. Did you mean 'tp'?"),
         ({"launcher": "torchrun"}, "unknown launcher 'torchrun'. Ranks that torchrun, srun or mpirun has started are"),
         (
             {"find_unused_parameters": True},
@@ -358,7 +360,8 @@ def test_a_disabled_call_stays_in_this_process() -> None:
         ("ddp_sharded", "zero2", "auto"),
         ("ddp_sharded_spawn", "zero2", "spawn"),
         ("fairscale", "zero2", "auto"),
-        ("deepspeed_stage_1", "zero1", "auto"),
+        ("deepspeed_stage_1", "deepspeed(stage=1)", "auto"),
+        ("deepspeed_stage_3_offload", "deepspeed(stage=3, offload='cpu')", "auto"),
         ("ddp_spawn_find_unused_parameters_true", "ddp(find_unused_parameters=True)", "spawn"),
         ("ddp_sharded(static_graph=True)", "zero2(static_graph=True)", "auto"),
     ],
@@ -373,7 +376,6 @@ def test_another_packages_name_stands_for_what_it_became(name: str, became: str,
 
 def test_a_name_of_what_is_not_there_yet_keeps_its_hint() -> None:
     """A name counts from when its strategy is there; an option of a name that has a launcher too is refused."""
-    assert "zero1, zero2 and fsdp" in refusal(strategy="deepspeed")
     assert "strategy='zero2(…)' with launcher='spawn'" in refusal(strategy="ddp_sharded_spawn(static_graph=True)")
     assert "Say strategy='zero2' with the launcher" in refusal(strategy="ddp_sharded_spawn", launcher="fork")
     registry: Registry[Any] = Registry("strategy", (), "nowhere", former={"old": "new(x=1)"}, hints={"old": "Not yet."})
@@ -381,3 +383,27 @@ def test_a_name_of_what_is_not_there_yet_keeps_its_hint() -> None:
         registry.make("old")
     registry.register("new", SimpleNamespace)
     assert registry.make("old(y=2)") == SimpleNamespace(x=1, y=2, formerly="old")
+
+
+LIGHTNINGS = (  # one word after the other
+    "dp ddp ddp2 ddp_spawn ddp_fork ddp_notebook ddp_spawn_find_unused_parameters_false "
+    "ddp_find_unused_parameters_true fsdp fsdp_native fsdp_cpu_offload ddp_sharded ddp_sharded_spawn ddp_fully_sharded "
+    "deepspeed deepspeed_stage_1 deepspeed_stage_1_offload deepspeed_stage_2 deepspeed_stage_2_offload "
+    "deepspeed_stage_3 deepspeed_stage_3_offload deepspeed_stage_3_offload_nvme bagua single_device model_parallel"
+)
+
+
+@pytest.mark.parametrize("name", LIGHTNINGS.split())
+def test_lightnings_names_are_known(name: str) -> None:
+    """Each makes a strategy of ours; those of a package ask for it at the call, before any process starts."""
+    assert isinstance(strategies.make(given(strategy=name).strategy), Strategy)
+
+
+@pytest.mark.parametrize("name", GONE)
+def test_lightnings_names_of_what_is_gone_say_so_in_a_sentence(name: str) -> None:
+    """What it was, what became of it, and a strategy that is here."""
+    message = refusal(strategy=name)
+    assert message.startswith(f"@distributed: strategy {name!r} is not here: it was ")
+    assert "write '" in message
+    assert message.count(". ") == 0
+    assert any(f"'{each}" in message for each in strategies.names())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 from torch import nn
@@ -31,3 +31,29 @@ def put_back_calls(module: nn.Module, own: dict[str, Any]) -> None:
         vars(module).pop(name, None)
         if name in own:
             vars(module)[name] = own[name]
+
+
+def run_new_pre_hooks(module: nn.Module, known: Collection[int], args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Run hooks before a module's forward that were registered when its call had begun, and return its arguments.
+
+    Those that want keyword arguments are left out.
+
+    Relies on ``torch:nn.Module()._forward_pre_hooks``, ``torch:nn.Module()._forward_pre_hooks_with_kwargs``.
+    Without it: weights of the module that is called first, in a method that makes an engine of stage 3, are missing.
+    """
+    left_out = {*known, *getattr(module, "_forward_pre_hooks_with_kwargs", ())}
+    for key, hook in list(getattr(module, "_forward_pre_hooks", {}).items()):
+        if key not in left_out:
+            result = hook(module, args)
+            if result is not None:
+                args = result if isinstance(result, tuple) else (result,)
+    return args
+
+
+def pre_hooks_of(module: nn.Module) -> set[int]:
+    """Return the keys of the hooks before a module's forward.
+
+    Relies on ``torch:nn.Module()._forward_pre_hooks``.
+    Without it: as for `run_new_pre_hooks`.
+    """
+    return set(getattr(module, "_forward_pre_hooks", {}))

@@ -117,7 +117,7 @@ def _decide_launch(
     if plan.elastic:
         facts.decided["launcher"] = f"torch elastic, at most {plan.max_restarts} restarts"
     elif options.launcher != "auto":
-        facts.decided["launcher"] = options.launcher
+        facts.decided["launcher"] = str(options.launcher)
     else:
         facts.decided["launcher"] = f"forkserver ({refusal})" if refusal else "fork (it is safe here)"
     local = nprocs or here

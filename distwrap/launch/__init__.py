@@ -3,6 +3,7 @@
 import inspect
 import os
 from contextlib import closing, nullcontext
+from copy import copy
 from dataclasses import replace
 from typing import Any
 
@@ -55,7 +56,7 @@ def start(task: Task) -> Any:
     if isinstance(found, Placement) and found.source != "single" and not again:
         return _joining(task, found)
     visible_devices()  # first: where counting starts a driver, no fork is safe any more, which launchers then know
-    launcher = launchers.make("script" if again else options.launcher)
+    launcher = copy(launchers.make("script" if again else options.launcher))  # which keeps what is of one call
     nodes = resolve(options, found if isinstance(found, Node) else None)
     if nodes.elastic and not launcher.restarts and not again:
         launcher = launchers.make(f"elastic(start_method={launcher.start_method!r})")

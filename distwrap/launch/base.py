@@ -129,6 +129,10 @@ class Launcher:
             return self.summary
         return values if job.returns == "all" else values[0]
 
+    def __repr__(self) -> str:
+        options = (f"{name}={value!r}" for name, value in vars(self).items() if not name.startswith("_"))
+        return f"{type(self).__name__}({', '.join(options)})"
+
     def _checked(self, job: Job, outcomes: object) -> list[Outcome]:
         """Return what `run` has returned, in rank order, if it is an outcome of each rank and none failed."""
         known = [each for each in outcomes if isinstance(each, Outcome)] if isinstance(outcomes, Sequence) else []

@@ -60,6 +60,7 @@ class Strategy:
         shards: whether a model's or optimizer's full state is put together from several ranks: `state` is then a
             collective, also for a checkpoint that rank 0 writes.
         steps_parameters: whether optimizers hold the model's own parameters; else, shards that the strategy has made.
+        averages_at_once: whether each backward averages gradients over the ranks, also within a window of `accumulate`.
         formerly: another package's name, by which it was asked for; a line at the start says what that became.
     """
 
@@ -69,6 +70,7 @@ class Strategy:
     owns_scale: bool = False
     shards: bool = False
     steps_parameters: bool = False
+    averages_at_once: bool = False
     formerly: str = ""
 
     # In the caller

@@ -46,6 +46,39 @@ def refuse_mixing(optimizer: Optimizer) -> None:
     )
 
 
+def refuse_shaped(optimizer: Optimizer) -> None:
+    """Refuse an optimizer that steps a weight by its shape, where it is to step a row of numbers out of several.
+
+    It is tried with small tensors, whole and in pieces. One that cannot be, or is torch's own, is believed.
+
+    Raises:
+        ModelError: says under which strategies it goes.
+    """
+    if type(optimizer).__module__.startswith("torch."):
+        return
+    with preserved(), _put_aside(optimizer):
+        torch.manual_seed(0)  # so that all ranks see the same
+        tensors = [torch.rand(_LONGEST, 4, dtype=torch.float64) for _ in optimizer.param_groups]
+        grads = [torch.randn_like(tensor) for tensor in tensors]
+        places = list(range(len(tensors)))
+        try:
+            whole = _stepped(optimizer, places, tensors, grads)
+            cut = [
+                [piece for tensor in given for piece in tensor.view(-1).tensor_split([18])]
+                for given in (tensors, grads)
+            ]
+            pieces = _stepped(optimizer, [place for place in places for _ in range(2)], *cut)
+        except Exception:  # noqa: BLE001 - what a step needs besides is its author's affair
+            return
+    if not torch.allclose(torch.cat([tensor.view(-1) for tensor in whole]), torch.cat(pieces), equal_nan=True):
+        raise ModelError(
+            f"{type(optimizer).__name__} steps by a weight as a whole: in a trial with small numbers it made other "
+            f"steps of a matrix than of the same numbers in two rows. Under this strategy each rank steps a row of "
+            f"numbers, out of one weight or several. Use strategy='zero1', 'zero2' or 'ddp' for it, or an optimizer "
+            f"that treats each number by itself, as AdamW."
+        )
+
+
 def _tried(optimizer: Optimizer) -> Literal["draws", "mixes", ""]:
     """Return what an optimizer does in a trial that parts of it cannot do."""
     kinds: dict[tuple[int, int], tuple[torch.Size, torch.device]] = {}

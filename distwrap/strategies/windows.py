@@ -69,7 +69,10 @@ class Window:
         self._scaled = self.index
         self._counted += count
         if not self.last:
-            self._divisor = self._divisor or max(count, 1.0) * self.size * world_size
+            if not self._divisor:
+                at_once = any(strategy.averages_at_once for strategy in self._strategies())
+                shares = total(max(count, 1.0)) if at_once else max(count, 1.0) * world_size
+                self._divisor = shares * self.size  # at once, the gradients of all ranks must have one
             return loss_sum * (world_size / self._divisor)
         everything = total(self._counted)
         if not everything:
@@ -79,10 +82,14 @@ class Window:
         return loss_sum * (world_size / everything)
 
     def _rescale(self, factor: float) -> None:
-        gradients = [grad for model in self._models for grad in (bound_strategy(model) or Strategy()).gradients(model)]
+        pairs = zip(self._models, self._strategies(), strict=True)
+        gradients = [gradient for model, strategy in pairs for gradient in strategy.gradients(model)]
         if gradients:
             with torch.no_grad():
                 foreach("mul_", gradients, factor)
+
+    def _strategies(self) -> list[Strategy]:
+        return [bound_strategy(model) or Strategy() for model in self._models]
 
 
 class Windows(RunPart):

@@ -7,6 +7,8 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Literal
 
+import torch
+
 from distwrap.checks import AT_LEAST_ONE
 from distwrap.errors import ConformanceError, OptionError
 from distwrap.options import Options
@@ -14,6 +16,7 @@ from distwrap.registry import strategies
 from distwrap.strategies import Strategy
 from distwrap.testing.behaviours import BEHAVIOURS
 from distwrap.testing.behaviours.base import Behaviour
+from distwrap.testing.exactness import computing_in
 from distwrap.testing.on_ranks import Verdict, perform, verdicts, words_of, words_of_end
 from distwrap.testing.ranks import Launch
 from distwrap.wording import named_ranks, unknown_name
@@ -28,6 +31,7 @@ def check_strategy(
     *,
     only: Collection[str] | None = None,
     refuses: Collection[str] = (),
+    dtype: torch.dtype = torch.float64,
     timeout: float = 300,
 ) -> tuple[tuple[str, str], ...]:
     """Run the conformance suite: each behaviour on real ranks, and its numbers against one process in plain torch.
@@ -43,6 +47,8 @@ def check_strategy(
         nprocs: how many ranks.
         only: names of the behaviours to run; by default all.
         refuses: names of the behaviours that this strategy refuses. It must: one that passes is reported as well.
+        dtype: in which the nets compute, and are compared with one process: float64 to 1e-9, or, for an engine that has
+            no other, float32 to 1e-5.
         timeout: seconds for a launch. A behaviour that hangs or ends the ranks costs a launch.
 
     Returns:
@@ -68,7 +74,7 @@ def check_strategy(
     for name in {*(only or ()), *refuses} - BEHAVIOURS.keys():
         raise OptionError(f"check_strategy(): {unknown_name('behaviour', name, BEHAVIOURS)}")
     chosen = {name: behaviour for name, behaviour in BEHAVIOURS.items() if only is None or name in only}
-    return check_behaviours(chosen, strategy, nprocs, refuses=refuses, timeout=timeout)
+    return check_behaviours(chosen, strategy, nprocs, refuses=refuses, dtype=dtype, timeout=timeout)
 
 
 def check_behaviours(
@@ -77,6 +83,7 @@ def check_behaviours(
     nprocs: int,
     *,
     refuses: Collection[str] = (),
+    dtype: torch.dtype = torch.float64,
     timeout: float = 300,
 ) -> tuple[tuple[str, str], ...]:
     """Do as `check_strategy`, with behaviours that are the suite's own or others."""
@@ -84,7 +91,7 @@ def check_behaviours(
     options = Options().updated({"strategy": strategy, "timeout": min(timeout, 2 * _LIMIT), "returns": "all"})
     made = strategies.make(options.strategy)
     made.check(options)
-    launch = Launch(options, nprocs, timeout)
+    launch = Launch(options, nprocs, timeout, dtype)
     launched = {name: behaviour for name, behaviour in behaviours.items() if behaviour.launches}
     found = {name: _launched(behaviour, launch) for name, behaviour in launched.items()}
     with tempfile.TemporaryDirectory(prefix="distwrap-conformance-") as folder:
@@ -103,7 +110,8 @@ def check_behaviours(
 def _launched(behaviour: Behaviour, launch: Launch) -> Verdict:
     """Do a behaviour that starts ranks of its own."""
     try:
-        behaviour.body(launch)
+        with computing_in(launch.dtype):
+            behaviour.body(launch)
     except Exception as error:  # noqa: BLE001 - the verdict has it
         return Verdict.of(error, behaviour)
     return Verdict("passed")

@@ -4,11 +4,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import torch
+
 from distwrap.checks import AT_LEAST_ONE
 from distwrap.launch import base
 from distwrap.launch.forkserver import ForkServerLauncher
 from distwrap.launch.task import Task
 from distwrap.options import Options
+from distwrap.testing.exactness import Computing
 
 R = TypeVar("R")
 
@@ -41,14 +44,18 @@ class Launch:
         options: of the run, which returns all ranks' values.
         nprocs: number of ranks.
         timeout: seconds for a call.
+        dtype: in which the nets of behaviours compute.
     """
 
     options: Options
     nprocs: int
     timeout: float
+    dtype: torch.dtype = torch.float64
 
     def __call__(self, fn: Callable[..., R], *args: Any, nprocs: int | None = None, **options: Any) -> list[R]:
         """Run a function on as many ranks as were said, or on others, under `options` besides; see `run_ranks`."""
+        if self.dtype != torch.float64:
+            fn = Computing(fn, self.dtype)
         task = Task(fn, args, {}, self.options.updated(options))
         values: list[R] = base.launch(ForkServerLauncher(), base.Job(task, nprocs or self.nprocs, seconds=self.timeout))
         return values

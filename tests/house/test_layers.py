@@ -18,6 +18,7 @@ TYPES_FROM_ABOVE = {
     ("group", "strategies"): "a run has a Strategy",
     ("model", "strategies"): "a wrapped model names its Strategy",
     ("options", "comm"): "the options name an Algorithm",
+    ("options", "launch"): "the options name a Launcher",
     ("options", "precision"): "the options name a Precision",
     ("options", "strategies"): "the options name a Strategy",
     ("registry", "precision"): "the table of precisions makes a Precision",

@@ -5,6 +5,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from distwrap.testing.exactness import exact_type
+
 INPUTS, WIDTH, OUTPUTS, BLOCKS = 6, 12, 3, 4
 ROWS = 8  # of a share's batch
 
@@ -62,22 +64,22 @@ class SmallNet(nn.Module):
 
 
 def small(
-    kind: type[SmallNet] = SmallNet, *, dtype: torch.dtype = torch.float64, seed: int = 5, scale: float = 1.0
+    kind: type[SmallNet] = SmallNet, *, dtype: torch.dtype | None = None, seed: int = 5, scale: float = 1.0
 ) -> Any:
     """Make a net whose weights are a seed's, and whose loss has a scale."""
     state = torch.get_rng_state()
     torch.manual_seed(seed)
     try:
-        net = kind().to(dtype)
+        net = kind().to(dtype or exact_type())
     finally:
         torch.set_rng_state(state)
     net.scale = scale
     return net
 
 
-def examples(count: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, torch.Tensor]:
+def examples(count: int, dtype: torch.dtype | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """Return inputs and targets, always the same ones."""
     generator = torch.Generator().manual_seed(3)
     x = torch.randn(count, INPUTS, generator=generator, dtype=torch.float64)
     y = torch.randn(count, OUTPUTS, generator=generator, dtype=torch.float64)
-    return x.to(dtype), y.to(dtype)
+    return x.to(dtype or exact_type()), y.to(dtype or exact_type())

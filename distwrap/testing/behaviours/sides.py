@@ -19,10 +19,10 @@ from distwrap.group.world import World
 from distwrap.model.wrapped_models import bound_strategy, parameters_of
 from distwrap.strategies import Strategy, wrap_model, wrap_optimizer
 from distwrap.strategies.steps import backward, optimizer_step
+from distwrap.testing import exactness
 from distwrap.testing.behaviours.nets import ROWS, SmallNet, examples, small
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-EXACT = 1e-9  # for float64
 ROUNDED = 1e-5  # for float32
 
 
@@ -60,7 +60,7 @@ class OneProcess:
         """Return this side's rows of a whole batch."""
         return whole[self.rank :: self.size]
 
-    def batches(self, count: int = 2, dtype: torch.dtype = torch.float64) -> Iterator[tuple[torch.Tensor, ...]]:
+    def batches(self, count: int = 2, dtype: torch.dtype | None = None) -> Iterator[tuple[torch.Tensor, ...]]:
         """Yield this side's share of each batch of an epoch."""
         for whole in zip(*(rows.chunk(count) for rows in examples(count * ROWS * self.shares, dtype)), strict=True):
             yield tuple(map(self.share, whole))
@@ -160,15 +160,15 @@ class Trial(OneProcess):
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         return (bound_strategy(optimizer) or self.strategy).state(optimizer, everywhere=True)
 
-    def same(self, loop: Callable[[Any], Any], *, precision: str = "32", tolerance: float = EXACT) -> None:
+    def same(self, loop: Callable[[Any], Any], *, precision: str = "32", tolerance: float | None = None) -> None:
         """Run a loop on both sides, and compare what they return."""
         expected = loop(OneProcess(self.shares, precision))  # first: nobody watches optimizers yet
         compare(loop(Trial(self.world, self.folder, precision)), expected, tolerance=tolerance)
 
 
-def compare(found: Any, expected: Any, *, tolerance: float = EXACT) -> None:
+def compare(found: Any, expected: Any, *, tolerance: float | None = None) -> None:
     """Raise where two nestings of tensors and numbers differ in their structure, a shape, or a number."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=tolerance)
+    torch.testing.assert_close(found, expected, rtol=0, atol=exactness.tolerance() if tolerance is None else tolerance)
 
 
 def fit(
@@ -177,7 +177,7 @@ def fit(
     *,
     model: Any = None,
     epochs: int = 3,
-    dtype: torch.dtype = torch.float64,
+    dtype: torch.dtype | None = None,
 ) -> Any:
     """Train as a hand-written loop does, and return the weights.
 
@@ -195,7 +195,7 @@ def fit(
     return side.weights(model)
 
 
-def epoch(side: OneProcess, model: SmallNet, optimizer: Optimizer, dtype: torch.dtype = torch.float64) -> None:
+def epoch(side: OneProcess, model: SmallNet, optimizer: Optimizer, dtype: torch.dtype | None = None) -> None:
     """Train over all batches once."""
     for x, y in side.batches(dtype=dtype):
         with side.autocast():

@@ -1,0 +1,139 @@
+"""DeepSpeed's configuration: what the user gives as it is, what our options add, and what the two disagree about.
+
+Source: https://www.deepspeed.ai/docs/config-json/
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+from distwrap.errors import OptionError
+
+# Of the loop, which makes the optimizer and the scheduler itself, and loops over micro-batches.
+_OF_LOOP = {
+    "optimizer": "make it in the loop, as torch.optim.AdamW(model.parameters()) or deepspeed.ops.adam.FusedAdam(…)",
+    "scheduler": "make it in the loop, out of torch.optim.lr_scheduler or deepspeed.runtime.lr_schedules",
+    "managed_gradient_accumulation": "the loop says when to step",
+}
+_HALVES = {"fp16": "fp16", "bf16": "bf16"}
+
+
+def read(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
+    """Return a configuration given as a dict, or by the path of a JSON file; words like "auto" in it are left out.
+
+    Raises:
+        OptionError: there is no such file, or it holds no JSON object.
+    """
+    if config is None:
+        return {}
+    if not isinstance(config, Mapping):
+        try:
+            config = json.loads(Path(config).read_text())
+        except (OSError, ValueError, TypeError) as error:
+            raise OptionError(f"DeepSpeedStrategy(config={config!r}): no JSON file: {error}") from None
+    if not isinstance(config, Mapping):
+        raise OptionError(f"DeepSpeedStrategy(config=…): it holds a {type(config).__name__}, and no options by name.")
+    return _without_auto(config)
+
+
+def stage_of(given: Mapping[str, Any], stage: int | None) -> int:
+    """Return ZeRO's stage, out of the configuration or of our option.
+
+    Raises:
+        OptionError: the two disagree, or it is none of 1, 2 and 3.
+    """
+    own = _section(given, "zero_optimization").get("stage")
+    if None not in (own, stage) and own != stage:
+        raise OptionError(
+            f"DeepSpeedStrategy(stage={stage}), and the config's zero_optimization says stage {own}. Say it once."
+        )
+    found = own if stage is None else stage
+    found = 2 if found is None else found
+    if found not in (1, 2, 3) or isinstance(found, bool):
+        raise OptionError(f"DeepSpeedStrategy(stage={found!r}): it is 1, 2 or 3; without ZeRO use strategy='ddp'.")
+    return int(found)
+
+
+def refuse(given: Mapping[str, Any], precision: str) -> None:
+    """Refuse a configuration that says something else than the loop or the run.
+
+    Args:
+        given: the user's configuration.
+        precision: of the run.
+
+    Raises:
+        OptionError: names the entry, and what to write instead.
+    """
+    for name, way in _OF_LOOP.items():
+        if given.get(name):
+            raise OptionError(f"DeepSpeed's config has {name!r}, which is the loop's: leave it out, and {way}.")
+    steps = given.get("gradient_accumulation_steps", 1)
+    if steps != 1:
+        raise OptionError(
+            f"DeepSpeed's config has gradient_accumulation_steps={steps}, and the loop accumulates by itself: leave it "
+            f"out, and iterate over distwrap.accumulate(loader, {steps}, model)."
+        )
+    for name in _HALVES:
+        section = _section(given, name)
+        if section.get("enabled") and precision != name:
+            raise OptionError(
+                f"DeepSpeed's config enables {name!r}, and the run has precision={precision!r}: say "
+                f"precision={name!r}, or leave the section out."
+            )
+        if precision == name and section.get("enabled") is False:
+            raise OptionError(f"precision={name!r}, and DeepSpeed's config says that {name!r} is not enabled.")
+
+
+def engine_config(
+    given: Mapping[str, Any], *, stage: int, offload: str | None, nvme_path: str | None, precision: str
+) -> dict[str, Any]:
+    """Return the whole configuration of an engine; what the user gives holds, beside what our options say.
+
+    Args:
+        given: the user's configuration, which `refuse` has looked at.
+        stage: of ZeRO.
+        offload: ``"cpu"`` or ``"nvme"``: where the optimizer's states go, and under stage 3 the weights.
+        nvme_path: a folder on the device for ``"nvme"``.
+        precision: of the run.
+
+    Example:
+        >>> engine_config({}, stage=3, offload="cpu", nvme_path=None, precision="bf16")["zero_optimization"]["stage"]
+        3
+    """
+    config: dict[str, Any] = {
+        "gradient_clipping": 0.0,  # which is 1.0 by default in new versions: a hidden change of the numbers
+        "steps_per_print": None,
+        "zero_allow_untested_optimizer": True,  # the user's own
+        "zero_force_ds_cpu_optimizer": False,
+        **deepcopy(dict(given)),
+        "managed_gradient_accumulation": False,
+        "gradient_accumulation_steps": 1,
+    }
+    if "train_batch_size" not in config:
+        config.setdefault("train_micro_batch_size_per_gpu", 1)
+    zero = {"stage": stage, **_section(config, "zero_optimization")}
+    if offload is not None:
+        where = {"device": offload, **({"nvme_path": nvme_path} if nvme_path is not None else {})}
+        zero.setdefault("offload_optimizer", where)
+        if stage == 3:
+            zero.setdefault("offload_param", dict(where))
+    config["zero_optimization"] = zero
+    if precision in _HALVES:
+        config[_HALVES[precision]] = {"enabled": True, **_section(config, precision)}
+    return config
+
+
+def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
+    found = config.get(name)
+    return dict(found) if isinstance(found, Mapping) else {}
+
+
+def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration without the entries that are to be filled in by whoever trains."""
+    sections = {name: _without_auto(value) if isinstance(value, Mapping) else value for name, value in config.items()}
+    return {name: value for name, value in sections.items() if value != "auto"}

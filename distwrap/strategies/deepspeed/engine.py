@@ -1,0 +1,351 @@
+"""One model and one optimizer of the user's in an engine of DeepSpeed's, and a step of theirs.
+
+The engine gets an optimizer of the same class and options, whose tensors it replaces by its own shares. The user's
+stays as it is: schedulers change its rates, and its step is the engine's, which leaves no gradient for its own.
+
+Source: https://deepspeed.readthedocs.io/en/latest/training.html
+"""
+
+from __future__ import annotations
+
+import gc
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Iterator
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+
+from distwrap._internals.torch import after_backward, version_of
+from distwrap._internals.torch_tree import tensors_in
+from distwrap.errors import ModelError, PrecisionError
+from distwrap.group.world import RunPart, World
+from distwrap.live_objects import instances
+from distwrap.model.drift import Drift
+from distwrap.model.wrapped_models import parameters_of
+from distwrap.strategies.deepspeed.gradients import EngineGradient
+from distwrap.strategies.deepspeed.package import environment, forget_group, import_deepspeed, quiet, without_compiler
+from distwrap.strategies.optimizer_share import refuse_whole
+from distwrap.strategies.separable import refuse_mixing, refuse_shaped
+
+
+class ModelEngine:
+    """A DeepSpeed engine around a model and an optimizer; every rank makes it.
+
+    Args:
+        net: the user's model.
+        optimizer: the user's, of any class that steps each number by itself.
+        config: DeepSpeed's.
+        world: of the run.
+        verbose: whether DeepSpeed may print.
+
+    Attributes:
+        net: the user's model.
+        optimizer: the user's, if somebody still holds it.
+        parameters: that the engine trains.
+        inner: the optimizer that the engine steps.
+        taken: whether the last step was, which an overflow under fp16 skips.
+        scales: whether losses are scaled, as under fp16.
+    """
+
+    def __init__(
+        self, net: nn.Module, optimizer: Optimizer, config: dict[str, Any], world: World, *, verbose: bool
+    ) -> None:
+        refuse_whole(optimizer, in_pieces=True)
+        refuse_mixing(optimizer)
+        refuse_shaped(optimizer)
+        self.net, self.optimizer, self.rank = net, ref(optimizer), world.placement.rank
+        self.stage: int = config["zero_optimization"]["stage"]
+        self.taken, self.scales = True, bool(config.get("fp16", {}).get("enabled"))
+        self.parameters = [each for each in parameters_of(optimizer).values() if each.requires_grad]
+        self._groups = len(optimizer.param_groups)
+        self.inner = _twin(optimizer)
+        world.part(Drift).apart.add(self.inner)
+        deepspeed = import_deepspeed(world, verbose=verbose)
+        with quiet(verbose), environment(world), without_compiler():
+            try:
+                self.deepspeed: Any = deepspeed.initialize(
+                    model=net, optimizer=self.inner, config=config, dist_init_required=False
+                )[0]
+            except ValueError as error:
+                if "not supported on your device" in str(error):
+                    raise PrecisionError(f"rank {self.rank}: {error} Use precision='bf16' or '32'.") from None
+                raise
+        self._clip = float(self.deepspeed.gradient_clipping())
+        self._is_in_backward = self._is_handed = self._has_ended = False
+        if self.stage > 1:
+            self._note_ends()
+        self._versions = {id(parameter): version_of(parameter) for parameter in self.parameters}
+        self._handles = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
+
+    def forward(self, compute: Callable[[], Any]) -> Any:
+        """Return what a forward computes, whose backward goes through the engine."""
+        outputs = compute()
+        if torch.is_grad_enabled():
+            for output in tensors_in(outputs):
+                if output.requires_grad:
+                    output.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
+        self.deepspeed.__dict__["module"] = lambda: outputs
+        try:
+            return self.deepspeed.forward()
+        finally:
+            del self.deepspeed.__dict__["module"]
+
+    def take_over_weights(self) -> None:
+        """Take into the engine's own copy of the weights what the loop has changed of them by hand, as by a clamp.
+
+        Raises:
+            ModelError: a weight was changed while no rank had its numbers.
+        """
+        zero = self.deepspeed.optimizer
+        if self.stage == 3:
+            for name, parameter in self.net.named_parameters():
+                if id(parameter) in self._versions and version_of(parameter) != self._versions[id(parameter)]:
+                    raise ModelError(
+                        f"rank {self.rank}: {name!r} was changed by hand, where its numbers are divided over the "
+                        f"ranks: nothing came of it. Change it within gathered_weights(model), out of "
+                        f"distwrap.strategies.deepspeed."
+                    )
+            rows = zip(zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True)
+        else:
+            shares = [row[self.rank] for row in zero.parallel_partitioned_bit16_groups]
+            rows = zip(shares, zero.single_partition_of_fp32_groups, strict=True)
+        with torch.no_grad():
+            for seen, master in rows:
+                if seen is None or seen.device != master.device:
+                    continue
+                if seen.dtype == master.dtype:
+                    master.data.copy_(seen.data)
+                else:  # what was not changed keeps the bits that the half precision has not
+                    changed = master.to(seen.dtype) != seen
+                    master.data.copy_(torch.where(changed, seen.float(), master))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Compute the gradients of a loss, scaled where the precision is fp16."""
+        self._is_in_backward = True  # which ends after autograd's end
+        self._take_back()
+        try:
+            self.deepspeed.backward(loss)
+        except BaseException:
+            self._is_in_backward = False
+            raise
+        self._hand_over()
+
+    def clip(self, max_norm: float) -> None:
+        """Clip by the norm of all gradients in the next step."""
+        self.deepspeed.optimizer.clip_grad = max_norm
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Return what has accumulated on this rank, to be rescaled by one factor on all ranks.
+
+        Raises:
+            ModelError: it is on its way to another place.
+        """
+        zero = self.deepspeed.optimizer
+        if getattr(zero, "cpu_offload", False) or getattr(zero, "offload_optimizer", False):
+            raise ModelError(
+                "scale_loss() over a window of accumulate() rescales gradients, which DeepSpeed has offloaded. Divide "
+                "the losses by the window's own count, or leave offload out."
+            )
+        kept = [parameter.grad.kept for parameter in self.parameters if isinstance(parameter.grad, EngineGradient)]
+        tables = (zero.all_grad_tensors if self.stage < 3 else {}, zero.averaged_gradients)
+        buffers = [each for table in tables for row in table.values() for each in row or ()]
+        found = [each for each in [*kept, *buffers] if isinstance(each, torch.Tensor) and each.numel()]
+        return list({each.data_ptr(): each for each in found}.values())
+
+    def discard(self) -> None:
+        """Forget what has accumulated: the loop has set the gradients to zero."""
+        self._is_handed = False
+        zero = self.deepspeed.optimizer
+        for parameter in self.parameters:
+            parameter.grad = None
+        zero.zero_grad()
+        for table in (zero.all_grad_tensors, zero.averaged_gradients) if self.stage < 3 else ():
+            for key in table:
+                table[key] = None
+
+    def note_weights(self) -> None:
+        """Take the weights for what they are: who has changed them has seen to the engine's copy."""
+        self._versions = {id(parameter): version_of(parameter) for parameter in self.parameters}
+
+    def end(self) -> None:
+        """Let go of the user's optimizer and of the engine's hooks."""
+        for handle in self._handles:
+            handle.remove()
+        self._is_handed = False
+        self._take_back()
+        with quiet(False):
+            self.deepspeed.destroy()
+
+    def make_whole(self) -> None:
+        """Give every rank all weights again, after the end; every rank calls it."""
+        divided: list[Any] = [parameter for parameter in self.net.parameters() if hasattr(parameter, "ds_id")]
+        if divided:
+            divided[0].all_gather(param_list=divided)
+
+    def be_innermost(self) -> None:
+        """Let the user's own hooks of a step see what was before it, and what is after it."""
+        for handle, last in zip(self._handles, (True, False), strict=True):
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None:
+                hooks.move_to_end(handle.id, last=last)
+
+    # Around a backward
+
+    def _before_backward(self, gradient: torch.Tensor) -> None:
+        if not self._is_in_backward:
+            self._is_in_backward = True
+            self._take_back()
+            after_backward(lambda: after_backward(lambda: after_backward(self._hand_over)))  # after the engine's own
+
+    def _take_back(self) -> None:
+        """Take the gradients' places back, as an engine wants them; none is left where the loop has zeroed them."""
+        handed = [(each, each.grad) for each in self.parameters if isinstance(each.grad, EngineGradient)]
+        if self._is_handed and not handed:
+            self.discard()
+        for parameter, gradient in handed:
+            parameter.grad = gradient.kept
+        self._is_handed = self._has_ended = False
+
+    def _note_ends(self) -> None:
+        """Note when the engine has come to the end of a backward, where it exchanges what is left."""
+        zero = self.deepspeed.optimizer
+        end = zero.overlapping_partition_gradients_reduce_epilogue
+
+        def noted() -> None:
+            self._has_ended = True
+            end()
+
+        zero.overlapping_partition_gradients_reduce_epilogue = noted
+
+    def _hand_over(self) -> None:
+        self._is_in_backward = False
+        if self.stage > 1 and not self._has_ended:
+            raise ModelError(
+                f"rank {self.rank}: DeepSpeed has not seen the end of this backward, as where there were two forwards "
+                f"before it. Call distwrap.backward(loss) instead of loss.backward()."
+            )
+        self._is_handed = True
+        for parameter in self.parameters:
+            parameter.grad = EngineGradient(parameter, parameter.grad, self.discard)
+
+    # Around a step
+
+    def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if callable(kwargs.get("closure") or next(iter(args[1:]), None)):
+            raise ModelError(
+                f"{type(optimizer).__name__}.step(closure) under strategy='deepspeed', whose engine steps without. "
+                f"Compute the loss and its gradients first, and call step()."
+            )
+        if len(optimizer.param_groups) != self._groups:
+            raise ModelError(
+                f"{type(optimizer).__name__} has got a group of parameters since its engine was made, which DeepSpeed "
+                f"cannot add. Make the optimizer with all groups, or use strategy='zero2'."
+            )
+        for own, group in zip(_filled(optimizer), self.inner.param_groups, strict=True):
+            group.update({name: value for name, value in own.items() if name != "params"})
+        self._take_back()
+        self.take_over_weights()
+        self.deepspeed.step()
+        self.taken = not self.deepspeed.optimizer.overflow
+        if self.stage == 3:
+            self.deepspeed.optimizer.averaged_gradients.clear()  # so that none of an earlier backward is stepped over
+        self.deepspeed.optimizer.clip_grad = self._clip
+        for parameter in self.parameters:
+            parameter.grad = None  # so that the optimizer's own step finds nothing
+        self.note_weights()
+
+    def _after(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.take_options()
+
+    def take_options(self) -> None:
+        """Let the user's optimizer have what the engine's has made of its options."""
+        optimizer = self.optimizer()
+        if optimizer is None:
+            return
+        for own, group in zip(_filled(optimizer), self.inner.param_groups, strict=True):
+            own.update({name: value for name, value in group.items() if name != "params"})
+
+
+class Engines(RunPart):
+    """The engines of one run; their models and optimizers keep them alive."""
+
+    def __init__(self, world: World) -> None:
+        self._all: WeakSet[ModelEngine] = WeakSet()
+        self._handle = register_optimizer_step_pre_hook(self._before)
+
+    def __iter__(self) -> Iterator[ModelEngine]:
+        return iter(self._all)
+
+    def of(self, thing: nn.Module | Optimizer) -> ModelEngine | None:
+        """Return the engine of a user's model or optimizer, if it is there yet."""
+        return next((engine for engine in self._all if engine.net is thing or engine.optimizer() is thing), None)
+
+    def add(self, engine: ModelEngine) -> None:
+        """Note an engine that was made just now."""
+        self._all.add(engine)
+
+    def remove(self, engine: ModelEngine) -> None:
+        """Let go of an engine whose model is the caller's again."""
+        engine.end()
+        self._all.discard(engine)
+
+    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if (engine := self.of(optimizer)) is not None:
+            engine.be_innermost()
+
+    def close(self) -> None:
+        """Let go of all engines, and of what DeepSpeed keeps of the process group."""
+        self._handle.remove()
+        for engine in list(self._all):
+            engine.end()
+        forget_group()
+
+
+def optimizer_of(net: nn.Module) -> Optimizer | None:
+    """Return the one optimizer of a model's parameters that is alive, if there is one.
+
+    Raises:
+        ModelError: there are several.
+    """
+    own = set(map(id, net.parameters()))
+
+    def look() -> list[Optimizer]:
+        return [each for each in instances(Optimizer) if not own.isdisjoint(parameters_of(each))]
+
+    found = look()
+    if len(found) > 1:
+        gc.collect()  # one that nobody holds any more
+        found = look()
+    if found and not own.issuperset(parameters_of(found[0])):
+        raise ModelError(
+            f"this {type(found[0]).__name__} holds other parameters than those of {type(net).__name__}, and an engine "
+            f"of DeepSpeed's has one model. Wrap one module that has all of them, or give each its optimizer."
+        )
+    if len(found) > 1:
+        kinds = ", ".join(sorted(type(each).__name__ for each in found))
+        raise ModelError(
+            f"{type(net).__name__} has {len(found)} optimizers ({kinds}), and an engine of DeepSpeed's steps one. Make "
+            f"one optimizer with a group of parameters for each rate, or use strategy='zero2'."
+        )
+    return found[0] if found else None
+
+
+def _twin(optimizer: Optimizer) -> Optimizer:
+    """Return an optimizer of the same class and options over the same parameters, with nothing else in common."""
+    made: Optimizer = object.__new__(type(optimizer))
+    made.__dict__.update(optimizer.__dict__)
+    made.__dict__.pop("step", None)  # as a scheduler has replaced it
+    for name, value in optimizer.__dict__.items():
+        if isinstance(value, OrderedDict):
+            made.__dict__[name] = OrderedDict()  # of hooks
+    made.param_groups = [{**group, "params": list(group["params"])} for group in optimizer.param_groups]
+    made.state = defaultdict(dict)
+    return made
+
+
+def _filled(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
+    """Yield the groups that have parameters, which an engine keeps."""
+    return (group for group in optimizer.param_groups if group["params"])

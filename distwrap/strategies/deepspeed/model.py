@@ -1,0 +1,142 @@
+"""The wrapper of a model that DeepSpeed trains: a forward with gradients goes through the engine, made at the first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+
+from distwrap._internals.torch_autograd import in_backward
+from distwrap._internals.torch_calls import pre_hooks_of, run_new_pre_hooks
+from distwrap._internals.torch_tree import tensors_in
+from distwrap.errors import ModelError
+from distwrap.group.world import current_world
+from distwrap.model.buffers import Buffers
+from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing, has_gradient
+from distwrap.model.model_first import ModelFirst
+from distwrap.precision import InPrecision
+from distwrap.strategies.alignment import Alignment
+from distwrap.strategies.deepspeed.engine import ModelEngine
+from distwrap.strategies.deepspeed.state import full_weights, load_weights
+
+
+class EngineRouting(Routing):
+    """Forward of a model that DeepSpeed trains.
+
+    Args:
+        module: the user's model.
+        in_precision: how to compute, and where.
+        forward_methods: which methods may be routed.
+        buffers: by which the ranks take over rank 0's when training pauses.
+        make_engine: makes the model's engine at the first forward that trains; ``None`` where nothing is to be trained.
+        divides_weights: whether each rank has a share of the weights alone.
+
+    Attributes:
+        engine: the model's, once there is one.
+        alignment: of the forwards in which all ranks take part, where weights are divided.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        in_precision: InPrecision,
+        forward_methods: ForwardMethods,
+        buffers: Buffers | None,
+        make_engine: Callable[[], ModelEngine | None],
+        *,
+        divides_weights: bool,
+    ) -> None:
+        super().__init__(module, in_precision, forward_methods)
+        self.buffers, self._make_engine, self.divides_weights = buffers, make_engine, divides_weights
+        self.engine: ModelEngine | None = None
+        self.alignment = Alignment(type(self.model).__name__) if divides_weights else None
+        self.run = in_precision(self._through_engine)
+
+    def _through_engine(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = self._moved((args, kwargs))
+        self._count()
+        return self._out(self.module(*args, **kwargs))
+
+    def _count(self) -> None:
+        if in_backward():
+            return  # which computes something again
+        if self.engine is None and torch.is_grad_enabled():
+            self.make_engine()
+        if self.alignment is not None and self.engine is not None:
+            self.alignment.forward()
+        if self.buffers is not None and self.model.training:
+            self.buffers.forwards += 1
+
+    def make_engine(self) -> ModelEngine | None:
+        """Return the model's engine, made now where it can be; every rank calls it."""
+        if self.engine is None:
+            self.engine = self._make_engine()
+        return self.engine
+
+    def _begin(self, call: MethodCall) -> bool:
+        super()._begin(call)
+        before = pre_hooks_of(call.module)
+        self._count()
+        call.args = run_new_pre_hooks(call.module, before, call.args)  # an engine was made within the module's call
+        return False
+
+    def _end(self, output: Any, call: MethodCall) -> Any:
+        return super()._end(self._out(output) if call.begun or has_gradient(output) else output, call)
+
+    def _out(self, output: Any) -> Any:
+        if not has_gradient(output):
+            return output
+        if self.engine is not None:
+            return self.engine.forward(lambda: output)
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(self._refuse_backward)  # type: ignore[no-untyped-call]
+        return output
+
+    def _refuse_backward(self, gradient: torch.Tensor) -> NoReturn:
+        raise ModelError(
+            f"rank {current_world().placement.rank}: {type(self.model).__name__} had no optimizer at its forward, and "
+            f"under strategy='deepspeed' an engine takes both. Make the optimizer before the first forward that trains."
+        )
+
+
+class EngineModel(ModelFirst):
+    """A model that DeepSpeed trains, which answers like the user's own."""
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the training flag; when training pauses, take over rank 0's buffers."""
+        pauses = self.training and not mode
+        super().train(mode)
+        if pauses and self._distwrap.buffers is not None:
+            self._distwrap.buffers.pause()
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the model's own state dict; where weights are divided all of them, and every rank calls it."""
+        routing = self._distwrap
+        if routing.divides_weights and routing.engine is not None:
+            routing.engine.take_over_weights()
+            return full_weights(routing.model, everywhere=True)
+        found: dict[str, Any] = routing.model.state_dict(*args, **kwargs)
+        return found
+
+    def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load weights saved with or without a wrapper."""
+        return load_weights(self._distwrap.model, state_dict, self._distwrap.engine)
+
+    def __deepcopy__(self, memo: Any) -> NoReturn:
+        self._distwrap_refuse_copy()
+
+    def __copy__(self) -> NoReturn:
+        self._distwrap_refuse_copy()
+
+    def __reduce__(self) -> NoReturn:
+        self._distwrap_refuse_copy()
+
+    def _distwrap_refuse_copy(self) -> NoReturn:
+        raise ModelError(
+            f"{type(self._distwrap.model).__name__} is in an engine of DeepSpeed's, and can be neither copied nor "
+            f"pickled. distwrap.save({{'model': model}}, path) writes all of it; load that into a plain model."
+        )

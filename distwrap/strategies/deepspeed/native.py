@@ -1,0 +1,109 @@
+"""DeepSpeed's own engine of a wrapped model, and checkpoints in its own form, which ``zero_to_fp32`` reads.
+
+Source: https://deepspeed.readthedocs.io/en/latest/model-checkpointing.html
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from distwrap.errors import CheckpointError, ModelError
+from distwrap.strategies.deepspeed.engine import ModelEngine
+from distwrap.strategies.deepspeed.model import EngineModel
+
+
+def engine_of(model: nn.Module) -> Any:
+    """Return the ``DeepSpeedEngine`` of a wrapped model, for what is DeepSpeed's own.
+
+    Args:
+        model: what `wrap_model` returned.
+
+    Raises:
+        ModelError: it is not under DeepSpeed, or has not trained yet: its engine is made at its first forward that
+            trains.
+    """
+    return _engine(model).deepspeed
+
+
+def save_engine(model: nn.Module, folder: str | os.PathLike[str], tag: str | None = None) -> None:
+    """Write a checkpoint in DeepSpeed's own form: each rank its shares, into a folder; every rank calls it.
+
+    ``python zero_to_fp32.py folder weights.pt``, which DeepSpeed puts there, makes plain weights of it. `distwrap.save`
+    writes a file that every strategy can load.
+
+    Args:
+        model: what `wrap_model` returned; its optimizer's state is saved too.
+        folder: the same on all ranks.
+        tag: name of this checkpoint in the folder; by default the number of steps.
+
+    Raises:
+        ModelError: as for `engine_of`.
+    """
+    engine = _engine(model)
+    engine.take_over_weights()
+    engine.deepspeed.save_checkpoint(os.fspath(folder), tag=tag)
+
+
+def load_engine(model: nn.Module, folder: str | os.PathLike[str], tag: str | None = None) -> None:
+    """Load what `save_engine` has written, at the same number of ranks; every rank calls it.
+
+    Args:
+        model: what `wrap_model` returned; its optimizer's state and options are loaded too.
+        folder: the same on all ranks.
+        tag: name of the checkpoint; by default the latest.
+
+    Raises:
+        ModelError: as for `engine_of`.
+        CheckpointError: there is none.
+    """
+    engine = _engine(model)
+    place = Path(folder)
+    is_there = (place / tag).is_dir() if tag is not None else (place / "latest").exists()
+    if not is_there or engine.deepspeed.load_checkpoint(os.fspath(place), tag=tag)[0] is None:
+        named = "" if tag is None else f" named {tag!r}"
+        raise CheckpointError(f"there is no checkpoint of DeepSpeed's{named} in {place}.")
+    engine.take_options()
+    engine.note_weights()
+
+
+@contextmanager
+def gathered_weights(model: nn.Module, rank: int = 0) -> Iterator[nn.Module]:
+    """Give every rank all weights within a ``with``, to look at or change them by hand; every rank enters it.
+
+    Args:
+        model: what `wrap_model` returned.
+        rank: whose changes hold.
+
+    Yields:
+        The user's own model.
+
+    Raises:
+        ModelError: as for `engine_of`.
+    """
+    engine = _engine(model)
+    parameters = list(engine.net.parameters())
+    engine.take_over_weights()
+    with import_module("deepspeed").zero.GatheredParameters(parameters, modifier_rank=rank, enabled=engine.stage == 3):
+        yield engine.net
+    engine.note_weights()
+
+
+def _engine(model: nn.Module) -> ModelEngine:
+    routing = model._distwrap if isinstance(model, EngineModel) else None
+    if routing is None:
+        raise ModelError(
+            f"{type(model).__name__} is no model that wrap_model() has put under strategy='deepspeed' on several ranks."
+        )
+    engine: ModelEngine | None = routing.engine or routing.make_engine()
+    if engine is None:
+        raise ModelError(
+            f"{type(routing.model).__name__} has no engine of DeepSpeed's without an optimizer: make that first."
+        )
+    return engine

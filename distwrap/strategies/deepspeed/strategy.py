@@ -1,0 +1,295 @@
+"""``strategy="deepspeed"``: DeepSpeed's engine, ZeRO 1 to 3, behind the loop as it is.
+
+Source: https://deepspeed.readthedocs.io/en/latest/
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from distwrap._internals.torch_tree import map_tensors
+from distwrap.errors import ModelError, OptionError
+from distwrap.group.collectives import broadcast
+from distwrap.group.setup import require_group
+from distwrap.group.world import World, current_world
+from distwrap.model.buffers import Buffers
+from distwrap.model.in_sync import Held, tensors_of
+from distwrap.model.transparent import unwrap_model
+from distwrap.options import Options
+from distwrap.packages import require_package
+from distwrap.precision import InPrecision, Precision
+from distwrap.strategies.base import Strategy, Wrapping
+from distwrap.strategies.deepspeed import config as configuration
+from distwrap.strategies.optimizer_share import refuse_sparse
+from distwrap.strategies.single import local, on_device
+
+if TYPE_CHECKING:
+    from distwrap.strategies.deepspeed.engine import ModelEngine
+
+_PRECISIONS = {"32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class HalfWeights(Precision):
+    """Weights that an engine keeps in a half precision, beside a master copy in float32; inputs are given in it."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def inputs(self, value: Any) -> Any:
+        return map_tensors(self._in_half, value)
+
+    def _in_half(self, value: torch.Tensor) -> torch.Tensor:
+        return value.to(self.dtype) if value.is_floating_point() else value
+
+
+class DeepSpeedStrategy(Strategy):
+    """DeepSpeed's engine around a model and its optimizer; the extra ``deepspeed``.
+
+    The loop stays: ``loss.backward()`` and ``optimizer.step()`` are the engine's. In half precision DeepSpeed keeps the
+    weights in it, and a master copy in float32 of which each rank has a share; losses under ``"fp16"`` are scaled by
+    its own scaler, through `distwrap.backward` and `distwrap.optimizer_step`.
+
+    Args:
+        stage: of ZeRO: 1 divides the optimizer's state, 2 the gradients too, 3 the weights too; by default the config's
+            own, or 2.
+        offload: where the optimizer's state is kept, and under stage 3 the weights: ``"cpu"``, or ``"nvme"``.
+        nvme_path: a folder on the device for ``"nvme"``.
+        config: DeepSpeed's, as a dict or the path of a JSON file, which is taken as it is; what it says of batches,
+            accumulation, optimizer and scheduler is the loop's affair, and refused or left out.
+        checkpointing: whether the activations of the model's blocks are computed again in the backward;
+            ``"selective"``: but for products of matrices, which are kept.
+        verbose: whether DeepSpeed may print what it does.
+        backend: of the process group.
+
+    Raises:
+        OptionError: one of them is of no such kind, or they disagree with the config.
+
+    Example:
+        >>> DeepSpeedStrategy(stage=3, offload="cpu").stage
+        3
+    """
+
+    steps_parameters = True
+    places_model = True
+
+    def __init__(
+        self,
+        *,
+        stage: Literal[1, 2, 3] | None = None,
+        offload: Literal["cpu", "nvme"] | None = None,
+        nvme_path: str | None = None,
+        config: Mapping[str, Any] | str | os.PathLike[str] | None = None,
+        checkpointing: bool | Literal["selective"] = False,
+        verbose: bool = False,
+        backend: str | None = None,
+    ) -> None:
+        if offload not in (None, "cpu", "nvme"):
+            raise OptionError(f"DeepSpeedStrategy(offload={offload!r}): it is None, 'cpu' or 'nvme'.")
+        if (offload == "nvme") != (nvme_path is not None):
+            raise OptionError("DeepSpeedStrategy(): offload='nvme' and nvme_path='/folder/on/it' go together.")
+        if checkpointing not in (False, True, "selective"):
+            raise OptionError(f"DeepSpeedStrategy(checkpointing={checkpointing!r}): it is False, True or 'selective'.")
+        self.checkpointing = checkpointing
+        self.config = configuration.read(config)
+        self.stage = configuration.stage_of(self.config, stage)
+        if offload == "nvme" and self.stage < 3:
+            raise OptionError("DeepSpeedStrategy(offload='nvme'): only stage=3 does; stages 1 and 2 take 'cpu'.")
+        self.offload, self.nvme_path, self.verbose, self.backend = offload, nvme_path, verbose, backend
+
+    @property
+    def shards(self) -> bool:  # type: ignore[override]
+        """Whether states are put together from several ranks."""
+        return current_world().placement.world_size > 1
+
+    @property
+    def averages_at_once(self) -> bool:  # type: ignore[override]
+        """Whether gradients are averaged with each micro-batch, as from stage 2 on, where no rank keeps all of them."""
+        return self.stage > 1
+
+    @property
+    def owns_scale(self) -> bool:  # type: ignore[override]
+        """Whether the engine scales losses, as it does where there is one."""
+        return current_world().placement.world_size > 1
+
+    def check(self, run: Options) -> None:
+        require_package("deepspeed", "strategy='deepspeed'", "strategy='zero1', 'zero2' or 'fsdp', which need none")
+        if run.comm is not None:
+            raise OptionError("comm= does not go with strategy='deepspeed', which exchanges by itself. Leave it out.")
+        if run.precision not in _PRECISIONS:
+            raise OptionError(
+                f"strategy='deepspeed' has precision '32', 'bf16' and 'fp16', and not {run.precision!r}: in half "
+                f"precision it keeps a master copy in float32."
+            )
+        configuration.refuse(self.config, str(run.precision))
+
+    def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
+        for name in wrapping.options:
+            raise OptionError(f"wrap_model({name}=…): under strategy='deepspeed' options stand in its config.")
+        net = unwrap_model(on_device(model, wrapping.device))
+        if world.placement.world_size == 1:
+            return local(model, wrapping)
+        require_group("wrap_model")
+        precision = next(name for name in _PRECISIONS if _is_of(wrapping.in_precision, name))
+        half = _PRECISIONS[precision]
+        inside = wrapping.in_precision
+        _refuse(net)
+        if half is not None:  # as DeepSpeed does, which makes its master copy of that
+            net.to(half)
+            inside = InPrecision(HalfWeights(half), wrapping.device, owns_scale=True)
+        for tensor in {id(value): value for value in (*net.parameters(), *net.buffers())}.values():
+            tensor.data.copy_(broadcast(tensor.data))
+        from distwrap.strategies.deepspeed.engine import Engines
+        from distwrap.strategies.deepspeed.model import EngineModel, EngineRouting
+        from distwrap.strategies.fsdp.recomputation import recompute
+        from distwrap.strategies.fsdp.units import units_of
+
+        world.part(Engines)
+        name = str(world.count("model"))
+        if self.checkpointing:
+            recompute(units_of(net, "auto"), selective=self.checkpointing == "selective")
+        buffers = None if world.channel is None else Buffers(net, world.placement.rank, world.channel, name)
+
+        divides = self.stage == 3
+        return EngineModel(
+            EngineRouting(
+                model,
+                inside,
+                wrapping.forward_methods,
+                buffers,
+                lambda: self._made(net, precision),
+                divides_weights=divides,
+            )
+        )
+
+    def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
+        return optimizer
+
+    # A step
+
+    def backward(self, loss: torch.Tensor) -> None:
+        from distwrap.strategies.deepspeed.engine import Engines
+
+        engines = list(current_world().part(Engines))
+        if len(engines) == 1:
+            return engines[0].backward(loss)
+        if any(engine.scales for engine in engines):
+            raise ModelError(
+                f"{len(engines)} models under strategy='deepspeed' in fp16, each with a scale of its own: whose loss "
+                f"this is cannot be told. Use precision='bf16' or '32'."
+            )
+        return super().backward(loss)
+
+    def gradients(self, model: nn.Module) -> list[torch.Tensor]:
+        engine = _engine_of(unwrap_model(model))
+        return super().gradients(model) if engine is None else engine.gradients()
+
+    def clip(
+        self, optimizer: Optimizer, parameters: Iterable[torch.Tensor], max_norm: float
+    ) -> torch.Tensor | float | None:
+        engine = _engine_of(optimizer)
+        if engine is None:
+            return super().clip(optimizer, parameters, max_norm)
+        engine.clip(max_norm)
+        return None  # which the step finds
+
+    def step(self, optimizer: Optimizer) -> bool | None:
+        optimizer.step()
+        engine = _engine_of(optimizer)
+        return engine is None or engine.taken
+
+    # State
+
+    def held(self, model: nn.Module) -> Iterable[Held]:
+        return () if self.stage == 3 and _engine_of(unwrap_model(model)) is not None else tensors_of(model)
+
+    def is_divided(self, thing: nn.Module | Optimizer) -> bool:
+        return _engine_of(unwrap_model(thing) if isinstance(thing, nn.Module) else thing) is not None
+
+    def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
+        plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
+        engine = _engine_of(plain)
+        if engine is None:
+            return super().state(thing, everywhere=everywhere)
+        from distwrap.strategies.deepspeed import state
+
+        engine.take_over_weights()
+        if isinstance(plain, nn.Module):
+            return state.full_weights(plain, everywhere=everywhere)
+        return state.full_optimizer_state(engine, plain, everywhere=everywhere)
+
+    def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
+        plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
+        engine = _engine_of(plain)
+        if engine is None:
+            super().load_state(thing, state)
+            return
+        from distwrap.strategies.deepspeed import state as states
+
+        if isinstance(plain, nn.Module):
+            states.load_weights(plain, state, engine)
+        else:
+            states.load_optimizer_state(engine, plain, state)
+
+    def give_back(
+        self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
+    ) -> None:
+        engine = _engine_of(unwrap_model(prepared) if isinstance(prepared, nn.Module) else prepared)
+        if engine is not None:
+            from distwrap.strategies.deepspeed.engine import Engines
+
+            optimizer = engine.optimizer()
+            whole = None if optimizer is None else self.state(optimizer, everywhere=True)
+            current_world().part(Engines).remove(engine)
+            engine.make_whole()
+            if optimizer is not None and whole is not None:
+                optimizer.load_state_dict(whole)
+        super().give_back(original, prepared, state)
+
+    def _made(self, net: nn.Module, precision: str) -> ModelEngine | None:
+        """Return the engine of a model, made of the one optimizer that has its parameters; ``None`` without one."""
+        from distwrap.strategies.deepspeed.engine import Engines, ModelEngine, optimizer_of
+
+        world, optimizer = current_world(), optimizer_of(net)
+        if optimizer is None:
+            return None
+        config = configuration.engine_config(
+            self.config, stage=self.stage, offload=self.offload, nvme_path=self.nvme_path, precision=precision
+        )
+        state = optimizer.state_dict()
+        engine = ModelEngine(net, optimizer, config, world, verbose=self.verbose)
+        world.part(Engines).add(engine)
+        if state["state"]:
+            optimizer.state.clear()
+            self.load_state(optimizer, state)
+        return engine
+
+
+def _engine_of(thing: nn.Module | Optimizer) -> ModelEngine | None:
+    from distwrap.strategies.deepspeed.engine import Engines
+
+    return current_world().part(Engines).of(thing)
+
+
+def _is_of(in_precision: InPrecision, name: str) -> bool:
+    return type(in_precision.precision) is type(InPrecision(name, in_precision.device).precision)
+
+
+def _refuse(net: nn.Module) -> None:
+    """Refuse what an engine would train otherwise than one process.
+
+    Raises:
+        ModelError: a weight is in float64 or complex, or a gradient is sparse.
+    """
+    for name, parameter in net.named_parameters():
+        if parameter.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            raise ModelError(
+                f"the parameter {name!r} is in {parameter.dtype}, and DeepSpeed trains a copy in float32: it would be "
+                f"rounded. Use model.float(), or strategy='zero2' or 'fsdp'."
+            )
+    refuse_sparse(net, "strategy='deepspeed'")

@@ -1,0 +1,1 @@
+"""strategy="deepspeed", on DeepSpeed itself."""

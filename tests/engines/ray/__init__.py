@@ -1,0 +1,1 @@
+"""launcher="ray", on real clusters of Ray."""
