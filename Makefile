@@ -79,7 +79,7 @@ $(VENV)-%/.installed: setup.cfg setup.py constraints.txt
 	$(PYTHON) -m venv $(VENV)-$*
 	$(VENV)-$*/bin/python -m pip install $(pip_words) -c constraints.txt torch numpy setuptools wheel ninja
 	DS_BUILD_OPS=0 $(VENV)-$*/bin/python -m pip install $(pip_words) -c constraints.txt --no-build-isolation \
-		-e '.[test_$*]'
+		-e '.[test-$*]'
 	touch $@
 
 clean:
