@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-_TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 
 _type = torch.float64
 
@@ -19,7 +19,7 @@ def exact_type() -> torch.dtype:
 
 def tolerance() -> float:
     """Return by how much numbers in that type may differ from one process's."""
-    return _TOLERANCES[_type]
+    return TOLERANCES[_type]
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from distwrap.testing import exactness
 from distwrap.testing.behaviours.nets import ROWS, SmallNet, examples, small
 
 HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
-ROUNDED = 1e-5  # for float32
+EXACT, ROUNDED = exactness.TOLERANCES[torch.float64], exactness.TOLERANCES[torch.float32]
 
 
 class OneProcess:
