@@ -117,11 +117,13 @@ def _remove_batches(folder: Path, *, all_end: bool = False) -> None:
     """Remove what the workers have put into shared memory, if they are gone or, as they say themselves, all end."""
     for note in folder.glob(f"{_PID}*"):
         pid = int(note.name.removeprefix(_PID))
-        # A number means something in its own container alone, and there it may be another's by now.
-        if note.read_text() == node() and (all_end or has_ended(pid)):
-            # A worker that is killed while it passes a batch on leaves the batch's name.
-            for batch in Path("/dev/shm").glob(f"torch_{pid}_*"):
-                batch.unlink(missing_ok=True)
+        # Workers of one rank that end at once remove the same folder.
+        with contextlib.suppress(FileNotFoundError):
+            # A number means something in its own container alone, and there it may be another's by now.
+            if note.read_text() == node() and (all_end or has_ended(pid)):
+                # A worker that is killed while it passes a batch on leaves the batch's name.
+                for batch in Path("/dev/shm").glob(f"torch_{pid}_*"):
+                    batch.unlink(missing_ok=True)
 
 
 class _Orphan:
@@ -146,11 +148,13 @@ class _Orphan:
     def _run(self) -> None:
         while os.getppid() == self._rank:
             time.sleep(_LOOK_SECONDS)
-        _remove_batches(self.folder, all_end=True)
-        deadline = time.monotonic() + _ORPHAN_SECONDS
-        remove_what_is_left()
-        # A process is no parent any more before the last of its threads has let go of the lock.
-        while self.folder.exists() and time.monotonic() < deadline:
-            time.sleep(_LOOK_SECONDS)
+        try:
+            _remove_batches(self.folder, all_end=True)
+            deadline = time.monotonic() + _ORPHAN_SECONDS
             remove_what_is_left()
-        os._exit(1)
+            # A process is no parent any more before the last of its threads has let go of the lock.
+            while self.folder.exists() and time.monotonic() < deadline:
+                time.sleep(_LOOK_SECONDS)
+                remove_what_is_left()
+        finally:
+            os._exit(1)

@@ -192,6 +192,7 @@ def test_a_worker_without_its_rank_waits_for_the_lock_of_the_folder(monkeypatch:
     with tempfile.TemporaryDirectory(dir="/tmp") as place:  # whose path is short enough for sockets
         monkeypatch.setattr(tempfile, "tempdir", place)
         folder = locked_folder.make(workers._KIND)
+        (folder / "pid-1").symlink_to("what another worker has just removed")
         child = os.fork()
         if child == 0:
             workers._Orphan(folder, rank=0)._run()  # ends the process
