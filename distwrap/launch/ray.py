@@ -93,13 +93,15 @@ class RayLauncher(Launcher):
             ray = self._connected()
             actors, desk = self._started(ray, job.nprocs, stack)
             where = _get(ray, [actor.where.remote() for actor in actors], _START_SECONDS)
-            order = sorted(range(job.nprocs), key=lambda number: (_node_order(where, number), number))
-            placements = _placements([where[number] for number in order])
+            nodes = list(dict.fromkeys(node for node, *_ in where))
+            # Of a node one after the other; sorted() keeps their order.
+            ranks = sorted(zip(where, actors, strict=True), key=lambda rank: nodes.index(rank[0][0]))
+            where = [place for place, _ in ranks]
             running = {
-                actors[number].run.remote(replace(plan, placement=placement)): placement.rank
-                for number, placement in zip(order, placements, strict=True)
+                actor.run.remote(replace(plan, placement=placement)): placement.rank
+                for (_, actor), placement in zip(ranks, _placements(where), strict=True)
             }
-            return _Collector(ray, desk, [where[number] for number in order], job.seconds).collect(running)
+            return _Collector(ray, desk, where, job.seconds).collect(running)
 
     def _connected(self) -> Any:
         """Return the package, connected to a cluster until the call ends, where it was not before."""
@@ -226,12 +228,6 @@ def _get(ray: Any, references: list[Any], seconds: float) -> list[Any]:
             f"the ranks' actors did not start on the Ray cluster ({type(error).__name__}: {first_line(error)}). Is "
             f"distwrap, of this version, installed on all of its nodes, or in runtime_env=?"
         ) from error
-
-
-def _node_order(where: Sequence[tuple[str, str, str, int]], number: int) -> int:
-    """Return the place of an actor's node among those of all, in the order of their first actors."""
-    nodes = [node for node, *_ in where]
-    return nodes.index(nodes[number])
 
 
 def _placements(where: Sequence[tuple[str, str, str, int]]) -> list[Placement]:

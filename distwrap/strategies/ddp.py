@@ -11,7 +11,6 @@ from torch.optim import Optimizer
 
 from distwrap.comm.base import Algorithm
 from distwrap.errors import ModelError, OptionError
-from distwrap.group.collectives import broadcast
 from distwrap.group.setup import require_group
 from distwrap.group.world import World, current_world
 from distwrap.model.buffers import Buffers
@@ -22,6 +21,7 @@ from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, bind, under_ddp
 from distwrap.registry import algorithms
 from distwrap.strategies.base import Strategy, Wrapping
+from distwrap.strategies.rank_zeros import take_rank_zeros
 from distwrap.strategies.single import check_ddp_options, local
 
 # By which the user decides when buffers are broadcast; the second name is torch's since 2.13.
@@ -55,7 +55,7 @@ class DDPStrategy(Strategy):
         check_ddp_options("wrap_model()", wrapping.options)
         require_group("wrap_model")
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            _share(model)
+            take_rank_zeros(model)
             refuse_unfreezing(model.named_parameters())
             return local(model, wrapping)  # nothing to average; DDP would refuse
         models = world.part(WrappedModels)
@@ -102,12 +102,6 @@ class DDPStrategy(Strategy):
             if isinstance(wrapped, DistributedModel) and wrapped._distwrap.exchange is not None:
                 optimizer = wrapped._distwrap.exchange.prepare_optimizer(optimizer)
         return optimizer
-
-
-def _share(model: nn.Module) -> None:
-    """Give every rank rank 0's weights, as DDP does when it is built."""
-    for tensor in (*model.parameters(), *model.buffers()):
-        tensor.data.copy_(broadcast(tensor.data))
 
 
 def _refuse_with_comm(model: nn.Module, options: dict[str, Any]) -> None:

@@ -7,7 +7,7 @@ are broadcast from their owners, many in one message.
 Source: ZeRO, stage 1, https://arxiv.org/abs/1910.02054
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import zip_longest
 from typing import Any
@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.autograd.graph import increment_version
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from distwrap._internals.torch import foreach
 from distwrap._internals.torch_zero import unchanged_versions
@@ -110,10 +111,7 @@ class OptimizerShare:
 
     def be_innermost(self) -> None:
         """Let the user's own hooks of a step that begins now see all gradients before it, and all weights after it."""
-        for handle, last in zip(self._around, (True, False), strict=True):
-            hooks = handle.hooks_dict_ref()
-            if hooks is not None:
-                hooks.move_to_end(handle.id, last=last)
+        put_innermost(self._around)
 
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self.is_over:
@@ -312,6 +310,14 @@ class _Message:
             pairs = zip(self._tensors, parts, strict=True)
             foreach("copy_", [each.data for each in self._tensors], [part.view(each.shape) for each, part in pairs])
         self._work, self._flat = None, torch.empty(0)
+
+
+def put_innermost(around: Sequence[RemovableHandle]) -> None:
+    """Let the hook before a step that begins now be the last of its optimizer's, and the one after it the first."""
+    for handle, last in zip(around, (True, False), strict=True):
+        hooks = handle.hooks_dict_ref()
+        if hooks is not None:
+            hooks.move_to_end(handle.id, last=last)
 
 
 def balanced(parameters: Iterable[nn.Parameter], loads: list[int]) -> dict[nn.Parameter, int]:

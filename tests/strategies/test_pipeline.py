@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import io
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -374,7 +374,7 @@ def refused() -> None:
     with pytest.raises(ModelError, match="LBFGS takes products over all gradients"):
         dw.wrap_optimizer(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(ModelError, match=r"distwrap.save\(\) takes the model itself"):
-        torch.save(model.state_dict(), io.BytesIO())
+        torch.save(model.state_dict(), BytesIO())
     if dw.rank() == 0:
         model.eval()
         with torch.no_grad(), pytest.raises(CollectiveError, match="forward 1 of Unlike without gradients, and rank 1"):

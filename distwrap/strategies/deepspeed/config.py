@@ -20,7 +20,7 @@ _OF_LOOP = {
     "scheduler": "make it in the loop, out of torch.optim.lr_scheduler or deepspeed.runtime.lr_schedules",
     "managed_gradient_accumulation": "the loop says when to step",
 }
-_HALVES = {"fp16": "fp16", "bf16": "bf16"}
+_HALVES = ("fp16", "bf16")
 
 
 def read(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str, Any]:
@@ -124,7 +124,7 @@ def engine_config(
             zero.setdefault("offload_param", dict(where))
     config["zero_optimization"] = zero
     if precision in _HALVES:
-        config[_HALVES[precision]] = {"enabled": True, **_section(config, precision)}
+        config[precision] = {"enabled": True, **_section(config, precision)}
     return config
 
 

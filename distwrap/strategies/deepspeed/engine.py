@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import gc
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -27,7 +27,7 @@ from distwrap.model.drift import Drift
 from distwrap.model.wrapped_models import parameters_of
 from distwrap.strategies.deepspeed.gradients import EngineGradient
 from distwrap.strategies.deepspeed.package import environment, forget_group, import_deepspeed, quiet, without_compiler
-from distwrap.strategies.optimizer_share import refuse_whole
+from distwrap.strategies.optimizer_share import put_innermost, refuse_whole
 from distwrap.strategies.separable import refuse_mixing, refuse_shaped
 
 
@@ -77,16 +77,14 @@ class ModelEngine:
         self._is_in_backward = self._is_handed = self._has_ended = False
         if self.stage > 1:
             self._note_ends()
-        self._versions = {id(parameter): version_of(parameter) for parameter in self.parameters}
+        self.note_weights()
         self._handles = [optimizer.register_step_pre_hook(self._before), optimizer.register_step_post_hook(self._after)]
 
-    def forward(self, compute: Callable[[], Any]) -> Any:
-        """Return what a forward computes, whose backward goes through the engine."""
-        outputs = compute()
-        if torch.is_grad_enabled():
-            for output in tensors_in(outputs):
-                if output.requires_grad:
-                    output.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
+    def watch(self, outputs: Any) -> Any:
+        """Return a forward's outputs, whose backward goes through the engine."""
+        for output in tensors_in(outputs):
+            if output.requires_grad:
+                output.register_hook(self._before_backward)  # type: ignore[no-untyped-call]
         self.deepspeed.__dict__["module"] = lambda: outputs
         try:
             return self.deepspeed.forward()
@@ -187,10 +185,7 @@ class ModelEngine:
 
     def be_innermost(self) -> None:
         """Let the user's own hooks of a step see what was before it, and what is after it."""
-        for handle, last in zip(self._handles, (True, False), strict=True):
-            hooks = handle.hooks_dict_ref()
-            if hooks is not None:
-                hooks.move_to_end(handle.id, last=last)
+        put_innermost(self._handles)
 
     # Around a backward
 
@@ -244,8 +239,7 @@ class ModelEngine:
                 f"{type(optimizer).__name__} has got a group of parameters since its engine was made, which DeepSpeed "
                 f"cannot add. Make the optimizer with all groups, or use strategy='zero2'."
             )
-        for own, group in zip(_filled(optimizer), self.inner.param_groups, strict=True):
-            group.update({name: value for name, value in own.items() if name != "params"})
+        _take_options(_filled(optimizer), self.inner.param_groups)
         self._take_back()
         self.take_over_weights()
         self.deepspeed.step()
@@ -263,10 +257,8 @@ class ModelEngine:
     def take_options(self) -> None:
         """Let the user's optimizer have what the engine's has made of its options."""
         optimizer = self.optimizer()
-        if optimizer is None:
-            return
-        for own, group in zip(_filled(optimizer), self.inner.param_groups, strict=True):
-            own.update({name: value for name, value in group.items() if name != "params"})
+        if optimizer is not None:
+            _take_options(self.inner.param_groups, _filled(optimizer))
 
 
 class Engines(RunPart):
@@ -346,6 +338,12 @@ def _twin(optimizer: Optimizer) -> Optimizer:
     return made
 
 
-def _filled(optimizer: Optimizer) -> Iterator[dict[str, Any]]:
-    """Yield the groups that have parameters, which an engine keeps."""
-    return (group for group in optimizer.param_groups if group["params"])
+def _filled(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the groups that have parameters, which an engine keeps."""
+    return [group for group in optimizer.param_groups if group["params"]]
+
+
+def _take_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    """Let groups of parameters have the options of others, one for one."""
+    for given, taken in zip(source, target, strict=True):
+        taken.update({name: value for name, value in given.items() if name != "params"})

@@ -15,7 +15,7 @@ from distwrap.errors import ModelError
 from distwrap.group.world import current_world
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing, has_gradient
-from distwrap.model.model_first import ModelFirst
+from distwrap.model.pausing_model import UncopiedModel
 from distwrap.precision import InPrecision
 from distwrap.strategies.alignment import Alignment
 from distwrap.strategies.deepspeed.engine import ModelEngine
@@ -89,7 +89,7 @@ class EngineRouting(Routing):
         if not has_gradient(output):
             return output
         if self.engine is not None:
-            return self.engine.forward(lambda: output)
+            return self.engine.watch(output)
         for tensor in tensors_in(output):
             if tensor.requires_grad:
                 tensor.register_hook(self._refuse_backward)  # type: ignore[no-untyped-call]
@@ -101,17 +101,20 @@ class EngineRouting(Routing):
             f"under strategy='deepspeed' an engine takes both. Make the optimizer before the first forward that trains."
         )
 
+    def refuse_copy(self) -> NoReturn:
+        """Refuse to copy or pickle the model.
 
-class EngineModel(ModelFirst):
+        Raises:
+            ModelError: says what to do instead.
+        """
+        raise ModelError(
+            f"{type(self.model).__name__} is in an engine of DeepSpeed's, and can be neither copied nor pickled. "
+            f"distwrap.save({{'model': model}}, path) writes all of it; load that into a plain model."
+        )
+
+
+class EngineModel(UncopiedModel):
     """A model that DeepSpeed trains, which answers like the user's own."""
-
-    def train(self, mode: bool = True) -> Any:
-        """Set the training flag; when training pauses, take over rank 0's buffers."""
-        pauses = self.training and not mode
-        super().train(mode)
-        if pauses and self._distwrap.buffers is not None:
-            self._distwrap.buffers.pause()
-        return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the model's own state dict; where weights are divided all of them, and every rank calls it."""
@@ -125,18 +128,3 @@ class EngineModel(ModelFirst):
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Load weights saved with or without a wrapper."""
         return load_weights(self._distwrap.model, state_dict, self._distwrap.engine)
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        self._distwrap_refuse_copy()
-
-    def __copy__(self) -> NoReturn:
-        self._distwrap_refuse_copy()
-
-    def __reduce__(self) -> NoReturn:
-        self._distwrap_refuse_copy()
-
-    def _distwrap_refuse_copy(self) -> NoReturn:
-        raise ModelError(
-            f"{type(self._distwrap.model).__name__} is in an engine of DeepSpeed's, and can be neither copied nor "
-            f"pickled. distwrap.save({{'model': model}}, path) writes all of it; load that into a plain model."
-        )

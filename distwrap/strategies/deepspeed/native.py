@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -87,10 +86,12 @@ def gathered_weights(model: nn.Module, rank: int = 0) -> Iterator[nn.Module]:
     Raises:
         ModelError: as for `engine_of`.
     """
+    import deepspeed
+
     engine = _engine(model)
     parameters = list(engine.net.parameters())
     engine.take_over_weights()
-    with import_module("deepspeed").zero.GatheredParameters(parameters, modifier_rank=rank, enabled=engine.stage == 3):
+    with deepspeed.zero.GatheredParameters(parameters, modifier_rank=rank, enabled=engine.stage == 3):
         yield engine.net
     engine.note_weights()
 
@@ -101,7 +102,7 @@ def _engine(model: nn.Module) -> ModelEngine:
         raise ModelError(
             f"{type(model).__name__} is no model that wrap_model() has put under strategy='deepspeed' on several ranks."
         )
-    engine: ModelEngine | None = routing.engine or routing.make_engine()
+    engine: ModelEngine | None = routing.make_engine()
     if engine is None:
         raise ModelError(
             f"{type(routing.model).__name__} has no engine of DeepSpeed's without an optimizer: make that first."

@@ -76,11 +76,10 @@ def full_optimizer_state(engine: ModelEngine, optimizer: Optimizer, *, everywher
 
 def load_optimizer_state(engine: ModelEngine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
     """Load a whole state of the user's optimizer into its engine; every rank calls it with all of it."""
-    plain = type(optimizer)
     saved = [number for group in state["param_groups"] for number in group["params"]]
     held = [each for group in optimizer.param_groups for each in group["params"]]
     by_parameter = {id(each): state["state"].get(number, {}) for number, each in zip(saved, held, strict=True)}
-    plain.load_state_dict(optimizer, {**state, "state": {}})
+    optimizer.load_state_dict({**state, "state": {}})
     _lay_out(engine, by_parameter)
     for parameter in engine.parameters:
         for name, value in by_parameter[id(parameter)].items():

@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 
 from distwrap._internals.torch_tree import map_tensors
 from distwrap.errors import ModelError, OptionError
-from distwrap.group.collectives import broadcast
 from distwrap.group.setup import require_group
 from distwrap.group.world import World, current_world
 from distwrap.model.buffers import Buffers
@@ -27,6 +26,7 @@ from distwrap.precision import InPrecision, Precision
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.deepspeed import config as configuration
 from distwrap.strategies.optimizer_share import refuse_sparse
+from distwrap.strategies.rank_zeros import take_rank_zeros
 from distwrap.strategies.single import local, on_device
 
 if TYPE_CHECKING:
@@ -142,8 +142,7 @@ class DeepSpeedStrategy(Strategy):
         if half is not None:  # as DeepSpeed does, which makes its master copy of that
             net.to(half)
             inside = InPrecision(HalfWeights(half), wrapping.device, owns_scale=True)
-        for tensor in {id(value): value for value in (*net.parameters(), *net.buffers())}.values():
-            tensor.data.copy_(broadcast(tensor.data))
+        take_rank_zeros(net)
         from distwrap.strategies.deepspeed.engine import Engines
         from distwrap.strategies.deepspeed.model import EngineModel, EngineRouting
         from distwrap.strategies.fsdp.recomputation import recompute
@@ -155,20 +154,11 @@ class DeepSpeedStrategy(Strategy):
             recompute(units_of(net, "auto"), selective=self.checkpointing == "selective")
         buffers = None if world.channel is None else Buffers(net, world.placement.rank, world.channel, name)
 
-        divides = self.stage == 3
-        return EngineModel(
-            EngineRouting(
-                model,
-                inside,
-                wrapping.forward_methods,
-                buffers,
-                lambda: self._made(net, precision),
-                divides_weights=divides,
-            )
-        )
+        def make() -> ModelEngine | None:
+            return self._made(net, precision)
 
-    def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
-        return optimizer
+        methods = wrapping.forward_methods
+        return EngineModel(EngineRouting(model, inside, methods, buffers, make, divides_weights=self.stage == 3))
 
     # A step
 
@@ -186,7 +176,7 @@ class DeepSpeedStrategy(Strategy):
         return super().backward(loss)
 
     def gradients(self, model: nn.Module) -> list[torch.Tensor]:
-        engine = _engine_of(unwrap_model(model))
+        engine = _engine_of(model)
         return super().gradients(model) if engine is None else engine.gradients()
 
     def clip(
@@ -206,40 +196,38 @@ class DeepSpeedStrategy(Strategy):
     # State
 
     def held(self, model: nn.Module) -> Iterable[Held]:
-        return () if self.stage == 3 and _engine_of(unwrap_model(model)) is not None else tensors_of(model)
+        return () if self.stage == 3 and _engine_of(model) is not None else tensors_of(model)
 
     def is_divided(self, thing: nn.Module | Optimizer) -> bool:
-        return _engine_of(unwrap_model(thing) if isinstance(thing, nn.Module) else thing) is not None
+        return _engine_of(thing) is not None
 
     def state(self, thing: nn.Module | Optimizer, *, everywhere: bool = False) -> dict[str, Any]:
-        plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
-        engine = _engine_of(plain)
+        engine = _engine_of(thing)
         if engine is None:
             return super().state(thing, everywhere=everywhere)
         from distwrap.strategies.deepspeed import state
 
         engine.take_over_weights()
-        if isinstance(plain, nn.Module):
-            return state.full_weights(plain, everywhere=everywhere)
-        return state.full_optimizer_state(engine, plain, everywhere=everywhere)
+        if isinstance(thing, nn.Module):
+            return state.full_weights(engine.net, everywhere=everywhere)
+        return state.full_optimizer_state(engine, thing, everywhere=everywhere)
 
     def load_state(self, thing: nn.Module | Optimizer, state: dict[str, Any]) -> None:
-        plain = unwrap_model(thing) if isinstance(thing, nn.Module) else thing
-        engine = _engine_of(plain)
+        engine = _engine_of(thing)
         if engine is None:
             super().load_state(thing, state)
             return
         from distwrap.strategies.deepspeed import state as states
 
-        if isinstance(plain, nn.Module):
-            states.load_weights(plain, state, engine)
+        if isinstance(thing, nn.Module):
+            states.load_weights(engine.net, state, engine)
         else:
-            states.load_optimizer_state(engine, plain, state)
+            states.load_optimizer_state(engine, thing, state)
 
     def give_back(
         self, original: nn.Module | Optimizer, prepared: nn.Module | Optimizer, state: dict[str, Any]
     ) -> None:
-        engine = _engine_of(unwrap_model(prepared) if isinstance(prepared, nn.Module) else prepared)
+        engine = _engine_of(prepared)
         if engine is not None:
             from distwrap.strategies.deepspeed.engine import Engines
 
@@ -273,7 +261,7 @@ class DeepSpeedStrategy(Strategy):
 def _engine_of(thing: nn.Module | Optimizer) -> ModelEngine | None:
     from distwrap.strategies.deepspeed.engine import Engines
 
-    return current_world().part(Engines).of(thing)
+    return current_world().part(Engines).of(unwrap_model(thing) if isinstance(thing, nn.Module) else thing)
 
 
 def _is_of(in_precision: InPrecision, name: str) -> bool:

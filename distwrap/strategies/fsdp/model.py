@@ -18,7 +18,7 @@ from distwrap._internals.torch_sharding import begin_fsdp_forward, end_fsdp_forw
 from distwrap.errors import ModelError
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing
-from distwrap.model.model_first import ModelFirst
+from distwrap.model.pausing_model import UncopiedModel
 from distwrap.precision import InPrecision
 from distwrap.strategies import shards
 from distwrap.strategies.alignment import Alignment
@@ -169,8 +169,20 @@ class FSDPRouting(Routing):
             self.units.begin()
             self._forget()
 
+    def refuse_copy(self) -> NoReturn:
+        """Refuse to copy or pickle a model of which each rank has a share.
 
-class DividedModel(ModelFirst):
+        Raises:
+            ModelError: says what to do instead.
+        """
+        raise ModelError(
+            f"{class_of(self.model)} is divided, and can be neither copied nor pickled. "
+            f"distwrap.save({{'model': model}}, path) writes all of it; load that into a plain model. For a second "
+            f"model of these weights, as their average, copy the plain model and wrap both."
+        )
+
+
+class DividedModel(UncopiedModel):
     """A model of which each rank holds a share of every weight, as a ``DTensor``; a real ``FSDPModule`` is inside."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,14 +192,6 @@ class DividedModel(ModelFirst):
         if name in _OF_PARAMETERS:
             self._distwrap.settle()
         return super().__getattr__(name)
-
-    def train(self, mode: bool = True) -> Any:
-        """Set the training flag; when training pauses, take over rank 0's buffers."""
-        pauses = self.training and not mode
-        super().train(mode)
-        if pauses and self._distwrap.buffers is not None:
-            self._distwrap.buffers.pause()
-        return self
 
     def load_state_dict(self, state_dict: Any, *args: Any, **kwargs: Any) -> Any:
         """Load weights saved with or without a wrapper, whole or divided; ``assign=True`` copies their numbers too."""
@@ -206,29 +210,7 @@ class DividedModel(ModelFirst):
             break
         return super()._apply(fn, *args, **kwargs)
 
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        refuse_copy(self)
-
-    def __copy__(self) -> NoReturn:
-        refuse_copy(self)
-
-    def __reduce__(self) -> NoReturn:
-        refuse_copy(self)
-
 
 def class_of(model: nn.Module) -> str:
     """Return the name of the user's class of a divided model, whose own FSDP has put in front."""
     return next(kind.__name__ for kind in type(model).__mro__ if not issubclass(kind, FSDPModule))
-
-
-def refuse_copy(model: ModelFirst) -> NoReturn:
-    """Refuse to copy or pickle a model of which each rank has a share.
-
-    Raises:
-        ModelError: says what to do instead.
-    """
-    raise ModelError(
-        f"{class_of(model._distwrap.model)} is divided, and can be neither copied nor pickled. "
-        f"distwrap.save({{'model': model}}, path) writes all of it; load that into a plain model. For a second model "
-        f"of these weights, as their average, copy the plain model and wrap both."
-    )

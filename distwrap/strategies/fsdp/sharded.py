@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor, Shard
 from distwrap._internals.torch_sharding import BeforeFSDP, has_gradient_hook, is_in_pieces
 from distwrap.devices.memory import return_freed_memory
 from distwrap.errors import ModelError, OptionError
-from distwrap.group.collectives import broadcast
 from distwrap.group.setup import require_group
 from distwrap.group.world import Layout, RunPart, World, current_world, say_once
 from distwrap.model.buffers import Buffers
@@ -34,6 +33,7 @@ from distwrap.strategies.fsdp.units import computed_in, norms_of, of_other_types
 from distwrap.strategies.meshes import mesh_over
 from distwrap.strategies.named_inputs import NamedInputs
 from distwrap.strategies.optimizer_share import refuse_sparse
+from distwrap.strategies.rank_zeros import take_rank_zeros
 from distwrap.strategies.torch_version import require_torch
 
 if TYPE_CHECKING:
@@ -83,7 +83,9 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     for parameter in parameters.values():
         parameter.data = parameter.data.contiguous()  # as FSDP wants them
     if not is_empty:
-        _share(net, wrapping.device, strategy.cpu_offload)
+        take_rank_zeros(net)
+        if not strategy.cpu_offload:
+            net.to(wrapping.device)
     tensor_parallel = None
     if tensor_mesh is not None:
         by_sequence, shares = strategy.sequence_parallel, mesh.size() if mesh else 1
@@ -230,14 +232,6 @@ def tensor_ranks(strategy: FSDPStrategy, world: World) -> int:
 
 def _said(strategy: FSDPStrategy) -> str:
     return f"{strategy.in_groups}={getattr(strategy, strategy.in_groups)!r}"
-
-
-def _share(net: nn.Module, device: torch.device, stays: bool) -> None:
-    """Give every rank rank 0's weights, one tensor at a time, and put them on the device where they are not to stay."""
-    for tensor in {id(value): value for value in (*net.parameters(), *net.buffers())}.values():
-        tensor.data.copy_(broadcast(tensor.data))
-    if not stays:
-        net.to(device)
 
 
 def _refuse(net: nn.Module) -> None:

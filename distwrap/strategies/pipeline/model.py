@@ -21,7 +21,7 @@ from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.world import World, say_once
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import Routing, put_back_forward
-from distwrap.model.model_first import ModelFirst
+from distwrap.model.pausing_model import PausingModel
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.precision import LossScaling
 from distwrap.seeding import preserved
@@ -360,18 +360,10 @@ class PipelineRouting(Routing):
         return any(is_of_pass(node) for node in nodes)
 
 
-class PipelineModel(ModelFirst):
+class PipelineModel(PausingModel):
     """A model of which this rank has the blocks of its stages."""
 
     _distwrap: PipelineRouting
-
-    def train(self, mode: bool = True) -> Any:
-        """Set the training flag; when training pauses, take over the first pipeline's buffers."""
-        buffers, pauses = self._distwrap.buffers, self.training and not mode
-        super().train(mode)
-        if pauses and buffers is not None:
-            buffers.pause()
-        return self
 
     def __reduce__(self) -> Any:
         refuse_copy()

@@ -1,0 +1,30 @@
+"""Wrappers of strategies other than DDP: what they do as training pauses, and where somebody copies them."""
+
+from typing import Any
+
+from distwrap.model.model_first import ModelFirst
+
+
+class PausingModel(ModelFirst):
+    """Wrapper whose routing has `Buffers`, or ``None``, as ``buffers``: the ranks take them over as training pauses."""
+
+    def train(self, mode: bool = True) -> Any:
+        """Set the training flag; when training pauses, take over rank 0's buffers."""
+        buffers, pauses = self._distwrap.buffers, self.training and not mode
+        super().train(mode)
+        if pauses and buffers is not None:
+            buffers.pause()
+        return self
+
+
+class UncopiedModel(PausingModel):
+    """Wrapper that can be neither copied nor pickled; its routing says why, by ``refuse_copy()``."""
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self._distwrap.refuse_copy()
+
+    def __copy__(self) -> Any:
+        return self._distwrap.refuse_copy()
+
+    def __reduce__(self) -> Any:
+        return self._distwrap.refuse_copy()
