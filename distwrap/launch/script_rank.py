@@ -16,7 +16,7 @@ from distwrap.launch import transport
 from distwrap.launch.base import Job
 from distwrap.launch.outcome import success
 from distwrap.launch.task import Assignment
-from distwrap.launch.worker import PipeLink, make_output_readable, stalled, take_part, tell_failure, use_threads
+from distwrap.launch.worker import FailureTold, PipeLink, make_output_readable, or_told, stalled, take_part, use_threads
 
 
 def is_one() -> bool:
@@ -33,24 +33,29 @@ def run(job: Job, plan: Assignment) -> Any:
     placement = distwrap_environment.on_one_node(rank, int(os.environ["WORLD_SIZE"]))
     plan = replace(plan, placement=placement, secret=secret)
     try:
-        if name != job.task.name:
-            raise LaunchError(
-                f"rank {rank} has come to {job.task.name}, but rank 0 is at {name}: with launcher='script' every "
-                f"rank must make the same decorated calls in the same order. Let no branch before them depend on the "
-                f"rank."
-            )
-        use_threads(plan)
-        value, found = take_part(plan, job.task, lambda report: stalled(report, link, rank))
-        value = retrofit.unwrapped(value, found)
-        what = f"what {name} returned on rank {rank}"
-        data = transport.pack_result(value, what) if job.returns == "all" else None
-    except BaseException as error:  # noqa: BLE001 - SystemExit is told to rank 0 too
-        tell_failure(link, rank, error)
+        data = or_told(link, rank, lambda: _run(job, plan, link, name))
+    except FailureTold:
         _leave(1)
     link.report(success(rank, data))
     teardown_process_group()
     sys.stdout.flush()
     return transport.unpack_result(_message(conn))
+
+
+def _run(job: Job, plan: Assignment, link: PipeLink, name: str) -> bytes | None:
+    """Run the call that rank 0 makes too, and return what it wants of this rank, pickled."""
+    rank = plan.placement.rank
+    if name != job.task.name:
+        raise LaunchError(
+            f"rank {rank} has come to {job.task.name}, but rank 0 is at {name}: with launcher='script' every "
+            f"rank must make the same decorated calls in the same order. Let no branch before them depend on the "
+            f"rank."
+        )
+    use_threads(plan)
+    value, found = take_part(plan, job.task, lambda report: stalled(report, link, rank))
+    if job.returns != "all":
+        return None
+    return transport.pack_result(retrofit.unwrapped(value, found), f"what {name} returned on rank {rank}")
 
 
 @functools.cache

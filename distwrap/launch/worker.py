@@ -11,7 +11,7 @@ import sys
 import types
 from collections.abc import Callable
 from multiprocessing.connection import Connection
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -33,6 +33,8 @@ from distwrap.model import diagnosis
 from distwrap.network.rendezvous import count_meetings_anew
 from distwrap.retrofit import Retrofitted
 from distwrap.seeding import seed_everything
+
+T = TypeVar("T")
 
 importing_main = False  # while the script is imported in a rank, a decorated call there is a missing main guard
 
@@ -113,9 +115,8 @@ def work(link: LauncherLink, task: Task | None = None, *, finish: Callable[[], N
         return 1  # the launcher is gone, and nobody is left to tell
     rank = assignment.placement.rank
     try:
-        value = _run(assignment, task, link)
-    except BaseException as error:  # noqa: BLE001 - SystemExit and KeyboardInterrupt are told to the caller too
-        tell_failure(link, rank, error)
+        value = or_told(link, rank, lambda: _run(assignment, task, link))
+    except FailureTold:
         return 1
     link.report(success(rank, value))  # before the goodbye: who waits for us in vain can be told of our end
     finish()
@@ -190,12 +191,26 @@ def packed(assignment: Assignment, task: Task, value: Any, trained: list[Retrofi
     )
 
 
-def tell_failure(link: LauncherLink, rank: int, error: BaseException) -> None:
-    """Report a failure of this rank, and forget the process group."""
+class FailureTold(Exception):
+    """This rank has failed, and its launcher knows."""
+
+
+def or_told(link: LauncherLink, rank: int, call: Callable[[], T]) -> T:
+    """Return what the call returns; where it fails, report that, and forget the process group.
+
+    Raises:
+        FailureTold: it has failed, also with SystemExit or KeyboardInterrupt.
+    """
+    first: BaseException | None = None
     try:
-        _tell(link, rank, error)
-    except RuntimeError:  # see below: it may have come before it could be kept away
-        _tell(link, rank, error)
+        try:
+            return call()
+        except BaseException as error:  # noqa: BLE001
+            first = error
+            _tell(link, rank, first)
+    except RuntimeError as error:  # see below: it may have come before it could be kept away
+        _tell(link, rank, first or error)
+    raise FailureTold
 
 
 def _tell(link: LauncherLink, rank: int, error: BaseException) -> None:

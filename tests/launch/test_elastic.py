@@ -56,7 +56,8 @@ def test_a_failure_is_reported_before_others_hear_of_it(monkeypatch: pytest.Monk
     monkeypatch.setattr(worker.failures, "tell", lambda _: done.append("told"))
     monkeypatch.setattr(worker, "abandon_process_group", lambda **_: done.append("left"))
     link = SimpleNamespace(report=lambda _: done.append("reported"))
-    worker.tell_failure(link, 0, KeyError("boom"))  # type: ignore[arg-type]
+    with pytest.raises(worker.FailureTold):
+        worker.or_told(link, 0, lambda: {}["boom"])  # type: ignore[arg-type]
     assert done == ["reported", "told", "left"]
 
 
