@@ -143,8 +143,9 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         rdzv_endpoint: where the nodes meet, ``"host:port"``: one of them, the same on all.
         launcher: ``"auto"`` (fork where that is safe, else forkserver), ``"forkserver"``, ``"fork"``, ``"spawn"``,
             ``"script"``, ``"elastic"`` (torch's agent, which `max_restarts` and ``"1:4"`` choose too), ``"ray"`` (a Ray
-            cluster; an extra), ``"external"``, which refuses to run unless an outer launcher is there, or another name
-            out of `available_launchers`; also with options, as ``"ray(cpus=4)"``, or a launcher itself.
+            cluster; an extra), ``"slurm"`` (a job that the call submits; an extra), ``"external"``, which refuses to
+            run unless an outer launcher is there, or another name out of `available_launchers`; also with options, as
+            ``"ray(cpus=4)"``, or a launcher itself.
         backend: the process group's backend; ``"auto"`` is NCCL on CUDA and gloo on the CPU.
         precision: ``"32"``, ``"bf16"`` or ``"fp16"``; Lightning's and Accelerate's spellings are taken too.
         comm: how wrapped models exchange gradients or weights: a name out of `available_algorithms`, as

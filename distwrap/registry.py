@@ -100,10 +100,11 @@ launchers: Registry[Launcher] = Registry(
         ("script", "script:ScriptLauncher", "this command line again for the other ranks; this process is rank 0"),
         ("elastic", "elastic:ElasticLauncher", "torch elastic: ranks start again, and nodes come and go"),
         ("ray", "ray:RayLauncher", "actors on a Ray cluster, with the resources that a rank needs"),
+        ("slurm", "slurm:SlurmLauncher", "a Slurm job, which the call submits, waits for, and gets the results of"),
         ("external", "external:refuse", "none: an outer launcher must have started the ranks"),
     ),
     hints=dict.fromkeys(
-        ("torchrun", "slurm", "srun", "mpi", "mpirun"),
+        ("torchrun", "srun", "mpi", "mpirun"),
         "Ranks that torchrun, srun or mpirun has started are found by themselves: leave launcher at 'auto'.",
     ),
 )

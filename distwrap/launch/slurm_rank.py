@@ -1,0 +1,82 @@
+"""A rank that is a task of a Slurm job, for a call under ``launcher="slurm"``: its outcome is a file."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+from distwrap.environments import Placement, detect
+from distwrap.launch import worker
+from distwrap.launch.logs import copied
+from distwrap.launch.outcome import Outcome
+from distwrap.launch.task import Assignment
+from distwrap.wording import print_notice
+
+BEAT = "caller"  # the name of a file that changes while the caller is there
+
+_LOOK_SECONDS = 5.0
+
+
+def outcome_file(folder: Path, rank: int) -> Path:
+    """Return where a rank leaves its outcome."""
+    return folder / f"outcome-{rank}"
+
+
+def be_a_rank(plan: Assignment, folder: str, orphan_seconds: float, log_dir: str | None) -> None:
+    """Be the rank that this task of the job is."""
+    link = _JobLink(plan, Path(folder))
+    if int(os.environ["SLURM_PROCID"]) == 0:
+        watch = threading.Thread(
+            target=_end_without_caller, args=(Path(folder), orphan_seconds), name="distwrap-caller", daemon=True
+        )
+        watch.start()
+    with copied(log_dir, int(os.environ["SLURM_PROCID"])):
+        code = worker.work(link)
+    worker.leave(code)
+
+
+class _JobLink:
+    """The link of a rank that is a task of a Slurm job."""
+
+    def __init__(self, plan: Assignment, folder: Path) -> None:
+        self._plan, self._folder = plan, folder
+
+    def tie(self) -> None:
+        """Nothing: Slurm ends the processes of a job with it."""
+
+    def assignment(self) -> Assignment:
+        placement = detect(os.environ)
+        assert isinstance(placement, Placement)
+        surroundings = self._plan.surroundings
+        assert surroundings is not None
+        # Slurm has brought the caller's variables along, beside those of the task.
+        return replace(self._plan, placement=placement, surroundings=replace(surroundings, environ=dict(os.environ)))
+
+    def report(self, outcome: Outcome) -> None:
+        file = outcome_file(self._folder, outcome.rank)
+        part = file.with_suffix(".part")
+        part.write_bytes(pickle.dumps(outcome))
+        part.replace(file)
+
+
+def _end_without_caller(folder: Path, seconds: float) -> None:
+    """End this rank, and with it the others, when the caller's file has not changed for so long."""
+    last, changed = "", time.monotonic()
+    while True:
+        time.sleep(min(_LOOK_SECONDS, seconds / 2))
+        try:
+            beat = (folder / BEAT).read_text()
+        except OSError:
+            beat = last
+        if beat != last:
+            last, changed = beat, time.monotonic()
+        if time.monotonic() > changed + seconds:
+            print_notice(f"the caller of this job has given no sign for {seconds:g} s: it ends")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(1)
