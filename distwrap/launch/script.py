@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from distwrap import retrofit
+from distwrap._internals.loader_news import loader_news_kept_away
 from distwrap.environments import distwrap_environment
 from distwrap.environments.variables import variables_set
 from distwrap.errors import LaunchError
@@ -94,29 +95,36 @@ class ScriptLauncher(Launcher):
         ):
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             watch.start()
+            first: BaseException | None = None
             try:
-                use_threads(plan)
-                with zero.working():
-                    value, found = take_part(plan, job.task, zero.stalled)
-                self._value = _parked.last_value = retrofit.unwrapped(value, found)
-                zero.report(success(0, None))
-                teardown_process_group()
-                return watch.outcomes()
-            except BaseException as error:
-                zero.leave()  # the interruption may have come in the way of that
-                _parked.failed = job.task.name
                 try:
-                    cause = watch.cause_of(error)
-                finally:
-                    _end(watch)
-                if cause is error:
-                    raise
-                raise cause from cause.__cause__
+                    use_threads(plan)
+                    with zero.working():
+                        value, found = take_part(plan, job.task, zero.stalled)
+                    self._value = _parked.last_value = retrofit.unwrapped(value, found)
+                    zero.report(success(0, None))
+                    teardown_process_group()
+                    return watch.outcomes()
+                except BaseException as error:  # noqa: BLE001 - it is raised below, or what has caused it
+                    first = error
+                    cause = _end(job, zero, watch, first)
+            except RuntimeError as error:  # torch's news of a loader's worker, before it was kept away
+                first = first or error
+                cause = _end(job, zero, watch, first)
+            if cause is first:
+                raise first
+            raise cause from cause.__cause__
 
 
-def _end(watch: Supervision) -> None:
-    """After a failure: end the others, so that nobody is left who could keep the teardown waiting."""
-    try:
-        _parked.end(interrupt=watch.interrupted)
-    finally:
-        abandon_process_group(destroy=True)
+def _end(job: Job, zero: RankZero, watch: Supervision, error: BaseException) -> BaseException:
+    """After a failure of rank 0, end the others, who could keep the teardown waiting; return the first cause."""
+    with loader_news_kept_away():
+        zero.leave()  # the interruption may have come in the way of that
+        _parked.failed = job.task.name
+        try:
+            return watch.cause_of(error)
+        finally:
+            try:
+                _parked.end(interrupt=watch.interrupted)
+            finally:
+                abandon_process_group(destroy=True)
