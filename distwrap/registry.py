@@ -31,6 +31,7 @@ strategies: Registry[Strategy] = Registry(
         ("cp", "fsdp:FSDPStrategy", "the ranks of a node cut each sequence among them", {"context_parallel": "node"}),
         ("pipeline", "pipeline:PipelineStrategy", "the blocks of a model in stages on the ranks, over microbatches"),
         ("deepspeed", "deepspeed:DeepSpeedStrategy", "DeepSpeed's engine, ZeRO 1 to 3 with offload, behind the loop"),
+        ("horovod", "horovod:HorovodStrategy", "DDP whose gradients Horovod averages"),
         ("auto", "auto:AutoStrategy", "the plainest of ddp, zero1, zero2, hsdp and fsdp that fits, by an estimate"),
         ("bagua", "bagua:BaguaStrategy", "DDP with an algorithm under Bagua's name: algorithm='gradient_allreduce', …"),
     ),

@@ -90,3 +90,15 @@ def show_worker_info(info: Any) -> None:
             f"dataset cannot be divided among the ranks. Let it take its rank's part itself, and say "
             f"shard_loader(loader, split='dataset')."
         )
+
+
+def forget_ended_workers() -> None:
+    """Let torch forget workers that have ended badly, of which it would tell at the next end of any child.
+
+    Relies on ``torch.utils.data._utils.signal_handling:_error_if_any_worker_fails``.
+    Without it: an error of a loader's worker may be raised once more, after the run that it has ended.
+    """
+    with suppress(ImportError, AttributeError, RuntimeError):
+        from torch.utils.data._utils import signal_handling
+
+        signal_handling._error_if_any_worker_fails()  # type: ignore[attr-defined]  # of torch._C

@@ -11,6 +11,7 @@ import multiprocessing.util
 import os
 import resource
 import shutil
+import signal
 import socket
 import sys
 import tempfile
@@ -23,6 +24,7 @@ from typing import Any
 
 from distwrap import locked_folder
 from distwrap._internals.python import multiprocessing_settings
+from distwrap._internals.torch_data import forget_ended_workers
 from distwrap.environments.identity import has_ended, node
 from distwrap.errors import LoaderError
 from distwrap.group.world import RunPart, World, current_world
@@ -100,6 +102,20 @@ def _advice(text: str) -> str:
                 f"with medium: Memory at /dev/shm), or take fewer workers or a smaller prefetch_factor."
             )
     return ""
+
+
+@contextlib.contextmanager
+def news_kept_away() -> Iterator[None]:
+    """Keep torch from telling of a worker's bad end in a ``with`` in the main thread, and of that one after it.
+
+    It tells by an exception, wherever the main thread is just then: also where another error is being handled.
+    """
+    before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        forget_ended_workers()
+        signal.signal(signal.SIGCHLD, before)
 
 
 def remove_what_is_left() -> None:

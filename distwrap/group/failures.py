@@ -35,6 +35,7 @@ _LOST_PEER = (
     "NCCL",
     "remote process exited",
     "Failed to recv",
+    "Horovod has been shut down",
 )
 
 # What is raised on the ranks that wait for one that fails: our other errors are no secondary failures.
@@ -133,7 +134,9 @@ def explained(error: BaseException) -> BaseException:
 
 def _is_torchs(error: BaseException) -> bool:
     ours = isinstance(error, DistwrapError)
-    return isinstance(error, RuntimeError) and not ours and not stacks.raised_outside_torch(error.__traceback__)
+    of_horovod = type(error).__module__.startswith("horovod.")
+    of_torch = of_horovod or not stacks.raised_outside_torch(error.__traceback__)
+    return isinstance(error, RuntimeError) and not ours and of_torch
 
 
 def _fetches_a_batch(error: BaseException) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from distwrap import retrofit
-from distwrap._internals.loader_news import loader_news_kept_away
+from distwrap.data import workers
 from distwrap.environments import distwrap_environment
 from distwrap.environments.variables import variables_set
 from distwrap.errors import LaunchError
@@ -118,7 +118,7 @@ class ScriptLauncher(Launcher):
 
 def _end(job: Job, zero: RankZero, watch: Supervision, error: BaseException) -> BaseException:
     """After a failure of rank 0, end the others, who could keep the teardown waiting; return the first cause."""
-    with loader_news_kept_away():
+    with workers.news_kept_away():
         zero.leave()  # the interruption may have come in the way of that
         _parked.failed = job.task.name
         try:

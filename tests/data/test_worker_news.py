@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from distwrap._internals.loader_news import loader_news_kept_away
+from distwrap.data import workers
 
 
 class Endless(Dataset[torch.Tensor]):
@@ -39,7 +39,7 @@ def test_the_news_is_kept_away(away: bool) -> None:
             time.sleep(0.01)
 
     if away:
-        with loader_news_kept_away():
+        with workers.news_kept_away():
             kill()
         signal.raise_signal(signal.SIGCHLD)
         assert signal.getsignal(signal.SIGCHLD) is before

@@ -1,0 +1,1 @@
+"""strategy="horovod", on the real package."""
