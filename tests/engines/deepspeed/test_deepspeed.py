@@ -377,15 +377,3 @@ def test_activations_are_computed_again(stage: int) -> None:
     for (once, expected), (twice, found) in zip(plain, again, strict=True):
         assert (once, twice) == (1, 2)
         assert_close(found, expected)
-
-
-def engines_loaded() -> list[str]:
-    """Return the engines' packages that a run of DDP has imported."""
-    model = dw.wrap_model(net())
-    trained(model, adamw(model), 1)
-    return sorted({"deepspeed", "ray", "horovod", "torchft", "hivemind", "submitit"} & sys.modules.keys())
-
-
-def test_no_engine_is_imported_unless_it_is_chosen() -> None:
-    """A run of DDP on a machine that has the package imports none."""
-    assert launch("ddp", engines_loaded) == [[], []]  # type: ignore[arg-type]

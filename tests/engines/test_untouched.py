@@ -1,0 +1,48 @@
+"""Whatever is installed, nothing of another engine is imported unless it is chosen: so imports cost what they did."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+ENGINES = ("deepspeed", "horovod", "torchft", "hivemind", "ray", "submitit", "transformers", "accelerate")
+
+PROGRAM = f"""
+import json, sys
+import torch
+from torch import nn
+import distwrap as dw
+
+def main():
+    model = dw.wrap_model(nn.Linear(2, 2))
+    optimizer = dw.wrap_optimizer(torch.optim.Adam(model.parameters()))
+    model(torch.ones(1, 2)).sum().backward()
+    dw.optimizer_step(optimizer)
+    return sorted(set({ENGINES!r}) & sys.modules.keys())
+
+if __name__ == "__main__":
+    launcher = sys.argv[1]
+    print(json.dumps(dw.distributed(nprocs=2, launcher=launcher, returns="all")(main)()))
+    print(json.dumps(sorted(set({ENGINES!r}) & sys.modules.keys())))
+"""
+
+
+@pytest.mark.parametrize("launcher", ["fork", "spawn"])
+def test_no_engine_is_imported_unless_it_is_chosen(launcher: str, tmp_path: Path) -> None:
+    """Neither by the caller nor by the ranks of a run of DDP."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, str(program), launcher]
+    root = str(Path(__file__).parents[2])
+    done = subprocess.run(command, env={"PYTHONPATH": root}, capture_output=True, text=True, timeout=100)
+    assert [json.loads(line) for line in done.stdout.splitlines()] == [[[], []], []], done.stderr
+
+
+def test_there_is_something_to_leave_alone() -> None:
+    """In each environment of `make test-engines`, and of `make test-all`, at least one of them is installed."""
+    assert any(find_spec(name) for name in ENGINES)

@@ -1,0 +1,1 @@
+"""Hugging Face's Trainer and Accelerate under distwrap's launchers, and beside its helpers."""
