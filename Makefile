@@ -10,20 +10,7 @@
 #     hour, and goes on where it was stopped. TIMES=14 is each fault once under each strategy and on each of two ranks.
 # make kills: 300 kills of ranks that save a divided model: does the newest complete checkpoint load? TIMES=30 is less.
 # make soak: ten minutes of training with all that runs beside a loop: does what it takes grow?
-# make bench: the benchmarks.  make # Horovod is built here, which takes minutes: its own files ask for C++14, and torch for C++17.
-$(VENV)-horovod/.installed: setup.cfg setup.py constraints.txt
-	$(PYTHON) -m venv $(VENV)-horovod
-	$(VENV)-horovod/bin/python -m pip install $(pip_words) -c constraints.txt torch numpy setuptools wheel cffi \
-		cloudpickle psutil pyyaml packaging 'cmake<4'
-	printf '#!/bin/sh\nexec g++ "$$@" -std=c++17\n' > $(VENV)-horovod/c++
-	chmod +x $(VENV)-horovod/c++
-	CXX=$(abspath $(VENV)-horovod/c++) HOROVOD_CMAKE=$(abspath $(VENV)-horovod/bin/cmake) MAKEFLAGS=-j2 \
-		HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 HOROVOD_WITHOUT_TENSORFLOW=1 \
-		HOROVOD_WITHOUT_MXNET=1 $(VENV)-horovod/bin/python -m pip install $(pip_words) -c constraints.txt \
-		--no-build-isolation -e '.[test-horovod]'
-	touch $@
-
-clean: remove what was built.
+# make bench: the benchmarks.  make clean: remove what was built.
 # Each of them builds the virtual environment that it needs first.
 
 PYTHON ?= python3
@@ -87,6 +74,19 @@ bench: $(VENV)/.installed-bench
 	$(bin)/python benchmarks/codecs.py
 	$(bin)/python benchmarks/imports.py
 	$(bin)/python benchmarks/slow_link.py
+
+# Horovod is built here, which takes minutes: its own files ask for C++14, and torch for C++17.
+$(VENV)-horovod/.installed: setup.cfg setup.py constraints.txt
+	$(PYTHON) -m venv $(VENV)-horovod
+	$(VENV)-horovod/bin/python -m pip install $(pip_words) -c constraints.txt torch numpy setuptools wheel cffi \
+		cloudpickle psutil pyyaml packaging 'cmake<4'
+	printf '#!/bin/sh\nexec g++ "$$@" -std=c++17\n' > $(VENV)-horovod/c++
+	chmod +x $(VENV)-horovod/c++
+	CXX=$(abspath $(VENV)-horovod/c++) HOROVOD_CMAKE=$(abspath $(VENV)-horovod/bin/cmake) MAKEFLAGS=-j2 \
+		HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 HOROVOD_WITHOUT_TENSORFLOW=1 \
+		HOROVOD_WITHOUT_MXNET=1 $(VENV)-horovod/bin/python -m pip install $(pip_words) -c constraints.txt \
+		--no-build-isolation -e '.[test-horovod]'
+	touch $@
 
 # DeepSpeed's setup wants torch at hand, and would build operators.
 $(VENV)-%/.installed: setup.cfg setup.py constraints.txt

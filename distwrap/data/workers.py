@@ -106,9 +106,9 @@ def _advice(text: str) -> str:
 
 @contextlib.contextmanager
 def news_kept_away() -> Iterator[None]:
-    """Keep torch from telling of a worker's bad end in a ``with`` in the main thread, and of that one after it.
+    """Keep torch from raising the error of a loader's worker that has ended badly: in a ``with``, and after it.
 
-    It tells by an exception, wherever the main thread is just then: also where another error is being handled.
+    For the main thread, in which torch raises it wherever that is just then, also while another error is handled.
     """
     before = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:

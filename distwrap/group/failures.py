@@ -71,7 +71,7 @@ def is_secondary(error: BaseException) -> bool:
     while earlier is not None and id(earlier) not in seen:
         seen.add(id(earlier))
         ours = isinstance(earlier, DistwrapError)
-        if words_are_secondary(in_words(earlier)) and (ours or _is_torchs(earlier)):
+        if words_are_secondary(in_words(earlier)) and (ours or _is_of_exchange(earlier)):
             return True
         if isinstance(earlier, CheckpointError) and earlier.is_secondary:
             return True
@@ -102,7 +102,7 @@ def explained(error: BaseException) -> BaseException:
             rank=world.placement.rank,
             host=socket.gethostname(),
         ).with_traceback(error.__traceback__)
-    if world is None or world.channel is None or not _is_torchs(error):
+    if world is None or world.channel is None or not _is_of_exchange(error):
         return error
     channel, place, text = world.channel, world.placement, str(error)
     here = f"rank {place.rank} on {socket.gethostname()}"
@@ -132,7 +132,7 @@ def explained(error: BaseException) -> BaseException:
     return better.with_traceback(error.__traceback__)
 
 
-def _is_torchs(error: BaseException) -> bool:
+def _is_of_exchange(error: BaseException) -> bool:
     ours = isinstance(error, DistwrapError)
     of_horovod = type(error).__module__.startswith("horovod.")
     of_torch = of_horovod or not stacks.raised_outside_torch(error.__traceback__)

@@ -10,7 +10,7 @@ from distwrap.environments import Placement, detect
 from distwrap.group.world import say
 from distwrap.launch import worker
 from distwrap.launch.logs import copied
-from distwrap.launch.outcome import Outcome, first_cause
+from distwrap.launch.outcome import Outcome, first_cause, write_whole
 from distwrap.launch.task import Assignment, Task
 from distwrap.supervision import board
 
@@ -59,9 +59,8 @@ class _FolderLink:
         return replace(self._plan, surroundings=surroundings, placement=placement)
 
     def report(self, outcome: Outcome) -> None:
-        part = self._folder / f"part-{self._attempt}.{outcome.rank}"
-        part.write_bytes(pickle.dumps((outcome, self._placement)))
-        part.rename(self._folder / f"attempt-{self._attempt}.{outcome.rank}")
+        file = self._folder / f"attempt-{self._attempt}.{outcome.rank}"
+        write_whole(file, pickle.dumps((outcome, self._placement)))
 
     def _tell_of_restart(self) -> None:
         before = [outcome for outcome, _ in reports(self._folder, self._attempt - 1) if outcome.failed]

@@ -5,9 +5,10 @@ import os
 import socket
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 from distwrap.decorated import find_by_name
@@ -17,6 +18,9 @@ from distwrap.launch import transport
 from distwrap.launch.pickling import make_error
 from distwrap.launch.processes import describe_exit
 from distwrap.wording import named_ranks, print_notice
+
+SETTLE_SECONDS = 0.3  # after a failure, for the outcomes of other ranks that failed too
+CAUSE_SECONDS = 4.0  # after a secondary failure, for the failure itself
 
 _ATTRIBUTES = ("rank", "host", "exitcode", "signal")  # of an exception, told with it
 
@@ -90,6 +94,25 @@ def of_error(rank: int, host: str, pid: int, error: BaseException, trace: str = 
     """Return the outcome of any rank that failed with an exception, by default now."""
     words = failures.in_words(error)
     return Outcome(rank, host, pid, when or time.time(), None, transport.pack_error(error), words, trace)
+
+
+def patience_after(failed: Sequence[Outcome]) -> float:
+    """Return how many seconds to wait, after failures, for outcomes that may tell more of them."""
+    return CAUSE_SECONDS if first_cause(failed).is_secondary else SETTLE_SECONDS
+
+
+def raise_if_failed(outcomes: Iterable[Outcome]) -> None:
+    """Raise the first cause where a rank failed, as `raise_failure` does."""
+    known = list(outcomes)
+    if failed := [outcome for outcome in known if outcome.failed]:
+        raise_failure(failed, [outcome.rank for outcome in known if not outcome.failed])
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a file that nobody finds half written."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(data)
+    part.replace(path)
 
 
 def first_cause(failed: Sequence[Outcome]) -> Outcome:

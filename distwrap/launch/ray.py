@@ -16,17 +16,16 @@ from contextlib import ExitStack, suppress
 from dataclasses import replace
 from typing import Any, Literal, get_args
 
-from distwrap.checks import one_of
+from distwrap.checks import AT_LEAST_ONE, SECONDS, is_number, one_of
 from distwrap.environments import Placement
-from distwrap.errors import ArrivalError, LaunchError, OptionError, WorkerDiedError, WorkerTimeoutError
+from distwrap.errors import ArrivalError, LaunchError, OptionError, WorkerDiedError
 from distwrap.launch.base import Job, Launcher
-from distwrap.launch.outcome import Outcome, first_cause, of_error, raise_failure
+from distwrap.launch.outcome import CAUSE_SECONDS, Outcome, of_error, patience_after, raise_if_failed
 from distwrap.launch.ray_rank import RayDesk, RayRank
-from distwrap.launch.supervisor import CAUSE_SECONDS, SETTLE_SECONDS
 from distwrap.launch.task import Assignment
 from distwrap.packages import require_package
 from distwrap.seeding import RandomState
-from distwrap.wording import first_line, named_ranks
+from distwrap.wording import first_line
 
 Spread = Literal["PACK", "SPREAD", "STRICT_PACK", "STRICT_SPREAD"]
 
@@ -68,8 +67,10 @@ class RayLauncher(Launcher):
         wait: float = 60.0,
     ) -> None:
         one_of("spread", get_args(Spread))("spread", spread)
-        if not isinstance(cpus, int) or isinstance(cpus, bool) or cpus < 1:
-            raise OptionError(f"RayLauncher(cpus={cpus!r}): it is a whole number from 1.")
+        AT_LEAST_ONE("RayLauncher(cpus=)", cpus)
+        SECONDS("RayLauncher(wait=)", wait)
+        if gpus != "auto" and not (is_number(gpus) and gpus >= 0):
+            raise OptionError(f"RayLauncher(gpus={gpus!r}): it is 'auto', or a number from 0.")
         self.address, self.cpus, self.gpus, self.spread, self.wait = address, cpus, gpus, spread, wait
         self.resources, self.runtime_env = dict(resources or {}), dict(runtime_env or {})
 
@@ -101,7 +102,7 @@ class RayLauncher(Launcher):
                 actor.run.remote(replace(plan, placement=placement)): placement.rank
                 for (_, actor), placement in zip(ranks, _placements(where), strict=True)
             }
-            return _Collector(ray, desk, where, job.seconds).collect(running)
+            return _Collector(ray, desk, where).collect(running)
 
     def _connected(self) -> Any:
         """Return the package, connected to a cluster until the call ends, where it was not before."""
@@ -162,20 +163,18 @@ class _Collector:
         ray: the package.
         desk: where a rank that cannot return has left its outcome.
         where: node, address, host and process of each rank.
-        seconds: time limit; ``None`` where there is none.
     """
 
-    def __init__(self, ray: Any, desk: Any, where: list[tuple[str, str, str, int]], seconds: float | None) -> None:
-        self._ray, self._desk, self._where, self._seconds = ray, desk, where, seconds
+    def __init__(self, ray: Any, desk: Any, where: list[tuple[str, str, str, int]]) -> None:
+        self._ray, self._desk, self._where = ray, desk, where
 
     def collect(self, running: dict[Any, int]) -> list[Outcome]:
         """Wait for all outcomes, after a failure only for those that may tell more of it.
 
         Raises:
             BaseException: what a rank raised first.
-            WorkerTimeoutError: the ranks were not done in time.
         """
-        deadline = math.inf if self._seconds is None else time.monotonic() + self._seconds
+        deadline = math.inf
         outcomes: list[Outcome] = []
         while running:
             left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
@@ -185,16 +184,8 @@ class _Collector:
             outcomes.append(self._outcome(ready[0], running.pop(ready[0])))
             failed = [outcome for outcome in outcomes if outcome.failed]
             if failed:
-                patience = CAUSE_SECONDS if first_cause(failed).is_secondary else SETTLE_SECONDS
-                deadline = min(deadline, time.monotonic() + patience)
-        if failed := [outcome for outcome in outcomes if outcome.failed]:
-            raise_failure(failed, [outcome.rank for outcome in outcomes if not outcome.failed])
-        if running:
-            raise WorkerTimeoutError(
-                f"{named_ranks(running.values())} of {len(self._where)} on Ray did not finish within "
-                f"{self._seconds:g} s.",
-                rank=min(running.values()),
-            )
+                deadline = min(deadline, time.monotonic() + patience_after(failed))
+        raise_if_failed(outcomes)
         return sorted(outcomes, key=lambda outcome: outcome.rank)
 
     def _outcome(self, reference: Any, rank: int) -> Outcome:

@@ -108,7 +108,7 @@ class ScriptLauncher(Launcher):
                 except BaseException as error:  # noqa: BLE001 - it is raised below, or what has caused it
                     first = error
                     cause = _end(job, zero, watch, first)
-            except RuntimeError as error:  # torch's news of a loader's worker, before it was kept away
+            except RuntimeError as error:  # torch's handler for loader workers, before `_end` could switch it off
                 first = first or error
                 cause = _end(job, zero, watch, first)
             if cause is first:

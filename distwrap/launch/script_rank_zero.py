@@ -13,10 +13,10 @@ from types import FrameType
 
 from distwrap.errors import WorkerTimeoutError
 from distwrap.group import failures
-from distwrap.launch.outcome import Outcome, failure
+from distwrap.launch.outcome import CAUSE_SECONDS, Outcome, failure
 from distwrap.launch.processes import CommandProcess, Process
 from distwrap.launch.store_file import Meeting
-from distwrap.launch.supervisor import CAUSE_SECONDS, INTERRUPT_SECONDS, supervise
+from distwrap.launch.supervisor import INTERRUPT_SECONDS, supervise
 
 
 class _AnotherFailed(BaseException):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import pickle
+import shutil
+import signal
 import sys
 import threading
 import time
@@ -13,7 +15,7 @@ from pathlib import Path
 from distwrap.environments import Placement, detect
 from distwrap.launch import worker
 from distwrap.launch.logs import copied
-from distwrap.launch.outcome import Outcome
+from distwrap.launch.outcome import Outcome, write_whole
 from distwrap.launch.task import Assignment
 from distwrap.wording import print_notice
 
@@ -29,6 +31,10 @@ def outcome_file(folder: Path, rank: int) -> Path:
 
 def be_a_rank(plan: Assignment, folder: str, orphan_seconds: float, log_dir: str | None) -> None:
     """Be the rank that this task of the job is."""
+    # submitit's handlers would ignore an end, and before the time limit requeue the job, or raise an error of its own.
+    for number in (signal.SIGTERM, signal.SIGCONT):
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGUSR2, lambda *_: None)
     link = _JobLink(plan, Path(folder))
     if int(os.environ["SLURM_PROCID"]) == 0:
         watch = threading.Thread(
@@ -58,10 +64,7 @@ class _JobLink:
         return replace(self._plan, placement=placement, surroundings=replace(surroundings, environ=dict(os.environ)))
 
     def report(self, outcome: Outcome) -> None:
-        file = outcome_file(self._folder, outcome.rank)
-        part = file.with_suffix(".part")
-        part.write_bytes(pickle.dumps(outcome))
-        part.replace(file)
+        write_whole(outcome_file(self._folder, outcome.rank), pickle.dumps(outcome))
 
 
 def _end_without_caller(folder: Path, seconds: float) -> None:
@@ -79,4 +82,5 @@ def _end_without_caller(folder: Path, seconds: float) -> None:
             print_notice(f"the caller of this job has given no sign for {seconds:g} s: it ends")
             sys.stdout.flush()
             sys.stderr.flush()
+            shutil.rmtree(folder, ignore_errors=True)
             os._exit(1)

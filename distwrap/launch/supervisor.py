@@ -10,7 +10,7 @@ from multiprocessing.connection import wait
 from typing import Any
 
 from distwrap.errors import WorkerTimeoutError
-from distwrap.launch.outcome import Outcome, death, first_cause, raise_failure
+from distwrap.launch.outcome import Outcome, death, first_cause, patience_after, raise_if_failed
 from distwrap.launch.processes import OomCount, Process, describe_exit
 from distwrap.launch.signals import PassedOn, end_in_one_line
 from distwrap.launch.store_file import Meeting
@@ -18,8 +18,6 @@ from distwrap.network.rendezvous import side_store
 from distwrap.supervision import hang_report
 from distwrap.wording import named_ranks, print_notice
 
-SETTLE_SECONDS = 0.3  # after a failure, for the outcomes of other ranks that failed too
-CAUSE_SECONDS = 4.0  # after a secondary failure, for the failure itself
 EXIT_SECONDS = 5.0  # for a rank that has reported to end by itself
 GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL
 INTERRUPT_SECONDS = 2.0  # between SIGINT and SIGTERM
@@ -50,10 +48,7 @@ def supervise(
     """
     try:
         outcomes, late = _collect(processes, met, seconds)
-        failed = [outcome for outcome in outcomes if outcome.failed]
-        if failed:
-            finished = [outcome.rank for outcome in outcomes if not outcome.failed]
-            raise_failure(failed, finished)
+        raise_if_failed(outcomes)
         if late:
             raise _timed_out(late, seconds, met)
     except BaseException as error:
@@ -98,10 +93,9 @@ def _collect(processes: Sequence[Process], met: Meeting, seconds: float | None) 
             outcomes.append(outcome)
             if outcome.failed:
                 failed.append(outcome)
-                secondary = first_cause(failed).is_secondary
-                if secondary and others is not None:
+                if others is not None and first_cause(failed).is_secondary:
                     others.hurry()
-                patience = 0.0 if process is None else CAUSE_SECONDS if secondary else SETTLE_SECONDS
+                patience = 0.0 if process is None else patience_after(failed)
                 deadline = min(deadline, time.monotonic() + patience)
 
 

@@ -208,7 +208,7 @@ def or_told(link: LauncherLink, rank: int, call: Callable[[], T]) -> T:
         except BaseException as error:  # noqa: BLE001
             first = error
             _tell(link, rank, first)
-    except RuntimeError as error:  # see below: it may have come before it could be kept away
+    except RuntimeError as error:  # torch's handler for loader workers, before `_tell` could switch it off
         _tell(link, rank, first or error)
     raise FailureTold
 

@@ -21,7 +21,7 @@ from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels, bind, under_ddp
 from distwrap.registry import algorithms
 from distwrap.strategies.base import Strategy, Wrapping
-from distwrap.strategies.rank_zeros import take_rank_zeros
+from distwrap.strategies.rank_zero_weights import take_rank_zero_weights
 from distwrap.strategies.single import check_ddp_options, local
 
 # By which the user decides when buffers are broadcast; the second name is torch's since 2.13.
@@ -55,7 +55,7 @@ class DDPStrategy(Strategy):
         check_ddp_options("wrap_model()", wrapping.options)
         require_group("wrap_model")
         if not any(parameter.requires_grad for parameter in model.parameters()):
-            take_rank_zeros(model)
+            take_rank_zero_weights(model)
             refuse_unfreezing(model.named_parameters())
             return local(model, wrapping)  # nothing to average; DDP would refuse
         models = world.part(WrappedModels)

@@ -1,6 +1,6 @@
 """A user's script on a login node: it submits itself as a Slurm job, and prints what comes home.
 
-Usage: slurm_program.py KIND
+Usage: slurm_program.py KIND [the folder of logs]
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ def main(kind: str) -> Any:
     """Do on a rank what the kind says."""
     place = dw.placement()
     print(f"rank {place.rank} of {place.world_size} is there", flush=True)
+    if kind == "train":
+        sys.stdout.write(f"last words of {place.rank}")
     if kind == "raise" and place.rank == 1:
         raise OwnError("out of cheese", 3)
     if kind == "die" and place.rank == 1:
@@ -68,7 +70,9 @@ if __name__ == "__main__":
         print("TOLD " + json.dumps({"value": trained()}))
         sys.exit()
     try:
-        value = distributed(nprocs=nprocs, launcher=launcher(kind), returns="all", timeout=30)(main)(kind)
+        logs = sys.argv[2] if len(sys.argv) > 2 else None
+        options = {"launcher": launcher(kind), "returns": "all", "timeout": 30, "log_dir": logs}
+        value = distributed(nprocs=nprocs, **options)(main)(kind)
         print("TOLD " + json.dumps({"value": value}))
     except KeyboardInterrupt:
         print("TOLD " + json.dumps({"value": "interrupted"}))

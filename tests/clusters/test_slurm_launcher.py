@@ -9,12 +9,9 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from distwrap.errors import OptionError
-from distwrap.launch.slurm import SlurmLauncher
 from tests.clusters import slurm_program
 from tests.clusters.running import Ended, environment, started, wait_for_line
 from tests.clusters.slurm import Slurm
@@ -35,24 +32,30 @@ def folder(tmp_path: Path, slurm: Slurm) -> Iterator[Path]:
         time.sleep(0.2)
 
 
-def submitted(slurm: Slurm, folder: Path, kind: str) -> Ended:
+def submitted(slurm: Slurm, folder: Path, *words: str) -> Ended:
     """Call the script as a user does on a login node."""
     env = environment(SLURM_CONF=slurm.env["SLURM_CONF"])
-    done = subprocess.run([*COMMAND, kind], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*COMMAND, *words], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
     return Ended.of(done.returncode, done.stdout + done.stderr)
 
 
-def test_a_call_comes_home_with_the_weights_of_one_process(slurm: Slurm, folder: Path) -> None:
-    """Two nodes and four tasks; what they print is shown meanwhile."""
-    done, alone = submitted(slurm, folder, "train"), submitted(slurm, folder, "one process")
+def test_a_call_comes_home_with_the_weights_of_one_process(
+    slurm: Slurm, folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Two nodes and four tasks; what they print is shown meanwhile, to the last word, and the job ends by itself."""
+    logs = tmp_path_factory.mktemp("logs") / "new"
+    done, alone = submitted(slurm, folder, "train", str(logs)), submitted(slurm, folder, "one process")
     assert done.code == 0, done.output
     values = done.values()[0]
     assert [value[:3] for value in values] == [[0, 0, 2], [0, 1, 2], [1, 0, 2], [1, 1, 2]]
     for *_, weights in values:
         assert weights == pytest.approx(alone.values()[0], abs=1e-5)
     assert all(done.output.count(f"rank {rank} of 4 is there") == 1 for rank in range(4))
-    assert "Slurm job" in done.output
+    assert all(f"last words of {rank}" in done.output for rank in range(4))
     assert "submitit" not in done.output
+    number = done.output.partition("Slurm job ")[2].split()[0]
+    assert "JobState=COMPLETED" in slurm.run("scontrol", "show", "job", number).stdout
+    assert "rank 3 of 4 is there" in (logs / "rank_3.stdout.log").read_text()
 
 
 @pytest.mark.parametrize(
@@ -89,26 +92,6 @@ def test_a_job_ends_whose_caller_was_killed(slurm: Slurm, tmp_path: Path) -> Non
         wait_for_line(process, "rank 0 of 2 is there")
         os.kill(process.pid, signal.SIGKILL)
     deadline = time.monotonic() + 60
-    while left := slurm.run("squeue", "-h").stdout.strip():
+    while left := [*slurm.run("squeue", "-h").stdout.splitlines(), *tmp_path.iterdir()]:
         assert time.monotonic() < deadline, left
         time.sleep(0.2)
-
-
-@pytest.mark.parametrize(
-    ("options", "nprocs", "words"),
-    [
-        ({}, "auto", "gpus="),
-        ({"nodes": 2}, 3, "3 ranks cannot be spread evenly over 2 nodes"),
-        ({"nodes": 0}, 1, "at least 1"),
-        ({"wait": -1}, 1, "positive number of seconds"),
-    ],
-)
-def test_what_cannot_be_is_refused_before_a_job(options: dict[str, Any], nprocs: Any, words: str) -> None:
-    """Options are checked in the caller."""
-    with pytest.raises(OptionError, match=words):
-        SlurmLauncher(**options).count(nprocs)
-
-
-def test_one_rank_for_each_gpu() -> None:
-    """As everywhere, ``nprocs="auto"`` is the number of devices."""
-    assert SlurmLauncher(nodes=2, gpus=4).count("auto") == 8

@@ -26,7 +26,7 @@ from distwrap.precision import InPrecision, Precision
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.deepspeed import config as configuration
 from distwrap.strategies.optimizer_share import refuse_sparse
-from distwrap.strategies.rank_zeros import take_rank_zeros
+from distwrap.strategies.rank_zero_weights import take_rank_zero_weights
 from distwrap.strategies.single import local, on_device
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ class DeepSpeedStrategy(Strategy):
         if half is not None:  # as DeepSpeed does, which makes its master copy of that
             net.to(half)
             inside = InPrecision(HalfWeights(half), wrapping.device, owns_scale=True)
-        take_rank_zeros(net)
+        take_rank_zero_weights(net)
         from distwrap.strategies.deepspeed.engine import Engines
         from distwrap.strategies.deepspeed.model import EngineModel, EngineRouting
         from distwrap.strategies.fsdp.recomputation import recompute

@@ -33,7 +33,7 @@ from distwrap.strategies.fsdp.units import computed_in, norms_of, of_other_types
 from distwrap.strategies.meshes import mesh_over
 from distwrap.strategies.named_inputs import NamedInputs
 from distwrap.strategies.optimizer_share import refuse_sparse
-from distwrap.strategies.rank_zeros import take_rank_zeros
+from distwrap.strategies.rank_zero_weights import take_rank_zero_weights
 from distwrap.strategies.torch_version import require_torch
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     for parameter in parameters.values():
         parameter.data = parameter.data.contiguous()  # as FSDP wants them
     if not is_empty:
-        take_rank_zeros(net)
+        take_rank_zero_weights(net)
         if not strategy.cpu_offload:
             net.to(wrapping.device)
     tensor_parallel = None

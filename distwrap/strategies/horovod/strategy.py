@@ -65,7 +65,7 @@ class HorovodStrategy(DDPStrategy):
         super().check(run)
 
     def setup(self, world: World) -> Layout | None:
+        group = world.part(HorovodGroup)
         if self.algorithm.adasum:
-            world.part(HorovodGroup).require_adasum()
-        world.part(HorovodGroup)
+            group.require_adasum()
         return super().setup(world)

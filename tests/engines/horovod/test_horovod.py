@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import nn
 
 import distwrap as dw
 from distwrap import distributed
-from distwrap.errors import ModelError, OptionError, WorkerDiedError
+from distwrap.errors import CollectiveError, ModelError, OptionError, WorkerDiedError
 from distwrap.strategies.horovod import HorovodStrategy
 from tests.engines.horovod import program
 from tests.engines.horovod.program import data, net, trained
@@ -180,11 +179,9 @@ def test_a_rank_that_ends_is_named(kind: str) -> None:
             return
         trained(model, optimizer)
 
-    began = time.monotonic()
-    expected: Any = {"dies": WorkerDiedError, "raises": KeyError}.get(kind, Exception)
+    expected: Any = {"dies": WorkerDiedError, "raises": KeyError, "leaves": CollectiveError}[kind]
     with pytest.raises(expected) as caught:
         main()
-    assert time.monotonic() - began < 60
     assert "rank 1" in f"{caught.value}{caught.value.__cause__}"
 
 
