@@ -7,12 +7,14 @@ Source: https://github.com/facebookincubator/submitit.
 
 from __future__ import annotations
 
+import contextlib
+import math
 import os
 import shutil
+import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
@@ -22,11 +24,16 @@ from distwrap.errors import LaunchError, OptionError
 from distwrap.launch.base import Job, Launcher
 from distwrap.launch.logs import Logs
 from distwrap.launch.outcome import Outcome
-from distwrap.launch.slurm_job import Collector, has_ended, state_of
-from distwrap.launch.slurm_rank import BEAT, be_a_rank
+from distwrap.launch.slurm_job import Beat, Collector, has_ended, state_of
+from distwrap.launch.slurm_rank import be_a_rank
 from distwrap.launch.task import Assignment
 from distwrap.packages import require_package
 from distwrap.wording import print_notice
+
+# Options of sbatch that the launcher gives itself, or that would make another job than the one it looks at.
+_OWN = frozenset(
+    ("nodes", "ntasks", "ntasks_per_node", "cpus_per_task", "gpus_per_node", "time", "partition", "account", "job_name")
+) | {"signal", "output", "error", "array", "clusters", "wait", "parsable"}
 
 
 class SlurmLauncher(Launcher):
@@ -78,6 +85,11 @@ class SlurmLauncher(Launcher):
         for name, seconds in (("wait", wait), ("orphan_seconds", orphan_seconds)):
             SECONDS(f"SlurmLauncher({name}=)", seconds)
         self.nodes, self.cpus, self.gpus, self.minutes = nodes, cpus, gpus, minutes
+        if taken := _OWN.intersection(name.replace("-", "_") for name in parameters or ()):
+            raise OptionError(
+                f"SlurmLauncher(parameters=...): {', '.join(sorted(taken))} cannot be said there. What the launcher "
+                f"has an option for is said by that, the number of ranks by nprocs=, and a job is one job."
+            )
         self.partition, self.account, self.folder, self.setup = partition, account, folder, list(setup)
         self.wait, self.orphan_seconds, self.parameters = wait, orphan_seconds, dict(parameters or {})
 
@@ -104,11 +116,11 @@ class SlurmLauncher(Launcher):
 
     def run(self, job: Job, plan: Assignment) -> Sequence[Outcome]:
         Logs(job.task.options.log_dir, ()).close()  # makes the folder, or refuses it
-        with self._work_folder() as folder, self._submitted(job, plan, folder) as number:
+        with self._work_folder() as folder, Beat(folder), self._submitted(job, plan, folder) as number:
             print_notice(f"Slurm job {number} is submitted for {job.nprocs} ranks; Ctrl-C cancels it.")
             return Collector(folder, number, job.nprocs, wait=self.wait).collect()
 
-    @contextmanager
+    @contextlib.contextmanager
     def _work_folder(self) -> Iterator[Path]:
         """Make a folder that only this user may read, in that which all nodes see; remove it in the end."""
         place = Path(self.folder or os.getcwd()).resolve()
@@ -124,34 +136,59 @@ class SlurmLauncher(Launcher):
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
-    @contextmanager
+    @contextlib.contextmanager
     def _submitted(self, job: Job, plan: Assignment, folder: Path) -> Iterator[str]:
         """Submit the job, and yield its number; cancel it where it has not ended by itself."""
         import submitit
 
-        (folder / BEAT).write_text("0")
-        executor = submitit.SlurmExecutor(folder, max_num_timeout=0)
+        executor = submitit.SlurmExecutor(folder, max_num_timeout=0, max_pickle_size_gb=math.inf)
         options: dict[str, Any] = {
             "job_name": job.task.name.removesuffix("()"),
             "nodes": self.nodes,
             "ntasks_per_node": job.nprocs // self.nodes,
             "cpus_per_task": self.cpus,
             "time": self.minutes,
-            "setup": ["export SUBMITIT_LOG_LEVEL=CRITICAL", *self.setup],
+            "signal_delay_s": min(90, 15 * self.minutes),  # it would end a rank that has just begun
+            # srun takes over the batch script's CPUs of a task by this variable alone, since Slurm 22.05.
+            "setup": [
+                "export SUBMITIT_LOG_LEVEL=CRITICAL",
+                "export SRUN_CPUS_PER_TASK=$SLURM_CPUS_PER_TASK",
+                *self.setup,
+            ],
             "additional_parameters": {name.replace("_", "-"): value for name, value in self.parameters.items()},
         }
         given = {"gpus_per_node": self.gpus or None, "partition": self.partition, "account": self.account}
         executor.update_parameters(**options, **{name: value for name, value in given.items() if value is not None})
         log_dir = job.task.options.log_dir and os.path.abspath(job.task.options.log_dir)
+        refusals = (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError)
         try:
-            number = str(executor.submit(be_a_rank, plan, str(folder), self.orphan_seconds, log_dir).job_id)
-        except submitit.core.utils.FailedJobError as error:
+            with _interrupts_wait():  # between sbatch's work and its answer, a job would stay
+                number = str(executor.submit(be_a_rank, plan, str(folder), self.orphan_seconds, log_dir).job_id)
+        except refusals as error:
             raise LaunchError(f"Slurm has refused the job: {_refusal(str(error))}.") from error
         try:
             yield number
         finally:
             if not has_ended(state_of(number)):
-                subprocess.run(["scancel", number], check=False, timeout=60, capture_output=True)
+                _cancel(number)
+
+
+def _cancel(number: str) -> None:
+    """Cancel a job, or say that somebody must."""
+    with contextlib.suppress(OSError, subprocess.TimeoutExpired):
+        if subprocess.run(["scancel", number], timeout=60, capture_output=True).returncode == 0:
+            return
+    print_notice(f"Slurm job {number} could not be cancelled: `scancel {number}` by hand")
+
+
+@contextlib.contextmanager
+def _interrupts_wait() -> Iterator[None]:
+    """Let a Ctrl-C wait for the end of a ``with``, here and in what is started meanwhile."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _refusal(words: str) -> str:

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import pickle
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple, TextIO
 
 from distwrap.errors import ArrivalError, WorkerDiedError
-from distwrap.launch.outcome import Outcome, of_error, patience_after, raise_if_failed
+from distwrap.launch.outcome import Outcome, of_error, patience_after, raise_if_failed, write_whole
 from distwrap.launch.slurm_rank import BEAT, outcome_file
 from distwrap.launch.supervisor import EXIT_SECONDS
+from distwrap.wording import print_notice
 
 _LOOK_SECONDS = 0.5
 _STATE_SECONDS = 2.0  # between questions to Slurm's controller, which serves everybody
 _FILE_SECONDS = 10.0  # for a file of a node to be seen here, on a shared file system
 _QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
-_RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING", "PREEMPTED")
+_RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
 
 
 class State(NamedTuple):
@@ -54,7 +57,7 @@ class Collector:
             for rank in range(nprocs)
             for kind, console in (("out", sys.stdout), ("err", sys.stderr))
         ]
-        self._state, self._asked, self._beats = State("PENDING"), 0.0, 0
+        self._state, self._asked = State("PENDING"), 0.0
 
     def collect(self) -> list[Outcome]:
         """Wait for all outcomes, after a failure only for those that may tell more of it.
@@ -63,12 +66,16 @@ class Collector:
             BaseException: what a rank raised first.
             ArrivalError: the job did not start in time.
         """
-        deadline, began, started = math.inf, time.monotonic(), False
+        deadline, began, told = math.inf, time.monotonic(), self._state
         outcomes: dict[int, Outcome] = {}
         while len(outcomes) < self._nprocs and time.monotonic() < deadline:
             self._look()
-            started = started or self._state.name not in _QUEUED
-            if not started and time.monotonic() > began + self._wait:
+            if self._state.name not in _QUEUED:
+                began = time.monotonic()  # a job may come back to the queue
+            elif self._state != told:
+                told = self._state
+                print_notice(f"Slurm job {self._number} is {told.name}, reason: {told.reason}")
+            if time.monotonic() > began + self._wait:
                 raise ArrivalError(
                     f"Slurm job {self._number} did not start within {self._wait:g} s; Slurm's reason: "
                     f"{self._state.reason}. It is cancelled."
@@ -86,12 +93,8 @@ class Collector:
         return [outcomes[rank] for rank in sorted(outcomes)]
 
     def _look(self) -> None:
-        """Say that the caller is there, show what is new in the logs, and ask for the job's state now and then."""
+        """Show what is new in the logs, and ask for the job's state now and then."""
         time.sleep(_LOOK_SECONDS)
-        self._beats += 1
-        beat = self._folder / f"{BEAT}.new"
-        beat.write_text(str(self._beats))
-        beat.replace(self._folder / BEAT)
         for log in self._logs:
             log.show()
         if time.monotonic() > self._asked + _STATE_SECONDS:
@@ -100,7 +103,8 @@ class Collector:
     def _new(self, known: Iterable[int]) -> dict[int, Outcome]:
         """Return the outcomes that the other ranks have left by now. The files are of this user's own job."""
         files = {rank: outcome_file(self._folder, rank) for rank in set(range(self._nprocs)) - set(known)}
-        return {rank: pickle.loads(file.read_bytes()) for rank, file in files.items() if file.exists()}
+        read = {rank: _read(file) for rank, file in files.items()}
+        return {rank: pickle.loads(data) for rank, data in read.items() if data is not None}
 
     def _without_a_word(self, known: Iterable[int]) -> dict[int, Outcome]:
         """Return what the other ranks have left, once the job has ended, and the deaths of those who left nothing."""
@@ -110,9 +114,17 @@ class Collector:
             self._look()
             found.update(self._new({*known, *found}))
         for rank in missing - set(found):
+            words = (
+                "What it printed last is above."
+                if any(log.is_there for log in self._logs)
+                else (
+                    f"There is not even a log of it: do the nodes see {self._folder.parent}? If not, say "
+                    f"launcher='slurm(folder=...)', a folder that they see."
+                )
+            )
             died = WorkerDiedError(
                 f"rank {rank} of Slurm job {self._number} ended without a word: the job is {self._state.name} (reason: "
-                f"{self._state.reason}, exit code {self._state.exit_code}). What it printed last is above.",
+                f"{self._state.reason}, exit code {self._state.exit_code}). {words}",
                 rank=rank,
             )
             found[rank] = of_error(rank, "?", 0, died)
@@ -128,23 +140,59 @@ class Collector:
 
 
 class _Log:
-    """The log of one rank, which is shown as it grows, whole lines at a time."""
+    """The log of one rank, which is shown as it grows, whole lines at a time.
+
+    Attributes:
+        is_there: whether the node has made it.
+    """
 
     def __init__(self, path: Path, console: TextIO) -> None:
         self._path, self._console, self._shown = path, console, 0
+        self.is_there = False
 
     def show(self, *, rest: bool = False) -> None:
         """Print the lines that are new; also a last one without an end, where there is no more to come."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._shown)
-                new = file.read()
-        except FileNotFoundError:
+        new = _read(self._path, self._shown)
+        if new is None:
             return
+        self.is_there = True
         whole = new if rest else new[: new.rfind(b"\n") + 1]
         self._shown += len(whole)
         self._console.write(whole.decode(errors="replace"))
         self._console.flush()
+
+
+class Beat:
+    """A file that changes while the caller is there, from a thread, since its console may keep it waiting."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file, self._ended = folder / BEAT, threading.Event()
+        self._file.write_text("0")
+        self._thread = threading.Thread(target=self._run, name="distwrap-slurm-beat", daemon=True)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._ended.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        beats = 0
+        while not self._ended.wait(_LOOK_SECONDS):
+            beats += 1
+            with contextlib.suppress(OSError):  # a full disk, or a server that is away for a moment
+                write_whole(self._file, str(beats).encode())
+
+
+def _read(path: Path, start: int = 0) -> bytes | None:
+    """Return what is in a file from a place on; ``None`` where it cannot be read now."""
+    try:
+        with path.open("rb") as file:
+            file.seek(start)
+            return file.read()
+    except OSError:
+        return None
 
 
 def has_ended(state: State | None) -> bool:

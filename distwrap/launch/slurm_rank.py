@@ -56,12 +56,19 @@ class _JobLink:
         """Nothing: Slurm ends the processes of a job with it."""
 
     def assignment(self) -> Assignment:
-        placement = detect(os.environ)
-        assert isinstance(placement, Placement)
+        placement = self._placement()
         surroundings = self._plan.surroundings
         assert surroundings is not None
         # Slurm has brought the caller's variables along, beside those of the task.
         return replace(self._plan, placement=placement, surroundings=replace(surroundings, environ=dict(os.environ)))
+
+    def _placement(self) -> Placement:
+        if os.environ["SLURM_NTASKS"] == "1":  # otherwise no sign of an outer launcher
+            job = f"slurm {os.environ['SLURM_JOB_ID']}.{os.environ['SLURM_STEP_ID']}"
+            return Placement(master_addr="127.0.0.1", source="slurm", job=job)
+        placement = detect(os.environ)
+        assert isinstance(placement, Placement)
+        return placement
 
     def report(self, outcome: Outcome) -> None:
         write_whole(outcome_file(self._folder, outcome.rank), pickle.dumps(outcome))

@@ -8,8 +8,11 @@ import runpy
 import signal
 import socket
 import sys
+import threading
+import time
 import types
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, Protocol, TypeVar
 
@@ -20,7 +23,7 @@ from distwrap import retrofit
 from distwrap._internals.python import run_interpreter_end
 from distwrap.comm.consolidation import consolidate
 from distwrap.environments import distwrap_environment
-from distwrap.errors import WorkerTimeoutError
+from distwrap.errors import WorkerError, WorkerTimeoutError
 from distwrap.group import failures
 from distwrap.group.collectives import gather_object
 from distwrap.group.setup import abandon_process_group, announce, finish_process_group, join, teardown_process_group
@@ -33,8 +36,12 @@ from distwrap.model import diagnosis
 from distwrap.network.rendezvous import count_meetings_anew
 from distwrap.retrofit import Retrofitted
 from distwrap.seeding import seed_everything
+from distwrap.supervision.failure_news import Failure
 
 T = TypeVar("T")
+
+_LOST_SECONDS = 10.0  # in which a process that is being ended is gone
+_is_lost = threading.Event()
 
 importing_main = False  # while the script is imported in a rank, a decorated call there is a missing main guard
 
@@ -142,7 +149,9 @@ def _run(assignment: Assignment, task: Task | None, link: LauncherLink) -> bytes
         task = transport.unpack(assignment.payload)
     if assignment.surroundings is not None:
         assignment.surroundings.settings.restore()  # after all imports, as the caller may have made them
-    value, trained = take_part(assignment, task, lambda report: stalled(report, link, place.rank))
+    value, trained = take_part(
+        assignment, task, lambda report: stalled(report, link, place.rank), lambda first: _lost(first, link, place.rank)
+    )
     return packed(assignment, task, value, trained)
 
 
@@ -152,13 +161,19 @@ def use_threads(assignment: Assignment) -> None:
         torch.set_num_threads(assignment.threads)
 
 
-def take_part(assignment: Assignment, task: Task, on_stall: Callable[[str], None]) -> tuple[Any, list[Retrofitted]]:
+def take_part(
+    assignment: Assignment,
+    task: Task,
+    on_stall: Callable[[str], None],
+    on_loss: Callable[[Failure], None] | None = None,
+) -> tuple[Any, list[Retrofitted]]:
     """Join the other ranks and run the call.
 
     Args:
         assignment: this rank's instructions.
         task: what to run.
         on_stall: called with a report when no rank moves any more.
+        on_loss: called when this process is about to be ended, since another rank has failed.
 
     Returns:
         The function's value, or the list of all ranks' where they gather them; and what was retrofitted.
@@ -166,7 +181,7 @@ def take_part(assignment: Assignment, task: Task, on_stall: Callable[[str], None
     world = join(assignment.placement, task.options, inherited=assignment.secret)
     announce(world, assignment.launcher)
     assert world.channel is not None
-    world.channel.on_stall = on_stall
+    world.channel.on_stall, world.channel.failures.on_loss = on_stall, on_loss
     try:
         value, trained = execute(task)
     except SystemExit as error:
@@ -214,6 +229,8 @@ def or_told(link: LauncherLink, rank: int, call: Callable[[], T]) -> T:
 
 
 def _tell(link: LauncherLink, rank: int, error: BaseException) -> None:
+    if _is_lost.is_set():
+        time.sleep(_LOST_SECONDS)  # what fails as this process is ended explains nothing
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises wherever we are when a loader's worker ends
     told = failures.explained(error)
     report = failure(rank, told)
@@ -224,6 +241,13 @@ def _tell(link: LauncherLink, rank: int, error: BaseException) -> None:
     abandon_process_group(failed=failures.is_failure(error))
     if ends_ranks:
         link.report(report)
+
+
+def _lost(first: Failure, link: LauncherLink, rank: int) -> None:
+    """Report, from the side channel's thread, which ends this process then, that another rank's failure is why."""
+    _is_lost.set()
+    error = WorkerError(f"rank {rank} was ended, since another failed first: {first}", rank=rank)
+    link.report(replace(failure(rank, error), is_secondary=True))
 
 
 def stalled(report: str, link: LauncherLink, rank: int) -> NoReturn:

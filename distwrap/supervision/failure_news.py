@@ -11,6 +11,7 @@ import shutil
 import socket
 import threading
 import time
+from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
@@ -50,6 +51,9 @@ class FailureNews:
         placement: this rank's place.
         supervised: whether a launcher of ours waits for the ranks' processes, and tells of their ends.
         stopped: set once this rank leaves in order.
+
+    Attributes:
+        on_loss: called, from the channel's thread, before this process is ended for another rank's failure.
     """
 
     def __init__(
@@ -57,6 +61,7 @@ class FailureNews:
     ) -> None:
         self._bells, self._store, self._texts = bells, bells.store, texts
         self._place, self._supervised, self._stopped = placement, supervised, stopped
+        self.on_loss: Callable[[Failure], None] | None = None
         self._neighbour: tuple[int, dict[str, Any]] | None = None
         self._knows_neighbour = False
 
@@ -88,6 +93,8 @@ class FailureNews:
             return
         first_on_another_node = self._place.local_rank == 0 and failure.host != socket.gethostname()
         trace = failure.traceback.rstrip() if first_on_another_node else ""
+        if self.on_loss is not None:
+            self.on_loss(failure)
         end_process(self._place.rank, f"{failure}\n{trace}" if trace else str(failure))
 
     def _first(self) -> Failure | None:

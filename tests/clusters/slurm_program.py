@@ -45,11 +45,11 @@ def main(kind: str) -> Any:
         sys.stdout.write(f"last words of {place.rank}")
     if kind == "raise" and place.rank == 1:
         raise OwnError("out of cheese", 3)
-    if kind == "die" and place.rank == 1:
+    if kind.startswith("die") and place.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "all die":
         os.kill(os.getpid(), signal.SIGKILL)
-    if kind in ("hang", "orphan"):
+    if kind in ("hang", "orphan", "die while another computes"):
         time.sleep(100)
     return [place.node_rank, place.local_rank, place.nnodes, trained()]
 
@@ -60,12 +60,14 @@ def launcher(kind: str) -> Any:
         return SlurmLauncher(nodes=2, cpus=4, wait=4, parameters={"begin": "now+1hour"})
     if kind == "refused":
         return "slurm(partition='nowhere')"
+    if kind in ("one rank", "die while another computes"):
+        return SlurmLauncher()
     return SlurmLauncher(nodes=2, orphan_seconds=4 if kind == "orphan" else 60)
 
 
 if __name__ == "__main__":
     kind = sys.argv[1]
-    nprocs = 4 if kind == "train" else 2
+    nprocs = {"train": 4, "one rank": 1}.get(kind, 2)
     if kind == "one process":
         print("TOLD " + json.dumps({"value": trained()}))
         sys.exit()

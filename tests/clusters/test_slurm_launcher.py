@@ -58,11 +58,21 @@ def test_a_call_comes_home_with_the_weights_of_one_process(
     assert "rank 3 of 4 is there" in (logs / "rank_3.stdout.log").read_text()
 
 
+def test_a_job_of_one_rank(slurm: Slurm, folder: Path) -> None:
+    """It trains as one process, on its node."""
+    done, alone = submitted(slurm, folder, "one rank"), submitted(slurm, folder, "one process")
+    assert done.code == 0, done.output
+    [[_, _, nnodes, weights]] = done.values()[0]
+    assert nnodes == 1
+    assert weights == pytest.approx(alone.values()[0], abs=1e-5)
+
+
 @pytest.mark.parametrize(
     ("kind", "error", "words"),
     [
         ("raise", "OwnError", ["out of cheese", "rank 1 on "]),
         ("die", "WorkerDiedError", ["rank 1 of Slurm job", "ended without a word", "exit code 137"]),
+        ("die while another computes", "WorkerDiedError", ["rank 1 of Slurm job"]),
         ("all die", "WorkerDiedError", ["ended without a word: the job is FAILED"]),
         ("no room", "ArrivalError", ["did not start within 4 s", "reason: BeginTime"]),
         ("refused", "LaunchError", ["Slurm has refused the job: ", "invalid partition specified: nowhere"]),

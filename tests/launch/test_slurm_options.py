@@ -21,6 +21,8 @@ from distwrap.launch.slurm_job import State, has_ended, state_of
         ({"nodes": 0}, 1, "at least 1"),
         ({"gpus": -1}, 1, "whole number from 0"),
         ({"wait": -1}, 1, "positive number of seconds"),
+        ({"parameters": {"cpus-per-task": 8}}, 1, "cpus_per_task cannot be said there"),
+        ({"parameters": {"array": "0-3"}}, 1, "array cannot be said there"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_job(options: dict[str, Any], nprocs: Any, words: str) -> None:
@@ -62,6 +64,7 @@ def test_a_folder_that_cannot_be_written(tmp_path: Path, monkeypatch: pytest.Mon
         ("exit 1", None),
         ("echo 'Unable to contact slurm controller' >&2; exit 1", None),
         ("echo 'slurm_load_jobs error: Invalid job id specified' >&2; exit 1", State("gone")),
+        ("echo JobId=1 JobState=PREEMPTED Reason=None ExitCode=0:0", State("PREEMPTED", "None", "0:0")),
         ("echo JobId=1 JobState=TIMEOUT Reason=TimeLimit ExitCode=0:15", State("TIMEOUT", "TimeLimit", "0:15")),
     ],
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import Any
 from weakref import WeakSet
@@ -15,6 +16,10 @@ from distwrap.comm.base import option
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import current_world, say
 from distwrap.strategies.horovod.group import HorovodGroup
+
+_SCALE = "horovod_scale"  # in a group of an optimizer: the number by which its learning rate was multiplied
+_LOOK_SECONDS = 0.0002  # while an exchange is under way
+_LARGEST = torch.finfo(torch.float16).max
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,30 +59,44 @@ class _HorovodMean(Averager):
         self._hvd, self._algorithm, self._size = hvd, algorithm, size
         self._group = current_world().part(HorovodGroup)
         self._number = current_world().count("horovod")  # of this model, the same on all ranks
-        self._scaled: WeakSet[Optimizer] = WeakSet()
+        self._optimizers: WeakSet[Optimizer] = WeakSet()
 
     def average(self, bucket: Bucket) -> None:
         hvd, algorithm = self._hvd, self._algorithm
         self._group.begin()
-        if algorithm.scale_lr and not self._scaled:
-            raise ModelError(
-                "HorovodStrategy(scale_lr=True) multiplies the learning rates in wrap_optimizer(optimizer), which has "
-                "not been called for an optimizer of this model."
-            )
-        kind = hvd.Compression.fp16 if algorithm.compression == "fp16" else hvd.Compression.none
-        values, context = kind.compress(bucket.values)
-        how: dict[str, Any] = {"op": hvd.Adasum if algorithm.adasum else hvd.Average}
-        if algorithm.predivide != 1.0:
-            factors = {"prescale_factor": 1 / algorithm.predivide, "postscale_factor": algorithm.predivide / self._size}
-            how = {"op": hvd.Sum, **factors}
+        if algorithm.scale_lr:
+            self._check_rates()
+        values = bucket.values.float() if bucket.values.dtype == torch.bfloat16 else bucket.values  # it has no bfloat16
+        # Horovod's own mean is divided after the sum, which may overflow.
+        before, after, kind = 1 / algorithm.predivide, algorithm.predivide / self._size, hvd.Compression.none
+        if algorithm.compression == "fp16":
+            before, after, kind = 1 / self._size, 1.0, hvd.Compression.fp16
+            if not (values.abs() <= _LARGEST).all():
+                bucket.complain()
+        how: dict[str, Any] = {"op": hvd.Sum, "prescale_factor": before, "postscale_factor": after}
+        values, context = kind.compress(values)
         # A name that is the same in each step lets Horovod skip asking all ranks whether they are ready.
         first = bucket.name_of.get(id(bucket.parameters[0]), "") if bucket.parameters else ""
-        hvd.allreduce_(values, name=f"distwrap.{self._number}.{first}.{values.numel()}", **how)
+        name = f"distwrap.{self._number}.{first}.{values.numel()}"
+        self._wait_for(hvd.allreduce_async_(values, name=name, **({"op": hvd.Adasum} if algorithm.adasum else how)))
         bucket.values.copy_(kind.decompress(values, context))
 
+    def _wait_for(self, handle: int) -> None:
+        """Wait for an exchange, as long as for any collective: Horovod itself waits for ever."""
+        from horovod.common.exceptions import HorovodInternalError
+
+        timeout, began = current_world().options.timeout, time.monotonic()
+        while not self._hvd.poll(handle):
+            if time.monotonic() > began + timeout:
+                raise HorovodInternalError(f"Timed out waiting {timeout:g} s for a gradient that not all ranks sent")
+            time.sleep(_LOOK_SECONDS)
+        self._hvd.synchronize(handle)
+
     def scale_rates(self, optimizer: Optimizer) -> None:
-        """Multiply the learning rates by the number of ranks, once, and say so."""
-        if optimizer in self._scaled:
+        """Multiply the learning rates by the number of ranks, once for all models and runs, and say so."""
+        self._optimizers.add(optimizer)
+        rates = [(group, self._size / group.get(_SCALE, 1)) for group in optimizer.param_groups]
+        if all(factor == 1 for _, factor in rates):
             return
         if any("initial_lr" in group for group in optimizer.param_groups):
             raise ModelError(
@@ -85,8 +104,21 @@ class _HorovodMean(Averager):
                 "wrap_optimizer(optimizer) before the scheduler is made."
             )
         before = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * self._size
-        self._scaled.add(optimizer)
+        for group, factor in rates:
+            group["lr"], group[_SCALE] = group["lr"] * factor, self._size
         after = [group["lr"] for group in optimizer.param_groups]
         say(f"scale_lr=True: the learning rates of {type(optimizer).__name__}, {before}, are now {after}")
+
+    def _check_rates(self) -> None:
+        if not self._optimizers:
+            raise ModelError(
+                "HorovodStrategy(scale_lr=True) multiplies the learning rates in wrap_optimizer(optimizer), which has "
+                "not been called for an optimizer of this model."
+            )
+        for optimizer in self._optimizers:
+            if any(group.get(_SCALE) != self._size for group in optimizer.param_groups):
+                raise ModelError(
+                    f"HorovodStrategy(scale_lr=True): the {type(optimizer).__name__} has a group whose learning rate "
+                    f"was not multiplied by the {self._size} ranks: it was added, or loaded from a checkpoint of a run "
+                    f"without. Call wrap_optimizer(optimizer) again."
+                )

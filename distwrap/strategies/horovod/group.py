@@ -11,13 +11,18 @@ import atexit
 import os
 import socket
 import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from distwrap.environments.variables import variables_set
 from distwrap.errors import LaunchError, OptionError
+from distwrap.group.collectives import broadcast, gather_object
 from distwrap.group.world import RunPart, World
+from distwrap.network import interfaces
 
 _ADDRESS = "HOROVOD_GLOO_RENDEZVOUS_ADDR"
 
@@ -26,7 +31,7 @@ class HorovodGroup(RunPart):
     """Horovod's group, from the first model of a run to its end.
 
     Raises:
-        LaunchError: Horovod counts the ranks otherwise.
+        LaunchError: Horovod counts the ranks otherwise, or the nodes have different numbers of them.
     """
 
     def __init__(self, world: World) -> None:
@@ -39,10 +44,11 @@ class HorovodGroup(RunPart):
                 f"leave hvd.init() to distwrap, or by a run that has failed. Begin anew in a new process."
             )
         place = world.placement
-        if _ADDRESS in os.environ:
-            hvd.init()
-        else:
-            self._init(world)
+        with _variables({"GLOO_TIMEOUT_SECONDS": max(30, round(world.options.timeout))}):
+            if _ADDRESS in os.environ:
+                hvd.init()
+            else:
+                self._init(world)
         if (hvd.rank(), hvd.size()) != (place.rank, place.world_size):
             raise LaunchError(
                 f"rank {place.rank} of {place.world_size} on {socket.gethostname()} is rank {hvd.rank()} of "
@@ -75,15 +81,18 @@ class HorovodGroup(RunPart):
             atexit.unregister(self._hvd.shutdown)
 
     def _init(self, world: World) -> None:
-        place, server = world.placement, None
-        alone = place.nnodes == 1
-        host = "127.0.0.1" if alone else str(place.master_addr)
-        port = torch.zeros(1, dtype=torch.int64)
+        place, server, meeting = world.placement, None, ("", 0)
+        sizes = gather_object(place.local_world_size)
+        if len(set(sizes)) > 1:
+            raise LaunchError(
+                f"rank {place.rank} on {socket.gethostname()}: Horovod wants the same number of ranks on each node, "
+                f"and the nodes have {', '.join(map(str, sorted(set(sizes))))}."
+            )
+        interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         if place.rank == 0:
-            server = _serve(host)
-            port[0] = server.server_address[1]
-        port = port.to(world.device)
-        dist.broadcast(port, 0)
+            server = _serve(interfaces.interfaces().get(interface, ["127.0.0.1"])[0])
+            meeting = server.server_address[:2]
+        host, port = broadcast(meeting)
         mine = {
             "RANK": place.rank,
             "SIZE": place.world_size,
@@ -93,23 +102,25 @@ class HorovodGroup(RunPart):
             "CROSS_SIZE": place.nnodes,
             "HOSTNAME": socket.gethostname(),
             "GLOO_RENDEZVOUS_ADDR": host,
-            "GLOO_RENDEZVOUS_PORT": int(port),
-            "GLOO_IFACE": os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0],
+            "GLOO_RENDEZVOUS_PORT": port,
+            "GLOO_IFACE": interface,
             "CONTROLLER": "gloo",
             "CPU_OPERATIONS": "gloo",
         }
-        added = {f"HOROVOD_{name}": str(value) for name, value in mine.items() if value != ""}
-        added = {name: value for name, value in added.items() if name not in os.environ}
-        os.environ.update(added)
         try:
-            self._hvd.init()
+            with _variables(mine):
+                self._hvd.init()
             dist.barrier()  # nobody asks the server any more
         finally:
-            for name in added:  # by which another launch would take this process for one of horovodrun's
-                del os.environ[name]
             if server is not None:
                 server.shutdown()
                 server.server_close()
+
+
+def _variables(values: Mapping[str, object]) -> AbstractContextManager[None]:
+    """Set Horovod's variables that nobody has set; for a moment, as a launch would take them for horovodrun's."""
+    named = {f"HOROVOD_{name}": str(value) for name, value in values.items() if value != ""}
+    return variables_set({name: value for name, value in named.items() if name not in os.environ})
 
 
 def _serve(host: str) -> Any:

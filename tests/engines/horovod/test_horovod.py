@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch import nn
 
 import distwrap as dw
 from distwrap import distributed
-from distwrap.errors import CollectiveError, ModelError, OptionError, WorkerDiedError
+from distwrap.errors import CollectiveError, CollectiveTimeoutError, ModelError, OptionError, WorkerDiedError
 from distwrap.strategies.horovod import HorovodStrategy
 from tests.engines.horovod import program
 from tests.engines.horovod.program import data, net, trained
@@ -66,6 +67,8 @@ def test_rates_are_scaled_only_where_asked() -> None:
         model = dw.wrap_model(net())
         optimizer = dw.wrap_optimizer(torch.optim.SGD(model.parameters(), lr=0.05))
         optimizer = dw.wrap_optimizer(optimizer)  # once is enough
+        optimizer.load_state_dict(optimizer.state_dict())
+        optimizer = dw.wrap_optimizer(optimizer)
         trained(model, optimizer)
         return nn.utils.parameters_to_vector(model.parameters()).detach(), optimizer.param_groups[0]["lr"]
 
@@ -78,7 +81,11 @@ def test_rates_are_scaled_only_where_asked() -> None:
 
 @pytest.mark.parametrize(
     ("kind", "words"),
-    [("no wrap_optimizer", r"has not been called for an optimizer"), ("scheduler first", r"before the scheduler is")],
+    [
+        ("no wrap_optimizer", r"has not been called for an optimizer"),
+        ("scheduler first", r"before the scheduler is"),
+        ("a checkpoint without", r"was not multiplied by the 2 ranks"),
+    ],
 )
 def test_rates_that_would_not_be_scaled_are_an_error(kind: str, words: str) -> None:
     """Not a silent training at another rate."""
@@ -87,6 +94,9 @@ def test_rates_that_would_not_be_scaled_are_an_error(kind: str, words: str) -> N
     def main() -> None:
         model = dw.wrap_model(net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        plain = optimizer.state_dict()
+        if kind == "a checkpoint without":
+            dw.wrap_optimizer(optimizer).load_state_dict(plain)
         if kind == "scheduler first":
             torch.optim.lr_scheduler.StepLR(optimizer, 1)
             optimizer = dw.wrap_optimizer(optimizer)
@@ -94,6 +104,35 @@ def test_rates_that_would_not_be_scaled_are_an_error(kind: str, words: str) -> N
 
     with pytest.raises(ModelError, match=words):
         main()
+
+
+def test_an_optimizer_of_two_models_is_scaled_once() -> None:
+    """Also where it comes back in a second call."""
+    models = [net(), net()]
+    optimizer = torch.optim.SGD([*models[0].parameters(), *models[1].parameters()], lr=0.05)
+
+    @distributed(strategy="horovod(scale_lr=True)", nprocs=2, timeout=60, retrofit=True)
+    def main(models: list[nn.Module], optimizer: torch.optim.Optimizer) -> float:
+        for model in models:
+            trained(model, optimizer)
+        return float(optimizer.param_groups[0]["lr"])
+
+    assert [main(models, optimizer) for _ in range(2)] == [0.1, 0.1]
+
+
+@pytest.mark.parametrize("kind", ["sum beyond float16", "bfloat16"])
+def test_numbers_that_horovod_cannot_add(kind: str) -> None:
+    """A mean of large gradients is finite in float16 too, and weights in bfloat16 train."""
+    strategy = "horovod(compression='fp16')" if kind == "sum beyond float16" else "horovod"
+
+    @distributed(strategy=strategy, nprocs=2, timeout=60)
+    def main() -> float:
+        net = nn.Linear(1, 1, bias=False)
+        model = dw.wrap_model(net.bfloat16() if kind == "bfloat16" else net)
+        (model(torch.ones(1, 1, dtype=net.weight.dtype)) * 5e4).sum().backward()
+        return float(net.weight.grad)  # type: ignore[arg-type]
+
+    assert main() == pytest.approx(5e4, rel=1e-2)
 
 
 def test_windows_exchange_once() -> None:
@@ -104,14 +143,14 @@ def test_windows_exchange_once() -> None:
         import horovod.torch as hvd
 
         calls = 0
-        plain = hvd.allreduce_
+        plain = hvd.allreduce_async_
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             nonlocal calls
             calls += 1
             return plain(*args, **kwargs)
 
-        hvd.allreduce_ = counted
+        hvd.allreduce_async_ = counted
         model = dw.wrap_model(net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
         x, y = data()
@@ -162,11 +201,11 @@ def test_two_calls_after_each_other() -> None:
         assert len(vector("horovod", nprocs=2)) == 2
 
 
-@pytest.mark.parametrize("kind", ["dies", "raises", "leaves"])
+@pytest.mark.parametrize("kind", ["dies", "raises", "leaves", "stays away"])
 def test_a_rank_that_ends_is_named(kind: str) -> None:
     """The others do not wait in Horovod for one that comes no more."""
 
-    @distributed(strategy="horovod", nprocs=3, timeout=30)
+    @distributed(strategy="horovod", nprocs=3, timeout=10)
     def main() -> None:
         model = dw.wrap_model(net())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
@@ -176,11 +215,13 @@ def test_a_rank_that_ends_is_named(kind: str) -> None:
                 os.kill(os.getpid(), 9)
             if kind == "raises":
                 raise KeyError("boom")
+            if kind == "stays away":
+                time.sleep(90)
             return
         trained(model, optimizer)
 
-    expected: Any = {"dies": WorkerDiedError, "raises": KeyError, "leaves": CollectiveError}[kind]
-    with pytest.raises(expected) as caught:
+    errors: dict[str, Any] = {"dies": WorkerDiedError, "raises": KeyError, "leaves": CollectiveError}
+    with pytest.raises(errors.get(kind, CollectiveTimeoutError)) as caught:
         main()
     assert "rank 1" in f"{caught.value}{caught.value.__cause__}"
 
