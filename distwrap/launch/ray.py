@@ -67,8 +67,8 @@ class RayLauncher(Launcher):
         wait: float = 60.0,
     ) -> None:
         one_of("spread", get_args(Spread))("spread", spread)
-        AT_LEAST_ONE("RayLauncher(cpus=)", cpus)
-        SECONDS("RayLauncher(wait=)", wait)
+        AT_LEAST_ONE("RayLauncher: cpus", cpus)
+        SECONDS("RayLauncher: wait", wait)
         if gpus != "auto" and not (is_number(gpus) and gpus >= 0):
             raise OptionError(f"RayLauncher(gpus={gpus!r}): it is 'auto', or a number from 0.")
         self.address, self.cpus, self.gpus, self.spread, self.wait = address, cpus, gpus, spread, wait

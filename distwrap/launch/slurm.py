@@ -80,10 +80,10 @@ class SlurmLauncher(Launcher):
         setup: Sequence[str] = (),
     ) -> None:
         for name, value in (("nodes", nodes), ("cpus", cpus), ("minutes", minutes)):
-            AT_LEAST_ONE(f"SlurmLauncher({name}=)", value)
-        whole(0, "a whole number from 0")("SlurmLauncher(gpus=)", gpus)
+            AT_LEAST_ONE(f"SlurmLauncher: {name}", value)
+        whole(0, "a whole number from 0")("SlurmLauncher: gpus", gpus)
         for name, seconds in (("wait", wait), ("orphan_seconds", orphan_seconds)):
-            SECONDS(f"SlurmLauncher({name}=)", seconds)
+            SECONDS(f"SlurmLauncher: {name}", seconds)
         self.nodes, self.cpus, self.gpus, self.minutes = nodes, cpus, gpus, minutes
         if taken := _OWN.intersection(name.replace("-", "_") for name in parameters or ()):
             raise OptionError(

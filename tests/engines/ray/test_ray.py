@@ -172,8 +172,10 @@ def test_resources_and_runtime_environment_of_a_rank() -> None:
 
 def test_wrong_options_are_refused() -> None:
     """Each with what it may be."""
-    with pytest.raises(OptionError, match=r"RayLauncher\(cpus=0.5\): it is a whole number from 1"):
+    with pytest.raises(OptionError, match=r"RayLauncher: cpus=0.5: it must be a whole number of at least 1"):
         RayLauncher(cpus=0.5)  # type: ignore[arg-type]
+    with pytest.raises(OptionError, match=r"gpus=-1"):
+        RayLauncher(gpus=-1)
     with pytest.raises(OptionError, match="spread"):
         RayLauncher(spread="NEAR")  # type: ignore[arg-type]
 
