@@ -135,8 +135,8 @@ def explained(error: BaseException) -> BaseException:
 def _is_of_exchange(error: BaseException) -> bool:
     ours = isinstance(error, DistwrapError)
     of_horovod = type(error).__module__.startswith("horovod.")
-    of_torch = of_horovod or not stacks.raised_outside_torch(error.__traceback__)
-    return isinstance(error, RuntimeError) and not ours and of_torch
+    of_engine = of_horovod or not stacks.raised_outside_torch(error.__traceback__)
+    return isinstance(error, RuntimeError) and not ours and of_engine
 
 
 def _fetches_a_batch(error: BaseException) -> bool:

@@ -31,9 +31,8 @@ from distwrap.packages import require_package
 from distwrap.wording import print_notice
 
 # Options of sbatch that the launcher gives itself, or that would make another job than the one it looks at.
-_OWN = frozenset(
-    ("nodes", "ntasks", "ntasks_per_node", "cpus_per_task", "gpus_per_node", "time", "partition", "account", "job_name")
-) | {"signal", "output", "error", "array", "clusters", "wait", "parsable"}
+_OWN = {"nodes", "ntasks", "ntasks_per_node", "cpus_per_task", "gpus_per_node", "time", "partition", "account"}
+_OWN |= {"job_name", "signal", "output", "error", "array", "clusters", "wait", "parsable"}
 
 
 class SlurmLauncher(Launcher):
@@ -85,13 +84,13 @@ class SlurmLauncher(Launcher):
         for name, seconds in (("wait", wait), ("orphan_seconds", orphan_seconds)):
             SECONDS(f"SlurmLauncher: {name}", seconds)
         self.nodes, self.cpus, self.gpus, self.minutes = nodes, cpus, gpus, minutes
-        if taken := _OWN.intersection(name.replace("-", "_") for name in parameters or ()):
+        self.partition, self.account, self.folder, self.setup = partition, account, folder, list(setup)
+        self.wait, self.orphan_seconds, self.parameters = wait, orphan_seconds, dict(parameters or {})
+        if taken := _OWN.intersection(name.replace("-", "_") for name in self.parameters):
             raise OptionError(
                 f"SlurmLauncher(parameters=...): {', '.join(sorted(taken))} cannot be said there. What the launcher "
                 f"has an option for is said by that, the number of ranks by nprocs=, and a job is one job."
             )
-        self.partition, self.account, self.folder, self.setup = partition, account, folder, list(setup)
-        self.wait, self.orphan_seconds, self.parameters = wait, orphan_seconds, dict(parameters or {})
 
     def count(self, nprocs: int | Literal["auto"]) -> int:
         if nprocs == "auto" and not self.gpus:

@@ -113,15 +113,13 @@ class Collector:
         while missing - set(found) and time.monotonic() < deadline:
             self._look()
             found.update(self._new({*known, *found}))
-        for rank in missing - set(found):
+        words = "What it printed last is above."
+        if not any(log.is_there for log in self._logs):
             words = (
-                "What it printed last is above."
-                if any(log.is_there for log in self._logs)
-                else (
-                    f"There is not even a log of it: do the nodes see {self._folder.parent}? If not, say "
-                    f"launcher='slurm(folder=...)', a folder that they see."
-                )
+                f"There is not even a log of it: do the nodes see {self._folder.parent}? If not, say "
+                f"launcher='slurm(folder=...)', a folder that they see."
             )
+        for rank in missing - set(found):
             died = WorkerDiedError(
                 f"rank {rank} of Slurm job {self._number} ended without a word: the job is {self._state.name} (reason: "
                 f"{self._state.reason}, exit code {self._state.exit_code}). {words}",

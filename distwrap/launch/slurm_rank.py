@@ -35,14 +35,12 @@ def be_a_rank(plan: Assignment, folder: str, orphan_seconds: float, log_dir: str
     for number in (signal.SIGTERM, signal.SIGCONT):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGUSR2, lambda *_: None)
-    link = _JobLink(plan, Path(folder))
-    if int(os.environ["SLURM_PROCID"]) == 0:
-        watch = threading.Thread(
-            target=_end_without_caller, args=(Path(folder), orphan_seconds), name="distwrap-caller", daemon=True
-        )
-        watch.start()
-    with copied(log_dir, int(os.environ["SLURM_PROCID"])):
-        code = worker.work(link)
+    rank, place = int(os.environ["SLURM_PROCID"]), Path(folder)
+    if rank == 0:
+        watched = (place, orphan_seconds)
+        threading.Thread(target=_end_without_caller, args=watched, name="distwrap-caller", daemon=True).start()
+    with copied(log_dir, rank):
+        code = worker.work(_JobLink(plan, place))
     worker.leave(code)
 
 

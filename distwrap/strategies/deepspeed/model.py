@@ -15,7 +15,7 @@ from distwrap.errors import ModelError
 from distwrap.group.world import current_world
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing, has_gradient
-from distwrap.model.pausing_model import UncopiedModel
+from distwrap.model.uncopied_model import UncopiedModel
 from distwrap.precision import InPrecision
 from distwrap.strategies.alignment import Alignment
 from distwrap.strategies.deepspeed.engine import ModelEngine

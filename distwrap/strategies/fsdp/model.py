@@ -18,7 +18,7 @@ from distwrap._internals.torch_sharding import begin_fsdp_forward, end_fsdp_forw
 from distwrap.errors import ModelError
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import ForwardMethods, MethodCall, Routing
-from distwrap.model.pausing_model import UncopiedModel
+from distwrap.model.uncopied_model import UncopiedModel
 from distwrap.precision import InPrecision
 from distwrap.strategies import shards
 from distwrap.strategies.alignment import Alignment

@@ -74,11 +74,13 @@ class _HorovodMean(Averager):
             if not (values.abs() <= _LARGEST).all():
                 bucket.complain()
         how: dict[str, Any] = {"op": hvd.Sum, "prescale_factor": before, "postscale_factor": after}
+        if algorithm.adasum:
+            how = {"op": hvd.Adasum}
         values, context = kind.compress(values)
         # A name that is the same in each step lets Horovod skip asking all ranks whether they are ready.
         first = bucket.name_of.get(id(bucket.parameters[0]), "") if bucket.parameters else ""
         name = f"distwrap.{self._number}.{first}.{values.numel()}"
-        self._wait_for(hvd.allreduce_async_(values, name=name, **({"op": hvd.Adasum} if algorithm.adasum else how)))
+        self._wait_for(hvd.allreduce_async_(values, name=name, **how))
         bucket.values.copy_(kind.decompress(values, context))
 
     def _wait_for(self, handle: int) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import wraps
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,7 @@ from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.world import World, say_once
 from distwrap.model.buffers import Buffers
 from distwrap.model.forward_routing import Routing, put_back_forward
-from distwrap.model.pausing_model import PausingModel
+from distwrap.model.uncopied_model import UncopiedModel
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.precision import LossScaling
 from distwrap.seeding import preserved
@@ -359,17 +359,15 @@ class PipelineRouting(Routing):
         """Return whether a pass through the stages has made one of the nodes of a graph."""
         return any(is_of_pass(node) for node in nodes)
 
+    def refuse_copy(self) -> NoReturn:
+        """Refuse to copy or pickle the model, as any of its absent parameters does."""
+        refuse_copy()
 
-class PipelineModel(PausingModel):
+
+class PipelineModel(UncopiedModel):
     """A model of which this rank has the blocks of its stages."""
 
     _distwrap: PipelineRouting
-
-    def __reduce__(self) -> Any:
-        refuse_copy()
-
-    def __copy__(self) -> Any:
-        refuse_copy()
 
 
 def _linked(result: Any, tensors: list[torch.Tensor], hand_on: Callable[[list[torch.Tensor]], None]) -> Any:

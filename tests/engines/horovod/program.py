@@ -10,31 +10,7 @@ from torch import nn
 
 import distwrap as dw
 from distwrap import distributed
-
-ROWS = 12
-
-
-def data() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the whole batch of each step."""
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(ROWS, 5, generator=generator), torch.randn(ROWS, 3, generator=generator)
-
-
-def net() -> nn.Module:
-    """Make the net whose weights are a seed's."""
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-
-
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Train a model by this rank's rows of a few batches."""
-    x, y = data()
-    mine = slice(dw.rank(), None, dw.world_size())
-    for _ in range(3):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x[mine]), y[mine]).backward()
-        optimizer.step()
+from tests.engines.regression import net, trained
 
 
 def main() -> torch.Tensor:

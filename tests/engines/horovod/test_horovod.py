@@ -20,7 +20,7 @@ from distwrap import distributed
 from distwrap.errors import CollectiveError, CollectiveTimeoutError, ModelError, OptionError, WorkerDiedError
 from distwrap.strategies.horovod import HorovodStrategy
 from tests.engines.horovod import program
-from tests.engines.horovod.program import data, net, trained
+from tests.engines.regression import data, net, trained
 
 ROOT = Path(__file__).parents[3]
 

@@ -18,8 +18,7 @@ import distwrap as dw
 from distwrap import distributed
 from distwrap.errors import ArrivalError, OptionError, WorkerDiedError, WorkerTraceback
 from distwrap.launch.ray import RayLauncher
-
-ROWS = 8
+from tests.engines.regression import data, net, trained
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -31,28 +30,6 @@ def cluster() -> Iterator[Cluster]:
     yield made
     ray.shutdown()
     made.shutdown()
-
-
-def data() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the whole batch of each step."""
-    generator = torch.Generator().manual_seed(3)
-    return torch.randn(ROWS, 5, generator=generator), torch.randn(ROWS, 3, generator=generator)
-
-
-def net() -> nn.Module:
-    """Make the net whose weights are a seed's."""
-    with torch.random.fork_rng():
-        torch.manual_seed(5)
-        return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))
-
-
-def trained(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Train a model by this rank's rows of a few batches."""
-    x, y = data()
-    for _ in range(3):
-        optimizer.zero_grad()
-        nn.functional.mse_loss(model(x[dw.rank() :: dw.world_size()]), y[dw.rank() :: dw.world_size()]).backward()
-        optimizer.step()
 
 
 def one_process() -> dict[str, torch.Tensor]:

@@ -1,12 +1,15 @@
-"""Wrappers of strategies other than DDP: what they do as training pauses, and where somebody copies them."""
+"""Wrapper of strategies other than DDP: its buffers as training pauses, and where somebody copies it."""
 
 from typing import Any
 
 from distwrap.model.model_first import ModelFirst
 
 
-class PausingModel(ModelFirst):
-    """Wrapper whose routing has `Buffers`, or ``None``, as ``buffers``: the ranks take them over as training pauses."""
+class UncopiedModel(ModelFirst):
+    """Wrapper that can be neither copied nor pickled.
+
+    Its routing says why, by ``refuse_copy()``, and has `Buffers`, or ``None``, as ``buffers``.
+    """
 
     def train(self, mode: bool = True) -> Any:
         """Set the training flag; when training pauses, take over rank 0's buffers."""
@@ -15,10 +18,6 @@ class PausingModel(ModelFirst):
         if pauses and buffers is not None:
             buffers.pause()
         return self
-
-
-class UncopiedModel(PausingModel):
-    """Wrapper that can be neither copied nor pickled; its routing says why, by ``refuse_copy()``."""
 
     def __deepcopy__(self, memo: Any) -> Any:
         return self._distwrap.refuse_copy()
