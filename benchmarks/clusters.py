@@ -8,10 +8,8 @@ Two processes on this machine stand in for two nodes. Every run does the same: m
 from __future__ import annotations
 
 import os
-import random
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -19,6 +17,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from ports import free_port
 from timing import Row, Samples, arguments, compare, in_turns, per_call, report
 
 from distwrap.environments import detect
@@ -106,11 +105,11 @@ def two_nodes(folder: Path, rounds: int) -> Row | str:
     ours, theirs = _programs(folder)
 
     def with_decorator() -> float:
-        env = {"DISTWRAP_NNODES": "2", "DISTWRAP_NPROCS": "1", "DISTWRAP_RDZV_ENDPOINT": f"127.0.0.1:{_free_port()}"}
+        env = {"DISTWRAP_NNODES": "2", "DISTWRAP_NPROCS": "1", "DISTWRAP_RDZV_ENDPOINT": f"127.0.0.1:{free_port()}"}
         return _timed(*[[sys.executable, str(ours)]] * 2, env=env)
 
     def with_torchrun() -> float:
-        words = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={_free_port()}"]
+        words = ["--nnodes=2", "--nproc-per-node=1", "--master-addr=127.0.0.1", f"--master-port={free_port()}"]
         return _timed(*([*TORCHRUN, *words, f"--node-rank={i}", str(theirs)] for i in range(2)))
 
     what = "two nodes, a rank each, from the shell to the end: decorator, torchrun"
@@ -218,17 +217,6 @@ def _started(command: list[str], env: dict[str, str]) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
-
-
-def _free_port() -> int:
-    """Return a free port below those that the system gives to outgoing connections, which might take it meanwhile."""
-    while True:
-        port = random.randrange(10_000, 32_000)
-        try:
-            with socket.create_server(("127.0.0.1", port)):
-                return port
-        except OSError:
-            continue
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from ports import free_port
 
 Launch = Callable[[], object]
 ADDRESS = "127.0.0.1"
@@ -93,10 +93,7 @@ def torch_spawn(nprocs: int) -> Launch:
     import torch.multiprocessing as mp
 
     def launch() -> None:
-        with socket.socket() as free:
-            free.bind((ADDRESS, 0))
-            port = free.getsockname()[1]
-        mp.spawn(_spawned, args=(nprocs, port), nprocs=nprocs)
+        mp.spawn(_spawned, args=(nprocs, free_port()), nprocs=nprocs)
 
     return launch
 

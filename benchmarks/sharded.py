@@ -11,16 +11,16 @@ compared, nor are those of ways that train one batch on all ranks: of tensor par
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from importlib.util import find_spec
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any
 
+from ports import free_port
 from sharded_ranks import SIZES, WAYS
 from timing import Row, Samples, arguments, compare, in_turns, report
 
@@ -40,10 +40,8 @@ class Ranks:
     """Processes of one way, which wait to be asked."""
 
     def __init__(self, way: str, ranks: int, size: str) -> None:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
         self._way, self._processes, self._conns = way, [], []
+        port = free_port()
         for rank in range(ranks):
             ours, theirs = Pipe()
             place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
@@ -79,16 +77,21 @@ class Ranks:
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
+                process.wait()
 
     def _answers(self) -> list[Any]:
-        return [self._answer(conn) for conn in self._conns]
+        return [self._answer(rank) for rank in range(len(self._conns))]
 
-    def _answer(self, conn: Connection) -> Any:
-        if not conn.poll(LIMIT):
-            for process in self._processes:
-                process.kill()
-            raise TimeoutError(f"{self._way}: no answer in {LIMIT:g} s")
-        return conn.recv()
+    def _answer(self, rank: int) -> Any:
+        try:
+            if self._conns[rank].poll(LIMIT):
+                return self._conns[rank].recv()
+            problem = f"has not answered in {LIMIT:g} s"
+        except EOFError:
+            problem = f"has ended with {self._processes[rank].wait(10)}"
+        for process in self._processes:
+            process.kill()
+        raise RuntimeError(f"{self._way}: rank {rank} {problem}; what it printed is above")
 
 
 def main() -> None:

@@ -22,7 +22,7 @@ from distwrap.group import failures
 from distwrap.group.resources import assign_resources
 from distwrap.group.world import World, activate, active_world, current_world, deactivate, say
 from distwrap.network import interfaces
-from distwrap.network.rendezvous import await_all_joined, meet, say_goodbye
+from distwrap.network.rendezvous import await_all_joined, loss_told, meet, say_goodbye
 from distwrap.network.secret import agree_on_secret
 from distwrap.network.waiting import count_in
 from distwrap.options import Options, switched_on
@@ -134,7 +134,7 @@ def join(
     kind_of(device).use(device)
     backend = selection.choose_backend(options.backend, device)
     interfaces.check_users_choice(os.environ, backend)
-    with ExitStack() as cleanup:
+    with ExitStack() as cleanup, loss_told(placement):
         gpu = kind_of(device).unique_name(device) if chosen is None else None
         store = meet(placement, min(options.timeout, ARRIVAL_SECONDS), device, gpu)
         placement = assign_resources(placement, store, device, cleanup)

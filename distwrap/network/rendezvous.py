@@ -2,10 +2,11 @@
 
 import json
 import os
+import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any
 
@@ -58,13 +59,7 @@ def meet(placement: Placement, seconds: float, device: torch.device | None = Non
         )
     me, where = f"rank {placement.rank} on {mine['host']}", stores.where(placement)
     describe = partial(_who_is_here, placement)
-    try:
-        late = wait_for_all(store, placement.rank, placement.world_size, seconds, where, describe)
-    except dist.DistNetworkError as error:
-        raise ArrivalError(
-            f"{me} lost the meeting place at {where} ({first_line(error)}): rank 0, or its launcher, which holds it, "
-            f"is gone. Look at what it printed."
-        ) from error
+    late = wait_for_all(store, placement.rank, placement.world_size, seconds, where, describe)
     if late:
         raise ArrivalError(
             f"{me} {late}. Look at what the missing ones printed; they did not reach setup_process_group()."
@@ -74,6 +69,23 @@ def meet(placement: Placement, seconds: float, device: torch.device | None = Non
         mine["script"] = zero["script"]  # the callers on the nodes have compared theirs
     check_versions(mine, me, zero, f"rank 0 on {zero['host']}")
     return store
+
+
+@contextmanager
+def loss_told(placement: Placement) -> Iterator[None]:
+    """Say who is gone where the store is lost in the course of a ``with``, in which this rank joins.
+
+    Raises:
+        ArrivalError: the store is lost.
+    """
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        raise ArrivalError(
+            f"rank {placement.rank} on {socket.gethostname()} cannot join: rank 0 on {placement.master_addr}, or its "
+            f"launcher, is gone: the store that it holds does not answer ({first_line(error)}). Look at "
+            f"what it printed."
+        ) from error
 
 
 def _open_store(placement: Placement, seconds: float) -> Store:

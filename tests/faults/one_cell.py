@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +24,7 @@ import torch
 
 from distwrap._internals.torch import import_compiler
 from tests.faults.cells import LIMIT, TIMEOUT, Expected, expected, loop_limit
+from tests.ports import free_port
 
 ROOT = Path(__file__).parent.parent.parent
 PROGRAM = Path(__file__).parent / "program.py"
@@ -140,10 +140,7 @@ def _start(cell: Any, folder: Path, main: Callable[[Any], None] | None) -> int:
             return _fork(cell, folder, env, output.fileno(), main)
         command = [sys.executable, str(PROGRAM), cell.launcher, cell.who, cell.fault, cell.when]
         if cell.launcher == "torchrun":
-            with socket.socket() as free:
-                free.bind(("127.0.0.1", 0))
-                port = free.getsockname()[1]
-            command[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={port}"]
+            command[1:1] = ["-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
         return subprocess.Popen(
             command,
             cwd=folder,

@@ -6,7 +6,6 @@ import os
 import queue
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -22,6 +21,7 @@ from distwrap.errors import CollectiveError, CollectiveTimeoutError, WorkerDiedE
 from distwrap.group.world import current_world
 from distwrap.testing import run_ranks
 from tests.limits import INTERPRETERS, SOON
+from tests.ports import free_port
 
 LIMIT = 60.0
 
@@ -163,6 +163,10 @@ def test_turns_are_kept_apart() -> None:
 PROGRAM = """
 import os, sys, time
 import distwrap as dw
+from distwrap.group import setup
+
+if sys.argv[1] == "the first rank dies as it joins" and os.environ["RANK"] == "0":
+    setup.agree_on_secret = lambda store, placement: os._exit(7)
 
 @dw.distributed(timeout=8)
 def main(what):
@@ -195,10 +199,7 @@ if __name__ == "__main__":
 
 def by_hand(program: Path, what: str, nprocs: int = 2) -> list[tuple[int, str]]:
     """Start the ranks with variables alone, as a cluster does, and return each one's exit code and output."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(nprocs)}
+    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(nprocs)}
     started = [
         subprocess.Popen(
             [sys.executable, program, what],
@@ -224,7 +225,8 @@ def by_hand(program: Path, what: str, nprocs: int = 2) -> list[tuple[int, str]]:
         ("raise", 1, 1, "rank 1 on .* ValueError: the first cause"),
         ("raise while others compute", 1, 1, "rank 0 ends, because rank 1 on .* ValueError: the first cause"),
         ("die", 1, 7, r"rank 1 on .* its process ended without a word"),
-        ("the first rank dies", 0, 7, "rank 0 on .* is gone: the store"),
+        ("the first rank dies", 0, 7, "rank 0 .* is gone: the store"),
+        ("the first rank dies as it joins", 0, 7, "rank 1 on .* cannot join: rank 0 .* is gone: the store"),
         ("zero dies at work", 0, 7, "rank 1 waits for the work of rank 0, but rank 0 on .* is gone"),
     ],
 )
