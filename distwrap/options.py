@@ -149,6 +149,7 @@ class Options:
     seed: int | None = option(None, either(None, SEED), "the seed of all ranks")
     timeout: float = option(600.0, SECONDS, "seconds for a collective", NUMBER)
     max_restarts: int = option(0, whole(0), "restarts after a failure", WHOLE)
+    max_lost: int = option(0, whole(0), "ranks that may be lost while the others go on", WHOLE)
     returns: Returns = option("rank0", one_of("value for returns", get_args(Returns)), "whose values a call returns")
     retrofit: bool = option(False, _SWITCH, "whether models and loaders among the arguments are wrapped")
     log_dir: str | None = option(None, either(None, _FOLDER), "the folder for what each rank prints", WORD)

@@ -6,6 +6,7 @@ Every function says which names it relies on, and what happens without them; all
 import functools
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from datetime import timedelta
 from typing import Any, NoReturn
 
 import torch
@@ -41,6 +42,17 @@ TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
 
 # Before 2.8 the end of a group takes Python's lock, and waits for a thread of gloo's that may wait for that lock.
 ENDS_GROUPS_LOCKED = TORCH < (2, 8)
+
+
+def set_group_timeout(seconds: float) -> None:
+    """Set the time limit of the process group's collectives, which its making has too.
+
+    Relies on ``torch.distributed.distributed_c10d:_set_pg_timeout``.
+    Without it: the time limit of making the group holds for its collectives.
+    """
+    change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    if change is not None:
+        change(timedelta(seconds=seconds))
 
 
 def default_store() -> Store | None:

@@ -6,6 +6,7 @@ sampler and batch sampler are exchanged for ones that take a share of the same o
 
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal, get_args
 
@@ -147,6 +148,12 @@ def shard_loader(
     shuffled = world.count("shuffled loader") if iterable or not isinstance(innermost(loader), SequentialSampler) else 1
     if alone and (iterable or (seed is None and order == "auto")):
         return only_moved(loader, Sharding(where, copy_ahead=copy_ahead))
+    if world.members is not None and (iterable or batch_size == "global"):
+        what = "batch_size='global'" if not iterable else f"an iterable dataset ({type(loader.dataset).__name__})"
+        raise LoaderError(
+            f"{what} does not go with max_lost=: the number of ranks changes in the run, and a rank that comes back "
+            f"goes on at a place in the order. Give the loader a dataset with indices, and batch_size='per_rank'."
+        )
     held = held_iterators(loader)
     if held:
         loader = with_epochs(loader, held)
@@ -159,11 +166,22 @@ def shard_loader(
             f"split={split!r} is for an IterableDataset, but {type(loader.dataset).__name__} has indices."
         )
     result = _shard_indices(loader, world, sharding, mode, batch_size, order)
+    if world.members is not None:
+        result._sharding.remake = partial(_remade, loader, world, sharding, mode, batch_size, order)
+        result._sharding.number = world.members.add_loader(result)
     if alone:  # the loader itself here too
         loader.__dict__.update(result.__dict__)
         loader.__class__ = type(result)
         return loader
     return result
+
+
+def _remade(
+    loader: Loader, world: World, sharding: Sharding, mode: Modes, batch_size: BatchSize, order: Orders, rank: int, size: int
+) -> Loader:
+    """Return a loader sharded for another rank and number of ranks, where the ranks of a run have changed."""
+    anew = replace(sharding, rank=rank, world_size=size, position=Position())
+    return _shard_indices(loader, world, anew, mode, batch_size, order)
 
 
 def _shard_iterable(

@@ -1,7 +1,7 @@
 """The class of a sharded loader: the user's own class, which also knows the loop's position in its data."""
 
 import copy
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -12,6 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterData
 
 from distwrap._internals.torch_data import ITERATOR, IteratorHook, check_iterator_hook
 from distwrap.data import workers
+from distwrap.data.changing import changing_batches
 from distwrap.data.epoch_check import EpochCheck
 from distwrap.data.indices import stream_batches
 from distwrap.data.iterable_shards import DataPipeShard, IterableShard, SplitShard, StatefulShard
@@ -48,6 +49,8 @@ class Sharding:
         endless: whether the user's class goes on over one iterator for ever, and this one has epochs in its place.
         epoch_check: of the ranks' loops.
         epoch: the epoch that begins, int64; in shared memory where workers outlive an epoch.
+        remake: makes the same loader for another rank and number of ranks, where these may change in a run.
+        number: of the loader among those of a run whose ranks may change.
         own_state: the loop's position as the dataset or loader tells it, or why it could not, while that is ahead.
     """
 
@@ -66,6 +69,8 @@ class Sharding:
     endless: bool = False
     epoch_check: EpochCheck | None = None
     epoch: torch.Tensor | None = None
+    remake: Callable[[int, int], Any] | None = None
+    number: int = 0
     own_state: dict[str, Any] | Exception | None = None
 
 
@@ -84,6 +89,8 @@ class ShardedLoader(IteratorHook):
 
     def __iter__(self) -> Any:
         sharding = self._sharding
+        if sharding.remake is not None and (members := current_world().members) is not None:
+            return changing_batches(self, members)
         if not sharding.uneven:
             return self._rank_batches()
         sharding.lockstep = in_step(self, sharding.uneven)
@@ -330,7 +337,7 @@ class ShardedLoader(IteratorHook):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Neither pickle nor copy would find this class by its name; but it follows from the user's own.
-        sharding = replace(self._sharding, epoch=None, epoch_check=None, lockstep=None)
+        sharding = replace(self._sharding, epoch=None, epoch_check=None, lockstep=None, remake=None)
         return _rebuilt, (type(self).__bases__[1], {**self.__dict__, ITERATOR: None, "_sharding": sharding})
 
 

@@ -13,6 +13,7 @@ from distwrap._internals.torch_tree import tree_flatten, tree_unflatten
 from distwrap.checks import one_of
 from distwrap.errors import CollectiveError, OptionError
 from distwrap.group.collective_guard import check_collectives_allowed
+from distwrap.group.members import among_members
 from distwrap.group.setup import require_group
 from distwrap.group.signing import only_plain, run_secret, sign, verify
 from distwrap.group.tensor_exchange import (
@@ -30,6 +31,7 @@ from distwrap.supervision.hang_report import Activity
 Value = TypeVar("Value")
 
 
+@among_members
 def barrier() -> None:
     """Wait until every rank is here."""
     if _alone("barrier"):
@@ -37,6 +39,7 @@ def barrier() -> None:
     dist.barrier(device_ids=[current_world().device.index] if dist.get_backend() == "nccl" else None)
 
 
+@among_members
 def gather(value: Any, *, differentiable: bool | None = None, interleave: bool = False) -> Any:
     """Concatenate every rank's tensors along the first dimension, in rank order, on every rank.
 
@@ -113,6 +116,7 @@ class _Gathered(torch.autograd.Function):
         return everyones[start : start + ctx.sizes[share]], None
 
 
+@among_members
 def gather_object(value: Value) -> list[Value]:
     """Return every rank's value, in rank order, on every rank; anything that can be pickled.
 
@@ -155,6 +159,7 @@ def _cannot_be_sent(value: Any, error: Exception) -> str:
     return f"its {type(value).__qualname__} cannot be sent to the other ranks: {type(error).__name__}: {error}"
 
 
+@among_members
 def reduce(value: Any, op: Op = "mean") -> Any:
     """Combine every rank's values element by element, on every rank; the tensors given are not changed.
 
@@ -181,6 +186,7 @@ def reduce(value: Any, op: Op = "mean") -> Any:
     return tree_unflatten(kept, spec)
 
 
+@among_members
 def mean(value: Any, count: float = 1) -> Any:
     """Average over ranks, each rank's value weighted by how many items it stands for.
 
@@ -219,6 +225,7 @@ def _as_given(leaf: Any, result: torch.Tensor) -> Any:
     return result.to(leaf.dtype) if leaf.is_floating_point() or leaf.is_complex() else result
 
 
+@among_members
 def broadcast(value: Any, src: int = 0) -> Any:
     """Return rank `src`'s value on every rank; what the others pass is ignored.
 
@@ -261,6 +268,7 @@ def broadcast(value: Any, src: int = 0) -> Any:
     return put_together(data, tensors, plain=only_plain(secret))
 
 
+@among_members
 def agree(flag: bool, how: Literal["any", "all"] = "any") -> bool:
     """Let all ranks take the same branch: true where any rank, or every rank, says so.
 
@@ -276,6 +284,7 @@ def agree(flag: bool, how: Literal["any", "all"] = "any") -> bool:
     return bool(vote.item())
 
 
+@among_members
 def total(number: float) -> float:
     """Return the sum of a number over the shares of the data, in float64, by one all-reduce: for use in a step."""
     if _alone("total"):

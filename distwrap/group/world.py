@@ -32,6 +32,7 @@ from distwrap.wording import print_notice
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from distwrap.group.members import Members
     from distwrap.strategies.base import Strategy
 
 
@@ -94,6 +95,7 @@ class World:
         secret: of the run, with which its ranks sign objects; empty where there is none, ``None`` until ranks in a
             group that the user made need one.
         channel: the side channel to the other ranks, where distwrap made the group.
+        members: the ranks that are there, where some may be lost and come back; ``None`` where none may.
         cleanup: undoes what joining has changed in this process.
     """
 
@@ -106,6 +108,7 @@ class World:
     store: Store | None = None
     secret: bytes | None = field(default=None, repr=False)
     channel: Channel | None = None
+    members: Members | None = None
     cleanup: ExitStack = field(default_factory=ExitStack)
     _parts: dict[type[RunPart], RunPart] = field(default_factory=dict)
     _counts: Counter[str] = field(default_factory=Counter)

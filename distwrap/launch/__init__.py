@@ -24,6 +24,7 @@ from distwrap.name_table import Registry
 from distwrap.options import Options, switched_on
 from distwrap.registry import launchers, precisions, strategies
 from distwrap.seeding import preserved
+from distwrap.strategies.base import Strategy
 
 
 def start(task: Task) -> Any:
@@ -39,7 +40,7 @@ def start(task: Task) -> Any:
             f"train alone. Pass them as arguments (also in lists, tuples, dicts and attributes): what the function "
             f"takes from a closure or a global is not seen."
         )
-    strategy = strategies.make(options.strategy)
+    strategy = _with_losses(options)
     task = replace(task, options=replace(options, strategy=strategy, backend=strategy.backend or options.backend))
     strategy.check(task.options)
     check_backend(task.options.backend)
@@ -60,6 +61,8 @@ def start(task: Task) -> Any:
     nodes = resolve(options, found if isinstance(found, Node) else None)
     if nodes.elastic and not launcher.restarts and not again:
         launcher = launchers.make(f"elastic(start_method={launcher.start_method!r})")
+    if strategy.max_lost and not again:
+        launcher = launchers.make(f"replicas(start_method={launcher.start_method!r})")
     if strategy.launches == "one":
         if nodes.several:
             raise OptionError(f"strategy={options.strategy!r} is one process, but there are {nodes.max_nodes} nodes.")
@@ -82,6 +85,19 @@ def start(task: Task) -> Any:
     job = base.Job(task, nprocs, nodes)
     launcher.check(job)
     return base.launch(launcher, job)
+
+
+def _with_losses(options: Options) -> Strategy:
+    """Return the strategy of the options, which `max_lost` may choose."""
+    if options.max_lost and options.strategy == "ddp":
+        return strategies.make(f"torchft(max_lost={options.max_lost})")
+    strategy = strategies.make(options.strategy)
+    if options.max_lost not in (0, strategy.max_lost):
+        raise OptionError(
+            f"max_lost={options.max_lost} does not go with strategy={options.strategy!r}: ranks may be lost under "
+            f"strategy='torchft', which max_lost= chooses by itself where no strategy is given."
+        )
+    return strategy
 
 
 def _refuse_unguarded(task: Task) -> None:

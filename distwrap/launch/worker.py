@@ -34,6 +34,7 @@ from distwrap.launch.task import Assignment, Task
 from distwrap.live_objects import mark_as_forked
 from distwrap.model import diagnosis
 from distwrap.network.rendezvous import count_meetings_anew
+from distwrap.registry import strategies
 from distwrap.retrofit import Retrofitted
 from distwrap.seeding import seed_everything
 from distwrap.supervision.failure_news import Failure
@@ -178,10 +179,13 @@ def take_part(
     Returns:
         The function's value, or the list of all ranks' where they gather them; and what was retrofitted.
     """
-    world = join(assignment.placement, task.options, inherited=assignment.secret)
+    strategy = strategies.make(task.options.strategy)
+    world = strategy.join(assignment.placement, task.options, assignment.secret)
+    if world is None:
+        world = join(assignment.placement, task.options, inherited=assignment.secret)
     announce(world, assignment.launcher)
-    assert world.channel is not None
-    world.channel.on_stall, world.channel.failures.on_loss = on_stall, on_loss
+    if world.channel is not None:
+        world.channel.on_stall, world.channel.failures.on_loss = on_stall, on_loss
     try:
         value, trained = execute(task)
     except SystemExit as error:

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from distwrap.comm.base import Algorithm
+from distwrap.environments import Placement
 from distwrap.group.world import Layout, World
 from distwrap.model.forward_routing import ForwardMethods
 from distwrap.model.in_sync import Held, tensors_of
@@ -60,6 +61,7 @@ class Strategy:
         shards: whether a model's or optimizer's full state is put together from several ranks: `state` is then a
             collective, also for a checkpoint that rank 0 writes.
         steps_parameters: whether optimizers hold the model's own parameters; else, shards that the strategy has made.
+        max_lost: how many ranks may be lost while the others go on; the launcher starts them again.
         averages_at_once: whether each backward averages gradients over the ranks, also within a window of `accumulate`.
         formerly: another package's name, by which it was asked for; a line at the start says what that became.
     """
@@ -71,6 +73,7 @@ class Strategy:
     shards: bool = False
     steps_parameters: bool = False
     averages_at_once: bool = False
+    max_lost: int = 0
     formerly: str = ""
 
     # In the caller
@@ -83,6 +86,14 @@ class Strategy:
         """
 
     # When the ranks meet
+
+    def join(self, placement: Placement, options: Options, secret: bytes) -> World | None:
+        """Meet the other ranks in a way of this strategy's own, and return their world, which is then the current one.
+
+        Returns:
+            ``None`` where they meet as under any other strategy.
+        """
+        return None
 
     def init_process_group(self, backend: str, **arguments: Any) -> None:
         """Make the process group, by default by ``torch.distributed.init_process_group``.

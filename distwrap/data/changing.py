@@ -1,0 +1,48 @@
+"""One pass through a loader whose ranks may change in it: each step's batch is of this rank's share at that moment."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from distwrap.group.members import Members
+from distwrap.group.world import current_world
+
+if TYPE_CHECKING:
+    from distwrap.data.sharded import ShardedLoader
+
+
+def changing_batches(loader: ShardedLoader, members: Members) -> Iterator[Any]:
+    """Yield the batches of a pass; what the members have gone through together is not given again when they change."""
+    number = loader._sharding.number
+    if members.begin_pass(number):
+        return
+    try:
+        nothing = object()
+        arrangement, batches = -1, iter(())
+        while True:
+            if torch.is_grad_enabled():
+                members.begin_batch(number)
+            if arrangement != members.arrangement:
+                arrangement = members.arrangement
+                _take_share(loader)
+                batches = loader._rank_batches()
+            batch = next(batches, nothing)
+            if batch is nothing:
+                return
+            yield batch
+    finally:
+        members.end_pass(number)
+
+
+def _take_share(loader: ShardedLoader) -> None:
+    """Let a loader go on at its position with this rank's share among the members of now."""
+    sharding, layout, state = loader._sharding, current_world().layout, loader.state_dict()
+    if (sharding.rank, sharding.world_size) != (layout.rank, layout.size):
+        assert sharding.remake is not None
+        other = sharding.remake(layout.rank, layout.size)
+        other._sharding.remake, other._sharding.number = sharding.remake, sharding.number
+        loader.__dict__.update(other.__dict__)
+    loader.load_state_dict(state)

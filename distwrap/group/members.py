@@ -1,0 +1,93 @@
+"""Members: the ranks of a run of which some may be lost and come back, as the strategy that allows it sees them.
+
+Whoever asks for batches, averages gradients or exchanges values does so among those that are there at the moment.
+"""
+
+from __future__ import annotations
+
+import functools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ParamSpec, TypeVar
+
+from distwrap.group.world import current_world
+
+P = ParamSpec("P")
+R = TypeVar("R")
+Element = TypeVar("Element")
+
+
+class Members(ABC):
+    """Ranks that are there, for this one."""
+
+    @property
+    @abstractmethod
+    def arrangement(self) -> int:
+        """Number that changes with the members, and with this rank's place among them."""
+
+    @abstractmethod
+    def begin_step(self, *, admit: bool) -> None:
+        """Begin a step of the training with all that are there; a no-op where one is under way.
+
+        Args:
+            admit: whether ranks that come back may come in, at this place of the loop.
+        """
+
+    @abstractmethod
+    def collective(self, what: str, call: Callable[[], R]) -> R:
+        """Return the value of a collective, which is called again where a member was lost in it."""
+
+    @abstractmethod
+    def loop(self, elements: Iterable[Element], objects: tuple[Any, ...]) -> Iterator[Element]:
+        """Yield the elements of a loop from where the others are; see `resumable`."""
+
+    @abstractmethod
+    def add_loader(self, loader: Any) -> int:
+        """Take note of a loader, whose position ranks that come back are to take over, and return its number."""
+
+    @abstractmethod
+    def begin_pass(self, number: int) -> bool:
+        """Begin to go through a loader; return whether the others are through already, and this rank is to skip it."""
+
+    @abstractmethod
+    def begin_batch(self, number: int) -> None:
+        """Begin a step, if none is under way, before a loader gives a batch for it."""
+
+    @abstractmethod
+    def end_pass(self, number: int) -> None:
+        """Take note that this rank is through a loader."""
+
+
+def resumable(elements: Iterable[Element], *objects: Any) -> Iterator[Element]:
+    """Yield the elements of the outer loop, from where the run is: a rank that comes back goes on where the others are.
+
+    Where no rank may be lost (``max_lost=0``), and in a single process, these are all elements. Otherwise a rank that
+    was lost, and is started again, runs the function from its beginning to this loop. There it takes over models and
+    optimizers that are wrapped, their schedulers, and the positions of sharded loaders; it skips the elements, and the
+    passes through loaders, that are done. Collectives before and between them give it what they gave the others.
+
+    Args:
+        elements: of the loop, the same on all ranks, as ``range(epochs)``.
+        *objects: others with ``state_dict`` and ``load_state_dict`` whose state it is to take over too.
+
+    Example:
+        >>> for epoch in resumable(range(2)):
+        ...     print(epoch)
+        0
+        1
+    """
+    members = current_world().members
+    return iter(elements) if members is None else members.loop(elements, objects)
+
+
+def among_members(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a collective go on among those that are left where a member is lost in it."""
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        members = current_world().members
+        if members is None:
+            return function(*args, **kwargs)
+        return members.collective(function.__name__, lambda: function(*args, **kwargs))
+
+    return call

@@ -1,0 +1,249 @@
+"""``launcher="replicas"``, which ``max_lost=`` chooses: a rank that is lost is started again while the others go on.
+
+The launcher starts torchft's lighthouse, which tells the ranks who is there, in a process of its own. A rank that has
+died or raised an exception is replaced; the call ends when those that are there return.
+Source: https://docs.pytorch.org/torchft/
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import pickle
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from multiprocessing.connection import Connection, Pipe, wait
+from typing import Any, Literal
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from distwrap.data import workers
+from distwrap.environments import distwrap_environment
+from distwrap.errors import LaunchError, OptionError
+from distwrap.launch.base import Job, Launcher
+from distwrap.launch.forkserver import ForkServerLauncher
+from distwrap.launch.local import LocalLauncher
+from distwrap.launch.logs import Logs
+from distwrap.launch.outcome import Outcome, death, raise_failure
+from distwrap.launch.processes import OomCount, Process, python_command
+from distwrap.launch.signals import PassedOn, end_in_one_line
+from distwrap.launch.spawn import SpawnLauncher
+from distwrap.launch.store_file import place
+from distwrap.launch.supervisor import EXIT_SECONDS, stop
+from distwrap.launch.task import Assignment
+from distwrap.launch.worker import tie_to_parent
+from distwrap.network import stores
+from distwrap.wording import print_notice
+
+_LIGHTHOUSE_SECONDS = 60.0  # for it to start, which takes the import of torch
+
+
+class ReplicasLauncher(Launcher):
+    """Ranks of which each is replaced when it is lost.
+
+    Args:
+        start_method: of the other launcher whose processes they are: ``"spawn"``, or by default forks of a server.
+    """
+
+    name = "replicas"
+    writes_logs = True
+
+    def __init__(self, start_method: str = "") -> None:
+        self.start_method = start_method
+
+    def count(self, nprocs: int | Literal["auto"]) -> int:
+        return self._processes().count(nprocs)
+
+    def check(self, job: Job) -> None:
+        most = job.task.options.strategy.max_lost  # type: ignore[union-attr]
+        if job.nodes.several:
+            raise OptionError("max_lost= is for the ranks of one node, so far; max_restarts= is for several.")
+        if most >= job.nprocs:
+            raise OptionError(f"max_lost={most}, but there are {job.nprocs} ranks: at least one must be left.")
+        if job.task.options.launcher not in ("auto", "fork", "forkserver", "spawn", self.name):
+            raise OptionError(
+                f"max_lost= starts ranks itself, and launcher={job.task.options.launcher!r} was given too: leave it out."
+            )
+
+    def plan(self, job: Job) -> Assignment:
+        plan = replace(super().plan(job), launcher=self.name)
+        return replace(plan, returns="all")  # rank 0 may be another one in the end
+
+    def run(self, job: Job, plan: Assignment) -> list[Outcome]:
+        ranks = tuple(range(job.nprocs))
+        with contextlib.ExitStack() as stack:
+            signals = stack.enter_context(PassedOn())
+            store = stack.enter_context(place())
+            logs = stack.enter_context(contextlib.closing(Logs(job.task.options.log_dir, ranks)))
+            address = stack.enter_context(_lighthouse(job))
+            stack.callback(workers.remove_what_is_left)
+            return _Replicas(self._processes(), job, _with_lighthouse(plan, address), store, logs, signals).watch()
+
+    def bring_home(self, job: Job, outcomes: Sequence[Outcome]) -> Any:
+        values = super().bring_home(replace(job, task=_of_all(job)), outcomes)
+        return values if job.returns == "all" else values[0]
+
+    def _processes(self) -> LocalLauncher:
+        return SpawnLauncher() if self.start_method == "spawn" else ForkServerLauncher()
+
+    def _checked(self, job: Job, outcomes: object) -> list[Outcome]:
+        """Return what `run` has returned: the outcomes of the ranks that were there at the end."""
+        assert isinstance(outcomes, list)
+        return sorted(outcomes, key=lambda outcome: outcome.rank)
+
+
+def _of_all(job: Job) -> Any:
+    return replace(job.task, options=replace(job.task.options, returns="all"))
+
+
+def _with_lighthouse(plan: Assignment, address: str) -> Assignment:
+    assert plan.surroundings is not None
+    environ = {**plan.surroundings.environ, "TORCHFT_LIGHTHOUSE": address}
+    return replace(plan, surroundings=replace(plan.surroundings, environ=environ))
+
+
+class _Replicas:
+    """Ranks of one launch, and their replacements."""
+
+    def __init__(
+        self, launcher: LocalLauncher, job: Job, plan: Assignment, store: str, logs: Logs, signals: PassedOn
+    ) -> None:
+        self._launcher, self._job, self._plan = launcher, job, plan
+        self._place, self._logs, self._signals = store, logs, signals
+        self._store: Store = stores.from_outside(store)
+        self._running: list[Process] = []
+        self._ended: list[Process] = []
+        self._done: list[Outcome] = []
+        self._failed: list[Outcome] = []
+        self._oom_kills = OomCount()
+
+    def watch(self) -> list[Outcome]:
+        """Start all ranks, and those that are lost again, until those that are there have returned.
+
+        Raises:
+            BaseException: what a rank raised, where it cannot be replaced.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        try:
+            for rank in range(self._job.nprocs):
+                self._start(rank)
+            self._logs.start()
+            self._signals.listen(self._running, lambda: print_notice("who is there, the lighthouse knows"))
+            self._collect()
+        except BaseException as error:
+            by_hand = isinstance(error, KeyboardInterrupt) and getattr(error, "rank", None) is None
+            if by_hand:
+                end_in_one_line(error)
+            stop([*self._running, *self._ended], all_they_started=True, interrupt=by_hand)
+            raise
+        stop([*self._running, *self._ended], all_they_started=True)
+        return self._done
+
+    def _start(self, rank: int) -> None:
+        process = self._launcher.start(self._job, rank, [], self._logs.streams(rank))
+        self._running.append(process)
+        assignment = replace(
+            self._plan, placement=distwrap_environment.on_one_node(rank, self._job.nprocs), store=self._place
+        )
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # dead at birth, as its end tells
+            process.conn.send_bytes(pickle.dumps(assignment, pickle.HIGHEST_PROTOCOL))
+
+    def _collect(self) -> None:
+        deadline = math.inf
+        while self._running:
+            left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
+            ready = wait([process.conn for process in self._running], left)
+            if not ready:
+                return  # who has come back too late to be let in
+            for process in [each for each in self._running if each.conn in ready]:
+                self._running.remove(process)
+                self._ended.append(process)
+                outcome = self._outcome_of(process)
+                if not outcome.failed:
+                    self._done.append(outcome)
+                elif not self._done:
+                    self._lost(process, outcome)
+            if self._done:  # the others that are there return too
+                there = [process for process in self._running if self._has_committed(process)]
+                limit = self._job.task.options.timeout if there else 0.0
+                deadline = min(deadline, time.monotonic() + limit)
+
+    def _outcome_of(self, process: Process) -> Outcome:
+        try:
+            outcome: Outcome = process.conn.recv()
+        except (EOFError, OSError):
+            outcome = death(process.rank, process.pid, process.exitcode(EXIT_SECONDS), self._oom_kills())
+        return outcome
+
+    def _lost(self, process: Process, outcome: Outcome) -> None:
+        """Start a lost rank again, or raise what was the cause where that would not help."""
+        self._failed.append(outcome)
+        there = [each for each in self._running if self._has_committed(each)]
+        begun = self._store.check(["begun"])
+        before = [each for each in self._failed[:-1] if each.rank == outcome.rank]
+        if (begun and not there) or (before and not self._has_committed(process)) or _is_asked_for(outcome):
+            raise_failure(self._failed[-len(self._running) - 1 :] if not there else [outcome])
+        print_notice(f"rank {outcome.rank} is lost, and is started again: {outcome.summary}")
+        process.signal(9)  # and what it has started
+        self._start(outcome.rank)
+
+    def _has_committed(self, process: Process) -> bool:
+        return bool(self._store.check([f"committed/{process.pid}"]))
+
+
+def _is_asked_for(outcome: Outcome) -> bool:
+    """Return whether a rank has ended because the program, or somebody, wants the run to end."""
+    return outcome.summary.startswith(("SystemExit", "KeyboardInterrupt"))
+
+
+@contextlib.contextmanager
+def _lighthouse(job: Job) -> Iterator[str]:
+    """Have torchft's lighthouse in a process, which dies with this one; yield its address."""
+    strategy: Any = job.task.options.strategy
+    settings = {
+        "bind": "127.0.0.1:0",
+        "min_replicas": job.nprocs - strategy.max_lost,
+        "join_timeout_ms": round(1000 * job.task.options.timeout),
+        "quorum_tick_ms": 50,
+        "heartbeat_timeout_ms": round(1000 * strategy.heartbeat_seconds),
+    }
+    ours, theirs = Pipe()
+    code = f"from distwrap.launch.replicas import serve; serve({theirs.fileno()}, {settings!r})"
+    process = subprocess.Popen(
+        python_command(code),
+        pass_fds=(theirs.fileno(),),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    theirs.close()
+    try:
+        if not ours.poll(_LIGHTHOUSE_SECONDS):
+            raise LaunchError(f"torchft's lighthouse did not start within {_LIGHTHOUSE_SECONDS:g} s.")
+        try:
+            yield str(ours.recv())
+        except EOFError:
+            raise LaunchError("torchft's lighthouse ended as it started: can `import torchft` be done here?") from None
+    finally:
+        process.kill()
+        process.wait()
+        ours.close()
+
+
+def serve(fd: int, settings: dict[str, Any]) -> None:
+    """Be the lighthouse until the launcher ends this process, or is gone."""
+    tie_to_parent()
+    from torchft.coordination import LighthouseServer
+
+    conn = Connection(fd)
+    server = LighthouseServer(**settings)
+    conn.send(f"http://127.0.0.1:{server.address().rpartition(':')[2]}")
+    os.set_inheritable(fd, False)
+    with contextlib.suppress(EOFError, OSError):
+        conn.recv()

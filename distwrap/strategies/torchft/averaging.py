@@ -1,0 +1,94 @@
+"""Averages of gradients over the members, in buckets that are the same on a rank that has just come back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from weakref import WeakKeyDictionary, ref
+
+import torch
+from torch import nn
+
+from distwrap._internals.torch import after_backward
+from distwrap.group.world import RunPart, World
+from distwrap.strategies.torchft.members import TorchFTMembers
+
+_BUCKET_BYTES = 25 * 2**20  # as DDP's
+
+
+class Averaging:
+    """Averages of one model's gradients, at the end of each backward that is to exchange them.
+
+    Args:
+        model: whose parameters are trained; it is not kept alive.
+        members: over which they are averaged.
+
+    Attributes:
+        is_on: whether the next backward averages; within a window of `accumulate` it does not.
+    """
+
+    def __init__(self, model: nn.Module, members: TorchFTMembers) -> None:
+        self.is_on = True
+        self._members = members
+        parameters = [each for each in model.parameters() if each.requires_grad]
+        self._buckets = [[ref(each) for each in bucket] for bucket in in_buckets(parameters)]
+        self._is_queued = False
+        for parameter in parameters:
+            parameter.register_post_accumulate_grad_hook(self._arrived)
+
+    def _arrived(self, _: torch.Tensor) -> None:
+        if self.is_on and not self._is_queued:
+            self._is_queued = True
+            after_backward(self._average)
+
+    @torch.no_grad()
+    def _average(self) -> None:
+        self._is_queued = False
+        self._members.begin_step(admit=False)  # where no forward has
+        for bucket in self._buckets:
+            parameters = [parameter for each in bucket if (parameter := each()) is not None]
+            used = torch.tensor([float(each.grad is not None) for each in parameters])
+            flat = torch.cat([used.to(parameters[0]), *(_flat_gradient(each) for each in parameters)])
+            self._members.average(flat)
+            used, start = flat[: len(parameters)], len(parameters)
+            for parameter, share in zip(parameters, used.tolist(), strict=True):
+                part = flat[start : start + parameter.numel()].view_as(parameter)
+                start += parameter.numel()
+                if share == 0:
+                    continue  # on no rank
+                if parameter.grad is None:
+                    parameter.grad = part.clone()
+                else:
+                    parameter.grad.copy_(part)
+
+
+class Averagings(RunPart):
+    """Averages of the models of one run."""
+
+    def __init__(self, world: World) -> None:
+        self.of: WeakKeyDictionary[nn.Module, Averaging] = WeakKeyDictionary()
+
+
+def in_buckets(parameters: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
+    """Divide parameters into buckets of one type and device each, the last parameters first.
+
+    Example:
+        >>> [len(bucket) for bucket in in_buckets([nn.Parameter(torch.zeros(4 * 2**20)) for _ in range(3)])]
+        [2, 1]
+    """
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in reversed(parameters):
+        unlike = bucket and (bucket[0].dtype, bucket[0].device) != (parameter.dtype, parameter.device)
+        if unlike or size > _BUCKET_BYTES:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += parameter.nbytes
+    if bucket:
+        yield bucket
+
+
+def _flat_gradient(parameter: nn.Parameter) -> torch.Tensor:
+    if parameter.grad is None:
+        return torch.zeros_like(parameter).reshape(-1)
+    return parameter.grad.reshape(-1)

@@ -1,0 +1,159 @@
+"""This rank's course through the program: at which loop, element and loader it is, and how one that comes back gets there.
+
+Nothing here waits for another rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from distwrap.errors import LoaderError, ModelError
+
+
+@dataclass
+class Place:
+    """Place in the program, the same on all ranks at the start of a step.
+
+    Attributes:
+        loop: number of the resumable loop under way, from 1; 0 before the first.
+        element: which of its elements is under way, from 0.
+        passes: how many passes through each loader the element has seen to their ends.
+        at: number of the loader that is about to give a batch; ``None`` at the start of the element.
+    """
+
+    loop: int = 0
+    element: int = 0
+    passes: list[int] = field(default_factory=list)
+    at: int | None = None
+
+
+class Course:
+    """Course of this rank.
+
+    Attributes:
+        place: where it is.
+        log: results of the collectives of this element, but for those within passes through loaders.
+        is_over: whether the last loop has come to its end.
+    """
+
+    def __init__(self) -> None:
+        self.place = Place()
+        self.log: list[Any] = []
+        self.is_over = False
+        self._begun: list[int] = []  # passes under way, the outer one first
+        self._skips: list[int] = []  # passes still to skip, on a rank that has come back
+        self._replay: deque[Any] | None = None  # results still to be given again, until the others' place is reached
+        self._landing: Place | None = None
+
+    @property
+    def is_replaying(self) -> bool:
+        """Whether this rank has come back, and is not yet where the others are."""
+        return self._replay is not None
+
+    def is_outermost(self, loader: int) -> bool:
+        """Return whether no pass through another loader has begun before that through this one."""
+        return self._begun[:1] == [loader]
+
+    def add_loader(self) -> int:
+        """Return a number for a loader.
+
+        Raises:
+            LoaderError: a loop has begun already.
+        """
+        if self.place.loop:
+            raise LoaderError(
+                "shard_loader() inside of a resumable() loop: a rank that comes back would count the loaders otherwise "
+                "than the others. Make loaders before the loop."
+            )
+        self.place.passes.append(0)
+        return len(self.place.passes) - 1
+
+    def take_over(self, place: Place, log: list[Any]) -> None:
+        """Be on the way to the others' place, on a rank that comes back.
+
+        Raises:
+            LoaderError: the others have other loaders.
+        """
+        if len(place.passes) != len(self.place.passes):
+            raise LoaderError(
+                f"this rank has come back with {len(self.place.passes)} sharded loaders, and the others have "
+                f"{len(place.passes)}: make the same loaders each time the function begins."
+            )
+        self._landing, self._skips, self._replay = place, list(place.passes), deque(log)
+
+    def begin_loop(self) -> int | None:
+        """Begin the next resumable loop; return its first element for this rank, ``None`` where it is done.
+
+        Raises:
+            ModelError: it is inside of another one.
+        """
+        if self.place.loop and not self.is_over:
+            raise ModelError("resumable() inside of a resumable() loop: make the outer loop resumable alone.")
+        self.place.loop += 1
+        self.is_over = False
+        if self._landing is None:
+            return 0
+        if self._landing.loop > self.place.loop:
+            self.is_over = True
+            return None
+        return self._landing.element
+
+    def begin_element(self, number: int) -> None:
+        """Begin an element of the loop."""
+        self.place.element, self.place.at = number, None
+        self.place.passes = [0] * len(self.place.passes)
+        self.log = []
+        if self._landing is not None and self._landing.at is None:
+            self._land()
+        elif self._replay is not None:
+            self.log = list(self._replay)
+
+    def end_loop(self) -> None:
+        """Take note that the loop is over."""
+        self.is_over = True
+
+    def begin_pass(self, loader: int) -> bool:
+        """Begin a pass through a loader; return whether it is to be skipped."""
+        if self.is_replaying and self._skips[loader]:
+            self._skips[loader] -= 1
+            self.place.passes[loader] += 1
+            return True
+        self._begun.append(loader)
+        if self._landing is not None and self._landing.at == loader:
+            self._land()
+        return False
+
+    def end_pass(self, loader: int) -> None:
+        """Take note that a pass is over, or was left."""
+        if loader in self._begun:
+            self._begun.remove(loader)
+            self.place.passes[loader] += 1
+
+    def note(self, result: Any) -> None:
+        """Keep the result of a collective for a rank that comes back."""
+        if not self._begun:
+            self.log.append(result)
+
+    def replayed(self, what: str) -> Any:
+        """Return what a collective gave the others.
+
+        Raises:
+            ModelError: they have made no such collective.
+        """
+        if not self._replay:
+            raise ModelError(
+                f"this rank has come back, and called {what}() where the others have not: what is before the step "
+                f"must be the same each time the function, or an element of the loop, begins."
+            )
+        return self._replay.popleft()
+
+    def _land(self) -> None:
+        assert self._replay is not None
+        if self._replay:
+            raise ModelError(
+                f"this rank has come back, and is at the others' place, but they had called {len(self._replay)} "
+                f"collectives more to get there: what is before the step must be the same each time."
+            )
+        self._landing, self._replay = None, None

@@ -1,0 +1,87 @@
+"""The process group that torchft arranges anew whenever ranks are lost or come back: torch's own default group.
+
+Source: https://docs.pytorch.org/torchft/
+"""
+
+from __future__ import annotations
+
+import json
+import uuid
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torchft.process_group import ProcessGroup
+
+from distwrap._internals.torch import set_group_timeout
+from distwrap.network import stores
+
+_CONNECT_SECONDS = 30.0  # for the members of a new group to find each other
+
+
+class MemberGroup(ProcessGroup):  # type: ignore[misc]
+    """Group of the ranks that are there, which is torch's default group.
+
+    Args:
+        rank: this one's number in the launch, which it keeps.
+        seconds: time limit of a collective.
+        on_change: called with the numbers of the members, in the order of their ranks, when there is a new group.
+    """
+
+    def __init__(self, rank: int, seconds: float, on_change: Callable[[list[int]], None]) -> None:
+        super().__init__(0, 1)
+        self._number, self._seconds, self._on_change = rank, seconds, on_change
+        self._job = uuid.uuid4().hex
+        self._served, self._port = stores.serve("127.0.0.1", [0], self._job, _CONNECT_SECONDS)
+        self._store: object = None  # of the group; it must live as long
+
+    def get_reconfigure_handle(self) -> str:
+        """Return where the others find this rank's store."""
+        return json.dumps({"id": self._job, "port": self._port, "rank": self._number})
+
+    def reconfigure(self, opts: Any) -> _Done:
+        """Make a new group of the members whose handles are given, in their order."""
+        self.abort()
+        members = [json.loads(handle) for handle in opts.handles]
+        rank = [member["id"] for member in members].index(self._job)
+        first = members[0]
+        store, _ = stores.connect("127.0.0.1", [first["port"]], first["id"], _CONNECT_SECONDS, f"rank {self._number}")
+        self._store = store
+        dist.init_process_group(
+            "gloo",
+            store=PrefixStore(str(opts.uuid), store),
+            rank=rank,
+            world_size=len(members),
+            timeout=timedelta(seconds=min(_CONNECT_SECONDS, self._seconds)),
+        )
+        set_group_timeout(self._seconds)
+        self._on_change([int(member["rank"]) for member in members])
+        return _Done()
+
+    def abort(self) -> None:
+        """Leave the group, so that members that wait for this rank in vain learn of it."""
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    shutdown = abort
+
+    def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
+        """Add tensors over the members."""
+        group: Any = dist.group.WORLD
+        return group.allreduce(tensors, opts)
+
+    def size(self) -> int:
+        """Return the number of members."""
+        return dist.get_world_size()
+
+    def getBackendName(self) -> str:
+        """Return the name under which torchft knows this kind of group."""
+        return "distwrap-members"
+
+
+class _Done:
+    def wait(self) -> None:
+        """Nothing: it is done."""

@@ -1,0 +1,35 @@
+"""Silence for torchft's native part, which writes several lines a step to standard error, and has no switch for it.
+
+What else is written there stays: Python has a descriptor of its own from here on, and a small process passes on the
+lines of all others. It lives until the last of them has ended, so that the words of a crash come through.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import subprocess
+import sys
+
+_FILTER = """
+import os, re, sys
+ours = re.compile(rb"^\\S+ \\[(INFO|WARN|ERROR|DEBUG)\\] \\[torchft")
+for line in sys.stdin.buffer:
+    if not ours.match(line):
+        os.write(1, line)
+"""
+
+
+def leave_out_torchft() -> None:
+    """Leave what torchft's native part says out of this process's standard error, from now on."""
+    own = os.dup(2)
+    command = [sys.executable, "-I", "-S", "-c", _FILTER]
+    # In a session of its own it hears no Ctrl-C.
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=own, start_new_session=True) as process:
+        assert process.stdin is not None
+        os.dup2(process.stdin.fileno(), 2)
+        process.stdin.close()
+        process.returncode = 0  # it ends after this process, which does not wait for it
+    if sys.stderr is not None and sys.stderr.fileno() == 2:
+        sys.stderr = os.fdopen(own, "w", buffering=1, encoding=sys.stderr.encoding, errors="backslashreplace")
+    faulthandler.enable(own)

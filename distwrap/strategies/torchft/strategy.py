@@ -1,0 +1,129 @@
+"""``strategy="torchft"``, which ``max_lost=`` chooses: replicas of which some may be lost while the others go on.
+
+torchft's lighthouse and managers know who is there, and let a step be taken by all or by none; the launcher starts a
+lost rank again, which takes the state over from the others.
+Source: https://docs.pytorch.org/torchft/
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from distwrap.checks import AT_LEAST_ONE, SECONDS
+from distwrap.environments import Placement
+from distwrap.errors import LaunchError, OptionError
+from distwrap.group.world import World, activate, current_world
+from distwrap.model.in_sync import Held
+from distwrap.model.transparent import unwrap_model
+from distwrap.network import stores
+from distwrap.options import Options
+from distwrap.packages import require_package
+from distwrap.strategies.base import Strategy, Wrapping
+from distwrap.strategies.rank_zero_weights import take_rank_zero_weights
+from distwrap.strategies.single import local
+
+LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
+
+
+class TorchFTStrategy(Strategy):
+    """The same model in each process, of which some may be lost for a while.
+
+    Args:
+        max_lost: how many ranks may be away while the others take steps; with more, they wait for one to come back.
+        heartbeat_seconds: after so long without a sign of a rank, it is taken for lost.
+        verbose: let torchft say what it does.
+
+    Raises:
+        OptionError: they are of no such kind.
+
+    Example:
+        >>> TorchFTStrategy(max_lost=2).max_lost
+        2
+    """
+
+    backend = "gloo"
+
+    def __init__(self, *, max_lost: int = 1, heartbeat_seconds: float = 2.0, verbose: bool = False) -> None:
+        AT_LEAST_ONE("TorchFTStrategy: max_lost", max_lost)
+        SECONDS("TorchFTStrategy: heartbeat_seconds", heartbeat_seconds)
+        self.max_lost, self.heartbeat_seconds, self.verbose = max_lost, heartbeat_seconds, verbose
+
+    def check(self, run: Options) -> None:
+        require_package("torchft", "max_lost=")
+        if run.comm is not None:
+            raise OptionError(f"comm={run.comm!r} does not go with max_lost=: torchft exchanges the gradients.")
+        if str(run.precision) == "fp16":
+            raise OptionError("precision='fp16' does not go with max_lost=: its scaler knows no lost steps. Use 'bf16'.")
+        if run.retrofit:
+            raise OptionError("retrofit=True does not go with max_lost=: wrap the objects in the function.")
+        if run.max_restarts:
+            raise OptionError("max_restarts= starts all ranks again, max_lost= the lost ones alone: say one of them.")
+
+    def join(self, placement: Placement, options: Options, secret: bytes) -> World | None:
+        if placement.world_size == 1:
+            return None
+        address, place = os.environ.get(LIGHTHOUSE), os.environ.get("DISTWRAP_STORE", "")
+        if not address or not place:
+            raise LaunchError(
+                f"rank {placement.rank}: max_lost= needs ranks that distwrap itself has started, so that it can start "
+                f"a lost one again. Start the script by `python`, with nprocs=, and not under {placement.source}."
+            )
+        from distwrap.devices import selection
+        from distwrap.strategies.torchft.quiet import leave_out_torchft
+
+        if not self.verbose:
+            leave_out_torchft()  # before torchft is imported
+        from distwrap.strategies.torchft.members import TorchFTMembers
+
+        device = selection.choose_device(placement, selection.visible_devices())
+        world = World(placement, device, backend="gloo", options=options, secret=secret)
+        world.members = members = TorchFTMembers(
+            world, address, stores.from_outside(place), placement.world_size - self.max_lost
+        )
+        world.cleanup.callback(members.close)
+        activate(world)
+        members.arrive()
+        return world
+
+    def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
+        members = _members(world)
+        if members is None:
+            return local(model, wrapping)
+        from distwrap.strategies.torchft.averaging import Averaging, Averagings
+
+        if wrapping.options:
+            raise OptionError(f"max_lost= takes none of DDP's options, but got {', '.join(wrapping.options)}.")
+        if not members.is_away:
+            take_rank_zero_weights(model)
+        members.add_model(model)
+        plain = unwrap_model(model)
+        world.part(Averagings).of[plain] = Averaging(plain, members)
+        plain.register_forward_pre_hook(partial(_before_forward, members))
+        return local(model, wrapping)
+
+    def sync_gradients(self, model: nn.Module, on: bool) -> None:
+        from distwrap.strategies.torchft.averaging import Averagings
+
+        averaging = current_world().part(Averagings).of.get(unwrap_model(model))
+        if averaging is not None:
+            averaging.is_on = on
+
+    def held(self, model: nn.Module) -> Iterable[Held]:
+        return ()  # the members compare weights whenever one comes or goes
+
+
+def _members(world: World) -> Any:
+    from distwrap.group.members import Members
+
+    return world.members if isinstance(world.members, Members) else None
+
+
+def _before_forward(members: Any, model: nn.Module, args: Any) -> None:
+    if torch.is_grad_enabled() and model.training:
+        members.begin_step(admit=False)
