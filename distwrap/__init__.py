@@ -31,6 +31,7 @@ if typing.TYPE_CHECKING:
         mean as mean,
         reduce as reduce,
     )
+    from distwrap.group.members import resumable as resumable
     from distwrap.group.rank_zero import (
         on_rank_zero as on_rank_zero,
         rank_zero_first as rank_zero_first,
@@ -102,6 +103,7 @@ _MODULES = {
     "group.setup": "setup_process_group teardown_process_group",
     "group.world": "device is_rank_zero local_rank local_world_size node_rank placement rank world_size",
     "group.collectives": "agree barrier broadcast gather gather_object mean reduce",
+    "group.members": "resumable",
     "group.rank_zero": "on_rank_zero rank_zero_first rank_zero_only",
     "launch.other_callers": "NodeSummary",
     "model": "assert_in_sync sync_buffers unwrap_model",

@@ -42,6 +42,7 @@ class GivenOptions(TypedDict, total=False):
     seed: int | None
     timeout: float
     max_restarts: int
+    max_lost: int
     retrofit: bool
     log_dir: str | os.PathLike[str] | None
 
@@ -153,6 +154,8 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         seed: seeds all ranks alike, and their loaders' workers apart.
         timeout: seconds for a collective, at most 120 of them for all ranks to arrive.
         max_restarts: how often all ranks are started again after one has failed; see `resume_from`.
+        max_lost: how many ranks may be lost at a time while the others go on, each started again meanwhile; the loop
+            is then over `resumable` (the extra ``torchft``).
         returns: ``"rank0"``, or ``"all"`` for the list of all ranks' values.
         retrofit: wrap models, optimizers and loaders among the arguments before the function sees them, and write the
             trained weights and optimizer state back into the caller's own objects.
@@ -166,7 +169,7 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         OptionError: an option is wrong, or the function is of a kind that cannot be launched.
 
     Environment: ``DISTWRAP_STRATEGY``, ``_LAUNCHER``, ``_NPROCS``, ``_NNODES``, ``_NODE_RANK``, ``_RDZV_ENDPOINT``,
-    ``_BACKEND``, ``_PRECISION``, ``_COMM``, ``_TIMEOUT``, ``_MAX_RESTARTS`` and ``_LOG_DIR`` override these arguments,
+    ``_BACKEND``, ``_PRECISION``, ``_COMM``, ``_TIMEOUT``, ``_MAX_RESTARTS``, ``_MAX_LOST`` and ``_LOG_DIR`` override these arguments,
     ``.options()`` overrides both; ``DISTWRAP_DISABLE=1`` runs the function in this process.
 
     Example:

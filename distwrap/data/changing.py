@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from distwrap.data.position import fetching_ahead, move
 from distwrap.group.members import Members
 from distwrap.group.world import current_world
 
@@ -20,16 +21,19 @@ def changing_batches(loader: ShardedLoader, members: Members) -> Iterator[Any]:
     if members.begin_pass(number):
         return
     try:
-        nothing = object()
-        arrangement, batches = -1, iter(())
+        nothing, arrangement, batches = object(), -1, iter(())
         while True:
-            if torch.is_grad_enabled():
-                members.begin_batch(number)
             if arrangement != members.arrangement:
                 arrangement = members.arrangement
                 _take_share(loader)
                 batches = loader._rank_batches()
-            batch = next(batches, nothing)
+            with fetching_ahead() as moves:
+                batch = next(batches, nothing)
+            if batch is not nothing and torch.is_grad_enabled():
+                members.begin_batch(number)
+                if arrangement != members.arrangement:
+                    continue  # the batch is of another share
+            move(*moves)
             if batch is nothing:
                 return
             yield batch

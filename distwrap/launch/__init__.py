@@ -132,7 +132,7 @@ def _check_fits(task: Task, run: World) -> None:
     """
     place, asked = run.placement, task.asked - {"seed", "returns", "retrofit"}
     if place.source not in ("distwrap", "single") or switched_on(os.environ, "DISTWRAP_DISABLE"):
-        asked -= {"nprocs", "nnodes", "node_rank", "rdzv_endpoint", "launcher", "max_restarts", "log_dir"}
+        asked -= {"nprocs", "nnodes", "node_rank", "rdzv_endpoint", "launcher", "max_restarts", "max_lost", "log_dir"}
     launched_by = os.environ.get(distwrap_environment.LAUNCHER)
     facts = {"nprocs": place.local_world_size, "nnodes": place.nnodes, "launcher": launched_by}
     facts |= {"backend": run.backend or task.options.backend}  # in a single process it means nothing

@@ -169,7 +169,7 @@ class _Replicas:
                 elif not self._done:
                     self._lost(process, outcome)
             if self._done:  # the others that are there return too
-                there = [process for process in self._running if self._has_committed(process)]
+                there = [process for process in self._running if self._is("there", process)]
                 limit = self._job.task.options.timeout if there else 0.0
                 deadline = min(deadline, time.monotonic() + limit)
 
@@ -183,17 +183,18 @@ class _Replicas:
     def _lost(self, process: Process, outcome: Outcome) -> None:
         """Start a lost rank again, or raise what was the cause where that would not help."""
         self._failed.append(outcome)
-        there = [each for each in self._running if self._has_committed(each)]
+        there = [each for each in self._running if self._is("there", each)]
         begun = self._store.check(["begun"])
         before = [each for each in self._failed[:-1] if each.rank == outcome.rank]
-        if (begun and not there) or (before and not self._has_committed(process)) or _is_asked_for(outcome):
+        if (begun and not there) or (before and not self._is("committed", process)) or _is_asked_for(outcome):
             raise_failure(self._failed[-len(self._running) - 1 :] if not there else [outcome])
         print_notice(f"rank {outcome.rank} is lost, and is started again: {outcome.summary}")
         process.signal(9)  # and what it has started
         self._start(outcome.rank)
 
-    def _has_committed(self, process: Process) -> bool:
-        return bool(self._store.check([f"committed/{process.pid}"]))
+    def _is(self, what: str, process: Process) -> bool:
+        """Return whether a rank is there, among the others, or has committed a step."""
+        return bool(self._store.check([f"{what}/{process.pid}"]))
 
 
 def _is_asked_for(outcome: Outcome) -> bool:

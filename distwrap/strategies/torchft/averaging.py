@@ -43,7 +43,7 @@ class Averaging:
     @torch.no_grad()
     def _average(self) -> None:
         self._is_queued = False
-        self._members.begin_step(admit=False)  # where no forward has
+        self._members.begin_exchange()
         for bucket in self._buckets:
             parameters = [parameter for each in bucket if (parameter := each()) is not None]
             used = torch.tensor([float(each.grad is not None) for each in parameters])

@@ -64,7 +64,7 @@ class TorchFTMembers(Members):
     def __init__(self, world: World, lighthouse: str, store: Store, fewest: int) -> None:
         place = world.placement
         self._world, self._lighthouse, self._store, self._fewest = world, lighthouse, store, fewest
-        self._number, self._count = place.rank, place.world_size
+        self.number, self._count = place.rank, place.world_size
         self._seconds = world.options.timeout
         self._host = socket.gethostname()
         self._manager: Manager | None = None
@@ -80,6 +80,7 @@ class TorchFTMembers(Members):
         self._is_away = False  # come back, and not among the others yet
         self._takes_over = False  # all of the others' state, when it comes
         self._has_committed = False
+        self._loads = 0  # of others' states
         self._verdict = True
         self._hook = register_optimizer_step_pre_hook(self._before_step)
         for name in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
@@ -107,35 +108,39 @@ class TorchFTMembers(Members):
             place = self._world.placement
             self._world.placement = replace(place, rank=place.world_size - 1)  # nobody's: it prints nothing, saves nothing
             return
-        self._store.set(f"arrived/{self._number}", "")
+        self._store.set(f"arrived/{self.number}", "")
         keys = [f"arrived/{rank}" for rank in range(self._count)]
         limit = min(self._seconds, ARRIVAL_SECONDS)
         if not wait_until(lambda: self._store.check(keys), limit):
             missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
             raise ArrivalError(
-                f"rank {self._number} on {self._host} waited {limit:g} s: {named_ranks(missing)} of {self._count} "
+                f"rank {self.number} on {self._host} waited {limit:g} s: {named_ranks(missing)} of {self._count} "
                 f"did not come. Look at what the missing ones printed."
             )
-        self._make_manager()
+        manager = self._make_manager()
+        # One ahead of who comes back, also before the first step: the state is here.
+        manager.load_state_dict({"step": 1, "batches_committed": 0})
         deadline = time.monotonic() + _FIRST_QUORUM_SECONDS
         while True:
             self._quorum(admit=True)
             if len(self._members) == self._count or time.monotonic() > deadline:
                 break
             time.sleep(0.01)
+        self._store.set(f"there/{os.getpid()}", "")
         self._store.set("begun", "")
 
-    def _make_manager(self) -> None:
-        self._group = MemberGroup(self._number, self._seconds, self._rearranged)
+    def _make_manager(self) -> Manager:
+        self._group = MemberGroup(self.number, self._seconds, self._rearranged)
         seconds = timedelta(seconds=self._seconds)
         own, port = stores.serve("127.0.0.1", [0], "replica", self._seconds)
         self._own_store = own
-        self._manager = Manager(
+        self._manager = manager = Manager(
             pg=self._group,
             load_state_dict=self._load,
             state_dict=self._state,
             min_replica_size=self._fewest,
             use_async_quorum=False,
+            init_sync=False,
             timeout=seconds,
             quorum_timeout=timedelta(seconds=_RETURN_SECONDS),
             connect_timeout=timedelta(seconds=min(60.0, self._seconds)),
@@ -144,14 +149,15 @@ class TorchFTMembers(Members):
             store_addr="127.0.0.1",
             store_port=port,
             lighthouse_addr=self._lighthouse,
-            replica_id=f"{self._number:06d}",
+            replica_id=f"{self.number:06d}",
             hostname="127.0.0.1",
             checkpoint_transport=GroupTransport(self._world.secret or b""),
         )
+        return manager
 
     def _rearranged(self, members: list[int]) -> None:
         """Take this rank's place among new members; torchft's own thread calls it."""
-        rank = members.index(self._number)
+        rank = members.index(self.number)
         place = self._world.placement
         self._world.placement = replace(
             place, rank=rank, world_size=len(members), local_rank=rank, local_world_size=len(members)
@@ -167,7 +173,7 @@ class TorchFTMembers(Members):
 
     @property
     def _step(self) -> int:
-        return 0 if self._manager is None else int(self._manager.current_step())
+        return 0 if self._manager is None else int(self._manager.current_step()) - 1
 
     def _quorum(self, *, admit: bool) -> tuple[bool, Any]:
         """Find who is there; return whether a member was behind by a collective, and this one's result of it if it was.
@@ -192,7 +198,7 @@ class TorchFTMembers(Members):
                         error = lost
             self._fail(error)
         raise CollectiveError(
-            f"rank {self._number} on {self._host}: no group of the ranks came about in {_ATTEMPTS} attempts, the last "
+            f"rank {self.number} on {self._host}: no group of the ranks came about in {_ATTEMPTS} attempts, the last "
             f"of which failed: {first_line(error)}"
         )
 
@@ -269,6 +275,14 @@ class TorchFTMembers(Members):
             if not behind:
                 return
 
+    def begin_exchange(self) -> None:
+        """Begin a step at the end of its backward, where no loader has begun it."""
+        assert self._manager is not None
+        before = self._loads
+        self.begin_step(admit=False)
+        if self._loads != before:
+            self._manager.report_error(RuntimeError("the gradients are of other weights"))
+
     def average(self, flat: torch.Tensor) -> None:
         """Replace numbers by their mean over the members; where that fails, the step is not committed."""
         assert self._manager is not None
@@ -308,7 +322,11 @@ class TorchFTMembers(Members):
             except RuntimeError as error:
                 if isinstance(error, DistwrapError):
                     raise
+                before = set(self._members)
                 value = self._after_loss(error)
+                gone = before - set(self._members)
+                if gone and what not in ("barrier", "agree", _END):
+                    say(f"{what}() goes on without {named_ranks(gone)}, and what would have come from there")
                 if value is not _NOTHING:
                     return self._noted(value, counted=True)
         return self._noted(result)
@@ -337,7 +355,7 @@ class TorchFTMembers(Members):
         key = f"start/{self._operations}"
         if not self._store.check([key]):
             raise ModelError(
-                f"rank {self._number} has come back, and called {what}() before the loop, where the others did not: "
+                f"rank {self.number} has come back, and called {what}() before the loop, where the others did not: "
                 f"what is before the loop must be the same each time the function begins."
             )
         return verify(bytes.fromhex(self._store.get(key).decode()), self._world.secret or b"", 0)
@@ -366,6 +384,7 @@ class TorchFTMembers(Members):
             replays = self._course.is_replaying
             self._course.begin_element(number)
             if not replays:
+                self._is_open = False  # a step that the loop has left
                 self._meet(admit=True)
                 self._is_fresh = True
             yield element
@@ -379,6 +398,7 @@ class TorchFTMembers(Members):
         while self._takes_over:
             self._meet(admit=True)
             time.sleep(0.1 * self._takes_over)  # alone: who has the state is not here yet
+        self._store.set(f"there/{os.getpid()}", "")
 
     # Loaders
 
@@ -438,14 +458,15 @@ class TorchFTMembers(Members):
 
     def _load(self, state: dict[str, Any]) -> None:
         """Take over the state of a member that is ahead."""
+        self._loads += 1
         place: Place = state["place"]
         if not self._takes_over and place != self._course.place:
-            raise _Behind(self._number)
+            raise _Behind(self.number)
         for name, mine in self._stateful().items():
             theirs = state[name]
             if mine.keys() != theirs.keys():
                 raise ModelError(
-                    f"rank {self._number} has come back with the {name} {sorted(mine)}, and the others have "
+                    f"rank {self.number} has come back with the {name} {sorted(mine)}, and the others have "
                     f"{sorted(theirs)}: what is before the loop must be the same each time the function begins."
                 )
             for key, thing in mine.items():
@@ -483,7 +504,7 @@ class TorchFTMembers(Members):
     def settle(self) -> None:
         """Wait until all members are done with their last exchange."""
         if not self._is_away and self._manager is not None:
-            self.collective("the end", dist.barrier)
+            self.collective(_END, dist.barrier)
 
     def close(self) -> None:
         """Leave."""
@@ -495,6 +516,7 @@ class TorchFTMembers(Members):
 
 
 _NOTHING = object()
+_END = "the end"
 
 
 class _Behind(DistwrapError):

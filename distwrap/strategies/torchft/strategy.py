@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
 from distwrap.checks import AT_LEAST_ONE, SECONDS
@@ -104,7 +102,6 @@ class TorchFTStrategy(Strategy):
         members.add_model(model)
         plain = unwrap_model(model)
         world.part(Averagings).of[plain] = Averaging(plain, members)
-        plain.register_forward_pre_hook(partial(_before_forward, members))
         return local(model, wrapping)
 
     def sync_gradients(self, model: nn.Module, on: bool) -> None:
@@ -124,6 +121,3 @@ def _members(world: World) -> Any:
     return world.members if isinstance(world.members, Members) else None
 
 
-def _before_forward(members: Any, model: nn.Module, args: Any) -> None:
-    if torch.is_grad_enabled() and model.training:
-        members.begin_step(admit=False)
