@@ -166,7 +166,7 @@ def shard_loader(
             f"split={split!r} is for an IterableDataset, but {type(loader.dataset).__name__} has indices."
         )
     result = _shard_indices(loader, world, sharding, mode, batch_size, order)
-    if world.members is not None:
+    if world.members is not None and isinstance(result, ShardedLoader):
         result._sharding.remake = partial(_remade, loader, world, sharding, mode, batch_size, order)
         result._sharding.number = world.members.add_loader(result)
     if alone:  # the loader itself here too
@@ -177,7 +177,14 @@ def shard_loader(
 
 
 def _remade(
-    loader: Loader, world: World, sharding: Sharding, mode: Modes, batch_size: BatchSize, order: Orders, rank: int, size: int
+    loader: Loader,
+    world: World,
+    sharding: Sharding,
+    mode: Modes,
+    batch_size: BatchSize,
+    order: Orders,
+    rank: int,
+    size: int,
 ) -> Loader:
     """Return a loader sharded for another rank and number of ranks, where the ranks of a run have changed."""
     anew = replace(sharding, rank=rank, world_size=size, position=Position())

@@ -57,6 +57,14 @@ class Members(ABC):
     def end_pass(self, number: int) -> None:
         """Take note that this rank is through a loader."""
 
+    @abstractmethod
+    def settle(self) -> None:
+        """Wait, at the orderly end of the run, until all that are there are done with their last exchange."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Leave the others."""
+
 
 def resumable(elements: Iterable[Element], *objects: Any) -> Iterator[Element]:
     """Yield the elements of the outer loop, from where the run is: a rank that comes back goes on where the others are.

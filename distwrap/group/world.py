@@ -175,6 +175,8 @@ class World:
         self.wait()
         for part in list(self._parts.values()):
             part.settle()
+        if self.members is not None:
+            self.members.settle()
 
     def close(self) -> None:
         """Close all parts, the one that was made last first."""

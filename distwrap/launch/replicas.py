@@ -11,6 +11,8 @@ import contextlib
 import math
 import os
 import pickle
+import signal
+import socket
 import subprocess
 import sys
 import time
@@ -23,7 +25,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap.data import workers
 from distwrap.environments import distwrap_environment
-from distwrap.errors import LaunchError, OptionError
+from distwrap.errors import LaunchError, OptionError, WorkerTimeoutError
 from distwrap.launch.base import Job, Launcher
 from distwrap.launch.forkserver import ForkServerLauncher
 from distwrap.launch.local import LocalLauncher
@@ -37,7 +39,7 @@ from distwrap.launch.supervisor import EXIT_SECONDS, stop
 from distwrap.launch.task import Assignment
 from distwrap.launch.worker import tie_to_parent
 from distwrap.network import stores
-from distwrap.wording import print_notice
+from distwrap.wording import named_ranks, print_notice
 
 _LIGHTHOUSE_SECONDS = 60.0  # for it to start, which takes the import of torch
 
@@ -66,7 +68,8 @@ class ReplicasLauncher(Launcher):
             raise OptionError(f"max_lost={most}, but there are {job.nprocs} ranks: at least one must be left.")
         if job.task.options.launcher not in ("auto", "fork", "forkserver", "spawn", self.name):
             raise OptionError(
-                f"max_lost= starts ranks itself, and launcher={job.task.options.launcher!r} was given too: leave it out."
+                f"max_lost= starts ranks itself, and launcher={job.task.options.launcher!r} was given too: leave it "
+                f"out."
             )
 
     def plan(self, job: Job) -> Assignment:
@@ -113,6 +116,7 @@ class _Replicas:
         self, launcher: LocalLauncher, job: Job, plan: Assignment, store: str, logs: Logs, signals: PassedOn
     ) -> None:
         self._launcher, self._job, self._plan = launcher, job, plan
+        self._strategy: Any = job.task.options.strategy
         self._place, self._logs, self._signals = store, logs, signals
         self._store: Store = stores.from_outside(store)
         self._running: list[Process] = []
@@ -154,10 +158,13 @@ class _Replicas:
             process.conn.send_bytes(pickle.dumps(assignment, pickle.HIGHEST_PROTOCOL))
 
     def _collect(self) -> None:
-        deadline = math.inf
+        seconds = self._job.seconds
+        deadline = limit = math.inf if seconds is None else time.monotonic() + seconds
         while self._running:
             left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
             ready = wait([process.conn for process in self._running], left)
+            if not ready and not self._done:
+                self._raise_late()
             if not ready:
                 return  # who has come back too late to be let in
             for process in [each for each in self._running if each.conn in ready]:
@@ -170,8 +177,19 @@ class _Replicas:
                     self._lost(process, outcome)
             if self._done:  # the others that are there return too
                 there = [process for process in self._running if self._is("there", process)]
-                limit = self._job.task.options.timeout if there else 0.0
-                deadline = min(deadline, time.monotonic() + limit)
+                deadline = min(limit, time.monotonic() + self._job.task.options.timeout * bool(there))
+
+    def _raise_late(self) -> None:
+        late = [process.rank for process in self._running]
+        for process in self._running:
+            process.signal(signal.SIGABRT)  # faulthandler prints the Python stacks of all its threads
+        time.sleep(1)
+        raise WorkerTimeoutError(
+            f"{named_ranks(late)} of {self._job.nprocs} on {socket.gethostname()} did not finish within "
+            f"{self._job.seconds:g} s. The whole stack of each is above, on standard error.",
+            rank=late[0],
+            host=socket.gethostname(),
+        )
 
     def _outcome_of(self, process: Process) -> Outcome:
         try:
@@ -188,9 +206,14 @@ class _Replicas:
         before = [each for each in self._failed[:-1] if each.rank == outcome.rank]
         if (begun and not there) or (before and not self._is("committed", process)) or _is_asked_for(outcome):
             raise_failure(self._failed[-len(self._running) - 1 :] if not there else [outcome])
-        print_notice(f"rank {outcome.rank} is lost, and is started again: {outcome.summary}")
-        process.signal(9)  # and what it has started
-        self._start(outcome.rank)
+        process.signal(signal.SIGKILL)  # and what it has started
+        if self._strategy.come_back:
+            print_notice(f"rank {outcome.rank} is lost, and is started again: {outcome.summary}")
+            self._start(outcome.rank)
+        elif len(self._failed) > self._strategy.max_lost:
+            raise_failure(self._failed)
+        else:
+            print_notice(f"rank {outcome.rank} is lost, and the others go on without it: {outcome.summary}")
 
     def _is(self, what: str, process: Process) -> bool:
         """Return whether a rank is there, among the others, or has committed a step."""

@@ -61,7 +61,8 @@ class Strategy:
         shards: whether a model's or optimizer's full state is put together from several ranks: `state` is then a
             collective, also for a checkpoint that rank 0 writes.
         steps_parameters: whether optimizers hold the model's own parameters; else, shards that the strategy has made.
-        max_lost: how many ranks may be lost while the others go on; the launcher starts them again.
+        max_lost: how many ranks may be lost while the others go on; the launcher starts them again where
+            they `come_back`.
         averages_at_once: whether each backward averages gradients over the ranks, also within a window of `accumulate`.
         formerly: another package's name, by which it was asked for; a line at the start says what that became.
     """
@@ -74,6 +75,7 @@ class Strategy:
     steps_parameters: bool = False
     averages_at_once: bool = False
     max_lost: int = 0
+    come_back: bool = True
     formerly: str = ""
 
     # In the caller

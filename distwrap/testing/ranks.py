@@ -9,8 +9,10 @@ import torch
 from distwrap.checks import AT_LEAST_ONE
 from distwrap.launch import base
 from distwrap.launch.forkserver import ForkServerLauncher
+from distwrap.launch.replicas import ReplicasLauncher
 from distwrap.launch.task import Task
 from distwrap.options import Options
+from distwrap.registry import strategies
 from distwrap.testing.exactness import Computing
 
 R = TypeVar("R")
@@ -57,5 +59,7 @@ class Launch:
         if self.dtype != torch.float64:
             fn = Computing(fn, self.dtype)
         task = Task(fn, args, {}, self.options.updated(options))
-        values: list[R] = base.launch(ForkServerLauncher(), base.Job(task, nprocs or self.nprocs, seconds=self.timeout))
+        job = base.Job(task, nprocs or self.nprocs, seconds=self.timeout)
+        replaces = job.nprocs > 1 and strategies.make(task.options.strategy).max_lost
+        values: list[R] = base.launch(ReplicasLauncher() if replaces else ForkServerLauncher(), job)
         return values

@@ -30,10 +30,11 @@ class Averaging:
         self.is_on = True
         self._members = members
         parameters = [each for each in model.parameters() if each.requires_grad]
+        self._buffers = [each for each in model.buffers() if each.is_floating_point()]
         self._buckets = [[ref(each) for each in bucket] for bucket in in_buckets(parameters)]
         self._is_queued = False
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._arrived)
+            parameter.register_post_accumulate_grad_hook(self._arrived)  # type: ignore[no-untyped-call]
 
     def _arrived(self, _: torch.Tensor) -> None:
         if self.is_on and not self._is_queued:
@@ -59,6 +60,8 @@ class Averaging:
                     parameter.grad = part.clone()
                 else:
                     parameter.grad.copy_(part)
+        for buffer in self._buffers:  # of batch norms: rank 0's, as under DDP
+            buffer.copy_(self._members.of_first(buffer))
 
 
 class Averagings(RunPart):

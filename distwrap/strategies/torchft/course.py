@@ -1,4 +1,4 @@
-"""This rank's course through the program: at which loop, element and loader it is, and how one that comes back gets there.
+"""This rank's course through the program: where it is, and how one that comes back gets to where the others are.
 
 Nothing here waits for another rank.
 """

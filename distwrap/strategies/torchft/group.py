@@ -5,7 +5,9 @@ Source: https://docs.pytorch.org/torchft/
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import uuid
 from collections.abc import Callable
 from datetime import timedelta
@@ -37,6 +39,8 @@ class MemberGroup(ProcessGroup):  # type: ignore[misc]
         self._job = uuid.uuid4().hex
         self._served, self._port = stores.serve("127.0.0.1", [0], self._job, _CONNECT_SECONDS)
         self._store: object = None  # of the group; it must live as long
+        self._sockets: dict[int, str] = {}
+        os.register_at_fork(after_in_child=self._close_sockets)
 
     def get_reconfigure_handle(self) -> str:
         """Return where the others find this rank's store."""
@@ -50,6 +54,7 @@ class MemberGroup(ProcessGroup):  # type: ignore[misc]
         first = members[0]
         store, _ = stores.connect("127.0.0.1", [first["port"]], first["id"], _CONNECT_SECONDS, f"rank {self._number}")
         self._store = store
+        before = _sockets()
         dist.init_process_group(
             "gloo",
             store=PrefixStore(str(opts.uuid), store),
@@ -57,6 +62,7 @@ class MemberGroup(ProcessGroup):  # type: ignore[misc]
             world_size=len(members),
             timeout=timedelta(seconds=min(_CONNECT_SECONDS, self._seconds)),
         )
+        self._sockets = dict(_sockets().items() - before.items())
         set_group_timeout(self._seconds)
         self._on_change([int(member["rank"]) for member in members])
         return _Done()
@@ -67,6 +73,16 @@ class MemberGroup(ProcessGroup):  # type: ignore[misc]
             dist.destroy_process_group()
 
     shutdown = abort
+
+    def _close_sockets(self) -> None:
+        """Close the group's connections in a process that was forked of this one, as a loader's worker.
+
+        There they would stay open when this one leaves the group, and a member that waits for it would wait on.
+        """
+        for fd, name in self._sockets.items():
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{fd}") == name:
+                    os.close(fd)
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any) -> Any:
         """Add tensors over the members."""
@@ -80,6 +96,18 @@ class MemberGroup(ProcessGroup):  # type: ignore[misc]
     def getBackendName(self) -> str:
         """Return the name under which torchft knows this kind of group."""
         return "distwrap-members"
+
+
+def _sockets() -> dict[int, str]:
+    """Return the sockets of this process by their descriptors; none where the system does not tell."""
+    found = {}
+    with contextlib.suppress(OSError):
+        for fd in os.listdir("/proc/self/fd"):
+            with contextlib.suppress(OSError):
+                name = os.readlink(f"/proc/self/fd/{fd}")
+                if name.startswith("socket:"):
+                    found[int(fd)] = name
+    return found
 
 
 class _Done:

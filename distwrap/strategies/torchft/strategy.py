@@ -8,7 +8,6 @@ Source: https://docs.pytorch.org/torchft/
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
 from typing import Any
 
 from torch import nn
@@ -17,7 +16,7 @@ from distwrap.checks import AT_LEAST_ONE, SECONDS
 from distwrap.environments import Placement
 from distwrap.errors import LaunchError, OptionError
 from distwrap.group.world import World, activate, current_world
-from distwrap.model.in_sync import Held
+from distwrap.model.distributed import LocalModel
 from distwrap.model.transparent import unwrap_model
 from distwrap.network import stores
 from distwrap.options import Options
@@ -35,6 +34,8 @@ class TorchFTStrategy(Strategy):
     Args:
         max_lost: how many ranks may be away while the others take steps; with more, they wait for one to come back.
         heartbeat_seconds: after so long without a sign of a rank, it is taken for lost.
+        come_back: whether lost ranks are started again, for which the loop must be over `resumable`; otherwise the
+            others go on without them, in any loop.
         verbose: let torchft say what it does.
 
     Raises:
@@ -47,17 +48,24 @@ class TorchFTStrategy(Strategy):
 
     backend = "gloo"
 
-    def __init__(self, *, max_lost: int = 1, heartbeat_seconds: float = 2.0, verbose: bool = False) -> None:
+    def __init__(
+        self, *, max_lost: int = 1, heartbeat_seconds: float = 2.0, come_back: bool = True, verbose: bool = False
+    ) -> None:
         AT_LEAST_ONE("TorchFTStrategy: max_lost", max_lost)
         SECONDS("TorchFTStrategy: heartbeat_seconds", heartbeat_seconds)
-        self.max_lost, self.heartbeat_seconds, self.verbose = max_lost, heartbeat_seconds, verbose
+        self.max_lost, self.heartbeat_seconds = max_lost, heartbeat_seconds
+        self.come_back, self.verbose = come_back, verbose
 
     def check(self, run: Options) -> None:
         require_package("torchft", "max_lost=")
         if run.comm is not None:
-            raise OptionError(f"comm={run.comm!r} does not go with max_lost=: torchft exchanges the gradients.")
+            from distwrap.strategies.torchft.rounds import refuse_unlike
+
+            refuse_unlike(run.comm)
         if str(run.precision) == "fp16":
-            raise OptionError("precision='fp16' does not go with max_lost=: its scaler knows no lost steps. Use 'bf16'.")
+            raise OptionError(
+                "precision='fp16' does not go with max_lost=: its scaler knows no lost steps. Use 'bf16'."
+            )
         if run.retrofit:
             raise OptionError("retrofit=True does not go with max_lost=: wrap the objects in the function.")
         if run.max_restarts:
@@ -82,7 +90,11 @@ class TorchFTStrategy(Strategy):
         device = selection.choose_device(placement, selection.visible_devices())
         world = World(placement, device, backend="gloo", options=options, secret=secret)
         world.members = members = TorchFTMembers(
-            world, address, stores.from_outside(place), placement.world_size - self.max_lost
+            world,
+            address,
+            stores.from_outside(place),
+            fewest=placement.world_size - self.max_lost,
+            come_back=self.come_back,
         )
         world.cleanup.callback(members.close)
         activate(world)
@@ -94,15 +106,21 @@ class TorchFTStrategy(Strategy):
         if members is None:
             return local(model, wrapping)
         from distwrap.strategies.torchft.averaging import Averaging, Averagings
+        from distwrap.strategies.torchft.rounds import Rounds, refuse_unlike
 
         if wrapping.options:
             raise OptionError(f"max_lost= takes none of DDP's options, but got {', '.join(wrapping.options)}.")
         if not members.is_away:
             take_rank_zero_weights(model)
-        members.add_model(model)
         plain = unwrap_model(model)
-        world.part(Averagings).of[plain] = Averaging(plain, members)
-        return local(model, wrapping)
+        algorithm: Any = wrapping.comm
+        if algorithm is not None:
+            refuse_unlike(algorithm)
+            members.add_model(plain, Rounds(plain, members.end_round, algorithm))
+        else:
+            members.add_model(plain)
+            world.part(Averagings).of[plain] = Averaging(plain, members)
+        return LocalModel(model, wrapping.in_precision, wrapping.forward_methods)
 
     def sync_gradients(self, model: nn.Module, on: bool) -> None:
         from distwrap.strategies.torchft.averaging import Averagings
@@ -111,13 +129,8 @@ class TorchFTStrategy(Strategy):
         if averaging is not None:
             averaging.is_on = on
 
-    def held(self, model: nn.Module) -> Iterable[Held]:
-        return ()  # the members compare weights whenever one comes or goes
-
 
 def _members(world: World) -> Any:
     from distwrap.group.members import Members
 
     return world.members if isinstance(world.members, Members) else None
-
-

@@ -1,0 +1,212 @@
+"""Quorums of the ranks that are there, by torchft's manager, and what it does for a step among them.
+
+Source: https://docs.pytorch.org/torchft/manager.html
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+from torchft.manager import Manager
+
+from distwrap.errors import ArrivalError
+from distwrap.group.world import Layout, World, say
+from distwrap.network import stores
+from distwrap.network.waiting import wait_until
+from distwrap.strategies.torchft.group import MemberGroup
+from distwrap.strategies.torchft.transport import GroupTransport
+from distwrap.wording import named_ranks
+
+ARRIVAL_SECONDS = 120.0  # for all ranks to come at the start
+_FIRST_QUORUM_SECONDS = 20.0  # for all of them to be in the first group
+_RETURN_SECONDS = 86400.0  # for the others to come to a place where a rank can come in: a long evaluation
+
+_FIRST_STEP = 1  # torchft's number of it: one ahead of a rank that comes back, so that nobody takes over from that
+
+
+class Quorum:
+    """The members of a run, and this rank's place among them.
+
+    Args:
+        world: of the run, whose placement follows the members.
+        lighthouse: torchft's, which knows who is there.
+        store: of the launch, in which ranks tell their launcher how far they are.
+        fewest: number of members without which no step is taken.
+        state: returns what a member that is behind takes over.
+        take_over: takes it over.
+
+    Attributes:
+        number: this rank's in the launch, which it keeps.
+        members: numbers of those that are there, in the order of their ranks.
+        arrangement: number of times that they have changed.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        lighthouse: str,
+        store: Store,
+        fewest: int,
+        state: Callable[[], dict[str, Any]],
+        take_over: Callable[[dict[str, Any]], None],
+    ) -> None:
+        place = world.placement
+        self.number, self._count = place.rank, place.world_size
+        self.members: list[int] = []
+        self.arrangement = 0
+        self.store = store
+        self._world, self._lighthouse, self._fewest = world, lighthouse, fewest
+        self._state, self._take_over = state, take_over
+        self._seconds = world.options.timeout
+        self._manager: Manager | None = None
+        self._group: MemberGroup | None = None
+        self._own_store: object = None  # which torchft wants; it must live as long as the manager
+        for name in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # what they say of each step goes to nobody
+
+    @property
+    def step(self) -> int:
+        """Number of steps that were committed."""
+        return 0 if self._manager is None else int(self._manager.current_step()) - _FIRST_STEP
+
+    @property
+    def error(self) -> Exception | None:
+        """Why the step that is under way will not be committed, if it will not."""
+        found = self.manager.errored()
+        return None if found is None else found.original_exception
+
+    @property
+    def manager(self) -> Any:
+        """torchft's, of a rank that is there."""
+        assert self._manager is not None
+        return self._manager
+
+    def has_begun(self) -> bool:
+        """Return whether the run had begun before this rank was started."""
+        return bool(self.store.check(["begun"]))
+
+    def arrive(self) -> None:
+        """Come together at the start of the run.
+
+        Raises:
+            ArrivalError: not all ranks came.
+        """
+        self.store.set(f"arrived/{self.number}", "")
+        keys = [f"arrived/{rank}" for rank in range(self._count)]
+        limit = min(self._seconds, ARRIVAL_SECONDS)
+        if not wait_until(lambda: self.store.check(keys), limit):
+            missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
+            raise ArrivalError(
+                f"rank {self.number} on {socket.gethostname()} waited {limit:g} s: {named_ranks(missing)} of "
+                f"{self._count} did not come. Look at what the missing ones printed."
+            )
+        self.begin()
+        self.manager.load_state_dict({"step": _FIRST_STEP, "batches_committed": 0})
+        deadline = time.monotonic() + _FIRST_QUORUM_SECONDS
+        while self.find(admit=True) is not None or len(self.members) < self._count:
+            if time.monotonic() > deadline and self.members:
+                break
+            time.sleep(0.01)
+        self.tell("there")
+        self.store.set("begun", "")
+
+    def begin(self) -> None:
+        """Begin to be known to the lighthouse."""
+        self._group = MemberGroup(self.number, self._seconds, self._rearranged)
+        seconds = timedelta(seconds=self._seconds)
+        self._own_store, port = stores.serve("127.0.0.1", [0], "replica", self._seconds)
+        self._manager = Manager(
+            pg=self._group,
+            load_state_dict=self._take_over,
+            state_dict=self._state,
+            min_replica_size=self._fewest,
+            use_async_quorum=False,
+            init_sync=False,
+            timeout=seconds,
+            quorum_timeout=timedelta(seconds=_RETURN_SECONDS),
+            connect_timeout=timedelta(seconds=min(60.0, self._seconds)),
+            rank=0,
+            world_size=1,
+            store_addr="127.0.0.1",
+            store_port=port,
+            lighthouse_addr=self._lighthouse,
+            replica_id=f"{self.number:06d}",
+            hostname="127.0.0.1",
+            checkpoint_transport=GroupTransport(self._world.secret or b""),
+        )
+
+    def _rearranged(self, members: list[int]) -> None:
+        """Take this rank's place among new members; torchft's own thread calls it."""
+        rank, size = members.index(self.number), len(members)
+        self._world.placement = replace(
+            self._world.placement, rank=rank, world_size=size, local_rank=rank, local_world_size=size
+        )
+        self._world.layout = Layout(rank, size)
+        before, self.members = self.members, members
+        self.arrangement += 1
+        lost, new = sorted(set(before) - set(members)), sorted(set(members) - set(before))
+        if before and rank == 0 and (lost or new) and self.has_begun():
+            changes = [f"{named_ranks(lost)} gone"] if lost else []
+            changes += [f"{named_ranks(new)} back"] if new else []
+            say(f"{', '.join(changes)}: {size} of {self._count} ranks at step {self.step}")
+
+    def find(self, *, admit: bool) -> Exception | None:
+        """Find who is there, in a group of them; return why there is none, if there is none.
+
+        Args:
+            admit: whether ranks that are not members may come in.
+        """
+        self.manager.start_quorum(shrink_only=not admit)
+        return self.error
+
+    def doom(self, error: Exception) -> None:
+        """Let the step that is under way not be committed."""
+        self.manager.report_error(error)
+
+    def fail(self, error: Exception) -> None:
+        """Leave a group in which an exchange failed: the others hear of it, and the next quorum makes a new one."""
+        self.doom(error)
+        self.commit()
+
+    def commit(self) -> bool:
+        """End a step; return whether its change of the weights is to be made."""
+        failed = self.error is not None
+        verdict = bool(self.manager.should_commit())
+        if failed:
+            self._leave_group()
+        return verdict
+
+    def mean(self, flat: torch.Tensor) -> None:
+        """Replace numbers by their mean over the members; where that fails, the step is not committed."""
+        self.manager.allreduce(flat).wait()
+
+    def of_first(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the first member's tensor; where that fails, the step is not committed."""
+        sent = tensor.clone() if self._world.placement.rank == 0 else torch.zeros_like(tensor)
+        self.manager.allreduce(sent, reduce_op=dist.ReduceOp.SUM).wait()
+        return tensor if self.error is not None else sent
+
+    def tell(self, what: str) -> None:
+        """Tell the launcher how far this process has come."""
+        self.store.set(f"{what}/{os.getpid()}", "")
+
+    def close(self) -> None:
+        """Leave."""
+        self._leave_group()
+        if self._manager is not None:
+            self._manager.shutdown(wait=False)
+            self._manager = None
+
+    def _leave_group(self) -> None:
+        if self._group is not None:
+            self._group.abort()

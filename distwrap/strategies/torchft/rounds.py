@@ -1,0 +1,101 @@
+"""Rounds: many steps of each member on its own, then a mean of their weights, or an outer step along their progress.
+
+A member that is lost in a round takes its own progress with it, and nobody else's.
+Sources: https://arxiv.org/abs/1805.09767, algorithm 1; https://arxiv.org/abs/2311.08105, algorithm 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from distwrap.comm import Algorithm, DiLoCo, LocalSGD
+from distwrap.comm.weights import FlatWeights
+from distwrap.errors import OptionError
+from distwrap.group.world import current_world
+from distwrap.model.wrapped_models import parameters_of
+
+EndRound = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
+
+
+class Rounds:
+    """Rounds of one model.
+
+    Args:
+        model: whose weights are trained.
+        end_round: returns the mean over the members that a function makes, and ends the step that the round is.
+        algorithm: `LocalSGD` or `DiLoCo`.
+
+    Attributes:
+        anchor: the weights after the last round, the same on all members.
+    """
+
+    def __init__(self, model: nn.Module, end_round: EndRound, algorithm: LocalSGD | DiLoCo) -> None:
+        self._end_round, self._algorithm = end_round, algorithm
+        self._weights = FlatWeights([each for each in model.parameters() if each.requires_grad])
+        self._held = {id(each) for each in self._weights.parameters}
+        self.anchor = self._weights.read()
+        self._momentum = torch.zeros_like(self.anchor)
+        self._steps = 0
+        self._handle = register_optimizer_step_post_hook(self._after_step)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self._held.isdisjoint(parameters_of(optimizer)):
+            self._steps += 1
+            if self._steps >= self._algorithm.sync_every:
+                self.end()
+
+    def end(self) -> None:
+        """End the round that is under way, if one is."""
+        if not self._steps:
+            return
+        self._steps = 0
+        weights = self._weights.read()
+        mean = self._end_round(lambda: _mean(weights))
+        if isinstance(self._algorithm, DiLoCo):
+            progress, momentum = self.anchor - mean, self._algorithm.outer_momentum
+            self._momentum.mul_(momentum).add_(progress)
+            mean = self.anchor.sub(progress + momentum * self._momentum, alpha=self._algorithm.outer_lr)
+        self.anchor = mean.clone()
+        self._weights.write(mean)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a rank that comes back takes over."""
+        return {"anchor": self.anchor, "momentum": self._momentum}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over what `state_dict` has returned, at the start of a round."""
+        self.anchor, self._momentum = state["anchor"].clone(), state["momentum"].clone()
+        self._steps = 0
+
+    def close(self) -> None:
+        """Take the hook away."""
+        self._handle.remove()
+
+
+def refuse_unlike(algorithm: Algorithm) -> None:
+    """Refuse algorithms, and options of them, that ranks that come and go cannot have.
+
+    Raises:
+        OptionError: names those that they can.
+    """
+    plain = isinstance(algorithm, (LocalSGD, DiLoCo)) and not (algorithm.hierarchical or algorithm.warmup_steps)
+    if plain and isinstance(algorithm, DiLoCo):
+        rest = (algorithm.fragments, algorithm.delay, algorithm.mixing, algorithm.compression)
+        plain = rest == (1, 0, 0.0, None)
+    if not plain:
+        raise OptionError(
+            f"comm={algorithm!r} does not go with max_lost=: torchft exchanges the gradients, or weights by "
+            f"comm='local_sgd(sync_every=…)' or 'diloco(sync_every=…, outer_lr=…, outer_momentum=…)'."
+        )
+
+
+def _mean(weights: torch.Tensor) -> torch.Tensor:
+    mean = weights / current_world().placement.world_size
+    dist.all_reduce(mean)
+    return mean

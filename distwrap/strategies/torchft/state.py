@@ -1,0 +1,112 @@
+"""What ranks that come back take over from the others: of models, optimizers, schedulers, loaders and other objects."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+from weakref import ref
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from distwrap.errors import ModelError
+from distwrap.group.tensors_apart import bytes_of
+from distwrap.live_objects import instances
+from distwrap.model.wrapped_models import parameters_of
+from distwrap.strategies.torchft.rounds import Rounds
+
+
+class TrainingState:
+    """State of the training on this rank.
+
+    Attributes:
+        models: that all ranks train, in the order in which they were wrapped.
+        rounds: of those whose ranks exchange weights now and then, and not gradients.
+        objects: others that the user has named.
+    """
+
+    def __init__(self) -> None:
+        self.models: list[nn.Module] = []
+        self.rounds: dict[nn.Module, Rounds] = {}
+        self.objects: tuple[Any, ...] = ()
+        self._loaders: list[ref[Any]] = []
+
+    def add_loader(self, loader: Any) -> None:
+        """Take note of a loader, whose position belongs to the state."""
+        self._loaders.append(ref(loader))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state; tensors are those that are trained, and no copies."""
+        things = self.things()
+        loaders = [None if (loader := each()) is None else loader.state_dict() for each in self._loaders]
+        states = {kind: {name: each.state_dict() for name, each in named.items()} for kind, named in things.items()}
+        return {**states, "loaders": loaders}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over a state of another rank.
+
+        Raises:
+            ModelError: it is of other objects.
+        """
+        for kind, mine in self.things().items():
+            theirs = state[kind]
+            if mine.keys() != theirs.keys():
+                raise ModelError(
+                    f"this rank has come back with the {kind} {sorted(mine)}, and the others have {sorted(theirs)}: "
+                    f"what is before the loop must be the same each time the function begins."
+                )
+            for name, thing in mine.items():
+                thing.load_state_dict(theirs[name])
+        for each, its_state in zip(self._loaders, state["loaders"], strict=True):
+            loader = each()
+            if loader is not None and its_state is not None:
+                loader.load_state_dict(its_state)
+
+    def fingerprint(self) -> int:
+        """Return a number of the weights, which is the same where all of them are the same to the bit."""
+        alike = [rounds.anchor for rounds in self.rounds.values()]
+        alike += [each for model in self.models if model not in self.rounds for each in model.parameters()]
+        found = 0
+        for tensor in alike:
+            found = zlib.crc32(bytes_of(tensor.detach().cpu()), found)
+        return found
+
+    def things(self) -> dict[str, dict[str, Any]]:
+        """Return what has a state, by kinds and by names that are the same on all ranks.
+
+        Raises:
+            ModelError: two things have one name.
+        """
+        models = {f"{type(model).__name__} {number}": model for number, model in enumerate(self.models, 1)}
+        trained = {
+            id(each): f"{of}'s {name}" for of, model in models.items() for name, each in model.named_parameters()
+        }
+        given = {id(thing) for thing in self.objects}
+        optimizers: dict[str, Any] = {}
+        schedulers: dict[str, Any] = {}
+        for optimizer in instances(Optimizer):
+            first = next((trained[key] for key in parameters_of(optimizer) if key in trained), None)
+            if first is not None and id(optimizer) not in given:
+                _add(optimizers, f"{type(optimizer).__name__} of {first}", optimizer)
+        known = {id(optimizer): name for name, optimizer in optimizers.items()}
+        for scheduler in instances(LRScheduler):
+            of = known.get(id(getattr(scheduler, "optimizer", None)))
+            if of is not None and id(scheduler) not in given:
+                _add(schedulers, f"{type(scheduler).__name__} of {of}", scheduler)
+        return {
+            "models": models,
+            "rounds": {name: self.rounds[model] for name, model in models.items() if model in self.rounds},
+            "optimizers": optimizers,
+            "schedulers": schedulers,
+            "objects": {f"{type(thing).__name__} {number}": thing for number, thing in enumerate(self.objects, 1)},
+        }
+
+
+def _add(found: dict[str, Any], name: str, thing: Any) -> None:
+    if name in found:
+        raise ModelError(
+            f"max_lost=: there are two objects {name}, which a rank that comes back could not tell apart. Hand both to "
+            f"resumable(range(epochs), first, second)."
+        )
+    found[name] = thing
