@@ -13,7 +13,8 @@ from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from distwrap._internals.torch import ENDS_GROUPS_LOCKED, after_backward, current_backward
+from distwrap._internals.torch import after_backward, current_backward
+from distwrap._internals.torch_groups import ENDS_GROUPS_LOCKED
 from distwrap.comm.base import Algorithm
 from distwrap.comm.engine import Engine
 from distwrap.comm.link import Link, Traffic

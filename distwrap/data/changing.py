@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -15,38 +16,50 @@ if TYPE_CHECKING:
     from distwrap.data.sharded import ShardedLoader
 
 
-def changing_batches(loader: ShardedLoader, members: Members) -> Iterator[Any]:
-    """Yield the batches of a pass; what the members have gone through together is not given again when they change."""
-    number = loader._sharding.number
-    if members.begin_pass(number):
-        return
-    try:
-        nothing, arrangement, batches = object(), -1, iter(())
-        while True:
-            if arrangement != members.arrangement:
-                arrangement = members.arrangement
-                _take_share(loader)
-                batches = loader._rank_batches()
-            with fetching_ahead() as moves:
-                batch = next(batches, nothing)
-            if batch is not nothing and torch.is_grad_enabled():
-                members.begin_batch(number)
+@dataclass
+class Changing:
+    """Changes of a loader with the members of its run.
+
+    Attributes:
+        members: of the run.
+        number: the loader's, among those of the run.
+        remake: makes it for a rank, and a number of ranks.
+    """
+
+    members: Members
+    number: int
+    remake: Callable[[int, int], Any]
+
+    def batches(self, loader: ShardedLoader) -> Iterator[Any]:
+        """Yield the batches of a pass; what the members have gone through together is not given again."""
+        members, number = self.members, self.number
+        if members.begin_pass(number):
+            return
+        try:
+            nothing, arrangement, batches = object(), -1, iter(())
+            while True:
                 if arrangement != members.arrangement:
-                    continue  # the batch is of another share
-            move(*moves)
-            if batch is nothing:
-                return
-            yield batch
-    finally:
-        members.end_pass(number)
+                    arrangement = members.arrangement
+                    self._take_share(loader)
+                    batches = loader._rank_batches()
+                with fetching_ahead() as moves:
+                    batch = next(batches, nothing)
+                if batch is not nothing and torch.is_grad_enabled():
+                    members.begin_batch(number)
+                    if arrangement != members.arrangement:
+                        continue  # the batch is of another share
+                move(*moves)
+                if batch is nothing:
+                    return
+                yield batch
+        finally:
+            members.end_pass(number)
 
-
-def _take_share(loader: ShardedLoader) -> None:
-    """Let a loader go on at its position with this rank's share among the members of now."""
-    sharding, layout, state = loader._sharding, current_world().layout, loader.state_dict()
-    if (sharding.rank, sharding.world_size) != (layout.rank, layout.size):
-        assert sharding.remake is not None
-        other = sharding.remake(layout.rank, layout.size)
-        other._sharding.remake, other._sharding.number = sharding.remake, sharding.number
-        loader.__dict__.update(other.__dict__)
-    loader.load_state_dict(state)
+    def _take_share(self, loader: ShardedLoader) -> None:
+        """Let a loader go on at its position with this rank's share among the members of now."""
+        sharding, layout, state = loader._sharding, current_world().layout, loader.state_dict()
+        if (sharding.rank, sharding.world_size) != (layout.rank, layout.size):
+            other = self.remake(layout.rank, layout.size)
+            other._sharding.changing = self
+            loader.__dict__.update(other.__dict__)
+        loader.load_state_dict(state)

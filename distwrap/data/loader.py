@@ -16,13 +16,15 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from distwrap._internals.torch_data import held_iterators
 from distwrap.checks import one_of
 from distwrap.data import iterable_shards
+from distwrap.data.changing import Changing
 from distwrap.data.endless import with_epochs
 from distwrap.data.epoch_check import EpochCheck, part_of
 from distwrap.data.indices import Mode
 from distwrap.data.iterable_shards import Split
 from distwrap.data.position import Position
 from distwrap.data.samplers import ExactBatches, Order, RememberedShuffle, Share
-from distwrap.data.sharded import Loader, ShardedLoader, Sharding, innermost, is_torchs, only_moved, sharded_copy
+from distwrap.data.sharded import Loader, ShardedLoader, innermost, is_torchs, only_moved, sharded_copy
+from distwrap.data.sharding import Sharding
 from distwrap.errors import LoaderError
 from distwrap.group.world import World, current_world, say_once
 from distwrap.seeding import mix
@@ -167,8 +169,8 @@ def shard_loader(
         )
     result = _shard_indices(loader, world, sharding, mode, batch_size, order)
     if world.members is not None and isinstance(result, ShardedLoader):
-        result._sharding.remake = partial(_remade, loader, world, sharding, mode, batch_size, order)
-        result._sharding.number = world.members.add_loader(result)
+        remake = partial(_remade, loader, world, sharding, mode, batch_size, order)
+        result._sharding.changing = Changing(world.members, world.members.add_loader(result), remake)
     if alone:  # the loader itself here too
         loader.__dict__.update(result.__dict__)
         loader.__class__ = type(result)

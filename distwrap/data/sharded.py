@@ -1,24 +1,23 @@
 """The class of a sharded loader: the user's own class, which also knows the loop's position in its data."""
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
 
 from distwrap._internals.torch_data import ITERATOR, IteratorHook, check_iterator_hook
 from distwrap.data import workers
-from distwrap.data.changing import changing_batches
-from distwrap.data.epoch_check import EpochCheck
 from distwrap.data.indices import stream_batches
 from distwrap.data.iterable_shards import DataPipeShard, IterableShard, SplitShard, StatefulShard
-from distwrap.data.lockstep import Lockstep, in_step
-from distwrap.data.position import EpochStart, Position, Shuffle, check_state, check_stream_state, is_ahead, move
+from distwrap.data.lockstep import in_step
+from distwrap.data.position import EpochStart, Shuffle, check_state, check_stream_state, is_ahead, move
 from distwrap.data.samplers import ExactBatches, Order, RememberedShuffle, Share
+from distwrap.data.sharding import Sharding
 from distwrap.data.worker_seeding import SeededFetch, SeededIndices, WorkerInit, worker_seed
 from distwrap.devices.transfer import on_device
 from distwrap.errors import LoaderError
@@ -27,51 +26,6 @@ from distwrap.seeding import preserved
 from distwrap.supervision.hang_report import Activity
 
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
-
-
-@dataclass
-class Sharding:
-    """Decisions about a sharded loader, and the loop's position in it.
-
-    Attributes:
-        device: where the batches go.
-        rank: the rank whose share this is.
-        world_size: how many ranks there are.
-        copy_ahead: whether batches go to the device a step ahead.
-        position: where the loop is.
-        sampler: takes the share; ``None`` in a single process, and where there are no indices.
-        items_per_step: how many of the sampler's items all ranks take in a step.
-        uneven: how ranks with an iterable dataset end; empty where each ends by itself.
-        lockstep: the loop in step with the other ranks, where they may end unevenly.
-        by_itself: whether an iterable dataset takes its rank's part by itself.
-        seed: of the random numbers with which samples are fetched.
-        order_seed: of those with which an iterable dataset makes the items that are divided, alike on all ranks.
-        endless: whether the user's class goes on over one iterator for ever, and this one has epochs in its place.
-        epoch_check: of the ranks' loops.
-        epoch: the epoch that begins, int64; in shared memory where workers outlive an epoch.
-        remake: makes the same loader for another rank and number of ranks, where these may change in a run.
-        number: of the loader among those of a run whose ranks may change.
-        own_state: the loop's position as the dataset or loader tells it, or why it could not, while that is ahead.
-    """
-
-    device: torch.device
-    rank: int = 0
-    world_size: int = 1
-    copy_ahead: bool = False
-    position: Position = field(default_factory=Position)
-    sampler: Order | Share | None = None
-    items_per_step: int = 1
-    uneven: Literal["", "shortest", "pad"] = ""
-    lockstep: Lockstep[Any] | None = None
-    by_itself: bool = False
-    seed: int = 0
-    order_seed: int = 0
-    endless: bool = False
-    epoch_check: EpochCheck | None = None
-    epoch: torch.Tensor | None = None
-    remake: Callable[[int, int], Any] | None = None
-    number: int = 0
-    own_state: dict[str, Any] | Exception | None = None
 
 
 class ShardedLoader(IteratorHook):
@@ -89,8 +43,8 @@ class ShardedLoader(IteratorHook):
 
     def __iter__(self) -> Any:
         sharding = self._sharding
-        if sharding.remake is not None and (members := current_world().members) is not None:
-            return changing_batches(self, members)
+        if sharding.changing is not None:
+            return sharding.changing.batches(self)
         if not sharding.uneven:
             return self._rank_batches()
         sharding.lockstep = in_step(self, sharding.uneven)
@@ -337,7 +291,7 @@ class ShardedLoader(IteratorHook):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Neither pickle nor copy would find this class by its name; but it follows from the user's own.
-        sharding = replace(self._sharding, epoch=None, epoch_check=None, lockstep=None, remake=None)
+        sharding = replace(self._sharding, epoch=None, epoch_check=None, lockstep=None, changing=None)
         return _rebuilt, (type(self).__bases__[1], {**self.__dict__, ITERATOR: None, "_sharding": sharding})
 
 

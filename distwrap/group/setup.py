@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from distwrap._internals.torch import ENDS_GROUPS_LOCKED
+from distwrap._internals.torch_groups import ENDS_GROUPS_LOCKED
 from distwrap.checks import SECONDS
 from distwrap.devices import selection
 from distwrap.devices.kinds import kind_of

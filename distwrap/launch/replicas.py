@@ -26,6 +26,7 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from distwrap.data import workers
 from distwrap.environments import distwrap_environment
 from distwrap.errors import LaunchError, OptionError, WorkerTimeoutError
+from distwrap.launch import transport
 from distwrap.launch.base import Job, Launcher
 from distwrap.launch.forkserver import ForkServerLauncher
 from distwrap.launch.local import LocalLauncher
@@ -82,25 +83,18 @@ class ReplicasLauncher(Launcher):
             signals = stack.enter_context(PassedOn())
             store = stack.enter_context(place())
             logs = stack.enter_context(contextlib.closing(Logs(job.task.options.log_dir, ranks)))
-            address = stack.enter_context(_lighthouse(job))
+            address, lighthouse = stack.enter_context(_lighthouse(job))
             stack.callback(workers.remove_what_is_left)
-            return _Replicas(self._processes(), job, _with_lighthouse(plan, address), store, logs, signals).watch()
+            replicas = _Replicas(self._processes(), job, _with_lighthouse(plan, address), store, lighthouse)
+            return replicas.watch(logs, signals)
 
     def bring_home(self, job: Job, outcomes: Sequence[Outcome]) -> Any:
-        values = super().bring_home(replace(job, task=_of_all(job)), outcomes)
+        there = sorted(outcomes, key=lambda outcome: outcome.rank)
+        values = [transport.unpack_result(each.value)[0] for each in there if each.value is not None]
         return values if job.returns == "all" else values[0]
 
     def _processes(self) -> LocalLauncher:
         return SpawnLauncher() if self.start_method == "spawn" else ForkServerLauncher()
-
-    def _checked(self, job: Job, outcomes: object) -> list[Outcome]:
-        """Return what `run` has returned: the outcomes of the ranks that were there at the end."""
-        assert isinstance(outcomes, list)
-        return sorted(outcomes, key=lambda outcome: outcome.rank)
-
-
-def _of_all(job: Job) -> Any:
-    return replace(job.task, options=replace(job.task.options, returns="all"))
 
 
 def _with_lighthouse(plan: Assignment, address: str) -> Assignment:
@@ -112,12 +106,10 @@ def _with_lighthouse(plan: Assignment, address: str) -> Assignment:
 class _Replicas:
     """Ranks of one launch, and their replacements."""
 
-    def __init__(
-        self, launcher: LocalLauncher, job: Job, plan: Assignment, store: str, logs: Logs, signals: PassedOn
-    ) -> None:
-        self._launcher, self._job, self._plan = launcher, job, plan
+    def __init__(self, launcher: LocalLauncher, job: Job, plan: Assignment, store: str, lighthouse: Connection) -> None:
+        self._launcher, self._job, self._plan, self._lighthouse = launcher, job, plan, lighthouse
         self._strategy: Any = job.task.options.strategy
-        self._place, self._logs, self._signals = store, logs, signals
+        self._place = store
         self._store: Store = stores.from_outside(store)
         self._running: list[Process] = []
         self._ended: list[Process] = []
@@ -125,7 +117,7 @@ class _Replicas:
         self._failed: list[Outcome] = []
         self._oom_kills = OomCount()
 
-    def watch(self) -> list[Outcome]:
+    def watch(self, logs: Logs, signals: PassedOn) -> list[Outcome]:
         """Start all ranks, and those that are lost again, until those that are there have returned.
 
         Raises:
@@ -133,11 +125,12 @@ class _Replicas:
         """
         sys.stdout.flush()
         sys.stderr.flush()
+        self._logs = logs
         try:
             for rank in range(self._job.nprocs):
                 self._start(rank)
-            self._logs.start()
-            self._signals.listen(self._running, lambda: print_notice("who is there, the lighthouse knows"))
+            logs.start()
+            signals.listen(self._running, self._print_who_runs)
             self._collect()
         except BaseException as error:
             by_hand = isinstance(error, KeyboardInterrupt) and getattr(error, "rank", None) is None
@@ -162,7 +155,9 @@ class _Replicas:
         deadline = limit = math.inf if seconds is None else time.monotonic() + seconds
         while self._running:
             left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-            ready = wait([process.conn for process in self._running], left)
+            ready = wait([self._lighthouse, *(process.conn for process in self._running)], left)
+            if self._lighthouse in ready and not self._done:
+                raise LaunchError("torchft's lighthouse, which tells the ranks who is there, has ended by itself.")
             if not ready and not self._done:
                 self._raise_late()
             if not ready:
@@ -178,6 +173,11 @@ class _Replicas:
             if self._done:  # the others that are there return too
                 there = [process for process in self._running if self._is("there", process)]
                 deadline = min(limit, time.monotonic() + self._job.task.options.timeout * bool(there))
+
+    def _print_who_runs(self) -> None:
+        """Answer SIGQUIT."""
+        ranks = ", ".join(f"rank {each.rank} (pid {each.pid})" for each in self._running)
+        print_notice(f"these run: {ranks}")
 
     def _raise_late(self) -> None:
         late = [process.rank for process in self._running]
@@ -226,8 +226,8 @@ def _is_asked_for(outcome: Outcome) -> bool:
 
 
 @contextlib.contextmanager
-def _lighthouse(job: Job) -> Iterator[str]:
-    """Have torchft's lighthouse in a process, which dies with this one; yield its address."""
+def _lighthouse(job: Job) -> Iterator[tuple[str, Connection]]:
+    """Have torchft's lighthouse in a process, which dies with this one; yield its address, and what tells its end."""
     strategy: Any = job.task.options.strategy
     settings = {
         "bind": "127.0.0.1:0",
@@ -251,9 +251,10 @@ def _lighthouse(job: Job) -> Iterator[str]:
         if not ours.poll(_LIGHTHOUSE_SECONDS):
             raise LaunchError(f"torchft's lighthouse did not start within {_LIGHTHOUSE_SECONDS:g} s.")
         try:
-            yield str(ours.recv())
+            address = str(ours.recv())
         except EOFError:
             raise LaunchError("torchft's lighthouse ended as it started: can `import torchft` be done here?") from None
+        yield address, ours
     finally:
         process.kill()
         process.wait()

@@ -33,7 +33,7 @@ from distwrap import (
     wrap_model,
     wrap_optimizer,
 )
-from distwrap._internals.torch import ENDS_GROUPS_LOCKED
+from distwrap._internals.torch_groups import ENDS_GROUPS_LOCKED
 from distwrap.comm import AllReduce, Averager, Bucket, GradientAlgorithm, Link, traffic
 from distwrap.comm.exchange import RunExchanges
 from distwrap.comm.gradients import GradientExchange

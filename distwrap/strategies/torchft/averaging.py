@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from distwrap._internals.torch import after_backward
+from distwrap.errors import ModelError
 from distwrap.group.world import RunPart, World
 from distwrap.strategies.torchft.members import TorchFTMembers
 
@@ -28,9 +29,10 @@ class Averaging:
 
     def __init__(self, model: nn.Module, members: TorchFTMembers) -> None:
         self.is_on = True
-        self._members = members
+        self._members, self._model = members, ref(model)
         parameters = [each for each in model.parameters() if each.requires_grad]
         self._buffers = [each for each in model.buffers() if each.is_floating_point()]
+        self._trained = {id(each) for each in parameters}
         self._buckets = [[ref(each) for each in bucket] for bucket in in_buckets(parameters)]
         self._is_queued = False
         for parameter in parameters:
@@ -41,9 +43,19 @@ class Averaging:
             self._is_queued = True
             after_backward(self._average)
 
+    def _refuse_unfrozen(self) -> None:
+        model = self._model()
+        for name, parameter in model.named_parameters() if model is not None else ():
+            if parameter.requires_grad and id(parameter) not in self._trained:
+                raise ModelError(
+                    f"{name} was made trainable after wrap_model(), so that its gradient is not averaged: set what is "
+                    f"to be trained before."
+                )
+
     @torch.no_grad()
     def _average(self) -> None:
         self._is_queued = False
+        self._refuse_unfrozen()
         self._members.begin_exchange()
         for bucket in self._buckets:
             parameters = [parameter for each in bucket if (parameter := each()) is not None]

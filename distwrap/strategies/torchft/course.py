@@ -6,7 +6,7 @@ Nothing here waits for another rank.
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from distwrap.errors import LoaderError, ModelError
@@ -19,12 +19,14 @@ class Place:
     Attributes:
         loop: number of the resumable loop under way, from 1; 0 before the first.
         element: which of its elements is under way, from 0.
+        words: that element in words.
         passes: how many passes through each loader the element has seen to their ends.
         at: number of the loader that is about to give a batch; ``None`` at the start of the element.
     """
 
     loop: int = 0
     element: int = 0
+    words: str = ""
     passes: list[int] = field(default_factory=list)
     at: int | None = None
 
@@ -51,6 +53,10 @@ class Course:
     def is_replaying(self) -> bool:
         """Whether this rank has come back, and is not yet where the others are."""
         return self._replay is not None
+
+    def is_at(self, place: Place) -> bool:
+        """Return whether this rank is at a place, apart from the step."""
+        return replace(place, at=None) == replace(self.place, at=None)
 
     def is_outermost(self, loader: int) -> bool:
         """Return whether no pass through another loader has begun before that through this one."""
@@ -100,9 +106,19 @@ class Course:
             return None
         return self._landing.element
 
-    def begin_element(self, number: int) -> None:
-        """Begin an element of the loop."""
-        self.place.element, self.place.at = number, None
+    def begin_element(self, number: int, words: str = "") -> None:
+        """Begin an element of the loop.
+
+        Raises:
+            ModelError: it is another one than the others'.
+        """
+        if self._landing is not None and self._landing.words != words:
+            raise ModelError(
+                f"this rank has come back, and the {number + 1}-th element of its resumable() is {words}, where the "
+                f"others have {self._landing.words}: give it the same elements each time the function begins, as "
+                f"range(epochs), and not those that a newer checkpoint leaves."
+            )
+        self.place.element, self.place.words, self.place.at = number, words, None
         self.place.passes = [0] * len(self.place.passes)
         self.log = []
         if self._landing is not None and self._landing.at is None:

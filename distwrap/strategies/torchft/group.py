@@ -16,16 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
-from torchft.process_group import ProcessGroup
 
-from distwrap._internals.torch import set_group_timeout
+from distwrap._internals.torch_groups import set_group_timeout
 from distwrap.network import stores
 
 _CONNECT_SECONDS = 30.0  # for the members of a new group to find each other
 
 
-class MemberGroup(ProcessGroup):  # type: ignore[misc]
-    """Group of the ranks that are there, which is torch's default group.
+class MemberGroup:
+    """Group of the ranks that are there, which is torch's default group; for torchft's manager.
 
     Args:
         rank: this one's number in the launch, which it keeps.
@@ -33,8 +32,10 @@ class MemberGroup(ProcessGroup):  # type: ignore[misc]
         on_change: called with the numbers of the members, in the order of their ranks, when there is a new group.
     """
 
+    supports_reconfigure = True
+    _device_types = ()  # in whose backends the manager would look for errors, which it hears of from each exchange
+
     def __init__(self, rank: int, seconds: float, on_change: Callable[[list[int]], None]) -> None:
-        super().__init__(0, 1)
         self._number, self._seconds, self._on_change = rank, seconds, on_change
         self._job = uuid.uuid4().hex
         self._served, self._port = stores.serve("127.0.0.1", [0], self._job, _CONNECT_SECONDS)
@@ -72,8 +73,6 @@ class MemberGroup(ProcessGroup):  # type: ignore[misc]
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    shutdown = abort
-
     def _close_sockets(self) -> None:
         """Close the group's connections in a process that was forked of this one, as a loader's worker.
 
@@ -88,14 +87,6 @@ class MemberGroup(ProcessGroup):  # type: ignore[misc]
         """Add tensors over the members."""
         group: Any = dist.group.WORLD
         return group.allreduce(tensors, opts)
-
-    def size(self) -> int:
-        """Return the number of members."""
-        return dist.get_world_size()
-
-    def getBackendName(self) -> str:
-        """Return the name under which torchft knows this kind of group."""
-        return "distwrap-members"
 
 
 def _sockets() -> dict[int, str]:

@@ -38,10 +38,12 @@ R = TypeVar("R")
 Element = TypeVar("Element")
 
 _ATTEMPTS = 5  # at a group, in each of which another member may be lost
+_MOST_BYTES = 2**24  # of a result before the loop, to be kept for ranks that come back
 _ALONE_SECONDS = 0.1  # between looks of a rank that has come back before those that have the state
 
 _NOTHING = object()
 _END, _ROUND = "the end", "the mean of the weights"  # collectives of our own
+WRAPPING = "wrap_model"  # for which a rank that comes back has no use
 
 
 class TorchFTMembers(Members):
@@ -63,6 +65,7 @@ class TorchFTMembers(Members):
         self._quorum = Quorum(world, lighthouse, store, fewest, self._state_dict, self._load_state_dict)
         self._course, self._state = Course(), TrainingState()
         self._operations, self._last = 0, None  # collectives so far, and the result of the last one
+        self._records = 0  # of those before the loop
         self._is_open = self._is_fresh = self._is_busy = False  # a step; a quorum; a collective
         self.is_away = self._takes_over = False
         self._loads = 0  # of others' states
@@ -265,29 +268,36 @@ class TorchFTMembers(Members):
         if self._is_open:
             self._quorum.doom(RuntimeError(f"a rank was lost in this step ({first_line(error)})"))
         gone = before - set(self._quorum.members)
-        if gone and what not in ("barrier", "agree", _ROUND, _END):
+        if gone and what not in ("barrier", "agree", _ROUND, _END, WRAPPING):
             say(f"{what}() goes on without {named_ranks(gone)}, and what would have come from there")
         return value
 
     def _note(self, what: str) -> None:
         """Keep the result of a collective for ranks that come back."""
-        if what == _ROUND:
+        if what in (_ROUND, WRAPPING):
             return
         self._course.note(self._last)
-        if not self._course.place.loop and self._world.placement.rank == 0:
-            message = sign(self._last, self._world.secret or b"")
-            self._quorum.store.set(f"start/{self._operations}", message.hex())
+        if not self._course.place.loop:
+            self._records += 1
+            if self._world.placement.rank == 0:
+                message = sign(self._last, self._world.secret or b"")
+                self._quorum.store.set(f"start/{self._records}", message.hex() if len(message) < _MOST_BYTES else "")
 
     def _of_start(self, what: str) -> Any:
         """Return what a collective before the loop gave the others."""
-        self._operations += 1
-        key = f"start/{self._operations}"
+        self._records += 1
+        key = f"start/{self._records}"
         if not self._quorum.store.check([key]):
             raise ModelError(
                 f"rank {self.number} has come back, and called {what}() before the loop, where the others did not: "
                 f"what is before the loop must be the same each time the function begins."
             )
         message = bytes.fromhex(self._quorum.store.get(key).decode())
+        if not message:
+            raise ModelError(
+                f"rank {self.number} has come back, and cannot get what {what}() gave the others before the loop: it "
+                f"is larger than {_MOST_BYTES >> 20} MiB, and is not kept. Exchange so much within the loop."
+            )
         return verify(message, self._world.secret or b"", 0)
 
     @contextmanager
@@ -313,7 +323,7 @@ class TorchFTMembers(Members):
             if number < first:
                 continue
             replays = self._course.is_replaying
-            self._course.begin_element(number)
+            self._course.begin_element(number, repr(element))
             if not replays:
                 self._is_open = False  # a step that the loop has left
                 self._meet(admit=True)
@@ -362,7 +372,7 @@ class TorchFTMembers(Members):
         """Take over the state of a member that is ahead."""
         self._loads += 1
         place: Place = state["place"]
-        if not self._takes_over and place != self._course.place:
+        if not self._takes_over and not self._course.is_at(place):
             raise LeftBehindError(
                 f"rank {self.number} on {socket.gethostname()} was slow, and taken for lost; the others have gone on."
             )

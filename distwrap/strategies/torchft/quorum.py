@@ -17,15 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
-from torchft.manager import Manager
 
-from distwrap.errors import ArrivalError
+from distwrap.errors import ArrivalError, CollectiveError, DistwrapError
 from distwrap.group.world import Layout, World, say
 from distwrap.network import stores
 from distwrap.network.waiting import wait_until
 from distwrap.strategies.torchft.group import MemberGroup
 from distwrap.strategies.torchft.transport import GroupTransport
-from distwrap.wording import named_ranks
+from distwrap.wording import first_line, named_ranks
 
 ARRIVAL_SECONDS = 120.0  # for all ranks to come at the start
 _FIRST_QUORUM_SECONDS = 20.0  # for all of them to be in the first group
@@ -68,7 +67,7 @@ class Quorum:
         self._world, self._lighthouse, self._fewest = world, lighthouse, fewest
         self._state, self._take_over = state, take_over
         self._seconds = world.options.timeout
-        self._manager: Manager | None = None
+        self._manager: Any = None
         self._group: MemberGroup | None = None
         self._own_store: object = None  # which torchft wants; it must live as long as the manager
         for name in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
@@ -122,6 +121,8 @@ class Quorum:
 
     def begin(self) -> None:
         """Begin to be known to the lighthouse."""
+        from torchft.manager import Manager
+
         self._group = MemberGroup(self.number, self._seconds, self._rearranged)
         seconds = timedelta(seconds=self._seconds)
         self._own_store, port = stores.serve("127.0.0.1", [0], "replica", self._seconds)
@@ -166,7 +167,17 @@ class Quorum:
         Args:
             admit: whether ranks that are not members may come in.
         """
-        self.manager.start_quorum(shrink_only=not admit)
+        limit = _RETURN_SECONDS if not self.members else 2 * self._seconds + 10  # who comes back waits for the others
+        try:
+            self.manager.start_quorum(shrink_only=not admit, timeout=timedelta(seconds=limit))
+        except DistwrapError:
+            raise
+        except (RuntimeError, TimeoutError) as error:
+            raise CollectiveError(
+                f"rank {self.number} on {socket.gethostname()} asked torchft's lighthouse who is there, and got no "
+                f"answer within {limit:g} s: another rank lives, and does not come to the step; or the lighthouse is "
+                f"gone ({first_line(error)})."
+            ) from error
         return self.error
 
     def doom(self, error: Exception) -> None:

@@ -106,12 +106,13 @@ class TorchFTStrategy(Strategy):
         if members is None:
             return local(model, wrapping)
         from distwrap.strategies.torchft.averaging import Averaging, Averagings
+        from distwrap.strategies.torchft.members import WRAPPING
         from distwrap.strategies.torchft.rounds import Rounds, refuse_unlike
 
         if wrapping.options:
             raise OptionError(f"max_lost= takes none of DDP's options, but got {', '.join(wrapping.options)}.")
         if not members.is_away:
-            take_rank_zero_weights(model)
+            members.collective(WRAPPING, lambda: take_rank_zero_weights(model))
         plain = unwrap_model(model)
         algorithm: Any = wrapping.comm
         if algorithm is not None:

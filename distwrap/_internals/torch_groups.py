@@ -1,0 +1,35 @@
+"""Private names of torch: its default process group.
+
+Every function says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
+"""
+
+from datetime import timedelta
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from distwrap._internals.torch import TORCH
+
+# Before 2.8 the end of a group takes Python's lock, and waits for a thread of gloo's that may wait for that lock.
+ENDS_GROUPS_LOCKED = TORCH < (2, 8)
+
+
+def set_group_timeout(seconds: float) -> None:
+    """Set the time limit of the process group's collectives, which its making has too.
+
+    Relies on ``torch.distributed.distributed_c10d:_set_pg_timeout``.
+    Without it: the time limit of making the group holds for its collectives.
+    """
+    change = getattr(dist.distributed_c10d, "_set_pg_timeout", None)
+    if change is not None:
+        change(timedelta(seconds=seconds))
+
+
+def default_store() -> Store | None:
+    """Return the store in which the ranks of the process group have met, ``None`` where torch does not tell.
+
+    Relies on ``torch.distributed.distributed_c10d:_get_default_store``.
+    Without it: `save` is a collective in a group that the user made, and rank 0 must not call it alone there.
+    """
+    found = getattr(dist.distributed_c10d, "_get_default_store", None)
+    return None if found is None else found()
