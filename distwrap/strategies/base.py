@@ -61,6 +61,7 @@ class Strategy:
             collective, also for a checkpoint that rank 0 writes.
         steps_parameters: whether optimizers hold the model's own parameters; else, shards that the strategy has made.
         averages_at_once: whether each backward averages gradients over the ranks, also within a window of `accumulate`.
+        same_weights: whether all ranks hold the same weights after each step, so that these are compared.
         formerly: another package's name, by which it was asked for; a line at the start says what that became.
     """
 
@@ -71,6 +72,7 @@ class Strategy:
     shards: bool = False
     steps_parameters: bool = False
     averages_at_once: bool = False
+    same_weights: bool = True
     formerly: str = ""
 
     # In the caller
@@ -157,6 +159,9 @@ class Strategy:
         return True
 
     # State
+
+    def consolidate(self, model: nn.Module) -> None:
+        """Give every rank one set of weights, for `distwrap.consolidate`; by default all have the same already."""
 
     def held(self, model: nn.Module) -> Iterable[Held]:
         """Return the tensors that must be alike on all ranks that hold the same part, for the proof of it.
