@@ -26,7 +26,7 @@ from distwrap.strategies.hivemind.daemons import forking
 from distwrap.strategies.hivemind.options import COMPRESSIONS, HivemindOptions
 from distwrap.strategies.hivemind.peers import Peers
 from distwrap.strategies.hivemind.rounds import Rounds
-from distwrap.strategies.hivemind.together import bring_together, compare
+from distwrap.strategies.hivemind.together import bring_together, difference
 from distwrap.strategies.hivemind.user_optimizer import UserOptimizer
 from distwrap.strategies.optimizer_share import refuse_whole
 from distwrap.strategies.windows import Windows
@@ -63,7 +63,7 @@ class Collaboration:
         if joins and place.rank > 0:
             broadcast(None)  # rank 0 has taken a peer's weights, and no other rank's, by then
         self.hivemind = self._made()
-        self.rounds = Rounds(self.hivemind, self.users, options)
+        self.rounds = Rounds(self.hivemind, self.users, self._peers, world, options)
         if joins and place.rank == 0:
             self._take_over()
             broadcast(None)
@@ -98,11 +98,6 @@ class Collaboration:
         return self._options.averaging_seconds
 
     @property
-    def has_averaged_weights(self) -> bool:
-        """Whether the weights are those that all ranks averaged in the latest global step."""
-        return self.rounds.has_averaged_weights and not (self.local_updates and self.pending)
-
-    @property
     def epoch(self) -> int:
         """How many global steps there were, by this rank and by those whose weights it has taken over."""
         return int(self.hivemind.local_epoch)
@@ -119,11 +114,18 @@ class Collaboration:
 
     def assist(self) -> None:
         """Take part in what is due, without samples of one's own."""
-        if self.hivemind.tracker.ready_to_update_epoch:
+        if self.is_due:
             self._go_on(None, 0)
+
+    @property
+    def is_due(self) -> bool:
+        """Whether hivemind would begin a global step."""
+        return bool(self.hivemind.tracker.ready_to_update_epoch)
 
     def close(self) -> None:
         """End hivemind's processes, and give the optimizer its own step back."""
+        if self.is_over:
+            return
         self.is_over = True
         self.optimizer.__dict__.pop("step", None)
         if self._was_replaced:
@@ -244,9 +246,7 @@ class Collaboration:
         if error is not None:
             raise error
         if self.epoch != before:
-            rounds.judge(self._peers, self._world, self.epoch, time.monotonic() - began)
-            if rounds.has_averaged_weights:
-                compare(self, self._world)
+            rounds.judge(self.epoch, time.monotonic() - began, lambda: difference(self, self._world))
             if rounds.own_samples > _OVERSHOOT * self.target:
                 say_once(
                     f"hivemind overshoot {self.key}",
@@ -284,9 +284,16 @@ class Collaborations(RunPart):
             if not own.isdisjoint(map(id, each.parameters)):
                 bring_together(each, self._world, take=True)
 
-    def settle(self) -> None:
+    def conclude(self) -> None:
         for each in self._made:
-            bring_together(each, self._world, take=False)
+            if not each.is_over:
+                bring_together(each, self._world, take=False)
+        for each in reversed(self._made):
+            each.close()
+        self._world.part(Peers).close()
+
+    def settle(self) -> None:
+        self.conclude()  # where no launcher of ours has run the function
 
     def close(self) -> None:
         self._handle.remove()

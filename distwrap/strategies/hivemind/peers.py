@@ -24,6 +24,7 @@ from distwrap.wording import first_line, named_ranks
 
 _TRIES = 3
 _START_SECONDS = 20.0  # of a try; hivemind's own process takes half a second
+_GOODBYE_SECONDS = 2.0
 _LOOK_SECONDS = 0.2
 _MEMBER_SECONDS = 24 * 3600.0  # for which others can read how a run trains, unless it ends before
 _LOOPBACK = {"nat_port_map": False, "auto_nat": False, "use_relay": False}
@@ -81,6 +82,7 @@ class Peers(RunPart):
         first: list[str] = broadcast([str(each) for each in self.dht.get_visible_maddrs()] if self.dht else [])
         if place.rank > 0:
             self.dht = self._started(hivemind, options.initial_peers if options.client_mode else first)
+        assert self.dht is not None
         self.ids = gather_object(str(self.dht.peer_id))
         self._see_each_other()
         self._tell_others(first)
@@ -147,15 +149,15 @@ class Peers(RunPart):
             )
 
     def _tell_others(self, first: list[str]) -> None:
-        options = self.options
+        options, size = self.options, self._world.placement.world_size
         if self._world.placement.rank > 0:
             return
         inside = all("/127.0.0.1/" in each for each in first)
         where = " (on this machine; host='0.0.0.0' lets others join)" if inside else ""
         say(
-            f"hivemind: {self._world.placement.world_size} peer(s) of run_id={options.run_id!r}. Another run joins{where} "
+            f"hivemind: {size} peer{'s' if size > 1 else ''} of run_id={options.run_id!r}. Another run joins{where} "
             f"with: HivemindStrategy(initial_peers={first}, run_id={options.run_id!r}, "
-            f"target_batch_size={options.target(self._world.placement.world_size)}, batch_size=…)"
+            f"target_batch_size={options.target(size)}, batch_size=…)"
         )
 
     # Other runs
@@ -190,8 +192,8 @@ class Peers(RunPart):
         for other in strangers:
             if list(other) != how:
                 raise ModelError(
-                    f"{self.here}: a peer of another run trains run_id={self.options.run_id!r} with {_in_words(other)}, "
-                    f"and this run with {_in_words(how)}. Make them alike, or give another run_id."
+                    f"{self.here}: a peer of another run trains run_id={self.options.run_id!r} with "
+                    f"{_in_words(other)}, and this run with {_in_words(how)}. Make them alike, or give another run_id."
                 )
         expires = get_dht_time() + _MEMBER_SECONDS
         self._within(self.dht.store(self._member_key, how, expires, subkey=str(self.dht.peer_id), return_future=True))
@@ -228,11 +230,8 @@ class Peers(RunPart):
         from hivemind.utils import get_dht_time
 
         if self._member_key and dht.is_alive():
-            expires = get_dht_time() + _MEMBER_SECONDS
-            own = dht.store(
-                self._member_key, None, expires, subkey=str(self.ids[self._world.placement.rank]), return_future=True
-            )
-            own.result(2.0)
+            expires, own = get_dht_time() + _MEMBER_SECONDS, str(self.ids[self._world.placement.rank])
+            dht.store(self._member_key, None, expires, subkey=own, return_future=True).result(_GOODBYE_SECONDS)
 
 
 @contextlib.contextmanager

@@ -23,17 +23,19 @@ class Rounds:
 
     Attributes:
         own_samples: samples of this rank in the latest global step.
-        has_averaged_weights: whether all ranks averaged their weights in it.
     """
 
-    def __init__(self, hivemind: Any, users: UserOptimizer, options: HivemindOptions) -> None:
+    def __init__(
+        self, hivemind: Any, users: UserOptimizer, peers: Peers, world: World, options: HivemindOptions
+    ) -> None:
         self._hivemind, self._options, self._users = hivemind, options, users
+        self._peers, self._world = peers, world
         self._gradients: Any = None
         self._state: Any = None
         self._state_due = self._caught_up = False
         self._misses, self._missed_seconds = 0, 0.0
         self._size = 0
-        self.own_samples, self.has_averaged_weights = 0, False
+        self.own_samples = 0
         self._observe()
 
     def begin(self) -> None:
@@ -50,39 +52,39 @@ class Rounds:
                     f"or memory short? Start the run again; with initial_peers= it takes over what peers have."
                 )
 
-    def judge(self, peers: Peers, world: World, epoch: int, seconds: float) -> None:
+    def judge(self, epoch: int, seconds: float, difference: Callable[[], str]) -> None:
         """Look at the rounds of a global step.
 
+        Args:
+            epoch: the number of the step.
+            seconds: that it took.
+            difference: looks at weights that all ranks have averaged, and tells in words what is wrong.
+
         Raises:
-            CollectiveError: several in a row were without other ranks, or without any peer.
+            CollectiveError: several in a row were without other ranks, or without any peer, or lost a part.
         """
-        self.has_averaged_weights = False
+        here, is_alone = self._peers.here, self._world.placement.world_size == 1
         if self._caught_up:
-            say(
-                f"hivemind: {peers.here} was behind, and took the weights of a peer after global step {epoch}",
-                every_rank=True,
-            )
+            say(f"hivemind: {here} was behind, and took a peer's weights, after global step {epoch}", every_rank=True)
             return
-        problems = []
-        if not self._options.local_updates:
-            problems += self._problem(self._gradients, "gradients", peers, world)
+        problems = [] if self._options.local_updates else self._problem(self._gradients, "gradients")
         if self._state_due:
-            problems += self._problem(self._state, "weights", peers, world)
-        self.has_averaged_weights = self._state_due and not problems
+            problems += self._problem(self._state, "weights")
+            if not problems and (found := difference()):
+                problems = [found]
         if not problems:
             self._misses, self._missed_seconds = 0, 0.0
             return
         self._misses, self._missed_seconds = self._misses + 1, self._missed_seconds + seconds
-        text = f"{peers.here}: in global step {epoch} {' and '.join(problems)}"
-        alone = world.placement.world_size == 1
-        if self._misses >= _MISSES and (not alone or self._missed_seconds > _STRANGERS_SECONDS):
+        text = f"{here}: in global step {epoch} {' and '.join(problems)}"
+        if self._misses >= _MISSES and (not is_alone or self._missed_seconds > _STRANGERS_SECONDS):
             raise CollectiveError(
                 f"{text}, as in {self._misses} such steps in a row. The peers train apart. Do all ranks still call "
                 f"step()? Do all peers have the same model, and target_batch_size? Is a step of one of them longer "
                 f"than averaging_seconds={self._options.averaging_seconds:g}, or the network slow? Then make that, and "
                 f"matchmaking_seconds={self._options.matchmaking_seconds:g}, larger."
             )
-        say(f"hivemind: {text}; the next ones bring it together again, or the run ends", every_rank=True)
+        say(f"hivemind: {text}; the next steps bring them together again, or the run ends", every_rank=True)
 
     def close(self) -> None:
         """End hivemind's optimizer and its processes, and kill what does not end."""
@@ -101,9 +103,9 @@ class Rounds:
         averagers = {"gradients": self._hivemind.grad_averager, "weights": self._hivemind.state_averager}
         return {f"the mean of {name}": each for name, each in averagers.items() if each is not None}
 
-    def _problem(self, control: Any, what: str, peers: Peers, world: World) -> list[str]:
+    def _problem(self, control: Any, what: str) -> list[str]:
         """Return what was wrong with a round, in words."""
-        others = world.placement.world_size > 1
+        peers, others = self._peers, self._world.placement.world_size > 1
         if control is None:
             return [f"{what} were not averaged: no other peer is there"] if others else []
         try:

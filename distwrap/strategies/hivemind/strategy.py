@@ -1,4 +1,4 @@
-"""``strategy="hivemind"``: peers that train one model together by hivemind, and may come and go; the extra ``hivemind``.
+"""``strategy="hivemind"``: peers that train one model together, and may come and go; the extra ``hivemind``.
 
 Each rank is a peer. Its gradients are summed on it until the samples of all peers are `target_batch_size`; then the
 peers that are there look for each other, average the gradients, and each steps its own optimizer. That is an epoch in
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import fields
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Ranks of a run that are to have the same weights: what is due is averaged first, with those who are still training."""
+"""Ranks of a run that are to have the same weights: what is due is averaged first, with those who still train."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from distwrap.errors import CollectiveTimeoutError, DriftError, ModelError
+from distwrap.errors import CollectiveTimeoutError, ModelError
 from distwrap.group.collectives import broadcast, gather_object
-from distwrap.group.world import World, say
+from distwrap.group.world import World, say_once
 from distwrap.wording import named_ranks
 
 if TYPE_CHECKING:
     from distwrap.strategies.hivemind.optimizer import Collaboration
 
 _LOOK_SECONDS = 0.05
+_HERE, _AVERAGES, _KNOWS_ALL = "here", "averages", "knows all"  # what a rank tells of itself while it waits
 _ALIKE = 1e-4  # of the norm: what is left of rounding after a mean of weights
 
 
@@ -31,47 +32,43 @@ def bring_together(one: Collaboration, world: World, *, take: bool) -> None:
 
     Raises:
         CollectiveTimeoutError: not all ranks came.
-        DriftError: ranks that have averaged their weights hold different ones.
         ModelError: at the end, no global step was ever taken.
     """
     if world.placement.world_size > 1:
         _await_all(one, world)
         epochs, pending = _positions(one)
-        if len(set(epochs)) == 1 and sum(pending) >= one.target:
+        if take and len(set(epochs)) == 1 and sum(pending) >= one.target:
             _finish(one)
             epochs, pending = _positions(one)
         newest = max(epochs)
         if take:
             _take(one, world, epochs, epochs.index(newest))
-        elif one.has_averaged_weights:
-            compare(one, world)
     else:
         epochs, pending = [one.epoch], [one.pending]
     if not take:
         _judge_end(one, max(epochs), sum(pending))
 
 
-def compare(one: Collaboration, world: World) -> None:
-    """Compare weights that all ranks have averaged just now, with those ranks that have told of theirs.
+def difference(one: Collaboration, world: World) -> str:
+    """Return in words how weights that all ranks have averaged just now differ, by more than rounding, from another's.
 
-    Raises:
-        DriftError: they differ by more than rounding.
+    hivemind leaves out of a mean what did not come through, and tells nobody. Of two ranks the later one compares.
     """
     if world.channel is None or world.placement.world_size == 1:
-        return
+        return ""
     name, mine = f"hivemind weights {one.key}", _digest(one)
     world.channel.note(name, json.dumps([one.epoch, *mine]))
     for rank in range(world.placement.world_size):
         told = world.channel.noted(name, rank) if rank != world.placement.rank else ""
         epoch, *theirs = json.loads(told) if told else (-1,)
-        if epoch == one.epoch and any(
-            abs(a - b) > _ALIKE * max(mine[0], 1e-12) for a, b in zip(mine, theirs, strict=True)
-        ):
-            raise DriftError(
-                f"{one.here}: after global step {epoch}, in which all ranks averaged their weights, the norm of the "
-                f"weights is {mine[0]:.7g} here and {theirs[0]:.7g} on rank {rank}. Did one of them change weights by "
-                f"hand?"
+        if epoch != one.epoch:
+            continue
+        if any(abs(a - b) > _ALIKE * max(mine[0], 1e-12) for a, b in zip(mine, theirs, strict=True)):
+            return (
+                f"the weights, which all ranks averaged, have the norm {mine[0]:.7g} here and {theirs[0]:.7g} on rank "
+                f"{rank}: a part was lost on the way, or changed by hand since"
             )
+    return ""
 
 
 def _digest(one: Collaboration) -> list[float]:
@@ -85,20 +82,36 @@ def _digest(one: Collaboration) -> list[float]:
 
 
 def _await_all(one: Collaboration, world: World) -> None:
-    """Wait until every rank is here, and take part in what the others average meanwhile."""
+    """Wait until every rank is here, and take part in what the others average meanwhile.
+
+    A rank that knows all to be here begins no round any more, and only joins those that another has begun before it
+    knew; where all know, nobody is in a round.
+    """
     channel, place, limit = world.channel, world.placement, world.options.timeout
     if channel is None:
         return  # in a group of the user's own: the next collective waits
     name, deadline = f"hivemind {one.key} {world.count(f'hivemind {one.key}')}", time.monotonic() + limit
-    channel.note(name, "here")
-    while missing := [rank for rank in range(place.world_size) if rank != place.rank and not channel.noted(name, rank)]:
+    state, told = _HERE, dict[int, str]()
+    channel.note(name, state)
+    while not told or any(each != _KNOWS_ALL for each in (state, *told.values())):
+        told = {rank: channel.noted(name, rank) for rank in range(place.world_size) if rank != place.rank}
+        if state != _KNOWS_ALL and all(told.values()):
+            state = _KNOWS_ALL
+            channel.note(name, state)
         if time.monotonic() > deadline:
+            missing = [rank for rank, each in told.items() if not each] or list(told)
             raise CollectiveTimeoutError(
                 f"{one.here} waited timeout={limit:g} s for {named_ranks(missing)}, to have the same weights on all "
                 f"ranks, and helped them to average meanwhile. Do they train longer, or never call consolidate()? "
                 f"Give all ranks as many steps, or raise timeout=."
             )
-        one.assist()
+        if state == _KNOWS_ALL:
+            if _AVERAGES in told.values():
+                one.assist()
+        elif one.is_due:
+            channel.note(name, _AVERAGES)
+            one.assist()
+            channel.note(name, state)
         time.sleep(_LOOK_SECONDS)
 
 
@@ -133,10 +146,15 @@ def _judge_end(one: Collaboration, epoch: int, pending: int) -> None:
     Raises:
         ModelError: it has counted samples, and never changed a weight.
     """
+    done = "" if pending < one.target else " Call consolidate(model) at the end, which takes the step that is due."
     if one.samples and not one.changes and not epoch:
         raise ModelError(
             f"{one.here}: the run ends before its first global step, so nothing was trained: all ranks have "
-            f"{pending} samples together, and target_batch_size={one.target}. Give fewer, or train longer."
+            f"{pending} samples together, and target_batch_size={one.target}."
+            f"{done or ' Give fewer, or train longer.'}"
         )
     if pending and not one.local_updates:
-        say(f"hivemind: the last {pending} samples were no whole target_batch_size={one.target}, and changed nothing")
+        say_once(
+            f"hivemind rest {one.key} {epoch}",
+            f"hivemind: the last {pending} samples changed nothing: a global step takes {one.target}.{done}",
+        )

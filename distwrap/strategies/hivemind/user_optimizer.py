@@ -1,4 +1,4 @@
-"""The user's optimizer as hivemind holds it: the object itself stays the user's, with its groups, state and schedulers."""
+"""The user's optimizer as hivemind holds it: the object stays the user's, with its groups, state and schedulers."""
 
 from __future__ import annotations
 
