@@ -12,13 +12,16 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from multiprocessing import resource_sharer
 from pathlib import Path
 
 from distwrap import locked_folder
 from distwrap._internals.hivemind import put_sockets_in
+from distwrap._internals.python import multiprocessing_settings
 
 _KIND = "peer"  # of temporary folders; short, as names of sockets are limited
 _ROOM = 107 - len("/distwrap-peer-12345678/p2pclient-12345678901.sock")
+_KEY = "tempdir"  # where multiprocessing keeps the name of its folder of sockets
 _GUARD = 'cat > /dev/null; rm -rf -- "$0"'  # whose input ends as the rank does
 _GUARD_SECONDS = 5.0
 
@@ -37,10 +40,17 @@ class SocketFolder:
             ["/bin/sh", "-c", _GUARD, str(self.path)], stdin=subprocess.PIPE, start_new_session=True
         )
         self._before = put_sockets_in(f"/unix{self.path}/")
+        self._settings = multiprocessing_settings()
+        self._is_multiprocessings = self._settings.get(_KEY) is None
+        if self._is_multiprocessings:  # which would leave a folder of its own where this process is killed
+            self._settings[_KEY] = str(self.path)
 
     def remove(self) -> None:
         """Remove the folder, and end the process that would."""
         put_sockets_in(self._before)
+        if self._is_multiprocessings:
+            self._settings[_KEY] = None
+            resource_sharer.stop(_GUARD_SECONDS)  # which has its socket there, and would complain as the process ends
         locked_folder.remove(self.path)
         assert self._guard.stdin is not None
         self._guard.stdin.close()

@@ -55,6 +55,7 @@ class Collaboration:
         self._was_replaced = "step" in optimizer.__dict__  # as by a scheduler
         self.users = UserOptimizer(optimizer, self._own_step)
         self.parameters = list(parameters_of(optimizer).values())
+        self._held = parameters_of(optimizer).keys()
         self._check_parameters()
         shapes = [list(parameter.shape) for parameter in self.parameters]
         self._peers.meet_members(self.key, [self.target, str(shapes if len(shapes) < 20 else shapes[:20])])
@@ -74,7 +75,7 @@ class Collaboration:
 
     @property
     def changes(self) -> int:
-        """How many times the weights have changed."""
+        """Number of times that its step has changed the weights."""
         return self.users.steps
 
     @property
@@ -99,7 +100,7 @@ class Collaboration:
 
     @property
     def epoch(self) -> int:
-        """How many global steps there were, by this rank and by those whose weights it has taken over."""
+        """Number of global steps, of this rank and of the peers whose weights it has taken over."""
         return int(self.hivemind.local_epoch)
 
     def step(self, closure: Callable[[], Any] | None) -> Any:
@@ -107,6 +108,11 @@ class Collaboration:
         if self.is_over:
             return self._own_step() if closure is None else self._own_step(closure)
         self._world.part(Windows).refuse_half(self.optimizer)
+        if parameters_of(self.optimizer).keys() != self._held:
+            raise ModelError(
+                f"{self.here}: the parameters of this {type(self.optimizer).__name__} are others than those that "
+                f"wrap_optimizer() got, and peers average those alone. Add groups before it is called."
+            )
         if closure is None and all(parameter.grad is None for parameter in self.parameters):
             return None  # as any optimizer does without gradients
         self.samples += self._batch_size

@@ -18,7 +18,7 @@ _RUN_ID = Check(
     lambda value: isinstance(value, str) and value.strip() != "" and "." not in value,
 )
 _ADDRESS = Check(
-    "'auto', 'loopback', or an address of this machine, as '0.0.0.0' for all of them",
+    "'auto', 'loopback', or an address of this node, as '0.0.0.0' for all of them",
     lambda value: isinstance(value, str) and (value in ("auto", "loopback") or value.count(".") == 3),
 )
 

@@ -52,7 +52,7 @@ class HivemindStrategy(Strategy):
         averaging_seconds: limit of a round; then a peer goes on with its own gradients.
         client_mode: take no connections, as behind a firewall.
         peer_seconds: in which each rank must see the others.
-        host: where peers are reached: ``"loopback"``, an address of this machine, or ``"0.0.0.0"`` for all of them; by
+        host: where peers are reached: ``"loopback"``, an address of this node, or ``"0.0.0.0"`` for all of them; by
             default loopback where the run has one node and no initial peers.
         verbose: print hivemind's own log.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import time
 from pathlib import Path
 from typing import Any
@@ -69,7 +68,7 @@ def one_process(steps: int) -> float:
 
 
 def left_behind(token: str) -> list[str]:
-    """Return the processes whose environment has a token, but for this one, and the folders and sockets of peers.
+    """Return the processes with a folder in their environment, but for this one, and what is in the folder.
 
     torch's manager of shared memory ends by itself some seconds after the last process that used it.
     """
@@ -81,5 +80,4 @@ def left_behind(token: str) -> list[str]:
                 found.append(f"{folder.name} {command}")
         except OSError:
             continue
-    pattern = re.compile(r"distwrap-peer-|hivemind-p2p")
-    return found + [str(path) for path in Path("/tmp").iterdir() if pattern.match(path.name)]
+    return found + [str(path) for path in Path(token).iterdir()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import tempfile
 import time
 from typing import Any
 
@@ -16,15 +17,18 @@ from distwrap import distributed
 from distwrap.errors import CollectiveError, LaunchError, ModelError, OptionError, WorkerDiedError
 from distwrap.strategies.hivemind import HivemindStrategy, global_steps
 from tests.engines.hivemind.program import loss_of, made, one_process, step, strategy, train
+from tests.engines.regression import data
 
-STEPS = 5
+STEPS = 3
 
 
 @pytest.mark.parametrize(("nprocs", "launcher"), [(2, "fork"), (3, "spawn")])
 def test_loss_is_that_of_ddp(nprocs: int, launcher: str) -> None:
     """After as many global steps; and all ranks have the same weights, once they are brought together."""
 
-    @distributed(strategy=strategy(nprocs), nprocs=nprocs, launcher=launcher, returns="all", timeout=60)
+    patient = strategy(nprocs, matchmaking_seconds=1.0 if nprocs == 2 else 1.5)
+
+    @distributed(strategy=patient, nprocs=nprocs, launcher=launcher, returns="all", timeout=60)
     def main() -> tuple[float, int, bool]:
         model, optimizer = made()
         train(model, optimizer, STEPS)
@@ -189,7 +193,7 @@ def test_peers_that_do_not_see_each_other(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_rank_that_no_longer_steps() -> None:
     """The others notice at the first round without it, and end after some."""
-    options = {"averaging_seconds": 3.0, "target_batch_size": 6, "average_state_every": 100}
+    options = {"averaging_seconds": 2.0, "target_batch_size": 6, "average_state_every": 100}
 
     @distributed(strategy=strategy(2, **options), nprocs=2, timeout=40)
     def main() -> None:
@@ -213,6 +217,7 @@ def test_weights_that_differ_after_a_mean(monkeypatch: pytest.MonkeyPatch) -> No
         return str(difference(one, world))
 
     monkeypatch.setattr("distwrap.strategies.hivemind.optimizer.difference", change)
+    monkeypatch.setattr("distwrap.strategies.hivemind.rounds._MISSES", 1)
 
     @distributed(strategy=strategy(2), nprocs=2, launcher="fork", timeout=60)
     def main() -> None:
@@ -222,8 +227,7 @@ def test_weights_that_differ_after_a_mean(monkeypatch: pytest.MonkeyPatch) -> No
         main()
 
 
-@pytest.mark.parametrize("kind", ["dies", "raises"])
-def test_a_rank_that_ends_is_named(kind: str) -> None:
+def test_a_rank_that_dies_is_named() -> None:
     """The others do not wait for it."""
 
     @distributed(strategy=strategy(2), nprocs=2, timeout=60)
@@ -231,13 +235,48 @@ def test_a_rank_that_ends_is_named(kind: str) -> None:
         model, optimizer = made()
         train(model, optimizer, 1)
         if dw.rank():
-            if kind == "dies":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise KeyError("boom")
+            os.kill(os.getpid(), signal.SIGKILL)
         train(model, optimizer, 99)
 
-    with pytest.raises(WorkerDiedError if kind == "dies" else KeyError, match=r"rank 1|boom"):
+    with pytest.raises(WorkerDiedError, match="rank 1"):
         main()
+
+
+def test_loops_of_other_kinds() -> None:
+    """Windows, a closure, checkpoints, bf16 and a second model with an optimizer of its own."""
+
+    @distributed(strategy=strategy(2), nprocs=2, timeout=60, precision="bf16")
+    def main(path: str) -> tuple[int, int, bool]:
+        model, optimizer = made()
+        other, second = made()
+        x, y = data()
+
+        def closure() -> torch.Tensor:
+            second.zero_grad()
+            loss = nn.functional.mse_loss(other(x), y)
+            loss.backward()
+            return loss
+
+        while not (global_steps(optimizer) and global_steps(second)):
+            optimizer.zero_grad()
+            for (inputs, targets), window in dw.accumulate([(x, y), (x, y)], 2, model):
+                (nn.functional.mse_loss(model(inputs), targets) / window.size).backward()
+                if window.last:
+                    optimizer.step()
+            assert second.step(closure).detach() > 0  # type: ignore[union-attr]
+        dw.consolidate(model)
+        dw.save({"model": model, "optimizer": optimizer}, path)
+        before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+        with torch.no_grad():
+            next(model.parameters()).zero_()
+        dw.load(path, into={"model": model, "optimizer": optimizer})
+        same = torch.equal(before, nn.utils.parameters_to_vector(model.parameters()))
+        dw.consolidate(other)
+        dw.assert_in_sync(other)
+        return len(optimizer.state), len(second.state), same
+
+    with tempfile.TemporaryDirectory() as folder:
+        assert main(f"{folder}/last.pt") == (4, 4, True)
 
 
 def test_what_cannot_be_is_refused() -> None:
