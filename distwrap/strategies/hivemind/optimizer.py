@@ -125,8 +125,9 @@ class Collaboration:
 
     @property
     def is_due(self) -> bool:
-        """Whether hivemind would begin a global step."""
-        return bool(self.hivemind.tracker.ready_to_update_epoch)
+        """Whether hivemind would begin a global step, and somebody has samples for it."""
+        tracker = self.hivemind.tracker
+        return bool(tracker.ready_to_update_epoch) and tracker.global_progress.samples_accumulated > 0
 
     def close(self) -> None:
         """End hivemind's processes, and give the optimizer its own step back."""

@@ -15,6 +15,7 @@ from distwrap.wording import first_line, named_ranks
 
 _MISSES = 3  # global steps in a row without all ranks of this run, or without any peer
 _STRANGERS_SECONDS = 75.0  # in which a peer of another run that was killed is forgotten
+_LEAST = 1e-6  # samples as which a peer without any counts
 _CLOSE_SECONDS = 10.0
 
 
@@ -153,7 +154,8 @@ class Rounds:
         def gradients_step(*args: Any, **how: Any) -> Any:
             self.own_samples = gradients.local_samples_accumulated
             self._gradients = None
-            self._gradients = step(*args, **how)
+            # Not 0 where this rank only helps: a mean in which all peers do would be 0 / 0.
+            self._gradients = step(*args, **{"weight": max(self.own_samples, _LEAST), **how})
             return self._gradients
 
         def accumulate_grads(batch_size: int) -> None:

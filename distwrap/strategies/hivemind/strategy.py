@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.setup import require_group
 from distwrap.group.world import World, current_world
+from distwrap.model.distributed import LocalModel
 from distwrap.model.transparent import unwrap_model
 from distwrap.options import Options
 from distwrap.packages import require_package
@@ -28,7 +29,6 @@ from distwrap.strategies.hivemind.options import HivemindOptions
 from distwrap.strategies.hivemind.peers import Peers
 from distwrap.strategies.optimizer_share import refuse_sparse
 from distwrap.strategies.rank_zero_weights import take_rank_zero_weights
-from distwrap.strategies.single import local
 
 _PRECISIONS = ("32", "bf16")
 
@@ -133,7 +133,7 @@ class HivemindStrategy(Strategy):
         world.part(Collaborations)
         if world.placement.world_size > 1:
             take_rank_zero_weights(net)
-        return local(model, wrapping)
+        return LocalModel(model, wrapping.in_precision, wrapping.forward_methods)
 
     def prepare_optimizer(self, optimizer: Optimizer, model: nn.Module | None) -> Optimizer:
         world = current_world()
