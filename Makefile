@@ -35,7 +35,7 @@ test: $(VENV)/.installed-test
 test-all: $(VENV)/.installed-test
 	$(bin)/python -m pytest $(JOBS)
 
-ENGINES ?= deepspeed ray transformers torchft
+ENGINES ?= deepspeed ray transformers torchft hivemind
 test-engines: $(ENGINES:%=$(VENV)-%/.installed)
 	set -e; for engine in $(ENGINES); do \
 		$(VENV)-$$engine/bin/python -m pytest tests/engines/test_untouched.py tests/engines/$$engine; done

@@ -20,6 +20,7 @@ BECAME = {
     **{f"deepspeed_stage_{stage}_offload": f"deepspeed(stage={stage}, offload='cpu')" for stage in (1, 2, 3)},
     "deepspeed_stage_3_offload_nvme": "deepspeed(stage=3, offload='nvme', nvme_path='/local_nvme')",  # its default
     "model_parallel": "tp",
+    "collaborative": "hivemind",
     "single_device": "single",
     "shard_grad_op": "fsdp(reshard_after_forward=False)",
     "no_shard": "ddp",

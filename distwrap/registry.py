@@ -33,6 +33,7 @@ strategies: Registry[Strategy] = Registry(
         ("deepspeed", "deepspeed:DeepSpeedStrategy", "DeepSpeed's engine, ZeRO 1 to 3 with offload, behind the loop"),
         ("horovod", "horovod:HorovodStrategy", "DDP whose gradients Horovod averages"),
         ("torchft", "torchft:TorchFTStrategy", "replicas of which some may be lost for a while: max_lost="),
+        ("hivemind", "hivemind:HivemindStrategy", "peers that average now and then, and may come and go: hivemind"),
         ("auto", "auto:AutoStrategy", "the plainest of ddp, zero1, zero2, hsdp and fsdp that fits, by an estimate"),
         ("bagua", "bagua:BaguaStrategy", "DDP with an algorithm under Bagua's name: algorithm='gradient_allreduce', …"),
     ),

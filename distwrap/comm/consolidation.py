@@ -15,7 +15,7 @@ from distwrap.group.world import current_world
 from distwrap.model.buffers import let_buffers_differ, sync_buffers
 from distwrap.model.distributed import DistributedModel
 from distwrap.model.transparent import unwrap_model
-from distwrap.model.wrapped_models import WrappedModels
+from distwrap.model.wrapped_models import WrappedModels, bound_strategy
 from distwrap.supervision.hang_report import Activity
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def consolidate(model: nn.Module) -> Consolidated:
 
     For ``comm=`` algorithms whose ranks hold different weights, as ``local_sgd``, ``diloco``, ``async`` and
     ``decentralized``. With all others, and in one process, it does nothing. A plain call is for good; as a ``with`` the
-    mean is there inside, and afterwards each rank goes on with its own weights.
+    mean is there inside, and afterwards each rank goes on with its own weights. Under ``strategy="hivemind"`` all ranks
+    take, for good, the newest weights that peers have averaged.
 
     Args:
         model: the wrapped model.
@@ -70,6 +71,9 @@ def consolidate(model: nn.Module) -> Consolidated:
     check_collectives_allowed("consolidate()")
     current_world().part(Activity).record("consolidate")
     exchange: Any = _exchange_of(model)
+    strategy = bound_strategy(model)
+    if strategy is not None:
+        strategy.consolidate(model)
     return Consolidated(None if exchange is None or exchange.algorithm.same_weights else exchange)
 
 

@@ -45,6 +45,10 @@ class RunPart(Protocol):
         """Wait for this rank's own work in the background, at the end of a decorated call, which one rank may make."""
         return
 
+    def conclude(self) -> None:
+        """Look at what this run has done, as its function ends and before its result is told; every rank calls it."""
+        return
+
     def settle(self) -> None:
         """Bring to an end what is under way, at the orderly end of a run, after `wait`; every rank calls it."""
         return
@@ -169,6 +173,11 @@ class World:
         """Let all parts wait for this rank's own work in the background."""
         for part in list(self._parts.values()):
             part.wait()
+
+    def conclude(self) -> None:
+        """Let all parts look at what the run has done; every rank calls it, and an error is the function's."""
+        for part in list(self._parts.values()):
+            part.conclude()
 
     def settle(self) -> None:
         """Let all parts bring to an end what is under way; every rank calls it, and it may be called again."""

@@ -193,6 +193,7 @@ def take_part(
             raise
         world.wait()
         value, trained = Exit(), []  # the others go on; whoever waits for this rank learns that it has left
+    world.conclude()
     return (gather_object(value) if assignment.returns == "gathered" else value), trained
 
 

@@ -64,6 +64,7 @@ class Strategy:
         max_lost: how many ranks may be lost while the others go on; the launcher starts them again where
             they `come_back`.
         averages_at_once: whether each backward averages gradients over the ranks, also within a window of `accumulate`.
+        same_weights: whether all ranks hold the same weights after each step, so that these are compared.
         formerly: another package's name, by which it was asked for; a line at the start says what that became.
     """
 
@@ -76,6 +77,7 @@ class Strategy:
     averages_at_once: bool = False
     max_lost: int = 0
     come_back: bool = True
+    same_weights: bool = True
     formerly: str = ""
 
     # In the caller
@@ -170,6 +172,9 @@ class Strategy:
         return True
 
     # State
+
+    def consolidate(self, model: nn.Module) -> None:
+        """Give every rank one set of weights, for `distwrap.consolidate`; by default all have the same already."""
 
     def held(self, model: nn.Module) -> Iterable[Held]:
         """Return the tensors that must be alike on all ranks that hold the same part, for the proof of it.

@@ -191,6 +191,9 @@ def _watch_for_drift(model: nn.Module | None, world: World) -> None:
     if model is None:
         return
     world.part(Optimizers)
+    strategy = bound_strategy(model)
+    if strategy is not None and not strategy.same_weights:
+        return
     drift = world.part(Drift)
     if not isinstance(model, DistributedModel):
         drift.watch(model, list(range(world.placement.world_size)), by_steps=True)

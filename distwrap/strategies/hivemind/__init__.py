@@ -1,0 +1,6 @@
+"""Peers that average by hivemind, and may come and go; the package is imported where a model is wrapped."""
+
+from distwrap.strategies.hivemind.optimizer import global_steps as global_steps
+from distwrap.strategies.hivemind.strategy import HivemindStrategy as HivemindStrategy
+
+__all__ = ["HivemindStrategy", "global_steps"]

@@ -1,0 +1,1 @@
+"""strategy="hivemind", on the real package."""
