@@ -9,7 +9,11 @@ from collections import deque
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from distwrap.errors import LoaderError, ModelError
+from distwrap.errors import DistwrapError, LoaderError, ModelError
+
+
+class LeftBehindError(DistwrapError, RuntimeError):
+    """A rank that the others have left behind, in another element or pass; its launcher starts it again."""
 
 
 @dataclass

@@ -22,15 +22,15 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from distwrap._internals.torch_tree import map_tensors
-from distwrap.errors import CollectiveError, DistwrapError, ModelError
+from distwrap.errors import CollectiveError, ModelError
 from distwrap.group import failures
 from distwrap.group.members import Members
 from distwrap.group.signing import sign, verify
 from distwrap.group.world import World, say
 from distwrap.model.wrapped_models import parameters_of
-from distwrap.strategies.torchft.course import Course, Place
+from distwrap.strategies.torchft.course import Course, LeftBehindError, Place
 from distwrap.strategies.torchft.quorum import Quorum
-from distwrap.strategies.torchft.rounds import Rounds
+from distwrap.strategies.torchft.rounds import WeightRounds
 from distwrap.strategies.torchft.state import TrainingState
 from distwrap.wording import first_line, named_ranks
 
@@ -353,7 +353,7 @@ class TorchFTMembers(Members):
 
     # State
 
-    def add_model(self, model: nn.Module, rounds: Rounds | None = None) -> None:
+    def add_model(self, model: nn.Module, rounds: WeightRounds | None = None) -> None:
         """Take note of a model that all ranks train, and of its rounds, where they exchange weights."""
         self._state.models.append(model)
         if rounds is not None:
@@ -393,10 +393,6 @@ class TorchFTMembers(Members):
         for rounds in self._state.rounds.values():
             rounds.close()
         self._quorum.close()
-
-
-class LeftBehindError(DistwrapError, RuntimeError):
-    """A rank that the others have left behind, in another element or pass; its launcher starts it again."""
 
 
 def _copied(result: Any) -> Any:

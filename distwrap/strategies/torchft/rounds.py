@@ -1,4 +1,4 @@
-"""Rounds: many steps of each member on its own, then a mean of their weights, or an outer step along their progress.
+"""WeightRounds: many steps of each member on its own, then a mean of their weights, or an outer step along their progress.
 
 A member that is lost in a round takes its own progress with it, and nobody else's.
 Sources: https://arxiv.org/abs/1805.09767, algorithm 1; https://arxiv.org/abs/2311.08105, algorithm 1.
@@ -23,8 +23,8 @@ from distwrap.model.wrapped_models import parameters_of
 EndRound = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
 
 
-class Rounds:
-    """Rounds of one model.
+class WeightRounds:
+    """WeightRounds of one model.
 
     Args:
         model: whose weights are trained.

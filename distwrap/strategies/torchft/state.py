@@ -14,7 +14,7 @@ from distwrap.errors import ModelError
 from distwrap.group.tensors_apart import bytes_of
 from distwrap.live_objects import instances
 from distwrap.model.wrapped_models import parameters_of
-from distwrap.strategies.torchft.rounds import Rounds
+from distwrap.strategies.torchft.rounds import WeightRounds
 
 
 class TrainingState:
@@ -28,7 +28,7 @@ class TrainingState:
 
     def __init__(self) -> None:
         self.models: list[nn.Module] = []
-        self.rounds: dict[nn.Module, Rounds] = {}
+        self.rounds: dict[nn.Module, WeightRounds] = {}
         self.objects: tuple[Any, ...] = ()
         self._loaders: list[ref[Any]] = []
 

@@ -107,7 +107,7 @@ class TorchFTStrategy(Strategy):
             return local(model, wrapping)
         from distwrap.strategies.torchft.averaging import Averaging, Averagings
         from distwrap.strategies.torchft.members import WRAPPING
-        from distwrap.strategies.torchft.rounds import Rounds, refuse_unlike
+        from distwrap.strategies.torchft.rounds import WeightRounds, refuse_unlike
 
         if wrapping.options:
             raise OptionError(f"max_lost= takes none of DDP's options, but got {', '.join(wrapping.options)}.")
@@ -117,7 +117,7 @@ class TorchFTStrategy(Strategy):
         algorithm: Any = wrapping.comm
         if algorithm is not None:
             refuse_unlike(algorithm)
-            members.add_model(plain, Rounds(plain, members.end_round, algorithm))
+            members.add_model(plain, WeightRounds(plain, members.end_round, algorithm))
         else:
             members.add_model(plain)
             world.part(Averagings).of[plain] = Averaging(plain, members)
