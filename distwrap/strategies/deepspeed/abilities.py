@@ -1,4 +1,4 @@
-"""Abilities that DeepSpeed has on some machines only: they are asked for as a run starts, before any of its steps."""
+"""Abilities that DeepSpeed has on some nodes only: they are asked for as a run starts, before any of its steps."""
 
 from __future__ import annotations
 
