@@ -71,6 +71,7 @@ bench: $(VENV)/.installed-bench
 	$(bin)/python benchmarks/clusters.py
 	$(bin)/python benchmarks/data.py
 	$(bin)/python benchmarks/sharded.py
+	$(bin)/python benchmarks/engines.py
 	$(bin)/python benchmarks/codecs.py
 	$(bin)/python benchmarks/imports.py
 	$(bin)/python benchmarks/slow_link.py

@@ -10,22 +10,14 @@ compared, nor are those of ways that train one batch on all ranks: of tensor par
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from importlib.util import find_spec
-from multiprocessing.connection import Pipe
-from pathlib import Path
-from typing import Any
 
-from ports import free_port
+from asked_ranks import MEGABYTE, Memory, Ranks, most, ratio_row
 from sharded_ranks import SIZES, WAYS
-from timing import Row, Samples, arguments, compare, in_turns, report
+from timing import Row, arguments, compare, in_turns, report
 
-MEGABYTE = 2**20
-LIMIT = 300.0  # seconds for an answer
 PAIRS: dict[tuple[str, str], float | None] = {  # and the goal of the first one's step over the second one's
     ("distwrap ddp", "torch ddp"): None,
     ("distwrap zero1", "torch zero"): None,
@@ -33,65 +25,6 @@ PAIRS: dict[tuple[str, str], float | None] = {  # and the goal of the first one'
     ("distwrap fsdp", "torch fsdp2"): 1.02,
     ("distwrap zero1", "distwrap ddp"): 1.05,
 }
-Memory = dict[str, int]  # what of, and how many bytes
-
-
-class Ranks:
-    """Processes of one way, which wait to be asked."""
-
-    def __init__(self, way: str, ranks: int, size: str) -> None:
-        self._way, self._processes, self._conns = way, [], []
-        port = free_port()
-        for rank in range(ranks):
-            ours, theirs = Pipe()
-            place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-            meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": 1, "DISTWRAP_QUIET": 1}
-            env = {**os.environ, **{name: str(value) for name, value in (place | meeting).items()}}
-            command = [sys.executable, str(Path(__file__).with_name("sharded_ranks.py")), way, size]
-            self._processes.append(
-                subprocess.Popen([*command, str(theirs.fileno())], pass_fds=(theirs.fileno(),), env=env)
-            )
-            theirs.close()
-            self._conns.append(ours)
-
-    def wait(self) -> None:
-        """Wait until all have come."""
-        self._answers()
-
-    def ask(self, what: str) -> list[Any]:
-        """Return the answer of each rank."""
-        for conn in self._conns:
-            conn.send(what)
-        return self._answers()
-
-    def step(self) -> float:
-        """Return the seconds of the slowest rank."""
-        return float(max(self.ask("step")))
-
-    def close(self) -> None:
-        for conn in self._conns:
-            with suppress(BrokenPipeError):
-                conn.send("end")
-        for process in self._processes:
-            try:
-                process.wait(60)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-    def _answers(self) -> list[Any]:
-        return [self._answer(rank) for rank in range(len(self._conns))]
-
-    def _answer(self, rank: int) -> Any:
-        try:
-            if self._conns[rank].poll(LIMIT):
-                return self._conns[rank].recv()
-            problem = f"has not answered in {LIMIT:g} s"
-        except EOFError:
-            problem = f"has ended with {self._processes[rank].wait(10)}"
-        for process in self._processes:
-            process.kill()
-        raise RuntimeError(f"{self._way}: rank {rank} {problem}; what it printed is above")
 
 
 def main() -> None:
@@ -129,7 +62,7 @@ def measure(ranks: int, size: str, rounds: int) -> tuple[dict[str, list[Memory]]
             steps: dict[str, Callable[[], float]] = {way: groups[way].step for way in pair}
             ours, theirs = in_turns(steps, rounds).values()
             memory |= {way: memory_after_steps(way, groups[way]) for way in pair if way not in memory}
-            rows.append(row(f"{pair[0]}, {pair[1]}, {ranks} ranks", ours, theirs, goal))
+            rows.append(ratio_row(f"step: {pair[0]}, {pair[1]}, {ranks} ranks", ours, theirs, "ms", goal))
             if size != "quick":
                 ends.close()
                 groups.clear()
@@ -150,12 +83,6 @@ def memory_after_steps(way: str, group: Ranks) -> list[Memory]:
     return [each | {"save": peak} for each, peak in zip(memory, peaks, strict=True)]
 
 
-def row(what: str, ours: Samples, theirs: Samples, goal: float | None) -> Row:
-    ratio = ours.over(theirs)
-    met = None if goal is None else ratio <= goal
-    return Row(f"step: {what}", ours, theirs, "ms", f"{ratio:.3f} times", "" if goal is None else f"<= {goal}", met)
-
-
 def memory_of(memory: dict[str, list[Memory]], ranks: int, size: str) -> str:
     """Return a line a way: the most that a rank takes, in megabytes."""
     width, blocks, words = SIZES[size]
@@ -164,10 +91,10 @@ def memory_of(memory: dict[str, list[Memory]], ranks: int, size: str) -> str:
     lines = [f"memory a rank on {ranks} ranks, in MB; 16 bytes a parameter / ranks are {share:.0f}, the goal of fsdp"]
     lines[0] += f" 1.15 times that, of a full checkpoint two tensors more: {2 * largest:.0f}"
     for way, each in memory.items():
-        most = {name: max(rank[name] for rank in each) / MEGABYTE for name in each[0]}
-        line = f"  {way:17} weights, gradients, state {most['held']:5.0f} ({most['held'] / share:.2f}); "
-        line += f"steady {most['steady']:5.0f}, peak {most['peak']:5.0f}"
-        lines.append(line + (f"; a full checkpoint {most['save']:.0f} more" if most["save"] else ""))
+        taken = most(each)
+        line = f"  {way:17} weights, gradients, state {taken['held']:5.0f} ({taken['held'] / share:.2f}); "
+        line += f"steady {taken['steady']:5.0f}, peak {taken['peak']:5.0f}"
+        lines.append(line + (f"; a full checkpoint {taken['save']:.0f} more" if taken["save"] else ""))
     return "\n".join(lines)
 
 

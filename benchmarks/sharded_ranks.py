@@ -1,4 +1,4 @@
-"""One rank of a way to train a model of 100 million parameters, which `sharded.py` starts and asks for steps.
+"""One rank of a way to train a model of 100 million parameters, which `asked_ranks.py` starts and asks for steps.
 
 Every way trains the same model on the same batches with AdamW; only what divides it differs.
 """
@@ -9,7 +9,8 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -19,10 +20,42 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-Prepared = tuple[nn.Module, Any, Callable[[], dict[str, Any]]]
 SIZES = {"full": (768, 12, 16_384), "quick": (64, 2, 512)}  # width, blocks, words: 97.9 million parameters
 BATCH = (4, 16)  # sequences and their lengths, a step, of a rank, or of ranks that train one batch together
 HEAD = 32  # width of a head of attention
+
+
+def plain_step(model: Any, optimizer: Any, x: torch.Tensor) -> None:
+    """Take a step as a hand-written loop does."""
+    optimizer.zero_grad()
+    model(x).backward()
+    optimizer.step()
+
+
+def nothing() -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What a way has made of the model.
+
+    Attributes:
+        model: that is called.
+        optimizer: that steps.
+        state: returns the tensors that are held between steps.
+        step: takes a step of a batch.
+        meet: waits for the other ranks.
+    """
+
+    model: Any
+    optimizer: Any
+    state: Callable[[], dict[str, Any]] = nothing
+    step: Callable[[Any, Any, torch.Tensor], None] = plain_step
+    meet: Callable[[], object] = dist.barrier
+
+
+Ways = Mapping[str, Callable[[Any], Prepared]]
 
 
 class Block(nn.Module):
@@ -65,7 +98,7 @@ def own_state(model: nn.Module, optimizer: Any) -> Callable[[], dict[str, Any]]:
 def torch_ddp(model: nn.Module) -> Prepared:
     wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer = adamw(wrapped)
-    return wrapped, optimizer, own_state(model, optimizer)
+    return Prepared(wrapped, optimizer, own_state(model, optimizer))
 
 
 def torch_zero(model: nn.Module) -> Prepared:
@@ -73,7 +106,7 @@ def torch_zero(model: nn.Module) -> Prepared:
 
     wrapped = nn.parallel.DistributedDataParallel(model)
     optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), torch.optim.AdamW, lr=1e-4)
-    return wrapped, optimizer, own_state(model, optimizer.optim)
+    return Prepared(wrapped, optimizer, own_state(model, optimizer.optim))
 
 
 def torch_fsdp2(model: Any) -> Prepared:
@@ -88,7 +121,7 @@ def torch_fsdp2(model: Any) -> Prepared:
         fully_shard(block)
     fully_shard(model)
     optimizer = adamw(model)
-    return model, optimizer, own_state(model, optimizer)
+    return Prepared(model, optimizer, own_state(model, optimizer))
 
 
 def accelerate_fsdp2(model: nn.Module) -> Prepared:
@@ -99,7 +132,7 @@ def accelerate_fsdp2(model: nn.Module) -> Prepared:
     )
     accelerator = Accelerator(cpu=True, fsdp_plugin=plugin)
     prepared, optimizer = accelerator.prepare(model, adamw(model))
-    return prepared, optimizer, own_state(prepared, optimizer)
+    return Prepared(prepared, optimizer, own_state(prepared, optimizer))
 
 
 def distwrap_way(model: nn.Module) -> Prepared:
@@ -107,11 +140,11 @@ def distwrap_way(model: nn.Module) -> Prepared:
 
     wrapped = distwrap.wrap_model(model)
     optimizer = distwrap.wrap_optimizer(adamw(wrapped), wrapped)
-    return wrapped, optimizer, own_state(model, optimizer)
+    return Prepared(wrapped, optimizer, own_state(model, optimizer))
 
 
 STRATEGIES = {**{word: word for word in ("ddp", "zero1", "zero2", "fsdp", "tp", "pipeline")}, "hsdp": "fsdp(shard=2)"}
-WAYS: dict[str, Callable[[nn.Module], Prepared]] = {
+WAYS: Ways = {
     "torch ddp": torch_ddp,
     "torch zero": torch_zero,
     "torch fsdp2": torch_fsdp2,
@@ -121,39 +154,44 @@ WAYS: dict[str, Callable[[nn.Module], Prepared]] = {
 ONE_BATCH = ("distwrap tp", "distwrap pipeline")
 
 
-def be_a_rank(way: str, size: str, conn: Connection) -> None:
-    """Join the other ranks as the way does, and take steps."""
-    import distwrap
+def be_a_rank(ways: Ways, strategies: Mapping[str, str], way: str, size: str, conn: Connection) -> None:
+    """Join the other ranks as the way does, and take steps.
 
+    Args:
+        ways: by name; each prepares the model.
+        strategies: of the ways named "distwrap ...", by the rest of the name.
+        way: of this rank.
+        size: of the model.
+        conn: over which the rank is asked.
+    """
     torch.set_num_threads(1)
     if way.startswith("distwrap"):
-        strategy = STRATEGIES[way.removeprefix("distwrap ")]
-        distwrap.distributed(strategy=strategy, backend="gloo")(serve)(way, size, conn)
+        import distwrap
+
+        strategy = strategies[way.removeprefix("distwrap ")]
+        distwrap.distributed(strategy=strategy, backend="gloo")(serve)(ways, way, size, conn)
         return
-    if not way.startswith("accelerate"):
+    if way.startswith("torch"):
         dist.init_process_group("gloo")
-    serve(way, size, conn)
+    serve(ways, way, size, conn)
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
-def serve(way: str, size: str, conn: Connection) -> None:
+def serve(ways: Ways, way: str, size: str, conn: Connection) -> None:
     """Prepare the model, and take steps as asked for."""
-    import distwrap
-
     rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     idle = memory("VmRSS")
     torch.manual_seed(0)
-    model, optimizer, state = WAYS[way](Model(*SIZES[size]))
+    prepared = ways[way](Model(*SIZES[size]))
+    model, optimizer = prepared.model, prepared.optimizer
     seed = 0 if way in ONE_BATCH else rank
     x = torch.randint(SIZES[size][2], BATCH, generator=torch.Generator().manual_seed(seed))
 
     def step() -> float:
-        dist.barrier()
+        prepared.meet()
         began = time.perf_counter()
-        optimizer.zero_grad()
-        model(x).backward()
-        optimizer.step()
+        prepared.step(model, optimizer, x)
         return time.perf_counter() - began
 
     step()  # makes the optimizer's state
@@ -163,11 +201,13 @@ def serve(way: str, size: str, conn: Connection) -> None:
         if asked == "step":
             conn.send(step())
         elif asked == "memory":
-            parts = state()
+            parts = prepared.state()
             held = sum(local(tensor).nbytes for tensor in tensors_in(parts))
             held += sum(local(p.grad).nbytes for p in model.parameters() if p.grad is not None)
             conn.send({"steady": memory("VmRSS") - idle, "peak": memory("VmHWM") - idle, "held": held})
         else:  # a full checkpoint
+            import distwrap
+
             before = memory("VmRSS")
             reset_peak()
             with tempfile.TemporaryDirectory() as folder:
@@ -206,4 +246,4 @@ def reset_peak() -> None:
 
 if __name__ == "__main__":
     with Connection(int(sys.argv[3])) as conn:
-        be_a_rank(sys.argv[1], sys.argv[2], conn)
+        be_a_rank(WAYS, STRATEGIES, sys.argv[1], sys.argv[2], conn)

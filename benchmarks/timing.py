@@ -36,8 +36,8 @@ class Samples:
 
     def text(self, unit: str) -> str:
         """Write median (min-max)."""
-        low, middle, high = (UNITS[unit] * x for x in (self.best, self.median, max(self.seconds)))
-        return f"{middle:.3g} ({low:.3g}-{high:.3g}) {unit}"
+        low, middle, high = (_digits(UNITS[unit] * x) for x in (self.best, self.median, max(self.seconds)))
+        return f"{middle} ({low}-{high}) {unit}"
 
     def over(self, other: Samples) -> float:
         """Return the median of the ratios, round by round: what slows a round down slows both down."""
@@ -46,6 +46,11 @@ class Samples:
     def above(self, other: Samples) -> float:
         """Return the median of the differences, round by round, in seconds."""
         return statistics.median(a - b for a, b in zip(self.seconds, other.seconds, strict=True))
+
+
+def _digits(number: float) -> str:
+    """Write three digits, or all before the point."""
+    return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
 
 
 @dataclass(frozen=True)
@@ -98,8 +103,13 @@ def per_call(body: Callable[[], object], calls: int) -> Callable[[], float]:
     return timed
 
 
-def arguments(description: str | None) -> argparse.Namespace:
-    """Read the command line that the benchmarks share."""
+def arguments(description: str | None, **more: Mapping[str, Any]) -> argparse.Namespace:
+    """Read the command line that the benchmarks share.
+
+    Args:
+        description: of the benchmark.
+        **more: options of its own: what ``add_argument`` takes, by the option's name without dashes.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--against", metavar="PATH", help="measure another checkout of distwrap beside this one, in turns"
@@ -108,6 +118,8 @@ def arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="few rounds: does it run? the figures mean little")
     parser.add_argument("--json", metavar="FILE", help="write every single figure there")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the medians there, with min and max (matplotlib)")
+    for name, how in more.items():
+        parser.add_argument(f"--{name}", **how)
     return parser.parse_args()
 
 

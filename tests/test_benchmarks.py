@@ -52,6 +52,20 @@ def test_sharded(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.timeout(420)  # a guard: with DeepSpeed and Horovod it takes two minutes
+def test_engines(tmp_path: Path) -> None:
+    """The benchmark of engines runs those that are here beside their own scripts, and says why the others are not."""
+    table, rows = run_quick("engines.py", tmp_path, seconds=400)
+    ways = ["distwrap ddp", "distwrap fsdp", "distwrap zero1", *(f"distwrap deepspeed {n}" for n in (1, 2, 3))]
+    left_out = re.findall(r"^(.+): left out, for (?:there is no .+: make test-engines|.+ has no )", table, re.MULTILINE)
+    here = [way for way in [*ways, "distwrap horovod"] if way not in left_out]
+    assert {"distwrap ddp", "distwrap fsdp", "distwrap zero1"} <= set(here)
+    assert len(rows) == 2 * len(here)
+    for way in here:
+        assert {row.split(":")[0] for row in rows if f": {way}, " in row} == {"step", "start"}
+        assert re.search(rf"^  {way} +steady +\d+, peak +\d+$", table, re.MULTILINE)
+
+
 def test_codecs(tmp_path: Path) -> None:
     """The codecs' benchmark runs, and prints each one's way there and back."""
     table, rows = run_quick("codecs.py", tmp_path, seconds=60)

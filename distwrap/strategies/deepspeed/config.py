@@ -128,6 +128,12 @@ def engine_config(
     return config
 
 
+def on_nvme(config: Mapping[str, Any]) -> set[str]:
+    """Return what an engine of this configuration keeps on NVMe: ``"optimizer"``, ``"param"``, both or nothing."""
+    zero = _section(config, "zero_optimization")
+    return {name for name in ("optimizer", "param") if _section(zero, f"offload_{name}").get("device") == "nvme"}
+
+
 def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
     found = config.get(name)
     return dict(found) if isinstance(found, Mapping) else {}

@@ -25,6 +25,7 @@ from distwrap.group.world import RunPart, World
 from distwrap.live_objects import instances
 from distwrap.model.drift import Drift
 from distwrap.model.wrapped_models import parameters_of
+from distwrap.strategies.deepspeed.config import on_nvme
 from distwrap.strategies.deepspeed.gradients import EngineGradient
 from distwrap.strategies.deepspeed.package import environment, forget_group, import_deepspeed, quiet, without_compiler
 from distwrap.strategies.optimizer_share import put_innermost, refuse_whole
@@ -48,6 +49,7 @@ class ModelEngine:
         inner: the optimizer that the engine steps.
         taken: whether the last step was, which an overflow under fp16 skips.
         scales: whether losses are scaled, as under fp16.
+        is_on_nvme: whether the copy of the weights that is stepped is there.
     """
 
     def __init__(
@@ -58,6 +60,7 @@ class ModelEngine:
         refuse_shaped(optimizer)
         self.net, self.optimizer, self.rank = net, ref(optimizer), world.placement.rank
         self.stage: int = config["zero_optimization"]["stage"]
+        self.is_on_nvme = "optimizer" in on_nvme(config)
         self.taken, self.scales = True, bool(config.get("fp16", {}).get("enabled"))
         self.parameters = [each for each in parameters_of(optimizer).values() if each.requires_grad]
         self._groups = len(optimizer.param_groups)
@@ -112,7 +115,7 @@ class ModelEngine:
             rows = zip(shares, zero.single_partition_of_fp32_groups, strict=True)
         with torch.no_grad():
             for seen, master in rows:
-                if seen is None or seen.device != master.device:
+                if seen is None or seen.device != master.device or not master.numel():  # on NVMe
                     continue
                 if seen.dtype == master.dtype:
                     master.data.copy_(seen.data)

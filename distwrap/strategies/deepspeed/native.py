@@ -84,11 +84,16 @@ def gathered_weights(model: nn.Module, rank: int = 0) -> Iterator[nn.Module]:
         The user's own model.
 
     Raises:
-        ModelError: as for `engine_of`.
+        ModelError: as for `engine_of`; or what they are stepped by is on NVMe.
     """
     import deepspeed
 
     engine = _engine(model)
+    if engine.is_on_nvme:
+        raise ModelError(
+            f"gathered_weights({type(engine.net).__name__}): DeepSpeed has the engine's own copy of the weights on "
+            f"NVMe, where changes by hand would not come. Use offload='cpu', or save() and load()."
+        )
     parameters = list(engine.net.parameters())
     engine.take_over_weights()
     with deepspeed.zero.GatheredParameters(parameters, modifier_rank=rank, enabled=engine.stage == 3):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.optim import Optimizer
 
+from distwrap.errors import ModelError
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.strategies.deepspeed.engine import ModelEngine
 
@@ -75,7 +76,16 @@ def full_optimizer_state(engine: ModelEngine, optimizer: Optimizer, *, everywher
 
 
 def load_optimizer_state(engine: ModelEngine, optimizer: Optimizer, state: Mapping[str, Any]) -> None:
-    """Load a whole state of the user's optimizer into its engine; every rank calls it with all of it."""
+    """Load a whole state of the user's optimizer into its engine; every rank calls it with all of it.
+
+    Raises:
+        ModelError: the engine keeps its state on NVMe.
+    """
+    if engine.is_on_nvme and state["state"]:
+        raise ModelError(
+            f"the state of this {type(optimizer).__name__} cannot be loaded where DeepSpeed keeps it on NVMe, since it "
+            f"has files only for what has stepped there. Go on with offload='cpu' or without, or load the model alone."
+        )
     saved = [number for group in state["param_groups"] for number in group["params"]]
     held = [each for group in optimizer.param_groups for each in group["params"]]
     by_parameter = {id(each): state["state"].get(number, {}) for number, each in zip(saved, held, strict=True)}

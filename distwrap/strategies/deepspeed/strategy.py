@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from distwrap._internals.torch_tree import map_tensors
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.setup import require_group
-from distwrap.group.world import World, current_world
+from distwrap.group.world import Layout, World, current_world
 from distwrap.model.buffers import Buffers
 from distwrap.model.in_sync import Held, tensors_of
 from distwrap.model.transparent import unwrap_model
@@ -24,7 +24,7 @@ from distwrap.options import Options
 from distwrap.packages import require_package
 from distwrap.precision import InPrecision, Precision
 from distwrap.strategies.base import Strategy, Wrapping
-from distwrap.strategies.deepspeed import config as configuration
+from distwrap.strategies.deepspeed import abilities, config as configuration
 from distwrap.strategies.optimizer_share import refuse_sparse
 from distwrap.strategies.rank_zero_weights import take_rank_zero_weights
 from distwrap.strategies.single import local, on_device
@@ -127,6 +127,13 @@ class DeepSpeedStrategy(Strategy):
                 f"precision it keeps a master copy in float32."
             )
         configuration.refuse(self.config, str(run.precision))
+
+    def setup(self, world: World) -> Layout | None:
+        if world.options.precision == "fp16":
+            abilities.require_fp16(world)
+        if on_nvme := configuration.on_nvme(self._engine_config("32")):
+            abilities.require_nvme(world, weights="param" in on_nvme)
+        return super().setup(world)
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
         for name in wrapping.options:
@@ -246,16 +253,18 @@ class DeepSpeedStrategy(Strategy):
         world, optimizer = current_world(), optimizer_of(net)
         if optimizer is None:
             return None
-        config = configuration.engine_config(
-            self.config, stage=self.stage, offload=self.offload, nvme_path=self.nvme_path, precision=precision
-        )
         state = optimizer.state_dict()
-        engine = ModelEngine(net, optimizer, config, world, verbose=self.verbose)
+        engine = ModelEngine(net, optimizer, self._engine_config(precision), world, verbose=self.verbose)
         world.part(Engines).add(engine)
         if state["state"]:
             optimizer.state.clear()
             self.load_state(optimizer, state)
         return engine
+
+    def _engine_config(self, precision: str) -> dict[str, Any]:
+        return configuration.engine_config(
+            self.config, stage=self.stage, offload=self.offload, nvme_path=self.nvme_path, precision=precision
+        )
 
 
 def _engine_of(thing: nn.Module | Optimizer) -> ModelEngine | None:

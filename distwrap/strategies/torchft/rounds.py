@@ -1,4 +1,4 @@
-"""WeightRounds: many steps of each member on its own, then a mean of their weights, or an outer step along their progress.
+"""Rounds: many steps of each member on its own, then a mean of their weights, or an outer step along their progress.
 
 A member that is lost in a round takes its own progress with it, and nobody else's.
 Sources: https://arxiv.org/abs/1805.09767, algorithm 1; https://arxiv.org/abs/2311.08105, algorithm 1.

@@ -18,6 +18,7 @@ import distwrap as dw
 from distwrap import distributed
 from distwrap.errors import ArrivalError, OptionError, WorkerDiedError, WorkerTraceback
 from distwrap.launch.ray import RayLauncher
+from tests.engines.ray.weights import assert_close, one_process
 from tests.engines.regression import data, net, trained
 
 
@@ -30,19 +31,6 @@ def cluster() -> Iterator[Cluster]:
     yield made
     ray.shutdown()
     made.shutdown()
-
-
-def one_process() -> dict[str, torch.Tensor]:
-    """Return the weights of one process in plain torch."""
-    model = net()
-    trained(model, torch.optim.Adam(model.parameters(), lr=0.05))
-    return model.state_dict()
-
-
-def assert_close(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    """Compare weights of float32."""
-    for name, value in expected.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-5, msg=name)
 
 
 @pytest.mark.parametrize("nprocs", [2, 4])
