@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections import Counter
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -208,25 +209,23 @@ def test_refused_before_a_start(options: dict[str, Any], words: str) -> None:
         distributed(nprocs=2, **options)(without_resumable)()
 
 
-def test_nothing_is_left(tmp_path: Path) -> None:
+def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No process, no port, no thread, and no variable."""
+    monkeypatch.setenv("MARK_OF_THIS_TEST", str(tmp_path))
     before = dict(os.environ)
-    run(tmp_path, [(1, 1, 1, "forward")])
+    run(tmp_path, [(1, 1, 1, "forward")], workers=1)
     assert dict(os.environ) == before
     deadline = time.monotonic() + 10
-    while (left := ours()) and time.monotonic() < deadline:
+    while (left := started_here(str(tmp_path))) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == []
 
 
-def ours() -> list[str]:
-    """Return the command lines of lighthouses and filters that still run."""
+def started_here(mark: str) -> list[str]:
+    """Return the command lines of processes with this mark in their environment."""
     found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except OSError:
-            continue
-        if "replicas import serve" in line or ("torchft" in line and "re.compile" in line):
-            found.append(line)
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes():
+                found.append((folder / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace"))
     return found
