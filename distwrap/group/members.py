@@ -58,8 +58,8 @@ class Members(ABC):
         """Take note that this rank is through a loader."""
 
     @abstractmethod
-    def settle(self) -> None:
-        """Wait, at the orderly end of the run, until all that are there are done with their last exchange."""
+    def conclude(self) -> None:
+        """Wait, at the end of the function, until all that are there have come to it."""
 
     @abstractmethod
     def close(self) -> None:

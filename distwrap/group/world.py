@@ -178,14 +178,14 @@ class World:
         """Let all parts look at what the run has done; every rank calls it, and an error is the function's."""
         for part in list(self._parts.values()):
             part.conclude()
+        if self.members is not None:
+            self.members.conclude()
 
     def settle(self) -> None:
         """Let all parts bring to an end what is under way; every rank calls it, and it may be called again."""
         self.wait()
         for part in list(self._parts.values()):
             part.settle()
-        if self.members is not None:
-            self.members.settle()
 
     def close(self) -> None:
         """Close all parts, the one that was made last first."""

@@ -25,6 +25,7 @@ from distwrap.options import Options, switched_on
 from distwrap.registry import launchers, precisions, strategies
 from distwrap.seeding import preserved
 from distwrap.strategies.base import Strategy
+from distwrap.wording import print_notice
 
 
 def start(task: Task) -> Any:
@@ -45,6 +46,8 @@ def start(task: Task) -> Any:
     strategy.check(task.options)
     check_backend(task.options.backend)
     run = active_world()
+    if strategy.max_lost and run is None and not switched_on(os.environ, "DISTWRAP_DISABLE"):
+        _refuse_outer_ranks(strategy)
     if run is not None:
         _check_fits(task, run)
         return _here(task)
@@ -74,6 +77,8 @@ def start(task: Task) -> Any:
                 f"strategy={options.strategy!r} is one process a node, but nprocs={nodes.nprocs} was given."
             )
         nprocs = 1
+    if strategy.max_lost and nprocs == 1:
+        print_notice(f"max_lost={strategy.max_lost} has no effect: there is only one rank. Say nprocs=2, or more.")
     if nprocs == 1 and not nodes.several and not launcher.runs_one_rank:
         return _in_process(task)
     _check_arguments(task)
@@ -98,6 +103,17 @@ def _with_losses(options: Options) -> Strategy:
             f"strategy='torchft', which max_lost= chooses by itself where no strategy is given."
         )
     return strategy
+
+
+def _refuse_outer_ranks(strategy: Strategy) -> None:
+    """Refuse ranks that somebody else has started, where distwrap is to start those that are lost again."""
+    found = detect(os.environ)
+    outer = found.source if isinstance(found, Placement) and found.source != "single" else ""
+    if dist.is_initialized() or outer:
+        raise OptionError(
+            f"max_lost={strategy.max_lost} needs ranks that distwrap itself has started, so that it can start a lost "
+            f"one again, and these were started by {outer or 'the program'}: run the script by `python`, with nprocs=."
+        )
 
 
 def _refuse_unguarded(task: Task) -> None:

@@ -36,7 +36,7 @@ from distwrap.launch.processes import OomCount, Process, python_command
 from distwrap.launch.signals import PassedOn, end_in_one_line
 from distwrap.launch.spawn import SpawnLauncher
 from distwrap.launch.store_file import place
-from distwrap.launch.supervisor import EXIT_SECONDS, stop
+from distwrap.launch.supervisor import EXIT_SECONDS, stop, wait_for_ends
 from distwrap.launch.task import Assignment
 from distwrap.launch.worker import tie_to_parent
 from distwrap.network import stores
@@ -67,7 +67,7 @@ class ReplicasLauncher(Launcher):
             raise OptionError("max_lost= is for the ranks of one node, so far; max_restarts= is for several.")
         if most >= job.nprocs:
             raise OptionError(f"max_lost={most}, but there are {job.nprocs} ranks: at least one must be left.")
-        if job.task.options.launcher not in ("auto", "fork", "forkserver", "spawn", self.name):
+        if job.task.options.launcher not in ("auto", "forkserver", "spawn", self.name):
             raise OptionError(
                 f"max_lost= starts ranks itself, and launcher={job.task.options.launcher!r} was given too: leave it "
                 f"out."
@@ -112,7 +112,8 @@ class _Replicas:
         self._place = store
         self._store: Store = stores.from_outside(store)
         self._running: list[Process] = []
-        self._ended: list[Process] = []
+        self._lost_processes: list[Process] = []
+        self._done_processes: list[Process] = []
         self._done: list[Outcome] = []
         self._failed: list[Outcome] = []
         self._oom_kills = OomCount()
@@ -125,7 +126,7 @@ class _Replicas:
         """
         sys.stdout.flush()
         sys.stderr.flush()
-        self._logs = logs
+        self._logs, self._signals = logs, signals
         try:
             for rank in range(self._job.nprocs):
                 self._start(rank)
@@ -136,9 +137,12 @@ class _Replicas:
             by_hand = isinstance(error, KeyboardInterrupt) and getattr(error, "rank", None) is None
             if by_hand:
                 end_in_one_line(error)
-            stop([*self._running, *self._ended], all_they_started=True, interrupt=by_hand)
+            ended = [*self._lost_processes, *self._done_processes]
+            stop([*self._running, *ended], all_they_started=True, interrupt=by_hand)
             raise
-        stop([*self._running, *self._ended], all_they_started=True)
+        stop(self._running, all_they_started=True)  # who has come back too late to be let in
+        signals.ended(wait_for_ends(self._done_processes))
+        stop([*self._lost_processes, *self._done_processes], all_they_started=True)
         return self._done
 
     def _start(self, rank: int) -> None:
@@ -152,27 +156,25 @@ class _Replicas:
 
     def _collect(self) -> None:
         seconds = self._job.seconds
-        deadline = limit = math.inf if seconds is None else time.monotonic() + seconds
-        while self._running:
+        deadline = math.inf if seconds is None else time.monotonic() + seconds
+        while self._running and not (self._done and not self._there()):
             left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
             ready = wait([self._lighthouse, *(process.conn for process in self._running)], left)
             if self._lighthouse in ready and not self._done:
                 raise LaunchError("torchft's lighthouse, which tells the ranks who is there, has ended by itself.")
-            if not ready and not self._done:
-                self._raise_late()
             if not ready:
-                return  # who has come back too late to be let in
+                self._raise_late()
             for process in [each for each in self._running if each.conn in ready]:
+                was_there = process in self._there()
                 self._running.remove(process)
-                self._ended.append(process)
                 outcome = self._outcome_of(process)
+                (self._lost_processes if outcome.failed else self._done_processes).append(process)
                 if not outcome.failed:
                     self._done.append(outcome)
+                elif self._done and was_there:
+                    raise_failure([outcome])  # all had come to the end of the function: nobody goes on
                 elif not self._done:
                     self._lost(process, outcome)
-            if self._done:  # the others that are there return too
-                there = [process for process in self._running if self._is("there", process)]
-                deadline = min(limit, time.monotonic() + self._job.task.options.timeout * bool(there))
 
     def _print_who_runs(self) -> None:
         """Answer SIGQUIT."""
@@ -201,28 +203,42 @@ class _Replicas:
     def _lost(self, process: Process, outcome: Outcome) -> None:
         """Start a lost rank again, or raise what was the cause where that would not help."""
         self._failed.append(outcome)
-        there = [each for each in self._running if self._is("there", each)]
+        self._store.set(f"gone/{outcome.rank}", "")
+        there = self._there()
         begun = self._store.check(["begun"])
         before = [each for each in self._failed[:-1] if each.rank == outcome.rank]
-        if (begun and not there) or (before and not self._is("committed", process)) or _is_asked_for(outcome):
+        if (begun and not there) or (before and not self._is("committed", process)) or self._is_to_end(outcome):
             raise_failure(self._failed[-len(self._running) - 1 :] if not there else [outcome])
         process.signal(signal.SIGKILL)  # and what it has started
+        if any(self._store.check([f"end/{rank}"]) for rank in range(self._job.nprocs)):
+            if outcome.traceback or outcome.rank < min(each.rank for each in there):  # who is rank 0 to the program
+                raise_failure([outcome])
+            print_notice(f"rank {outcome.rank} (pid {process.pid}) is lost, as the others are done: {_words(outcome)}")
+            return
         if self._strategy.come_back:
-            print_notice(f"rank {outcome.rank} is lost, and is started again: {outcome.summary}")
+            print_notice(f"rank {outcome.rank} (pid {process.pid}) is lost, and is started again: {_words(outcome)}")
             self._start(outcome.rank)
         elif len(self._failed) > self._strategy.max_lost:
             raise_failure(self._failed)
         else:
-            print_notice(f"rank {outcome.rank} is lost, and the others go on without it: {outcome.summary}")
+            print_notice(f"rank {outcome.rank} (pid {process.pid}) is lost, the others go on: {_words(outcome)}")
+
+    def _is_to_end(self, outcome: Outcome) -> bool:
+        """Return whether a rank has ended because the program, or somebody, wants the run to end."""
+        return self._signals.has_heard or outcome.summary.startswith(("SystemExit", "KeyboardInterrupt"))
+
+    def _there(self) -> list[Process]:
+        """Return the ranks that are among the others, and not left behind by them."""
+        gone = {process.rank for process in self._running if self._store.check([f"gone/{process.rank}"])}
+        return [process for process in self._running if process.rank not in gone and self._is("there", process)]
 
     def _is(self, what: str, process: Process) -> bool:
         """Return whether a rank is there, among the others, or has committed a step."""
         return bool(self._store.check([f"{what}/{process.pid}"]))
 
 
-def _is_asked_for(outcome: Outcome) -> bool:
-    """Return whether a rank has ended because the program, or somebody, wants the run to end."""
-    return outcome.summary.startswith(("SystemExit", "KeyboardInterrupt"))
+def _words(outcome: Outcome) -> str:
+    return outcome.traceback.strip() or outcome.summary.partition(": ")[2]
 
 
 @contextlib.contextmanager

@@ -64,6 +64,11 @@ class PassedOn:
         if callable(self._before[number]):
             self._before[number](number, frame)
 
+    @property
+    def has_heard(self) -> bool:
+        """Whether a signal has come."""
+        return bool(self._heard)
+
     def ended(self, codes: list[int | None]) -> None:
         """Take the exit codes of ranks that had done their work, and so heard no signal any more."""
         self._unheeded = any(-number in codes for number in self._heard)

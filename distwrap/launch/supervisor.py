@@ -63,7 +63,7 @@ def supervise(
             stop(processes, all_they_started=True, interrupt=by_hand)
         raise
     if not rank_zero_is_caller:
-        codes = _wait_for_ends(processes)
+        codes = wait_for_ends(processes)
         if signals is not None:
             signals.ended(codes)
     return sorted(outcomes, key=lambda outcome: outcome.rank)
@@ -109,7 +109,7 @@ def _receive(process: Process, oom_kills: OomCount, met: Meeting) -> Outcome:
     return outcome
 
 
-def _wait_for_ends(processes: Sequence[Process]) -> list[int | None]:
+def wait_for_ends(processes: Sequence[Process]) -> list[int | None]:
     """Wait for the ends of ranks that have all reported success, and warn of those that end badly.
 
     Returns:

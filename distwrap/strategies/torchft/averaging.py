@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -11,7 +12,10 @@ from torch import nn
 from distwrap._internals.torch import after_backward
 from distwrap.errors import ModelError
 from distwrap.group.world import RunPart, World
+from distwrap.strategies.optimizer_share import refuse_sparse
 from distwrap.strategies.torchft.members import TorchFTMembers
+
+T = TypeVar("T", bound=torch.Tensor)
 
 _BUCKET_BYTES = 25 * 2**20  # as DDP's
 
@@ -31,7 +35,7 @@ class Averaging:
         self.is_on = True
         self._members, self._model = members, ref(model)
         parameters = [each for each in model.parameters() if each.requires_grad]
-        self._buffers = [each for each in model.buffers() if each.is_floating_point()]
+        refuse_sparse(model, "max_lost=")
         self._trained = {id(each) for each in parameters}
         self._buckets = [[ref(each) for each in bucket] for bucket in in_buckets(parameters)]
         self._is_queued = False
@@ -61,7 +65,7 @@ class Averaging:
             parameters = [parameter for each in bucket if (parameter := each()) is not None]
             used = torch.tensor([float(each.grad is not None) for each in parameters])
             flat = torch.cat([used.to(parameters[0]), *(_flat_gradient(each) for each in parameters)])
-            self._members.average(flat)
+            self._members.quorum.mean(flat)
             used, start = flat[: len(parameters)], len(parameters)
             for parameter, share in zip(parameters, used.tolist(), strict=True):
                 part = flat[start : start + parameter.numel()].view_as(parameter)
@@ -72,8 +76,12 @@ class Averaging:
                     parameter.grad = part.clone()
                 else:
                     parameter.grad.copy_(part)
-        for buffer in self._buffers:  # of batch norms: rank 0's, as under DDP
-            buffer.copy_(self._members.of_first(buffer))
+        model = self._model()
+        buffers = [each for each in model.buffers() if each.is_floating_point()] if model is not None else []
+        for together in in_buckets(buffers):  # of batch norms: rank 0's, as under DDP
+            flat = self._members.quorum.of_first(torch.cat([each.reshape(-1) for each in together]))
+            for buffer, values in zip(together, flat.split([each.numel() for each in together]), strict=True):  # type: ignore[no-untyped-call]
+                buffer.copy_(values.view_as(buffer))
 
 
 class Averagings(RunPart):
@@ -83,14 +91,14 @@ class Averagings(RunPart):
         self.of: WeakKeyDictionary[nn.Module, Averaging] = WeakKeyDictionary()
 
 
-def in_buckets(parameters: Sequence[nn.Parameter]) -> Iterable[list[nn.Parameter]]:
-    """Divide parameters into buckets of one type and device each, the last parameters first.
+def in_buckets(parameters: Sequence[T]) -> Iterable[list[T]]:
+    """Divide tensors into buckets of one type and device each, the last ones first.
 
     Example:
         >>> [len(bucket) for bucket in in_buckets([nn.Parameter(torch.zeros(4 * 2**20)) for _ in range(3)])]
         [2, 1]
     """
-    bucket: list[nn.Parameter] = []
+    bucket: list[T] = []
     size = 0
     for parameter in reversed(parameters):
         unlike = bucket and (bucket[0].dtype, bucket[0].device) != (parameter.dtype, parameter.device)

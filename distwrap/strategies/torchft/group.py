@@ -30,6 +30,9 @@ class MemberGroup:
         rank: this one's number in the launch, which it keeps.
         seconds: time limit of a collective.
         on_change: called with the numbers of the members, in the order of their ranks, when there is a new group.
+
+    Attributes:
+        name: of the last group, the same on its members.
     """
 
     supports_reconfigure = True
@@ -41,6 +44,7 @@ class MemberGroup:
         self._served, self._port = stores.serve("127.0.0.1", [0], self._job, _CONNECT_SECONDS)
         self._store: object = None  # of the group; it must live as long
         self._sockets: dict[int, str] = {}
+        self.name = ""
         os.register_at_fork(after_in_child=self._close_sockets)
 
     def get_reconfigure_handle(self) -> str:
@@ -63,10 +67,16 @@ class MemberGroup:
             world_size=len(members),
             timeout=timedelta(seconds=min(_CONNECT_SECONDS, self._seconds)),
         )
+        self.name = str(opts.uuid)
         self._sockets = dict(_sockets().items() - before.items())
         set_group_timeout(self._seconds)
         self._on_change([int(member["rank"]) for member in members])
         return _Done()
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the group stands."""
+        return dist.is_initialized()
 
     def abort(self) -> None:
         """Leave the group, so that members that wait for this rank in vain learn of it."""

@@ -30,6 +30,7 @@ from distwrap.group.world import World, say
 from distwrap.model.wrapped_models import parameters_of
 from distwrap.strategies.torchft.course import Course, LeftBehindError, Place
 from distwrap.strategies.torchft.quorum import Quorum
+from distwrap.strategies.torchft.records import StartRecords
 from distwrap.strategies.torchft.rounds import WeightRounds
 from distwrap.strategies.torchft.state import TrainingState
 from distwrap.wording import first_line, named_ranks
@@ -38,11 +39,11 @@ R = TypeVar("R")
 Element = TypeVar("Element")
 
 _ATTEMPTS = 5  # at a group, in each of which another member may be lost
-_MOST_BYTES = 2**24  # of a result before the loop, to be kept for ranks that come back
+_MOST_REFUSED = 10  # steps in a row: more than deaths explain
 _ALONE_SECONDS = 0.1  # between looks of a rank that has come back before those that have the state
 
 _NOTHING = object()
-_END, _ROUND = "the end", "the mean of the weights"  # collectives of our own
+_ROUND = "the mean of the weights"  # a collective of our own
 WRAPPING = "wrap_model"  # for which a rank that comes back has no use
 
 
@@ -57,29 +58,31 @@ class TorchFTMembers(Members):
         come_back: whether lost ranks come back.
 
     Attributes:
+        quorum: of those that are there.
         is_away: whether this rank has come back, and is not among the others yet.
     """
 
     def __init__(self, world: World, lighthouse: str, store: Store, *, fewest: int, come_back: bool = True) -> None:
         self._world, self._come_back = world, come_back
-        self._quorum = Quorum(world, lighthouse, store, fewest, self._state_dict, self._load_state_dict)
+        self.quorum = Quorum(world, lighthouse, store, fewest, self._state_dict, self._load_state_dict)
         self._course, self._state = Course(), TrainingState()
         self._operations, self._last = 0, None  # collectives so far, and the result of the last one
-        self._records = 0  # of those before the loop
+        self._records = StartRecords(store, world.secret or b"")
         self._is_open = self._is_fresh = self._is_busy = False  # a step; a quorum; a collective
         self.is_away = self._takes_over = False
         self._loads = 0  # of others' states
+        self._refused = 0  # steps in a row that were not taken
         self._verdict = self._has_committed = False
         self._hook = register_optimizer_step_pre_hook(self._before_step)
 
     @property
     def number(self) -> int:
         """This rank's number in the launch, which it keeps."""
-        return self._quorum.number
+        return self.quorum.number
 
     @property
     def arrangement(self) -> int:
-        return self._quorum.arrangement
+        return self.quorum.arrangement
 
     def arrive(self) -> None:
         """Come to the others: at the start of the run at once, later not before the loop.
@@ -87,8 +90,8 @@ class TorchFTMembers(Members):
         Raises:
             ArrivalError: not all ranks came.
         """
-        if not self._quorum.has_begun():
-            self._quorum.arrive()
+        if not self.quorum.has_begun():
+            self.quorum.arrive()
             return
         self.is_away = True
         place = self._world.placement
@@ -96,12 +99,12 @@ class TorchFTMembers(Members):
 
     def _return(self) -> None:
         """Wait until the others let this rank in, and take over their state."""
-        self._quorum.begin()
+        self.quorum.begin()
         self.is_away, self._takes_over = False, True
         while self._takes_over:
             self._meet(admit=True)
             time.sleep(_ALONE_SECONDS * self._takes_over)
-        self._quorum.tell("there")
+        self.quorum.tell("there")
 
     # Meetings
 
@@ -122,7 +125,7 @@ class TorchFTMembers(Members):
         error: Exception | None = None
         for _ in range(_ATTEMPTS):
             before = self.arrangement
-            error = self._quorum.find(admit=admit)
+            error = self.quorum.find(admit=admit)
             if error is None and self.arrangement == before:
                 return False, _NOTHING
             if error is None:
@@ -133,7 +136,7 @@ class TorchFTMembers(Members):
                     if not failures.is_of_lost_peer(lost):
                         raise
                     error = lost
-            self._quorum.fail(error)
+            self.quorum.fail(error)
         assert error is not None
         raise CollectiveError(
             f"rank {self.number} on {socket.gethostname()}: no group of the ranks came about in {_ATTEMPTS} attempts, "
@@ -143,7 +146,7 @@ class TorchFTMembers(Members):
     def _compared(self) -> tuple[bool, Any]:
         """Let all members of a new group be at the same collective, with the same weights; see `_gather`."""
         secret = self._world.secret or b""
-        everyone: list[Any] = [None] * len(self._quorum.members)
+        everyone: list[Any] = [None] * len(self.quorum.members)
         dist.all_gather_object(everyone, sign((self._operations, self._state.fingerprint()), secret))
         known = [verify(message, secret, rank) for rank, message in enumerate(everyone)]
         counts, marks = [count for count, _ in known], [mark for _, mark in known]
@@ -152,11 +155,11 @@ class TorchFTMembers(Members):
                 f"the ranks have made {counts} collectives, so they are at different places of the program. Every rank "
                 f"must call the same collectives."
             )
-        apart = [number for number, mark in zip(self._quorum.members, marks, strict=True) if mark != marks[0]]
+        apart = [number for number, mark in zip(self.quorum.members, marks, strict=True) if mark != marks[0]]
         if apart:
             raise ModelError(
-                f"the weights of {named_ranks(apart)} are not those of rank {self._quorum.members[0]} at step "
-                f"{self._quorum.step}: they were changed by more than the steps of optimizers."
+                f"the weights of {named_ranks(apart)} are not those of rank {self.quorum.members[0]} at step "
+                f"{self.quorum.step}: they were changed by more than the steps of optimizers."
             )
         if min(counts) == max(counts):
             return False, _NOTHING
@@ -175,8 +178,8 @@ class TorchFTMembers(Members):
             return
         if self._come_back and (not self._course.place.loop or self._course.is_over):
             raise ModelError(
-                "max_lost= needs to know where a rank that comes back goes on: write the loop of the training as "
-                "`for epoch in distwrap.resumable(range(epochs)):`, with the steps inside of it."
+                "with max_lost=, a rank that is started again must know where to come in: write the loop of the "
+                "training as `for epoch in distwrap.resumable(range(epochs)):`, with the steps inside of it."
             )
         if not self._is_fresh:
             self._meet(admit=admit)
@@ -187,15 +190,7 @@ class TorchFTMembers(Members):
         before = self._loads
         self.begin_step(admit=False)
         if self._loads != before:
-            self._quorum.doom(RuntimeError("the gradients are of other weights"))
-
-    def average(self, flat: torch.Tensor) -> None:
-        """Replace numbers by their mean over the members; where that fails, the step is not committed."""
-        self._quorum.mean(flat)
-
-    def of_first(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the first member's tensor; where that fails, the step is not committed."""
-        return self._quorum.of_first(tensor)
+            self.quorum.doom(RuntimeError("the gradients are of other weights"))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Let an optimizer of our models step where the step is committed; without gradients it changes nothing."""
@@ -203,7 +198,7 @@ class TorchFTMembers(Members):
         models = {model for model in self._state.models if any(id(each) in held for each in model.parameters())}
         if not models:
             return
-        if args[1:] or kwargs.get("closure") is not None:
+        if any(each is not None for each in (*args[1:], kwargs.get("closure"))):
             raise ModelError(
                 f"{type(optimizer).__name__}.step(closure) does not go with max_lost=: its closure would average "
                 f"gradients within the step."
@@ -218,10 +213,17 @@ class TorchFTMembers(Members):
 
     def _commit(self) -> None:
         self._is_open = False
-        self._verdict = self._quorum.commit()
+        error = self.quorum.error
+        self._verdict = self.quorum.commit()
+        self._refused = 0 if self._verdict else self._refused + 1
+        if self._refused >= _MOST_REFUSED:
+            raise CollectiveError(
+                f"rank {self.number} on {socket.gethostname()}: {self._refused} steps in a row were not taken, as "
+                f"their exchange failed: {first_line(error) if error is not None else 'on another rank'}"
+            ) from error
         if self._verdict and not self._has_committed:
             self._has_committed = True
-            self._quorum.tell("committed")
+            self.quorum.tell("committed")
 
     def end_round(self, mean: Callable[[], torch.Tensor]) -> torch.Tensor:
         """End a round of steps that each member has taken on its own; return the mean of their weights."""
@@ -237,38 +239,44 @@ class TorchFTMembers(Members):
             return call()
         result: R
         if self.is_away:
-            result = self._of_start(what)
+            result = self._records.next(what)
             return result
         if self._course.is_replaying:
             result = self._course.replayed(what)
             return result
         self._is_fresh = False
+        if self._course.is_over and what != _ROUND:
+            self._end_rounds()  # which a break out of the loop has left
         while True:
+            error: RuntimeError | None = None
             try:
-                with self._busy():
-                    result = call()
-            except RuntimeError as error:
-                if not failures.is_of_lost_peer(error):
+                if self.quorum.has_group:
+                    with self._busy():
+                        result = call()
+                    self._operations += 1
+                    self._last = _copied(result)
+                    break
+            except RuntimeError as lost:
+                if not failures.is_of_lost_peer(lost):
                     raise
-                value = self._after_loss(what, error)
-                if value is _NOTHING:
-                    continue
+                error = lost
+            value = self._after_loss(what, error)
+            if value is not _NOTHING:
                 result = value
-            else:
-                self._operations += 1
-                self._last = _copied(result)
-            self._note(what)
-            return result
+                break
+        self._note(what)
+        return result
 
-    def _after_loss(self, what: str, error: RuntimeError) -> Any:
+    def _after_loss(self, what: str, error: RuntimeError | None) -> Any:
         """Make a group of those that are left; return the result of the collective where they have it already."""
-        before = set(self._quorum.members)
-        self._quorum.fail(error)
+        before = set(self.quorum.members)
+        if error is not None:
+            self.quorum.fail(error)
         _, value = self._gather(admit=False)
         if self._is_open:
-            self._quorum.doom(RuntimeError(f"a rank was lost in this step ({first_line(error)})"))
-        gone = before - set(self._quorum.members)
-        if gone and what not in ("barrier", "agree", _ROUND, _END, WRAPPING):
+            self.quorum.doom(RuntimeError("a rank was lost in this step"))
+        gone = before - set(self.quorum.members)
+        if gone and what not in ("barrier", "agree", _ROUND, WRAPPING):
             say(f"{what}() goes on without {named_ranks(gone)}, and what would have come from there")
         return value
 
@@ -278,27 +286,7 @@ class TorchFTMembers(Members):
             return
         self._course.note(self._last)
         if not self._course.place.loop:
-            self._records += 1
-            if self._world.placement.rank == 0:
-                message = sign(self._last, self._world.secret or b"")
-                self._quorum.store.set(f"start/{self._records}", message.hex() if len(message) < _MOST_BYTES else "")
-
-    def _of_start(self, what: str) -> Any:
-        """Return what a collective before the loop gave the others."""
-        self._records += 1
-        key = f"start/{self._records}"
-        if not self._quorum.store.check([key]):
-            raise ModelError(
-                f"rank {self.number} has come back, and called {what}() before the loop, where the others did not: "
-                f"what is before the loop must be the same each time the function begins."
-            )
-        message = bytes.fromhex(self._quorum.store.get(key).decode())
-        if not message:
-            raise ModelError(
-                f"rank {self.number} has come back, and cannot get what {what}() gave the others before the loop: it "
-                f"is larger than {_MOST_BYTES >> 20} MiB, and is not kept. Exchange so much within the loop."
-            )
-        return verify(message, self._world.secret or b"", 0)
+            self._records.keep(what, self._last, writes=self._world.placement.rank == 0)
 
     @contextmanager
     def _busy(self) -> Iterator[None]:
@@ -314,6 +302,8 @@ class TorchFTMembers(Members):
         if objects:
             self._state.objects = objects
         self._state.things()  # refuses what could not be told apart later
+        if not self._state.models:
+            say("resumable() before wrap_model(): a rank that comes back takes over wrapped models alone")
         if self.is_away:
             self._return()
         first = self._course.begin_loop()
@@ -328,10 +318,17 @@ class TorchFTMembers(Members):
                 self._is_open = False  # a step that the loop has left
                 self._meet(admit=True)
                 self._is_fresh = True
-            yield element
-            for rounds in self._state.rounds.values():
-                rounds.end()
+            try:
+                yield element
+            except GeneratorExit:
+                self._course.end_loop()
+                raise
+            self._end_rounds()
         self._course.end_loop()
+
+    def _end_rounds(self) -> None:
+        for rounds in self._state.rounds.values():
+            rounds.end()
 
     def add_loader(self, loader: Any) -> int:
         self._state.add_loader(loader)
@@ -384,15 +381,18 @@ class TorchFTMembers(Members):
 
     # The end
 
-    def settle(self) -> None:
-        if not self.is_away:
-            self.collective(_END, dist.barrier)
+    def conclude(self) -> None:
+        if self.is_away:
+            return
+        self._end_rounds()
+        while self.quorum.end():
+            self._gather(admit=False)  # a member has failed in its last collective, and asks for the result
 
     def close(self) -> None:
         self._hook.remove()
         for rounds in self._state.rounds.values():
             rounds.close()
-        self._quorum.close()
+        self.quorum.close()
 
 
 def _copied(result: Any) -> Any:

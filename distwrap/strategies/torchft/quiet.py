@@ -14,9 +14,14 @@ import sys
 _FILTER = """
 import os, re, sys
 ours = re.compile(rb"^\\S+ \\[(INFO|WARN|ERROR|DEBUG)\\] \\[torchft")
-for line in sys.stdin.buffer:
-    if not ours.match(line):
-        os.write(1, line)
+rest = b""
+while data := os.read(0, 65536):
+    *lines, rest = (rest + data).split(b"\\n")
+    os.write(1, b"".join(line + b"\\n" for line in lines if not ours.match(line)))
+    if rest and not rest[:1].isdigit():  # the beginning of another's line, as of a progress bar
+        os.write(1, rest)
+        rest = b""
+os.write(1, rest)
 """
 
 

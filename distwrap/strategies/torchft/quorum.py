@@ -6,6 +6,7 @@ Source: https://docs.pytorch.org/torchft/manager.html
 from __future__ import annotations
 
 import logging
+import math
 import os
 import socket
 import time
@@ -68,6 +69,7 @@ class Quorum:
         self._state, self._take_over = state, take_over
         self._seconds = world.options.timeout
         self._manager: Any = None
+        self._has_arrived = False
         self._group: MemberGroup | None = None
         self._own_store: object = None  # which torchft wants; it must live as long as the manager
         for name in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
@@ -123,10 +125,13 @@ class Quorum:
         """Begin to be known to the lighthouse."""
         from torchft.manager import Manager
 
+        from distwrap._internals.torchft import on_loopback
+
         self._group = MemberGroup(self.number, self._seconds, self._rearranged)
         seconds = timedelta(seconds=self._seconds)
         self._own_store, port = stores.serve("127.0.0.1", [0], "replica", self._seconds)
-        self._manager = Manager(
+        self._manager = on_loopback(
+            Manager,
             pg=self._group,
             load_state_dict=self._take_over,
             state_dict=self._state,
@@ -156,10 +161,19 @@ class Quorum:
         before, self.members = self.members, members
         self.arrangement += 1
         lost, new = sorted(set(before) - set(members)), sorted(set(members) - set(before))
-        if before and rank == 0 and (lost or new) and self.has_begun():
-            changes = [f"{named_ranks(lost)} gone"] if lost else []
+        stayed = set(before) & set(members)
+        for number in lost:
+            self.store.set(f"gone/{number}", "")
+        if stayed and min(stayed) == self.number and (lost or new) and self._has_arrived:
+            changes = [f"{named_ranks(lost)} missing"] if lost else []
             changes += [f"{named_ranks(new)} back"] if new else []
-            say(f"{', '.join(changes)}: {size} of {self._count} ranks at step {self.step}")
+            text = f"the training goes on with {size} of {self._count} ranks at step {self.step} ({', '.join(changes)})"
+            say(text, every_rank=True)
+
+    @property
+    def has_group(self) -> bool:
+        """Whether there is a group of the members, which one that failed has left."""
+        return self._group is not None and self._group.is_there
 
     def find(self, *, admit: bool) -> Exception | None:
         """Find who is there, in a group of them; return why there is none, if there is none.
@@ -167,7 +181,8 @@ class Quorum:
         Args:
             admit: whether ranks that are not members may come in.
         """
-        limit = _RETURN_SECONDS if not self.members else 2 * self._seconds + 10  # who comes back waits for the others
+        # Who comes back waits for the others, as long as they evaluate or save.
+        limit = _RETURN_SECONDS if not self.members and self.has_begun() else 2 * self._seconds + 10
         try:
             self.manager.start_quorum(shrink_only=not admit, timeout=timedelta(seconds=limit))
         except DistwrapError:
@@ -186,6 +201,8 @@ class Quorum:
 
     def fail(self, error: Exception) -> None:
         """Leave a group in which an exchange failed: the others hear of it, and the next quorum makes a new one."""
+        assert self._group is not None
+        self.store.set(f"failed/{self._group.name}", "")
         self.doom(error)
         self.commit()
 
@@ -210,6 +227,26 @@ class Quorum:
     def tell(self, what: str) -> None:
         """Tell the launcher how far this process has come."""
         self.store.set(f"{what}/{os.getpid()}", "")
+        if what == "there":
+            self._has_arrived = True
+            self.store.delete_key(f"gone/{self.number}")
+
+    def end(self) -> bool:
+        """Wait until all members are at the end of the function, or gone; return whether one wants a new group before.
+
+        No time limit holds: one of them may export what was trained.
+        """
+        self.store.set(f"end/{self.number}", "")
+        assert self._group is not None
+        failed = [f"failed/{self._group.name}"]
+
+        def is_over() -> bool:
+            return self.store.check(failed) or all(
+                self.store.check([f"end/{each}"]) or self.store.check([f"gone/{each}"]) for each in self.members
+            )
+
+        wait_until(is_over, math.inf, longest_pause=0.05)
+        return bool(self.store.check(failed))
 
     def close(self) -> None:
         """Leave."""

@@ -13,12 +13,15 @@ from typing import Any
 from torch import nn
 
 from distwrap.checks import AT_LEAST_ONE, SECONDS
+from distwrap.devices import selection
+from distwrap.devices.kinds import kind_of
 from distwrap.environments import Placement
-from distwrap.errors import LaunchError, OptionError
+from distwrap.errors import LaunchError, ModelError, OptionError
+from distwrap.group.setup import import_before_group
 from distwrap.group.world import World, activate, current_world
 from distwrap.model.distributed import LocalModel
 from distwrap.model.transparent import unwrap_model
-from distwrap.network import stores
+from distwrap.network import interfaces, stores
 from distwrap.options import Options
 from distwrap.packages import require_package
 from distwrap.strategies.base import Strategy, Wrapping
@@ -80,15 +83,18 @@ class TorchFTStrategy(Strategy):
                 f"rank {placement.rank}: max_lost= needs ranks that distwrap itself has started, so that it can start "
                 f"a lost one again. Start the script by `python`, with nprocs=, and not under {placement.source}."
             )
-        from distwrap.devices import selection
         from distwrap.strategies.torchft.quiet import leave_out_torchft
 
         if not self.verbose:
             leave_out_torchft()  # before torchft is imported
         from distwrap.strategies.torchft.members import TorchFTMembers
 
+        import_before_group()
         device = selection.choose_device(placement, selection.visible_devices())
+        kind_of(device).use(device)
         world = World(placement, device, backend="gloo", options=options, secret=secret)
+        if "GLOO_SOCKET_IFNAME" not in os.environ:
+            world.cleanup.enter_context(interfaces.through(interfaces.LOOPBACK, "GLOO_SOCKET_IFNAME"))
         world.members = members = TorchFTMembers(
             world,
             address,
@@ -103,6 +109,8 @@ class TorchFTStrategy(Strategy):
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
         members = _members(world)
+        if members is None and world.placement.world_size > 1:
+            raise ModelError("strategy='torchft' is of a whole run: say @distributed(max_lost=1).")
         if members is None:
             return local(model, wrapping)
         from distwrap.strategies.torchft.averaging import Averaging, Averagings

@@ -64,6 +64,7 @@ def train(
     workers: int = 0,
     scheduled: bool = True,
     pause: float = 0.0,
+    logged: bool = False,
     how: int = signal.SIGKILL,
 ) -> dict[str, Any]:
     """Train, and return the weights, the loss over all samples, and the learning rate."""
@@ -93,6 +94,10 @@ def train(
                 line = {"epoch": epoch, "numbers": numbers.tolist(), "taken": taken, "time": time.time()}
                 steps.write(json.dumps({**line, "weights": digest(model)}) + "\n")
                 killer.at(epoch, step, "stepped")
+                if logged:
+                    assert dw.agree(True, "all")
+                    dw.mean(loss.item())
+                    killer.at(epoch, step, "logged")
                 time.sleep(pause)
             if scheduler is not None:
                 scheduler.step()
@@ -137,3 +142,133 @@ def steps_of(folder: Path) -> Iterator[tuple[int, dict[str, Any]]]:
     for path in sorted(folder.glob("steps-*")):
         for line in path.read_text().splitlines():
             yield int(path.name.split("-")[1]), json.loads(line)
+
+
+def meet_before_the_loop(folder: Path) -> list[Any]:
+    """Exchange values before the loop, lose rank 1 in it, and return what each process got before."""
+    number = first_number(folder)
+    dw.barrier()
+    with dw.rank_zero_first():
+        first = (folder / "first").exists()
+        (folder / "first").touch()
+    model = dw.wrap_model(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    got = [
+        dw.broadcast("of rank 0" if number == 0 else "wrong"),
+        dw.mean(float(number)),
+        dw.gather_object(number),
+        given_by_rank_zero(number),
+        dw.gather(torch.tensor([number])).tolist(),
+    ]
+    for epoch in dw.resumable(range(6)):
+        if number == 1 and epoch == 2 and not (folder / "killed").exists():
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.5)
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+    return [got, first, float(model.weight.detach().sum())]
+
+
+@dw.rank_zero_only(broadcast=True)
+def given_by_rank_zero(number: int) -> str:
+    return f"made by {number}"
+
+
+def save_each_epoch(folder: Path, lost: int) -> list[Any]:
+    """Save in the loop, lose a rank, and return what was saved last."""
+    number = first_number(folder)
+    model = dw.wrap_model(nn.Linear(2, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = dw.shard_loader(DataLoader(Numbered(), batch_size=BATCH, shuffle=True))
+    for epoch in dw.resumable(range(4)):
+        for _, x, _ in loader:
+            optimizer.zero_grad()
+            model(x[:, :2]).square().mean().backward()
+            optimizer.step()
+            time.sleep(0.02)
+        if number == lost and epoch == 1 and not (folder / "killed").exists():
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        dw.save({"model": model, "optimizer": optimizer, "epoch": epoch}, folder / "last.pt")
+        dw.save({"epoch": epoch}, folder / f"{epoch}.pt")
+    saved = dw.load(folder / "last.pt")
+    return [saved["epoch"], torch.equal(saved["model"]["weight"], model.weight.detach()), (folder / "3.pt").exists()]
+
+
+def leave_a_loop(folder: Path) -> list[float]:
+    """Stop early, go through another loop, and return the weight that each has left."""
+    model = dw.wrap_model(nn.Linear(1, 1, bias=False))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    left = []
+    for steps in (5, 7):
+        for step in dw.resumable(range(10)):
+            optimizer.zero_grad()
+            (model(torch.ones(1, 1)) * (1 + dw.rank())).sum().backward()
+            optimizer.step()
+            if dw.agree(step == steps):
+                break
+        dw.barrier()
+        left.append(model.weight.item())
+    return left
+
+
+def raise_after_the_loop() -> float:
+    """Train, and fail on rank 0 alone, when the others are done."""
+    model = dw.wrap_model(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in dw.resumable(range(3)):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+    if dw.rank() == 0:
+        time.sleep(1.5)
+        raise OSError("the disk is full")
+    return model.weight.item()
+
+
+def work_long_after_the_loop(folder: Path, seconds: float) -> str:
+    """Train, and let rank 0 work on for longer than a collective may take."""
+    model = dw.wrap_model(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in dw.resumable(range(3)):
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+    if dw.rank() == 0:
+        time.sleep(seconds)
+        (folder / "exported").touch()
+    return f"of rank {dw.rank()}"
+
+
+def unfreeze() -> None:
+    """Make a parameter trainable when the model is wrapped already."""
+    model = nn.Linear(1, 1)
+    model.bias.requires_grad_(False)
+    wrapped = dw.wrap_model(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.bias.requires_grad_(True)
+    for _ in dw.resumable(range(3)):
+        wrapped(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+
+def other_elements(folder: Path) -> None:
+    """Loop over what a rank that comes back sees otherwise, as after a newer checkpoint."""
+    number = first_number(folder)
+    model = dw.wrap_model(nn.Linear(1, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    first = 2 if (folder / "killed").exists() else 0
+    for epoch in dw.resumable(range(first, first + 20)):
+        if number == 1 and epoch == 1:
+            (folder / "killed").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.3)
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+
+
+def raise_nothing() -> None:
+    """Train in one process."""
+    model = dw.wrap_model(nn.Linear(1, 1))
+    for _ in dw.resumable(range(2)):
+        model(torch.ones(1, 1)).sum().backward()

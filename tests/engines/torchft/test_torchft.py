@@ -141,6 +141,83 @@ def test_a_frozen_rank_is_left_behind(tmp_path: Path) -> None:
     assert_alike(ended)
 
 
+@pytest.mark.parametrize("kill", [(1, 1, 2, "forward"), (0, 1, 2, "stepped"), (2, 1, 3, "logged")])
+def test_collectives_in_each_step(kill: tuple[int, int, int, str], tmp_path: Path) -> None:
+    """Whatever is exchanged between two steps, it is exchanged among those that are left."""
+    ended = run(tmp_path, [kill], logged=True, pause=0.02)
+    assert len(ended) == 3
+    assert_alike(ended)
+    assert_each_sample_once(tmp_path, 1)
+
+
+def start(function: Any, *args: Any, **options: Any) -> Any:
+    """Run a function on three ranks, of which one may be lost."""
+    return distributed(**{"nprocs": 3, "max_lost": 1, "timeout": TIMEOUT, "returns": "all", **options})(function)(*args)
+
+
+def test_what_is_before_the_loop(tmp_path: Path) -> None:
+    """A rank that comes back gets what the others got, though they are long in the loop."""
+    ended = start(program.meet_before_the_loop, tmp_path)
+    assert [got for got, _, _ in ended] == [["of rank 0", 1.0, [0, 1, 2], "made by 0", [0, 1, 2]]] * 3
+    assert [first for _, first, _ in ended] == [False, True, True]
+    assert len({weight for _, _, weight in ended}) == 1
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_checkpoints_in_the_loop(lost: int, tmp_path: Path) -> None:
+    """Whoever is rank 0 writes them."""
+    assert start(program.save_each_epoch, tmp_path, lost) == [[3, True, True]] * 3
+
+
+@pytest.mark.parametrize("comm", [None, "local_sgd(sync_every=4)"])
+def test_loops_that_are_left(comm: str | None, tmp_path: Path) -> None:
+    """After a break the weights are those of plain DDP, and another loop follows."""
+    ended = start(program.leave_a_loop, tmp_path, comm=comm)
+    assert ended[1:] == ended[:-1]
+    if comm is None:
+        plain = distributed(nprocs=3, timeout=TIMEOUT)(program.leave_a_loop)(tmp_path)
+        assert ended[0] == pytest.approx(plain, abs=1e-5)
+
+
+def test_failures_after_the_loop_are_told() -> None:
+    """Where the others are done already, and nobody would do again what rank 0 did alone."""
+    with pytest.raises(OSError, match="the disk is full"):
+        start(program.raise_after_the_loop)
+
+
+def test_rank_zero_may_work_on(tmp_path: Path) -> None:
+    """Longer than the time limit of a collective."""
+    assert start(program.work_long_after_the_loop, tmp_path, 7.0, timeout=3.0, returns="rank0") == "of rank 0"
+    assert (tmp_path / "exported").exists()
+
+
+def test_what_is_unfrozen_is_an_error() -> None:
+    """Its gradient would stay each rank's own."""
+    with pytest.raises(ModelError, match=r"bias was made trainable after wrap_model\(\)"):
+        start(program.unfreeze)
+
+
+def test_other_elements_are_an_error(tmp_path: Path) -> None:
+    """A rank that comes back and would count from another number says so, and does not train other epochs."""
+    with pytest.raises(ModelError, match=r"resumable\(\) is \d+, where the others have \d+"):
+        start(program.other_elements, tmp_path)
+
+
+def test_under_an_outer_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody there would start a lost rank again."""
+    for name, value in {"RANK": 0, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "MASTER_ADDR": "localhost"}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    with pytest.raises(OptionError, match="max_lost=1 needs ranks that distwrap itself has started"):
+        distributed(max_lost=1)(without_resumable)()
+
+
+def test_one_rank(capfd: pytest.CaptureFixture[str]) -> None:
+    """The same script runs in one process, which is told that it has no effect there."""
+    distributed(nprocs=1, max_lost=1)(program.raise_nothing)()
+    assert "max_lost=1 has no effect: there is only one rank" in capfd.readouterr().err
+
+
 ROUNDS = ["local_sgd(sync_every=4)", "diloco(sync_every=4, outer_lr=0.8, outer_momentum=0.5)"]
 
 

@@ -1,0 +1,60 @@
+"""Records of the collectives before the loop, which a rank that comes back is to get the results of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from distwrap.errors import ModelError
+from distwrap.group.signing import sign, verify
+
+_MOST_BYTES = 2**24  # of a result that is kept
+
+
+class StartRecords:
+    """Results of the collectives before the loop, in their order.
+
+    Args:
+        store: of the launch, which outlives any rank.
+        secret: of the run.
+    """
+
+    def __init__(self, store: Store, secret: bytes) -> None:
+        self._store, self._secret, self._count = store, secret, 0
+
+    def keep(self, what: str, result: Any, *, writes: bool) -> None:
+        """Count a collective, and on the one rank that `writes` keep its result."""
+        self._count += 1
+        if writes:
+            message = sign((what, result), self._secret)
+            if len(message) > _MOST_BYTES:
+                message = sign((what, _TooLarge()), self._secret)
+            self._store.set(f"start/{self._count}", message.hex())
+
+    def next(self, what: str) -> Any:
+        """Return what the next collective gave the others.
+
+        Raises:
+            ModelError: they made another one there, or none, or its result was not kept.
+        """
+        self._count += 1
+        key = f"start/{self._count}"
+        theirs, result = "none", None
+        if self._store.check([key]):
+            theirs, result = verify(bytes.fromhex(self._store.get(key).decode()), self._secret, 0)
+        if theirs != what:
+            raise ModelError(
+                f"this rank has come back, and called {what}() before the loop, where the others called {theirs}: the "
+                f"code before the loop must make the same calls each time the function begins."
+            )
+        if isinstance(result, _TooLarge):
+            raise ModelError(
+                f"this rank has come back, and cannot get what {what}() gave the others before the loop: it is larger "
+                f"than {_MOST_BYTES >> 20} MiB, and was not kept. Exchange so much within the loop."
+            )
+        return result
+
+
+class _TooLarge:
+    """Result that was not kept."""
