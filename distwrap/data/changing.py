@@ -29,16 +29,21 @@ class Changing:
     members: Members
     number: int
     remake: Callable[[int, int], Any]
+    is_running: bool = False
 
     def batches(self, loader: ShardedLoader) -> Iterator[Any]:
         """Yield the batches of a pass; what the members have gone through together is not given again."""
         members, number = self.members, self.number
-        if members.begin_pass(number):
+        if members.begin_pass(number) and torch.is_grad_enabled():
             return
+        # One that was left in the middle is over. (A pass without gradients, as of an evaluation, is not skipped: the
+        # loop may divide by what it has counted in it, before it gets what the others have found.)
+        loader._sharding.position.now = None
+        self.is_running, was_left = True, True
         try:
-            nothing, arrangement, batches = object(), -1, iter(())
+            nothing, arrangement, batches = object(), members.arrangement, None
             while True:
-                if arrangement != members.arrangement:
+                if batches is None or arrangement != members.arrangement:
                     arrangement = members.arrangement
                     self._take_share(loader)
                     batches = loader._rank_batches()
@@ -50,10 +55,14 @@ class Changing:
                         continue  # the batch is of another share
                 move(*moves)
                 if batch is nothing:
+                    was_left = False
+                    if torch.is_grad_enabled():
+                        members.end_batches()
                     return
                 yield batch
         finally:
-            members.end_pass(number)
+            self.is_running = False
+            members.end_pass(number, was_left=was_left)
 
     def _take_share(self, loader: ShardedLoader) -> None:
         """Let a loader go on at its position with this rank's share among the members of now."""
@@ -63,3 +72,15 @@ class Changing:
             other._sharding.changing = self
             loader.__dict__.update(other.__dict__)
         loader.load_state_dict(state)
+
+
+def start_of_next(loader: ShardedLoader) -> dict[str, Any]:
+    """Return a loader's position, for a rank that comes in now: of a pass that was left in the middle, the next one."""
+    position, changing = loader._sharding.position, loader._sharding.changing
+    now = position.now
+    if changing is not None and not changing.is_running:
+        position.now = None
+    try:
+        return loader.state_dict()
+    finally:
+        position.now = now

@@ -10,11 +10,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
+from distwrap.errors import DistwrapError
 from distwrap.group.world import current_world
+from distwrap.wording import print_notice
 
 P = ParamSpec("P")
 R = TypeVar("R")
 Element = TypeVar("Element")
+
+
+class WorkLostError(DistwrapError, RuntimeError):
+    """The rank was lost that did something for all, and the ranks are numbered anew: one of them is to do it again."""
+
+
+def done_by_one(work: Callable[[], R]) -> R:
+    """Call what one rank does for all, and again where that rank is lost in it."""
+    while True:
+        try:
+            return work()
+        except WorkLostError as error:
+            print_notice(f"{error}")
 
 
 class Members(ABC):
@@ -38,6 +53,14 @@ class Members(ABC):
         """Return the value of a collective, which is called again where a member was lost in it."""
 
     @abstractmethod
+    def share(self, key: str, worker: int, result: bytes | None) -> bytes:
+        """Return the result of a rank's work, which has a key of its own; see `distwrap.group.wait_for_rank`.
+
+        Raises:
+            WorkLostError: that rank was lost before it was done.
+        """
+
+    @abstractmethod
     def loop(self, elements: Iterable[Element], objects: tuple[Any, ...]) -> Iterator[Element]:
         """Yield the elements of a loop from where the others are; see `resumable`."""
 
@@ -54,8 +77,12 @@ class Members(ABC):
         """Begin a step, if none is under way, before a loader gives a batch for it."""
 
     @abstractmethod
-    def end_pass(self, number: int) -> None:
-        """Take note that this rank is through a loader."""
+    def end_batches(self) -> None:
+        """Be at the same step with all that are there, at the end of a pass."""
+
+    @abstractmethod
+    def end_pass(self, number: int, *, was_left: bool) -> None:
+        """Take note that this rank is through a loader, or has left it in the middle."""
 
     @abstractmethod
     def conclude(self) -> None:

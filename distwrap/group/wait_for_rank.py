@@ -1,8 +1,9 @@
 """Waits of the other ranks for the work of one: as long as it takes, while that rank lives, and no longer."""
 
 from distwrap._internals.torch_groups import default_store
-from distwrap.errors import CollectiveError, WorkerDiedError
+from distwrap.errors import CollectiveError
 from distwrap.group.collectives import gather_object
+from distwrap.group.members import WorkLostError
 from distwrap.group.setup import require_group
 from distwrap.group.world import current_world
 from distwrap.network.waiting import pause_between_looks, wait_until
@@ -35,26 +36,20 @@ def share_result(name: str, worker: int, result: bytes | None, *, turn: str | No
     world.part(Activity).record(name)
     # The n-th wait on one rank meets the n-th work on another.
     key = f"{turn or name}/{worker}"
-    key = f"{key}/{world.count(f'wait {key}')}"
+    counted = f"wait {key}"
+    key = f"{key}/{world.count(counted)}"
     if world.members is not None:
-        return _share_among_members(name, worker, result)
+        try:
+            return world.members.share(key, worker, result)
+        except WorkLostError:
+            world.uncount(counted)  # it is to be done, and waited for, again
+            raise
     if world.channel is None:
         return _share_in_users_group(key, worker, result)
     if result is None:
         return world.channel.work.wait_for(key, worker)
     world.channel.work.publish(key, result)
     return result
-
-
-def _share_among_members(name: str, worker: int, result: bytes | None) -> bytes:
-    """Share it by a collective, of which a rank that comes back gets the result too."""
-    shared = gather_object(result)
-    given = shared[worker] if worker < len(shared) else None
-    if given is None:
-        raise WorkerDiedError(
-            f"rank {worker}, for whose work the others waited in {name}, was lost in it.", rank=worker
-        )
-    return bytes(given)
 
 
 def _share_in_users_group(key: str, worker: int, result: bytes | None) -> bytes:

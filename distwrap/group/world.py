@@ -169,6 +169,15 @@ class World:
         self._counts[name] += 1
         return self._counts[name]
 
+    def uncount(self, name: str) -> None:
+        """Take the last count of a name back."""
+        self._counts[name] -= 1
+
+    @property
+    def counts(self) -> Counter[str]:
+        """What this run has counted, by name."""
+        return self._counts
+
     def wait(self) -> None:
         """Let all parts wait for this rank's own work in the background."""
         for part in list(self._parts.values()):

@@ -42,6 +42,8 @@ from distwrap.launch.worker import tie_to_parent
 from distwrap.network import stores
 from distwrap.wording import named_ranks, print_notice
 
+_MOST_TRIES = 5  # of a rank that dies before it takes a step
+_LOOK_SECONDS = 1.0  # between looks for ranks that stand still
 _LIGHTHOUSE_SECONDS = 60.0  # for it to start, which takes the import of torch
 
 
@@ -116,6 +118,7 @@ class _Replicas:
         self._done_processes: list[Process] = []
         self._done: list[Outcome] = []
         self._failed: list[Outcome] = []
+        self._tries: dict[int, list[str]] = {}  # how each rank has failed since it took a step
         self._oom_kills = OomCount()
 
     def watch(self, logs: Logs, signals: PassedOn) -> list[Outcome]:
@@ -158,12 +161,12 @@ class _Replicas:
         seconds = self._job.seconds
         deadline = math.inf if seconds is None else time.monotonic() + seconds
         while self._running and not (self._done and not self._there()):
-            left = None if deadline == math.inf else max(0.0, deadline - time.monotonic())
-            ready = wait([self._lighthouse, *(process.conn for process in self._running)], left)
+            ready = wait([self._lighthouse, *(process.conn for process in self._running)], _LOOK_SECONDS)
             if self._lighthouse in ready and not self._done:
                 raise LaunchError("torchft's lighthouse, which tells the ranks who is there, has ended by itself.")
-            if not ready:
+            if time.monotonic() > deadline:
                 self._raise_late()
+            self._end_left_behind()
             for process in [each for each in self._running if each.conn in ready]:
                 was_there = process in self._there()
                 self._running.remove(process)
@@ -175,6 +178,14 @@ class _Replicas:
                     raise_failure([outcome])  # all had come to the end of the function: nobody goes on
                 elif not self._done:
                     self._lost(process, outcome)
+
+    def _end_left_behind(self) -> None:
+        """End ranks that stand still, and that the others have left behind; so that each can be started again."""
+        there = self._there()
+        for process in self._running if not self._done else ():
+            if self._is("there", process) and process not in there:
+                print_notice(f"rank {process.rank} (pid {process.pid}) stands still, and is ended")
+                process.signal(signal.SIGKILL)
 
     def _print_who_runs(self) -> None:
         """Answer SIGQUIT."""
@@ -206,9 +217,15 @@ class _Replicas:
         self._store.set(f"gone/{outcome.rank}", "")
         there = self._there()
         begun = self._store.check(["begun"])
-        before = [each for each in self._failed[:-1] if each.rank == outcome.rank]
-        if (begun and not there) or (before and not self._is("committed", process)) or self._is_to_end(outcome):
-            raise_failure(self._failed[-len(self._running) - 1 :] if not there else [outcome])
+        # Those that no replacement has made good.
+        open_failures = [each for each in self._failed if each.rank not in {other.rank for other in there}]
+        tries = self._tries.setdefault(outcome.rank, [])
+        if self._is("committed", process):
+            tries.clear()
+        tries.append(outcome.summary)
+        is_mistake = bool(outcome.traceback) and tries.count(outcome.summary) > 1
+        if (begun and not there) or is_mistake or len(tries) > _MOST_TRIES or self._is_to_end(outcome):
+            raise_failure([outcome] if there else open_failures[-self._job.nprocs :])
         process.signal(signal.SIGKILL)  # and what it has started
         if any(self._store.check([f"end/{rank}"]) for rank in range(self._job.nprocs)):
             if outcome.traceback or outcome.rank < min(each.rank for each in there):  # who is rank 0 to the program

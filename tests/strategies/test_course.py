@@ -17,9 +17,9 @@ def of_loaders(count: int = 2) -> Course:
     return course
 
 
-def sent(course: Course) -> tuple[Place, list[object]]:
+def sent(course: Course) -> tuple[Place, list[object], list[object]]:
     """Return what a rank that comes back gets."""
-    return replace(course.place, passes=list(course.place.passes)), list(course.log)
+    return replace(course.place, passes=list(course.place.passes)), list(course.between), list(course.log)
 
 
 def test_at_the_start_of_an_element() -> None:
@@ -57,7 +57,7 @@ def test_within_a_pass() -> None:
     assert back.replayed("mean") == "second"
     assert not back.begin_pass(0)
     assert not back.is_replaying
-    assert sent(back)[1] == ["first", "second"]  # it has it for the next that comes back
+    assert sent(back)[2] == ["first", "second"]  # it has it for the next that comes back
 
 
 def test_loops_that_are_over_are_skipped() -> None:
@@ -103,14 +103,70 @@ def test_what_cannot_be_followed_is_refused() -> None:
         of_loaders(1).take_over(*sent(there))
 
 
-def test_the_outermost_pass() -> None:
-    """Ranks come in before a batch of the pass that began first; within another one they would miss its batch."""
+def test_where_ranks_come_in() -> None:
+    """Before a batch of the outermost pass of the element; elsewhere they would not be where the others are."""
     course = of_loaders()
     course.begin_loop()
     course.begin_element(0)
     course.begin_pass(1)
     course.begin_pass(0)
-    assert course.is_outermost(1)
-    assert not course.is_outermost(0)
+    assert course.admits(1)
+    assert not course.admits(0)  # who comes in would miss the outer pass's batch
     course.end_pass(1)
-    assert course.is_outermost(0)
+    assert course.admits(0)
+    course.begin_element(1)
+    assert not course.admits(0)  # of an earlier element: the element may have had batches of it already
+    course.end_pass(0)
+    course.begin_pass(0)
+    assert course.admits(0)
+
+
+def test_passes_that_count_their_batches() -> None:
+    """Where a pass makes collectives, or is left in the middle, who comes in within it would count otherwise."""
+    for change in ("collective", "break"):
+        course = of_loaders()
+        course.begin_loop()
+        course.begin_element(0)
+        course.begin_pass(0)
+        if change == "collective":
+            course.note("a mean, each ten batches")
+        course.end_pass(0, was_left=change == "break")
+        course.begin_element(1)
+        course.begin_pass(0)
+        assert not course.admits(0)
+
+
+def test_between_loops() -> None:
+    """Collectives between two loops are given again to who comes back in the second."""
+    there, back = of_loaders(), of_loaders()
+    there.begin_loop()
+    there.begin_element(0)
+    there.note("in the first loop, which is skipped")
+    there.end_loop()
+    there.note("between")
+    there.begin_loop()
+    there.begin_element(1)
+    back.take_over(*sent(there))
+    assert back.begin_loop() is None
+    assert back.replayed("mean") == "between"
+    assert back.begin_loop() == 1
+    back.begin_element(1)
+    assert not back.is_replaying
+
+
+def test_landing_is_told_once() -> None:
+    """When the rank is where the others are, it takes their state over."""
+    landings: list[str] = []
+    there, back = of_loaders(), Course(lambda: landings.append("landed"))
+    back.add_loader()
+    back.add_loader()
+    there.begin_loop()
+    there.begin_element(0)
+    there.begin_pass(0)
+    there.place.at = 0
+    back.take_over(*sent(there))
+    back.begin_loop()
+    back.begin_element(0)
+    assert landings == []
+    back.begin_pass(0)
+    assert landings == ["landed"]

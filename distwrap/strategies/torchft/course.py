@@ -6,6 +6,7 @@ Nothing here waits for another rank.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -36,19 +37,29 @@ class Place:
 
 
 class Course:
-    """Course of this rank.
+    """Where this rank is in the program.
+
+    Args:
+        on_landing: called when this rank has come back to where the others are.
 
     Attributes:
         place: where it is.
+        between: results of the collectives between loops.
         log: results of the collectives of this element, but for those within passes through loaders.
+        counts: what the run had counted at the start of the element, and after each loop.
+        is_narrow: whether ranks that come back may come in between passes alone, since passes count their batches.
         is_over: whether the last loop has come to its end.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, on_landing: Callable[[], None] = lambda: None) -> None:
+        self._on_landing = on_landing
         self.place = Place()
+        self.between: list[Any] = []
         self.log: list[Any] = []
+        self.counts: list[dict[str, int]] = [{}]
+        self.is_narrow = False
         self.is_over = False
-        self._begun: list[int] = []  # passes under way, the outer one first
+        self._begun: dict[int, tuple[int, int]] = {}  # passes under way, the outer one first; in which loop and element
         self._skips: list[int] = []  # passes still to skip, on a rank that has come back
         self._replay: deque[Any] | None = None  # results still to be given again, until the others' place is reached
         self._landing: Place | None = None
@@ -62,9 +73,19 @@ class Course:
         """Return whether this rank is at a place, apart from the step."""
         return replace(place, at=None) == replace(self.place, at=None)
 
-    def is_outermost(self, loader: int) -> bool:
-        """Return whether no pass through another loader has begun before that through this one."""
-        return self._begun[:1] == [loader]
+    @property
+    def is_outside(self) -> bool:
+        """Whether no loop is under way."""
+        return not self.place.loop or self.is_over
+
+    def admits(self, loader: int) -> bool:
+        """Return whether a rank that comes in before a batch of this loader would be where the others are.
+
+        It goes through the element from its start. Of a pass within another one it would miss that one's batch, of one
+        from an earlier element the batches of this one, and it would count a pass's batches otherwise than the others.
+        """
+        here = (self.place.loop, self.place.element)
+        return not self.is_narrow and list(self._begun)[:1] == [loader] and self._begun[loader] == here
 
     def add_loader(self) -> int:
         """Return a number for a loader.
@@ -80,7 +101,7 @@ class Course:
         self.place.passes.append(0)
         return len(self.place.passes) - 1
 
-    def take_over(self, place: Place, log: list[Any]) -> None:
+    def take_over(self, place: Place, between: list[Any], log: list[Any]) -> None:
         """Be on the way to the others' place, on a rank that comes back.
 
         Raises:
@@ -91,7 +112,8 @@ class Course:
                 f"this rank has come back with {len(self.place.passes)} sharded loaders, and the others have "
                 f"{len(place.passes)}: make the same loaders each time the function begins."
             )
-        self._landing, self._skips, self._replay = place, list(place.passes), deque(log)
+        self._landing, self._skips, self._replay = place, list(place.passes), deque([*between, *log])
+        self.between = list(between)
 
     def begin_loop(self) -> int | None:
         """Begin the next resumable loop; return its first element for this rank, ``None`` where it is done.
@@ -140,20 +162,25 @@ class Course:
             self._skips[loader] -= 1
             self.place.passes[loader] += 1
             return True
-        self._begun.append(loader)
+        self._begun[loader] = (self.place.loop, self.place.element)
         if self._landing is not None and self._landing.at == loader:
             self._land()
         return False
 
-    def end_pass(self, loader: int) -> None:
+    def end_pass(self, loader: int, *, was_left: bool = False) -> None:
         """Take note that a pass is over, or was left."""
         if loader in self._begun:
-            self._begun.remove(loader)
+            del self._begun[loader]
             self.place.passes[loader] += 1
+            self.is_narrow = self.is_narrow or was_left
 
     def note(self, result: Any) -> None:
         """Keep the result of a collective for a rank that comes back."""
-        if not self._begun:
+        if self._begun and not self.is_outside:
+            self.is_narrow = True
+        elif self.is_outside:
+            self.between.append(result)
+        else:
             self.log.append(result)
 
     def replayed(self, what: str) -> Any:
@@ -177,3 +204,4 @@ class Course:
                 f"collectives more to get there: what is before the step must be the same each time."
             )
         self._landing, self._replay = None, None
+        self._on_landing()

@@ -1,8 +1,7 @@
-"""The ranks that are there: steps that all of them take or none, collectives among them, and the way back to them.
+"""The ranks that are there: steps that all of them take or none, the loop, and the way back to it.
 
 A step begins with a quorum: those that are there make a group, and who is behind takes over the state of who is ahead.
-It ends with a commit, or without one where an exchange failed, as when a rank dies in it. A collective in which a rank
-dies is made again among those that are left; who has its result already gives it to the others.
+It ends with a commit, or without one where an exchange failed, as when a rank dies in it.
 """
 
 from __future__ import annotations
@@ -11,43 +10,28 @@ import copy
 import socket
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import Store  # type: ignore[attr-defined]
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from distwrap._internals.torch_tree import map_tensors
 from distwrap.errors import CollectiveError, ModelError
-from distwrap.group import failures
-from distwrap.group.members import Members
-from distwrap.group.signing import sign, verify
 from distwrap.group.world import World, say
 from distwrap.model.wrapped_models import parameters_of
-from distwrap.strategies.torchft.course import Course, LeftBehindError, Place
-from distwrap.strategies.torchft.quorum import Quorum
-from distwrap.strategies.torchft.records import StartRecords
+from distwrap.strategies.torchft.course import LeftBehindError, Place
+from distwrap.strategies.torchft.meetings import ALONE_SECONDS, ROUND, Meetings
 from distwrap.strategies.torchft.rounds import WeightRounds
-from distwrap.strategies.torchft.state import TrainingState
-from distwrap.wording import first_line, named_ranks
+from distwrap.wording import first_line
 
-R = TypeVar("R")
 Element = TypeVar("Element")
 
-_ATTEMPTS = 5  # at a group, in each of which another member may be lost
 _MOST_REFUSED = 10  # steps in a row: more than deaths explain
-_ALONE_SECONDS = 0.1  # between looks of a rank that has come back before those that have the state
-
-_NOTHING = object()
-_ROUND = "the mean of the weights"  # a collective of our own
-WRAPPING = "wrap_model"  # for which a rank that comes back has no use
 
 
-class TorchFTMembers(Members):
+class TorchFTMembers(Meetings):
     """The members of a run under ``strategy="torchft"``.
 
     Args:
@@ -56,33 +40,16 @@ class TorchFTMembers(Members):
         store: of the launch, in which ranks tell their launcher how far they are.
         fewest: number of members without which no step is taken.
         come_back: whether lost ranks come back.
-
-    Attributes:
-        quorum: of those that are there.
-        is_away: whether this rank has come back, and is not among the others yet.
     """
 
     def __init__(self, world: World, lighthouse: str, store: Store, *, fewest: int, come_back: bool = True) -> None:
-        self._world, self._come_back = world, come_back
-        self.quorum = Quorum(world, lighthouse, store, fewest, self._state_dict, self._load_state_dict)
-        self._course, self._state = Course(), TrainingState()
-        self._operations, self._last = 0, None  # collectives so far, and the result of the last one
-        self._records = StartRecords(store, world.secret or b"")
-        self._is_open = self._is_fresh = self._is_busy = False  # a step; a quorum; a collective
-        self.is_away = self._takes_over = False
+        super().__init__(world, lighthouse, store, fewest)
+        self._come_back, self._takes_over = come_back, False
+        self._buffers: list[tuple[torch.Tensor, torch.Tensor]] = []  # before the step, which may be undone
         self._loads = 0  # of others' states
         self._refused = 0  # steps in a row that were not taken
-        self._verdict = self._has_committed = False
+        self._verdict = self._has_committed = self._has_left = False
         self._hook = register_optimizer_step_pre_hook(self._before_step)
-
-    @property
-    def number(self) -> int:
-        """This rank's number in the launch, which it keeps."""
-        return self.quorum.number
-
-    @property
-    def arrangement(self) -> int:
-        return self.quorum.arrangement
 
     def arrive(self) -> None:
         """Come to the others: at the start of the run at once, later not before the loop.
@@ -94,8 +61,7 @@ class TorchFTMembers(Members):
             self.quorum.arrive()
             return
         self.is_away = True
-        place = self._world.placement
-        self._world.placement = replace(place, rank=place.world_size - 1)  # not the rank that prints and saves
+        self._be(self._world.placement.world_size - 1)
 
     def _return(self) -> None:
         """Wait until the others let this rank in, and take over their state."""
@@ -103,80 +69,29 @@ class TorchFTMembers(Members):
         self.is_away, self._takes_over = False, True
         while self._takes_over:
             self._meet(admit=True)
-            time.sleep(_ALONE_SECONDS * self._takes_over)
+            time.sleep(ALONE_SECONDS * self._takes_over)
         self.quorum.tell("there")
+        if self._course.is_replaying:
+            self._be(self._world.placement.world_size - 1)
 
-    # Meetings
+    def _be(self, rank: int) -> None:
+        """Be a rank to the program: on the way back not the one that prints and saves."""
+        self._world.placement = replace(self._world.placement, rank=rank)
 
-    def _meet(self, *, admit: bool) -> None:
-        """Meet the others at the same place."""
-        while self._gather(admit=admit)[0]:
-            pass  # a member is behind by a collective, and is yet to come here
-
-    def _gather(self, *, admit: bool) -> tuple[bool, Any]:
-        """Be in a group of all that are there.
-
-        Returns:
-            Whether a member was behind by a collective, and if it was this one the result of that.
-
-        Raises:
-            CollectiveError: no group came about.
-        """
-        error: Exception | None = None
-        for _ in range(_ATTEMPTS):
-            before = self.arrangement
-            error = self.quorum.find(admit=admit)
-            if error is None and self.arrangement == before:
-                return False, _NOTHING
-            if error is None:
-                try:
-                    with self._busy():
-                        return self._compared()
-                except RuntimeError as lost:
-                    if not failures.is_of_lost_peer(lost):
-                        raise
-                    error = lost
-            self.quorum.fail(error)
-        assert error is not None
-        raise CollectiveError(
-            f"rank {self.number} on {socket.gethostname()}: no group of the ranks came about in {_ATTEMPTS} attempts, "
-            f"the last of which failed: {first_line(error)}"
-        )
-
-    def _compared(self) -> tuple[bool, Any]:
-        """Let all members of a new group be at the same collective, with the same weights; see `_gather`."""
-        secret = self._world.secret or b""
-        everyone: list[Any] = [None] * len(self.quorum.members)
-        dist.all_gather_object(everyone, sign((self._operations, self._state.fingerprint()), secret))
-        known = [verify(message, secret, rank) for rank, message in enumerate(everyone)]
-        counts, marks = [count for count, _ in known], [mark for _, mark in known]
-        if min(counts) < max(counts) - 1:
-            raise ModelError(
-                f"the ranks have made {counts} collectives, so they are at different places of the program. Every rank "
-                f"must call the same collectives."
-            )
-        apart = [number for number, mark in zip(self.quorum.members, marks, strict=True) if mark != marks[0]]
-        if apart:
-            raise ModelError(
-                f"the weights of {named_ranks(apart)} are not those of rank {self.quorum.members[0]} at step "
-                f"{self.quorum.step}: they were changed by more than the steps of optimizers."
-            )
-        if min(counts) == max(counts):
-            return False, _NOTHING
-        holder = counts.index(max(counts))
-        given = [sign(self._last, secret) if self._world.placement.rank == holder else b""]
-        dist.broadcast_object_list(given, src=holder)
-        if self._operations == max(counts):
-            return True, _NOTHING
-        self._operations, self._last = max(counts), verify(given[0], secret, holder)
-        return True, self._last
+    def _landed(self) -> None:
+        """Be among the others, with their state: what the loop has changed on the way is no longer true."""
+        assert self._taken is not None
+        self._state.load_state_dict(self._taken)
+        dict.update(self._world.counts, self._taken["counts_now"])  # Counter.update adds
+        self._taken = None
+        self._be(self.quorum.members.index(self.number))
 
     # Steps
 
     def begin_step(self, *, admit: bool) -> None:
         if self._is_open or self._is_busy or self._course.is_replaying:
             return
-        if self._come_back and (not self._course.place.loop or self._course.is_over):
+        if self._come_back and self._course.is_outside:
             raise ModelError(
                 "with max_lost=, a rank that is started again must know where to come in: write the loop of the "
                 "training as `for epoch in distwrap.resumable(range(epochs)):`, with the steps inside of it."
@@ -184,6 +99,7 @@ class TorchFTMembers(Members):
         if not self._is_fresh:
             self._meet(admit=admit)
         self._is_open, self._is_fresh = True, False
+        self._buffers = self._state.buffers()
 
     def begin_exchange(self) -> None:
         """Begin a step at the end of its backward, where no loader has begun it."""
@@ -216,6 +132,9 @@ class TorchFTMembers(Members):
         error = self.quorum.error
         self._verdict = self.quorum.commit()
         self._refused = 0 if self._verdict else self._refused + 1
+        if not self._verdict:
+            for buffer, before in self._buffers:
+                buffer.copy_(before)
         if self._refused >= _MOST_REFUSED:
             raise CollectiveError(
                 f"rank {self.number} on {socket.gethostname()}: {self._refused} steps in a row were not taken, as "
@@ -225,76 +144,12 @@ class TorchFTMembers(Members):
             self._has_committed = True
             self.quorum.tell("committed")
 
-    def end_round(self, mean: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def end_round(self, mean: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
         """End a round of steps that each member has taken on its own; return the mean of their weights."""
         self._is_open = False  # who is lost in the exchange dooms no step: the others exchange again
-        found = self.collective(_ROUND, mean)
+        found = self.collective(ROUND, mean)
         self._commit()
         return found
-
-    # Collectives
-
-    def collective(self, what: str, call: Callable[[], R]) -> R:
-        if self._is_busy:
-            return call()
-        result: R
-        if self.is_away:
-            result = self._records.next(what)
-            return result
-        if self._course.is_replaying:
-            result = self._course.replayed(what)
-            return result
-        self._is_fresh = False
-        if self._course.is_over and what != _ROUND:
-            self._end_rounds()  # which a break out of the loop has left
-        while True:
-            error: RuntimeError | None = None
-            try:
-                if self.quorum.has_group:
-                    with self._busy():
-                        result = call()
-                    self._operations += 1
-                    self._last = _copied(result)
-                    break
-            except RuntimeError as lost:
-                if not failures.is_of_lost_peer(lost):
-                    raise
-                error = lost
-            value = self._after_loss(what, error)
-            if value is not _NOTHING:
-                result = value
-                break
-        self._note(what)
-        return result
-
-    def _after_loss(self, what: str, error: RuntimeError | None) -> Any:
-        """Make a group of those that are left; return the result of the collective where they have it already."""
-        before = set(self.quorum.members)
-        if error is not None:
-            self.quorum.fail(error)
-        _, value = self._gather(admit=False)
-        if self._is_open:
-            self.quorum.doom(RuntimeError("a rank was lost in this step"))
-        gone = before - set(self.quorum.members)
-        if gone and what not in ("barrier", "agree", _ROUND, WRAPPING):
-            say(f"{what}() goes on without {named_ranks(gone)}, and what would have come from there")
-        return value
-
-    def _note(self, what: str) -> None:
-        """Keep the result of a collective for ranks that come back."""
-        if what in (_ROUND, WRAPPING):
-            return
-        self._course.note(self._last)
-        if not self._course.place.loop:
-            self._records.keep(what, self._last, writes=self._world.placement.rank == 0)
-
-    @contextmanager
-    def _busy(self) -> Iterator[None]:
-        before, self._is_busy = self._is_busy, True
-        try:
-            yield
-        finally:
-            self._is_busy = before
 
     # The loop and its loaders
 
@@ -307,24 +162,46 @@ class TorchFTMembers(Members):
         if self.is_away:
             self._return()
         first = self._course.begin_loop()
+        loops = self._course.counts
         if first is None:
+            dict.update(self._world.counts, loops[self._course.place.loop])  # Counter.update adds
             return
         for number, element in enumerate(elements):
             if number < first:
                 continue
             replays = self._course.is_replaying
             self._course.begin_element(number, repr(element))
+            counts = self._course.counts
+            if replays:
+                dict.update(self._world.counts, counts[0])  # Counter.update adds
+            counts[0] = dict(self._world.counts)
             if not replays:
                 self._is_open = False  # a step that the loop has left
                 self._meet(admit=True)
                 self._is_fresh = True
+            if not self._course.is_replaying and number & (number - 1) == 0:
+                self._compare()
             try:
                 yield element
             except GeneratorExit:
-                self._course.end_loop()
+                self._has_left = True
+                self._end_loop()
                 raise
             self._end_rounds()
+        self._end_loop()
+        self._meet(admit=False)
+        self._compare()
+
+    def _end_loop(self) -> None:
         self._course.end_loop()
+        self._course.counts.append(dict(self._world.counts))
+
+    def _after_break(self) -> None:
+        """Be at the same step with the others, where a break has left the loop."""
+        if self._has_left:
+            self._has_left = self._is_open = False
+            self._end_rounds()
+            self._meet(admit=False)
 
     def _end_rounds(self) -> None:
         for rounds in self._state.rounds.values():
@@ -337,14 +214,20 @@ class TorchFTMembers(Members):
     def begin_pass(self, number: int) -> bool:
         return self._course.begin_pass(number)
 
-    def end_pass(self, number: int) -> None:
-        self._course.end_pass(number)
+    def end_batches(self) -> None:
+        if not (self._course.is_outside or self._course.is_replaying or self._is_open or self._state.rounds):
+            self._meet(admit=False)  # the last step may have been taken by some of the members alone
+
+    def end_pass(self, number: int, *, was_left: bool) -> None:
+        self._course.end_pass(number, was_left=was_left)
 
     def begin_batch(self, number: int) -> None:
+        if self._come_back and self._course.is_outside:
+            return  # of no step yet
         place = self._course.place
         before, place.at = place.at, number
         try:
-            self.begin_step(admit=self._course.is_outermost(number))
+            self.begin_step(admit=self._course.admits(number))
         finally:
             place.at = before
 
@@ -361,7 +244,11 @@ class TorchFTMembers(Members):
         return {
             **self._state.state_dict(),
             "place": replace(place, passes=list(place.passes)),
+            "between": list(self._course.between),
             "log": list(self._course.log),
+            "is_narrow": self._course.is_narrow,
+            "counts": [*map(dict, self._course.counts)],
+            "counts_now": dict(self._world.counts),
             "operations": self._operations,
         }
 
@@ -373,18 +260,21 @@ class TorchFTMembers(Members):
             raise LeftBehindError(
                 f"rank {self.number} on {socket.gethostname()} was slow, and taken for lost; the others have gone on."
             )
-        self._state.load_state_dict(state)
-        if self._takes_over:
-            self._course.take_over(place, state["log"])
-            self._operations, self._takes_over = state["operations"], False
-            self._is_open, self._is_fresh = place.at is not None, place.at is None
+        if not self._takes_over:
+            self._state.load_state_dict(state)
+            return
+        self._taken = {name: copy.deepcopy(value) for name, value in state.items()}
+        self._course.take_over(place, state["between"], state["log"])
+        self._course.is_narrow, self._course.counts = state["is_narrow"], state["counts"]
+        self._operations, self._takes_over = state["operations"], False
+        self._is_open, self._is_fresh = place.at is not None, place.at is None
 
     # The end
 
     def conclude(self) -> None:
         if self.is_away:
             return
-        self._end_rounds()
+        self._after_break()
         while self.quorum.end():
             self._gather(admit=False)  # a member has failed in its last collective, and asks for the result
 
@@ -393,8 +283,3 @@ class TorchFTMembers(Members):
         for rounds in self._state.rounds.values():
             rounds.close()
         self.quorum.close()
-
-
-def _copied(result: Any) -> Any:
-    """Return a copy that the loop cannot change; of tensors without their gradients."""
-    return copy.deepcopy(map_tensors(lambda tensor: tensor.detach(), result))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,8 @@ from distwrap.errors import OptionError
 from distwrap.group.world import current_world
 from distwrap.model.wrapped_models import parameters_of
 
-EndRound = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
+Tensors = list[torch.Tensor]
+EndRound = Callable[[Callable[[], Tensors]], Tensors]
 
 
 class WeightRounds:
@@ -37,6 +39,7 @@ class WeightRounds:
 
     def __init__(self, model: nn.Module, end_round: EndRound, algorithm: LocalSGD | DiLoCo) -> None:
         self._end_round, self._algorithm = end_round, algorithm
+        self._model = ref(model)
         self._weights = FlatWeights([each for each in model.parameters() if each.requires_grad])
         self._held = {id(each) for each in self._weights.parameters}
         self.anchor = self._weights.read()
@@ -56,13 +59,19 @@ class WeightRounds:
             return
         self._steps = 0
         weights = self._weights.read()
-        mean = self._end_round(lambda: _mean(weights))
+        mean, *buffers = self._end_round(lambda: [_mean(weights), *map(_of_first, self._buffers())])
+        for buffer, value in zip(self._buffers(), buffers, strict=True):  # of batch norms: rank 0's, as under DDP
+            buffer.copy_(value)
         if isinstance(self._algorithm, DiLoCo):
             progress, momentum = self.anchor - mean, self._algorithm.outer_momentum
             self._momentum.mul_(momentum).add_(progress)
             mean = self.anchor.sub(progress + momentum * self._momentum, alpha=self._algorithm.outer_lr)
         self.anchor = mean.clone()
         self._weights.write(mean)
+
+    def _buffers(self) -> Tensors:
+        model = self._model()
+        return [] if model is None else [each for each in model.buffers() if each.is_floating_point()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a rank that comes back takes over."""
@@ -99,3 +108,9 @@ def _mean(weights: torch.Tensor) -> torch.Tensor:
     mean = weights / current_world().placement.world_size
     dist.all_reduce(mean)
     return mean
+
+
+def _of_first(buffer: torch.Tensor) -> torch.Tensor:
+    value = buffer.clone()
+    dist.broadcast(value, src=0)
+    return value

@@ -6,10 +6,12 @@ import zlib
 from typing import Any
 from weakref import ref
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from distwrap.data.changing import start_of_next
 from distwrap.errors import ModelError
 from distwrap.group.tensors_apart import bytes_of
 from distwrap.live_objects import instances
@@ -39,7 +41,7 @@ class TrainingState:
     def state_dict(self) -> dict[str, Any]:
         """Return the state; tensors are those that are trained, and no copies."""
         things = self.things()
-        loaders = [None if (loader := each()) is None else loader.state_dict() for each in self._loaders]
+        loaders = [None if (loader := each()) is None else start_of_next(loader) for each in self._loaders]
         states = {kind: {name: each.state_dict() for name, each in named.items()} for kind, named in things.items()}
         return {**states, "loaders": loaders}
 
@@ -63,11 +65,16 @@ class TrainingState:
             if loader is not None and its_state is not None:
                 loader.load_state_dict(its_state)
 
+    def buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the buffers of batch norms and their like, each with a copy."""
+        return [(each, each.clone()) for model in self.models for each in model.buffers()]
+
     def fingerprint(self) -> int:
-        """Return a number of the weights, which is the same where all of them are the same to the bit."""
+        """Return a number of weights and learning rates, the same where all of them are the same to the bit."""
         alike = [rounds.anchor for rounds in self.rounds.values()]
         alike += [each for model in self.models if model not in self.rounds for each in model.parameters()]
-        found = 0
+        groups = [group for optimizer in self.things()["optimizers"].values() for group in optimizer.param_groups]
+        found = zlib.crc32(repr([group.get("lr") for group in groups]).encode())
         for tensor in alike:
             found = zlib.crc32(bytes_of(tensor.detach().cpu()), found)
         return found

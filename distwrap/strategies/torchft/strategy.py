@@ -114,7 +114,7 @@ class TorchFTStrategy(Strategy):
         if members is None:
             return local(model, wrapping)
         from distwrap.strategies.torchft.averaging import Averaging, Averagings
-        from distwrap.strategies.torchft.members import WRAPPING
+        from distwrap.strategies.torchft.meetings import WRAPPING
         from distwrap.strategies.torchft.rounds import WeightRounds, refuse_unlike
 
         if wrapping.options:

@@ -272,3 +272,155 @@ def raise_nothing() -> None:
     model = dw.wrap_model(nn.Linear(1, 1))
     for _ in dw.resumable(range(2)):
         model(torch.ones(1, 1)).sum().backward()
+
+
+def losing(folder: Path, number: int, here: bool) -> None:
+    """Kill rank 1 here, once."""
+    if here and number == 1 and not (folder / "killed").exists():
+        (folder / "killed").touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def left_passes(folder: Path, dies: bool) -> list[list[int]]:
+    """Leave each pass after three batches, and return how many batches, and which samples, each epoch has had."""
+    number = first_number(folder)
+    model = dw.wrap_model(nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = dw.shard_loader(DataLoader(Numbered(), batch_size=BATCH, shuffle=True))
+    evaluation = dw.shard_loader(DataLoader(Numbered(), batch_size=BATCH))
+    seen: list[list[int]] = []
+    for epoch in dw.resumable(range(4)):
+        batches, samples = 0, []
+        for step, (_, x, _) in enumerate(loader):
+            losing(folder, number, dies and epoch == 1 and step == 1)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            batches += 1
+            if step == 2:
+                break
+        with torch.no_grad():
+            for step, (numbers, _, _) in enumerate(evaluation):
+                samples += numbers.tolist()
+                if step == 1:
+                    break
+        seen.append([batches, *sorted(dw.gather(torch.tensor(samples)).tolist())])
+    return seen
+
+
+def before_the_batches(folder: Path) -> list[Any]:
+    """Evaluate and step a scheduler before an epoch's batches, lose a rank in them, and return what it all led to."""
+    number, printed = first_number(folder), folder / "printed"
+    model = dw.wrap_model(nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4), nn.Linear(4, 1)))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    loader = dw.shard_loader(DataLoader(Numbered(), batch_size=BATCH, shuffle=True))
+    evaluation = dw.shard_loader(DataLoader(Numbered(), batch_size=BATCH))
+    for epoch in dw.resumable(range(3)):
+        if epoch:
+            scheduler.step()
+        mean_loss(lambda x: model(x)[:, :1].expand(-1, 2), evaluation, Killer(folder, []), epoch)
+        if dw.rank() == 0:
+            with printed.open("a") as file:
+                file.write(f"{epoch}\n")
+        model.train()
+        for step, (_, x, _) in enumerate(loader):
+            losing(folder, number, epoch == 1 and step == 2)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            time.sleep(0.3)
+    numbers = [*model.parameters(), *(each for each in model.buffers() if each.is_floating_point())]
+    return [scheduler.last_epoch, scheduler.get_last_lr(), float(sum(each.detach().double().sum() for each in numbers))]
+
+
+def count_in_passes(folder: Path) -> list[Any]:
+    """Exchange a mean each three batches of a pass, counted by the loop."""
+    number, means = first_number(folder), 0
+    model = dw.wrap_model(nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = dw.shard_loader(DataLoader(Numbered(), batch_size=2, shuffle=True))
+    for epoch in dw.resumable(range(4)):
+        for step, (_, x, _) in enumerate(loader):
+            losing(folder, number, epoch == 1 and step == 2)
+            optimizer.zero_grad()
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            if step % 3 == 0:
+                assert 0 < dw.mean(loss.item()) < 100
+                means += 1
+            time.sleep(0.05)
+    return [float(model.weight.detach().sum())]
+
+
+def several_steps_an_element(folder: Path) -> float:
+    """Take three batches of an iterator of the user's own in each element, as a critic's steps."""
+    number = first_number(folder)
+    model = dw.wrap_model(nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = dw.shard_loader(DataLoader(Numbered(), batch_size=2, shuffle=True))
+    batches = iter(loader)
+    for element in dw.resumable(range(12)):
+        for turn in range(3):
+            losing(folder, number, element == 3 and turn == 1)
+            try:
+                _, x, _ = next(batches)
+            except StopIteration:
+                batches = iter(loader)
+                _, x, _ = next(batches)
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            time.sleep(0.1)
+    return float(model.weight.detach().sum())
+
+
+def rate_of_a_counter(folder: Path) -> None:
+    """Set the learning rate from a counter of the loop's own, which a rank that comes back does not take over."""
+    number, steps = first_number(folder), 0
+    model = dw.wrap_model(nn.Linear(6, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    loader = dw.shard_loader(DataLoader(Numbered(), batch_size=BATCH, shuffle=True))
+    for epoch in dw.resumable(range(9)):
+        for step, (_, x, _) in enumerate(loader):
+            losing(folder, number, epoch == 1 and step == 2)
+            steps += 1
+            optimizer.param_groups[0]["lr"] = 0.1 / steps
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+            time.sleep(0.02)
+
+
+def two_loops(folder: Path) -> list[Any]:
+    """Go through two loops, with another optimizer and a mean between them, and lose a rank in the second."""
+    number, means = first_number(folder), []
+    model = dw.wrap_model(nn.Linear(6, 1))
+    loader = dw.shard_loader(DataLoader(Numbered(), batch_size=BATCH, shuffle=True))
+    for phase in range(2):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1) if phase == 0 else torch.optim.Adam(model.parameters())
+        means.append(dw.mean(float(number + 10 * phase)))
+        for epoch in dw.resumable(range(2)):
+            for step, (_, x, _) in enumerate(loader):
+                losing(folder, number, phase == 1 and epoch == 0 and step == 2)
+                optimizer.zero_grad()
+                model(x).square().mean().backward()
+                optimizer.step()
+                time.sleep(0.1)
+        del optimizer
+    return [means, float(model.weight.detach().sum())]
+
+
+def sample_batch() -> float:
+    """Look at a batch before the loop, with gradients on, as to build a model by it."""
+    loader = dw.shard_loader(DataLoader(Numbered(), batch_size=BATCH, shuffle=True))
+    _, first, _ = next(iter(loader))
+    model = dw.wrap_model(nn.Linear(first.shape[1], 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in dw.resumable(range(2)):
+        for _, x, _ in loader:
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    return float(model.weight.detach().sum())

@@ -135,9 +135,9 @@ def test_under_other_options(nprocs: int, options: dict[str, Any], tmp_path: Pat
 
 
 def test_a_frozen_rank_is_left_behind(tmp_path: Path) -> None:
-    """One that stands still holds the others up for the time limit of a collective, and is gone at the end."""
+    """One that stands still holds the others up for the time limit of a collective, and is ended and started again."""
     ended = run(tmp_path, [(1, 1, 1, "forward")], timeout=5.0, how=signal.SIGSTOP)
-    assert len(ended) == 2
+    assert len(ended) >= 2
     assert_alike(ended)
 
 
@@ -201,6 +201,48 @@ def test_other_elements_are_an_error(tmp_path: Path) -> None:
     """A rank that comes back and would count from another number says so, and does not train other epochs."""
     with pytest.raises(ModelError, match=r"resumable\(\) is \d+, where the others have \d+"):
         start(program.other_elements, tmp_path)
+
+
+@pytest.mark.parametrize("dies", [False, True])
+def test_passes_that_are_left(dies: bool, tmp_path: Path) -> None:
+    """A break out of a pass ends it: the next one is a new one."""
+    for seen in start(program.left_passes, tmp_path, dies):
+        batches, evaluated = [each[0] for each in seen], [each[1:] for each in seen]
+        assert batches[0] == batches[2] == batches[3] == 3
+        assert evaluated[0] == list(range(24))
+        assert evaluated[3] == evaluated[0]
+
+
+def test_what_comes_before_the_batches(tmp_path: Path) -> None:
+    """On its way back a rank changes nothing twice, prints nothing twice, and divides by no zero."""
+    ended = start(program.before_the_batches, tmp_path)
+    assert len(ended) == 3
+    assert ended[1:] == ended[:-1]
+    assert ended[0][:2] == [2, [0.025]]
+    assert (tmp_path / "printed").read_text().split() == ["0", "1", "2"]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [program.count_in_passes, program.several_steps_an_element, program.two_loops],
+    ids=lambda each: each.__name__,
+)
+def test_loops_that_count(function: Any, tmp_path: Path) -> None:
+    """Who comes back comes in where it is at the same count as the others."""
+    ended = start(function, tmp_path)
+    assert len(ended) == 3
+    assert ended[1:] == ended[:-1]
+
+
+def test_what_is_not_taken_over_is_an_error(tmp_path: Path) -> None:
+    """A learning rate of a counter differs on a rank that has come back: a later comparison finds it."""
+    with pytest.raises(ModelError, match=r"weights or learning rates of rank \d are not those of rank \d"):
+        start(program.rate_of_a_counter, tmp_path)
+
+
+def test_a_batch_before_the_loop() -> None:
+    """It is of no step."""
+    assert len(set(start(program.sample_batch))) == 1
 
 
 def test_under_an_outer_launcher(monkeypatch: pytest.MonkeyPatch) -> None:

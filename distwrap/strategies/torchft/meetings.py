@@ -1,0 +1,261 @@
+"""Meetings of the ranks that are there: a group of all of them, at one place of the program, and collectives in it.
+
+A collective in which a rank dies is made again among those that are left; who has its result already gives it to the
+others.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import socket
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from distwrap._internals.torch_tree import map_tensors
+from distwrap.errors import CollectiveError, ModelError
+from distwrap.group import failures
+from distwrap.group.collectives import gather_object
+from distwrap.group.members import Members, WorkLostError
+from distwrap.group.signing import sign, verify
+from distwrap.group.world import World, say
+from distwrap.network.waiting import wait_until
+from distwrap.strategies.torchft.course import Course
+from distwrap.strategies.torchft.quorum import Quorum
+from distwrap.strategies.torchft.records import StartRecords
+from distwrap.strategies.torchft.state import TrainingState
+from distwrap.wording import first_line, named_ranks
+
+R = TypeVar("R")
+Element = TypeVar("Element")
+
+_ATTEMPTS = 5  # at a group, in each of which another member may be lost
+ALONE_SECONDS = 0.1  # between looks of a rank that has come back before those that have the state
+
+_NOTHING = object()
+ROUND, _MARKS = "the mean of the weights", "the comparison of weights"  # collectives of our own
+WRAPPING = "wrap_model"  # for which a rank that comes back has no use
+
+
+class Meetings(Members):
+    """What the members of a run do together outside of steps.
+
+    Args:
+        world: of the run.
+        lighthouse: torchft's, which knows who is there.
+        store: of the launch, in which ranks tell their launcher how far they are.
+        fewest: number of members without which no step is taken.
+
+    Attributes:
+        quorum: of those that are there.
+        is_away: whether this rank has come back, and is not among the others yet.
+    """
+
+    def __init__(self, world: World, lighthouse: str, store: Store, fewest: int) -> None:
+        self._world, self._fewest = world, fewest
+        self.quorum = Quorum(world, lighthouse, store, fewest, self._state_dict, self._load_state_dict)
+        self._course, self._state = Course(self._landed), TrainingState()
+        self._taken: dict[str, Any] | None = None  # state of the others, until this rank is where they are
+        self._operations, self._last = 0, None  # collectives so far, and the result of the last one
+        self._records = StartRecords(store, world.secret or b"")
+        self._is_open = self._is_fresh = self._is_busy = False  # a step; a quorum; a collective
+        self.is_away = False
+
+    @property
+    def number(self) -> int:
+        """This rank's number in the launch, which it keeps."""
+        return self.quorum.number
+
+    @property
+    def arrangement(self) -> int:
+        return self.quorum.arrangement
+
+    @abstractmethod
+    def _state_dict(self) -> dict[str, Any]:
+        """Return what a member that is behind takes over."""
+
+    @abstractmethod
+    def _load_state_dict(self, state: dict[str, Any]) -> None:
+        """Take over the state of a member that is ahead."""
+
+    @abstractmethod
+    def _landed(self) -> None:
+        """Be among the others, on a rank that has come back."""
+
+    @abstractmethod
+    def _after_break(self) -> None:
+        """Be at the same step with the others, where a break has left the loop."""
+
+    def _meet(self, *, admit: bool) -> None:
+        """Meet the others at the same place."""
+        # Again where a member is behind by a collective, and is yet to come here; or where there are too few to go on.
+        while self._gather(admit=admit)[0] or (admit and len(self.quorum.members) < self._fewest):
+            time.sleep(ALONE_SECONDS)
+
+    def _gather(self, *, admit: bool) -> tuple[bool, Any]:
+        """Be in a group of all that are there.
+
+        Returns:
+            Whether a member was behind by a collective, and if it was this one the result of that.
+
+        Raises:
+            CollectiveError: no group came about.
+        """
+        error: Exception | None = None
+        for _ in range(_ATTEMPTS):
+            before = self.arrangement
+            error = self.quorum.find(admit=admit)
+            if error is None and self.arrangement == before:
+                return False, _NOTHING
+            if error is None:
+                try:
+                    with self._busy():
+                        return self._compared()
+                except RuntimeError as lost:
+                    if not failures.is_of_lost_peer(lost):
+                        raise
+                    error = lost
+            self.quorum.fail(error)
+        assert error is not None
+        raise CollectiveError(
+            f"rank {self.number} on {socket.gethostname()}: no group of the ranks came about in {_ATTEMPTS} attempts, "
+            f"the last of which failed: {first_line(error)}"
+        )
+
+    def _compared(self) -> tuple[bool, Any]:
+        """Let all members of a new group be at the same collective, with the same weights; see `_gather`."""
+        secret = self._world.secret or b""
+        everyone: list[Any] = [None] * len(self.quorum.members)
+        dist.all_gather_object(everyone, sign((self._operations, self._mark()), secret))
+        known = [verify(message, secret, rank) for rank, message in enumerate(everyone)]
+        counts, marks = [count for count, _ in known], [mark for _, mark in known]
+        if min(counts) < max(counts) - 1:
+            raise ModelError(
+                f"the ranks have made {counts} collectives, so they are at different places of the program. Every rank "
+                f"must call the same collectives."
+            )
+        self._refuse_apart(marks)
+        if min(counts) == max(counts):
+            return False, _NOTHING
+        holder = counts.index(max(counts))
+        given = [sign(self._last, secret) if self._world.placement.rank == holder else b""]
+        dist.broadcast_object_list(given, src=holder)
+        if self._operations == max(counts):
+            return True, _NOTHING
+        self._operations, self._last = max(counts), verify(given[0], secret, holder)
+        return True, self._last
+
+    def _mark(self) -> int | None:
+        """Return what is alike on all members, in a number; ``None`` on the way back."""
+        return self._state.fingerprint() if self._taken is None else None
+
+    def _refuse_apart(self, marks: list[int | None]) -> None:
+        known = {number: mark for number, mark in zip(self.quorum.members, marks, strict=True) if mark is not None}
+        first = min(known)
+        apart = [number for number, mark in known.items() if mark != known[first]]
+        if apart:
+            raise ModelError(
+                f"weights or learning rates of {named_ranks(apart)} are not those of rank {first} at step "
+                f"{self.quorum.step}: they depend on something that a rank that came back did not take over, as a "
+                f"counter of the loop's, or were changed by hand on one rank."
+            )
+
+    def _compare(self) -> None:
+        marks: list[Any] = self.collective(_MARKS, lambda: gather_object(self._mark()))
+        if len(marks) == len(self.quorum.members):  # else one was lost after it
+            self._refuse_apart(marks)
+        self._is_fresh = not self._is_open
+
+    # Collectives
+
+    def collective(self, what: str, call: Callable[[], R]) -> R:
+        if self._is_busy:
+            return call()
+        result: R
+        if self.is_away:
+            result = self._records.next(what)
+            return result
+        if self._course.is_replaying:
+            result = self._course.replayed(what)
+            return result
+        self._is_fresh = False
+        if what not in (ROUND, _MARKS):
+            self._after_break()
+        while True:
+            error: RuntimeError | None = None
+            try:
+                if self.quorum.has_group:
+                    with self._busy():
+                        result = call()
+                    self._operations += 1
+                    self._last = _copied(result)
+                    break
+            except RuntimeError as lost:
+                if not failures.is_of_lost_peer(lost):
+                    raise
+                error = lost
+            value = self._after_loss(what, error)
+            if value is not _NOTHING:
+                result = value
+                break
+        self._note(what)
+        return result
+
+    def share(self, key: str, worker: int, result: bytes | None) -> bytes:
+        store, name = self.quorum.store, f"work/{key}"
+        if result is not None:
+            store.set(name, result.hex())
+            return result
+        if store.check([name]):
+            return bytes.fromhex(store.get(name).decode())
+        if self.is_away or self._course.is_replaying:
+            raise ModelError(
+                f"this rank has come back, and waits for {key!r} where the others have not: what is before the step "
+                f"must be the same each time the function, or an element of the loop, begins."
+            )
+        number = self.quorum.members[worker]
+        wait_until(lambda: store.check([name]) or store.check([f"gone/{number}"]), math.inf)
+        if store.check([name]):
+            return bytes.fromhex(store.get(name).decode())
+        self._gather(admit=False)
+        raise WorkLostError(f"rank {number} was lost in {key!r}, which another rank does in its place")
+
+    def _after_loss(self, what: str, error: RuntimeError | None) -> Any:
+        """Make a group of those that are left; return the result of the collective where they have it already."""
+        before = set(self.quorum.members)
+        if error is not None:
+            self.quorum.fail(error)
+        _, value = self._gather(admit=False)
+        if self._is_open:
+            self.quorum.doom(RuntimeError("a rank was lost in this step"))
+        gone = before - set(self.quorum.members)
+        if gone and what not in ("barrier", "agree", ROUND, _MARKS, WRAPPING):
+            say(f"{what}() goes on without {named_ranks(gone)}, and what would have come from there")
+        return value
+
+    def _note(self, what: str) -> None:
+        """Keep the result of a collective for ranks that come back."""
+        if what in (ROUND, _MARKS, WRAPPING):
+            return
+        self._course.note(self._last)
+        if not self._course.place.loop:
+            self._records.keep(what, self._last, writes=self._world.placement.rank == 0)
+
+    @contextmanager
+    def _busy(self) -> Iterator[None]:
+        before, self._is_busy = self._is_busy, True
+        try:
+            yield
+        finally:
+            self._is_busy = before
+
+
+def _copied(result: Any) -> Any:
+    """Return a copy that the loop cannot change; of tensors without their gradients."""
+    return copy.deepcopy(map_tensors(lambda tensor: tensor.detach(), result))
