@@ -175,7 +175,7 @@ class World:
 
     @property
     def counts(self) -> Counter[str]:
-        """What this run has counted, by name."""
+        """The counts of this run, by name."""
         return self._counts
 
     def wait(self) -> None:

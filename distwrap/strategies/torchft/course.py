@@ -37,7 +37,7 @@ class Place:
 
 
 class Course:
-    """Where this rank is in the program.
+    """Place of this rank in the program, and its way there.
 
     Args:
         on_landing: called when this rank has come back to where the others are.
@@ -179,7 +179,8 @@ class Course:
         if self._begun and not self.is_outside:
             self.is_narrow = True
         elif self.is_outside:
-            self.between.append(result)
+            if self.place.loop:
+                self.between.append(result)
         else:
             self.log.append(result)
 

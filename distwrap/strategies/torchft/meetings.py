@@ -44,7 +44,7 @@ WRAPPING = "wrap_model"  # for which a rank that comes back has no use
 
 
 class Meetings(Members):
-    """What the members of a run do together outside of steps.
+    """Work of the members of a run together, outside of steps.
 
     Args:
         world: of the run.

@@ -123,15 +123,10 @@ class Quorum:
 
     def begin(self) -> None:
         """Begin to be known to the lighthouse."""
-        from torchft.manager import Manager
-
-        from distwrap._internals.torchft import on_loopback
-
         self._group = MemberGroup(self.number, self._seconds, self._rearranged)
         seconds = timedelta(seconds=self._seconds)
         self._own_store, port = stores.serve("127.0.0.1", [0], "replica", self._seconds)
-        self._manager = on_loopback(
-            Manager,
+        self._manager = _manager(
             pg=self._group,
             load_state_dict=self._take_over,
             state_dict=self._state,
@@ -258,3 +253,15 @@ class Quorum:
     def _leave_group(self) -> None:
         if self._group is not None:
             self._group.abort()
+
+
+def _manager(**arguments: Any) -> Any:
+    """Make torchft's manager, whose server listens on loopback alone; its own listens everywhere, and obeys anybody."""
+    from torchft import manager
+
+    server = manager.ManagerServer
+    manager.ManagerServer = lambda **given: server(**{**given, "bind": "127.0.0.1:0"})
+    try:
+        return manager.Manager(**arguments)
+    finally:
+        manager.ManagerServer = server

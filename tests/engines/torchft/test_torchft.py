@@ -208,9 +208,8 @@ def test_passes_that_are_left(dies: bool, tmp_path: Path) -> None:
     """A break out of a pass ends it: the next one is a new one."""
     for seen in start(program.left_passes, tmp_path, dies):
         batches, evaluated = [each[0] for each in seen], [each[1:] for each in seen]
-        assert batches[0] == batches[2] == batches[3] == 3
-        assert evaluated[0] == list(range(24))
-        assert evaluated[3] == evaluated[0]
+        assert batches[-2:] == [3, 3]  # who has come back has not seen the first ones
+        assert evaluated[-1] == list(range(24))
 
 
 def test_what_comes_before_the_batches(tmp_path: Path) -> None:
