@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
+from distwrap import retrofit
 from distwrap.data import workers
 from distwrap.environments import distwrap_environment
 from distwrap.errors import LaunchError, OptionError, WorkerTimeoutError
@@ -92,7 +93,21 @@ class ReplicasLauncher(Launcher):
 
     def bring_home(self, job: Job, outcomes: Sequence[Outcome]) -> Any:
         there = sorted(outcomes, key=lambda outcome: outcome.rank)
-        values = [transport.unpack_result(each.value)[0] for each in there if each.value is not None]
+        task = job.task
+        found = retrofit.find(task.function, task.args, task.kwargs) if task.options.retrofit else []
+        own, values, is_loaded = [item.original for item in found], [], not found
+        for outcome in there:
+            if outcome.value is not None:
+                value, states = transport.unpack_result(outcome.value, own)
+                values.append(value)
+                if states and not is_loaded:
+                    is_loaded = True
+                    for item, state in zip(found, states, strict=True):
+                        item.load(state)
+        if not is_loaded:
+            raise LaunchError(
+                "rank 0, from which retrofit=True takes what was trained, was lost, and did not come back."
+            )
         return values if job.returns == "all" else values[0]
 
     def _processes(self) -> LocalLauncher:

@@ -69,8 +69,11 @@ class TorchFTStrategy(Strategy):
             raise OptionError(
                 "precision='fp16' does not go with max_lost=: its scaler knows no lost steps. Use 'bf16'."
             )
-        if run.retrofit:
-            raise OptionError("retrofit=True does not go with max_lost=: wrap the objects in the function.")
+        if run.retrofit and self.come_back:
+            raise OptionError(
+                "retrofit=True does not go with ranks that come back, whose loop is over distwrap.resumable: wrap the "
+                "objects in the function, or say strategy=TorchFTStrategy(come_back=False)."
+            )
         if run.max_restarts:
             raise OptionError("max_restarts= starts all ranks again, max_lost= the lost ones alone: say one of them.")
 
