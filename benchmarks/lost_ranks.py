@@ -53,8 +53,10 @@ def train(folder: Path, batches: int, ways: str) -> None:
             time.sleep(STEP_SECONDS)  # the device computes
             optimizer.zero_grad()
             nn.functional.mse_loss(model(a), b).backward()
+            before = model.weight.detach().clone()
             optimizer.step()
-            log.write(f"{time.time()!r} {place}\n")
+            if not torch.equal(before, model.weight):  # else the step was not taken
+                log.write(f"{time.time()!r} {place}\n")
         if ways == "restarts":
             distwrap.save({"model": model, "optimizer": optimizer, "epoch": epoch + 1}, folder / "last.pt")
 
