@@ -240,6 +240,8 @@ class _Replicas:
         tries.append(outcome.summary)
         is_mistake = bool(outcome.traceback) and tries.count(outcome.summary) > 1
         if (begun and not there) or is_mistake or len(tries) > _MOST_TRIES or self._is_to_end(outcome):
+            if outcome.traceback and not there and len(open_failures) > 1:  # of which the first is raised
+                print_notice(f"rank {outcome.rank} (pid {process.pid}) has failed too: {_words(outcome)}")
             raise_failure([outcome] if there else open_failures[-self._job.nprocs :])
         process.signal(signal.SIGKILL)  # and what it has started
         if any(self._store.check([f"end/{rank}"]) for rank in range(self._job.nprocs)):

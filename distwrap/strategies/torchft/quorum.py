@@ -73,7 +73,9 @@ class Quorum:
         self._group: MemberGroup | None = None
         self._own_store: object = None  # which torchft wants; it must live as long as the manager
         for name in ("torchft.manager", "torchft_quorums", "torchft_commits", "torchft_errors"):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # what they say of each step goes to nobody
+            logger: Any = logging.getLogger(name)
+            logger.setLevel(logging.CRITICAL)  # what they say of each step goes to nobody
+            logger.warn = logger.warning  # which torchft calls by its old name: a warning, or an error under -W error
 
     @property
     def step(self) -> int:
