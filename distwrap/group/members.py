@@ -119,10 +119,10 @@ def among_members(function: Callable[P, R]) -> Callable[P, R]:
     """Let a collective go on among those that are left where a member is lost in it."""
 
     @functools.wraps(function)
-    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+    def _call(*args: P.args, **kwargs: P.kwargs) -> R:
         members = current_world().members
         if members is None:
             return function(*args, **kwargs)
         return members.collective(function.__name__, lambda: function(*args, **kwargs))
 
-    return call
+    return _call

@@ -23,7 +23,7 @@ _DATA_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 _OPTIMIZER = os.path.join("torch", "optim", "optimizer.py")
 
 # Names in torch and the standard library that say less than the ones below or above them.
-_SILENT = {"wrapper", "inner", "decorate_context", "fn", "wrapped", "run", "_lambda"}
+_SILENT = {"wrapper", "inner", "decorate_context", "fn", "wrapped", "run", "_lambda", "done_by_one"}
 
 Line = tuple[str, int, str]  # file, line number, function
 
