@@ -130,6 +130,7 @@ class _Replicas:
         self._store: Store = stores.from_outside(store)
         self._running: list[Process] = []
         self._lost_processes: list[Process] = []
+        self._ended: list[Process] = []  # that stood still
         self._done_processes: list[Process] = []
         self._done: list[Outcome] = []
         self._failed: list[Outcome] = []
@@ -198,7 +199,8 @@ class _Replicas:
         """End ranks that stand still, and that the others have left behind; so that each can be started again."""
         there = self._there()
         for process in self._running if not self._done else ():
-            if self._is("there", process) and process not in there:
+            if process not in self._ended and self._is("there", process) and process not in there:
+                self._ended.append(process)
                 print_notice(f"rank {process.rank} (pid {process.pid}) stands still, and is ended")
                 process.signal(signal.SIGKILL)
 
