@@ -48,7 +48,7 @@ def assert_alike(ended: list[dict[str, Any]]) -> None:
     for each in ended[1:]:
         assert torch.equal(each["weights"], ended[0]["weights"])
         assert each["lr"] == ended[0]["lr"]
-        assert each["means"][-1] == ended[0]["means"][-1]
+    assert len({each["means"][-1] for each in ended if each["means"]}) == 1  # one may be back after the last epoch
 
 
 def samples(folder: Path) -> tuple[dict[int, Counter[int]], dict[int, Counter[int]]]:
