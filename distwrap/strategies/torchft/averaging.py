@@ -14,6 +14,7 @@ from distwrap.errors import ModelError
 from distwrap.group.world import RunPart, World
 from distwrap.strategies.optimizer_share import refuse_sparse
 from distwrap.strategies.torchft.members import TorchFTMembers
+from distwrap.strategies.torchft.state import running_statistics
 
 T = TypeVar("T", bound=torch.Tensor)
 
@@ -77,8 +78,7 @@ class Averaging:
                 else:
                     parameter.grad.copy_(part)
         model = self._model()
-        buffers = [each for each in model.buffers() if each.is_floating_point()] if model is not None else []
-        for together in in_buckets(buffers):  # of batch norms: rank 0's, as under DDP
+        for together in in_buckets(running_statistics(model) if model is not None else []):
             flat = self._members.quorum.of_first(torch.cat([each.reshape(-1) for each in together]))
             for buffer, values in zip(together, flat.split([each.numel() for each in together]), strict=True):  # type: ignore[no-untyped-call]
                 buffer.copy_(values.view_as(buffer))

@@ -275,6 +275,7 @@ class TorchFTMembers(Meetings):
         if self.is_away:
             return
         self._after_break()
+        self._end_rounds()  # of a loop that is not over `resumable`
         while self.quorum.end():
             self._gather(admit=False)  # a member has failed in its last collective, and asks for the result
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -32,14 +31,16 @@ class WeightRounds:
         model: whose weights are trained.
         end_round: returns the mean over the members that a function makes, and ends the step that the round is.
         algorithm: `LocalSGD` or `DiLoCo`.
+        statistics: returns the model's running statistics, which are rank 0's after a round.
 
     Attributes:
         anchor: the weights after the last round, the same on all members.
     """
 
-    def __init__(self, model: nn.Module, end_round: EndRound, algorithm: LocalSGD | DiLoCo) -> None:
-        self._end_round, self._algorithm = end_round, algorithm
-        self._model = ref(model)
+    def __init__(
+        self, model: nn.Module, end_round: EndRound, algorithm: LocalSGD | DiLoCo, statistics: Callable[[], Tensors]
+    ) -> None:
+        self._end_round, self._algorithm, self._statistics = end_round, algorithm, statistics
         self._weights = FlatWeights([each for each in model.parameters() if each.requires_grad])
         self._held = {id(each) for each in self._weights.parameters}
         self.anchor = self._weights.read()
@@ -59,8 +60,9 @@ class WeightRounds:
             return
         self._steps = 0
         weights = self._weights.read()
-        mean, *buffers = self._end_round(lambda: [_mean(weights), *map(_of_first, self._buffers())])
-        for buffer, value in zip(self._buffers(), buffers, strict=True):  # of batch norms: rank 0's, as under DDP
+        own = self._statistics()
+        mean, *statistics = self._end_round(lambda: [_mean(weights), *map(_of_first, own)])
+        for buffer, value in zip(own, statistics, strict=True):
             buffer.copy_(value)
         if isinstance(self._algorithm, DiLoCo):
             progress, momentum = self.anchor - mean, self._algorithm.outer_momentum
@@ -68,10 +70,6 @@ class WeightRounds:
             mean = self.anchor.sub(progress + momentum * self._momentum, alpha=self._algorithm.outer_lr)
         self.anchor = mean.clone()
         self._weights.write(mean)
-
-    def _buffers(self) -> Tensors:
-        model = self._model()
-        return [] if model is None else [each for each in model.buffers() if each.is_floating_point()]
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a rank that comes back takes over."""

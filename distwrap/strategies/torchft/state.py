@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from distwrap._internals.torch import norm_classes
 from distwrap.data.changing import start_of_next
 from distwrap.errors import ModelError
 from distwrap.group.tensors_apart import bytes_of
@@ -66,8 +67,8 @@ class TrainingState:
                 loader.load_state_dict(its_state)
 
     def buffers(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the buffers of batch norms and their like, each with a copy."""
-        return [(each, each.clone()) for model in self.models for each in model.buffers()]
+        """Return the running statistics of norms, each with a copy."""
+        return [(each, each.clone()) for model in self.models for each in running_statistics(model)]
 
     def fingerprint(self) -> int:
         """Return a number of weights and learning rates, the same where all of them are the same to the bit."""
@@ -108,6 +109,12 @@ class TrainingState:
             "schedulers": schedulers,
             "objects": {f"{type(thing).__name__} {number}": thing for number, thing in enumerate(self.objects, 1)},
         }
+
+
+def running_statistics(model: nn.Module) -> list[torch.Tensor]:
+    """Return the buffers that a forward of norms changes, which are rank 0's after each step, as under DDP."""
+    norms = (module for module in model.modules() if isinstance(module, norm_classes()))
+    return [each for module in norms for each in module.buffers(recurse=False) if each.is_floating_point()]
 
 
 def _add(found: dict[str, Any], name: str, thing: Any) -> None:

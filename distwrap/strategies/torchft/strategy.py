@@ -8,6 +8,7 @@ Source: https://docs.pytorch.org/torchft/
 from __future__ import annotations
 
 import os
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -119,6 +120,7 @@ class TorchFTStrategy(Strategy):
         from distwrap.strategies.torchft.averaging import Averaging, Averagings
         from distwrap.strategies.torchft.meetings import WRAPPING
         from distwrap.strategies.torchft.rounds import WeightRounds, refuse_unlike
+        from distwrap.strategies.torchft.state import running_statistics
 
         if wrapping.options:
             raise OptionError(f"max_lost= takes none of DDP's options, but got {', '.join(wrapping.options)}.")
@@ -128,7 +130,9 @@ class TorchFTStrategy(Strategy):
         algorithm: Any = wrapping.comm
         if algorithm is not None:
             refuse_unlike(algorithm)
-            members.add_model(plain, WeightRounds(plain, members.end_round, algorithm))
+            members.add_model(
+                plain, WeightRounds(plain, members.end_round, algorithm, partial(running_statistics, plain))
+            )
         else:
             members.add_model(plain)
             world.part(Averagings).of[plain] = Averaging(plain, members)
