@@ -54,7 +54,8 @@ class HorovodStrategy(DDPStrategy):
         self.algorithm = HorovodAllReduce(
             compression=compression, adasum=adasum, predivide=predivide, scale_lr=scale_lr
         )
-        super().__init__(backend=backend, comm=self.algorithm, **ddp_options)
+        # Horovod's own script has no buckets beside the gradients.
+        super().__init__(backend=backend, comm=self.algorithm, **{"gradient_as_bucket_view": True, **ddp_options})
 
     def check(self, run: Options) -> None:
         require_package("horovod", "strategy='horovod'", "strategy='ddp'")
