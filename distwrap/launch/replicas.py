@@ -32,12 +32,12 @@ from distwrap.launch.base import Job, Launcher
 from distwrap.launch.forkserver import ForkServerLauncher
 from distwrap.launch.local import LocalLauncher
 from distwrap.launch.logs import Logs
-from distwrap.launch.outcome import Outcome, death, raise_failure
+from distwrap.launch.outcome import Outcome, raise_failure
 from distwrap.launch.processes import OomCount, Process, python_command
 from distwrap.launch.signals import PassedOn, end_in_one_line
 from distwrap.launch.spawn import SpawnLauncher
 from distwrap.launch.store_file import place
-from distwrap.launch.supervisor import EXIT_SECONDS, stop, wait_for_ends
+from distwrap.launch.supervisor import outcome_of, stop, wait_for_ends
 from distwrap.launch.task import Assignment
 from distwrap.launch.worker import tie_to_parent
 from distwrap.network import stores
@@ -186,7 +186,7 @@ class _Replicas:
             for process in [each for each in self._running if each.conn in ready]:
                 was_there = process in self._there()
                 self._running.remove(process)
-                outcome = self._outcome_of(process)
+                outcome = outcome_of(process, self._oom_kills)
                 (self._lost_processes if outcome.failed else self._done_processes).append(process)
                 if not outcome.failed:
                     self._done.append(outcome)
@@ -220,13 +220,6 @@ class _Replicas:
             rank=late[0],
             host=socket.gethostname(),
         )
-
-    def _outcome_of(self, process: Process) -> Outcome:
-        try:
-            outcome: Outcome = process.conn.recv()
-        except (EOFError, OSError):
-            outcome = death(process.rank, process.pid, process.exitcode(EXIT_SECONDS), self._oom_kills())
-        return outcome
 
     def _lost(self, process: Process, outcome: Outcome) -> None:
         """Start a lost rank again, or raise what was the cause where that would not help."""

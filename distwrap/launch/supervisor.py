@@ -5,7 +5,7 @@ import signal
 import socket
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
 from typing import Any
 
@@ -89,7 +89,7 @@ def _collect(processes: Sequence[Process], met: Meeting, seconds: float | None) 
             return outcomes, list(waiting.values())
         for conn in ready:
             process = waiting.pop(conn, None)
-            outcome = elsewhere[0].recv() if process is None else _receive(process, oom_kills, met)
+            outcome = elsewhere[0].recv() if process is None else _received(process, oom_kills, met)
             outcomes.append(outcome)
             if outcome.failed:
                 failed.append(outcome)
@@ -99,13 +99,20 @@ def _collect(processes: Sequence[Process], met: Meeting, seconds: float | None) 
                 deadline = min(deadline, time.monotonic() + patience)
 
 
-def _receive(process: Process, oom_kills: OomCount, met: Meeting) -> Outcome:
+def _received(process: Process, oom_kills: OomCount, met: Meeting) -> Outcome:
+    def last_seen() -> str:
+        return hang_report.last_seen(side_store(met.store, met.number), process.rank)
+
+    return outcome_of(process, oom_kills, last_seen)
+
+
+def outcome_of(process: Process, oom_kills: OomCount, last_seen: Callable[[], str] = lambda: "") -> Outcome:
+    """Return what a rank has reported, or how it has ended without a report."""
     try:
         outcome: Outcome = process.conn.recv()
     except (EOFError, OSError):
         code = process.exitcode(EXIT_SECONDS)
-        last_seen = hang_report.last_seen(side_store(met.store, met.number), process.rank)
-        return death(process.rank, process.pid, code, oom_kills(), last_seen)
+        return death(process.rank, process.pid, code, oom_kills(), last_seen())
     return outcome
 
 
