@@ -24,6 +24,7 @@ class Changing:
         members: of the run.
         number: the loader's, among those of the run.
         remake: makes it for a rank, and a number of ranks.
+        is_running: whether a pass through it is under way.
     """
 
     members: Members

@@ -33,7 +33,6 @@ from distwrap.strategies.torchft.state import TrainingState
 from distwrap.wording import first_line, named_ranks
 
 R = TypeVar("R")
-Element = TypeVar("Element")
 
 _ATTEMPTS = 5  # at a group, in each of which another member may be lost
 ALONE_SECONDS = 0.1  # between looks of a rank that has come back before those that have the state

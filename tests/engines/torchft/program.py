@@ -227,13 +227,19 @@ def leave_a_loop(folder: Path) -> list[float]:
     return left
 
 
-def raise_after_the_loop() -> float:
-    """Train, and fail on rank 0 alone, when the others are done."""
+def three_steps() -> nn.Module:
+    """Train for three steps, and return the model."""
     model = dw.wrap_model(nn.Linear(1, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in dw.resumable(range(3)):
         model(torch.ones(1, 1)).sum().backward()
         optimizer.step()
+    return model
+
+
+def raise_after_the_loop() -> float:
+    """Train, and fail on rank 0 alone, when the others are done."""
+    model = three_steps()
     if dw.rank() == 0:
         time.sleep(1.5)
         raise OSError("the disk is full")
@@ -242,11 +248,7 @@ def raise_after_the_loop() -> float:
 
 def work_long_after_the_loop(folder: Path, seconds: float) -> str:
     """Train, and let rank 0 work on for longer than a collective may take."""
-    model = dw.wrap_model(nn.Linear(1, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in dw.resumable(range(3)):
-        model(torch.ones(1, 1)).sum().backward()
-        optimizer.step()
+    three_steps()
     if dw.rank() == 0:
         time.sleep(seconds)
         (folder / "exported").touch()
