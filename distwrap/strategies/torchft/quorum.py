@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap.errors import ArrivalError, CollectiveError, DistwrapError
+from distwrap.group.setup import ARRIVAL_SECONDS
 from distwrap.group.world import Layout, World, say
 from distwrap.network import stores
 from distwrap.network.waiting import wait_until
@@ -27,7 +28,6 @@ from distwrap.strategies.torchft.group import MemberGroup
 from distwrap.strategies.torchft.transport import GroupTransport
 from distwrap.wording import first_line, named_ranks
 
-ARRIVAL_SECONDS = 120.0  # for all ranks to come at the start
 _FIRST_QUORUM_SECONDS = 20.0  # for all of them to be in the first group
 _RETURN_SECONDS = 86400.0  # for the others to come to a place where a rank can come in: a long evaluation
 

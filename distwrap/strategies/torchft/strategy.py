@@ -16,7 +16,7 @@ from torch import nn
 from distwrap.checks import AT_LEAST_ONE, SECONDS
 from distwrap.devices import selection
 from distwrap.devices.kinds import kind_of
-from distwrap.environments import Placement
+from distwrap.environments import Placement, distwrap_environment
 from distwrap.errors import LaunchError, ModelError, OptionError
 from distwrap.group.setup import import_before_group
 from distwrap.group.world import World, activate, current_world
@@ -81,7 +81,7 @@ class TorchFTStrategy(Strategy):
     def join(self, placement: Placement, options: Options, secret: bytes) -> World | None:
         if placement.world_size == 1:
             return None
-        address, place = os.environ.get(LIGHTHOUSE), os.environ.get("DISTWRAP_STORE", "")
+        address, place = os.environ.get(LIGHTHOUSE), os.environ.get(distwrap_environment.STORE, "")
         if not address or not place:
             raise LaunchError(
                 f"rank {placement.rank}: max_lost= needs ranks that distwrap itself has started, so that it can start "
@@ -112,7 +112,7 @@ class TorchFTStrategy(Strategy):
         return world
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
-        members = _members(world)
+        members: Any = world.members
         if members is None and world.placement.world_size > 1:
             raise ModelError("strategy='torchft' is of a whole run: say @distributed(max_lost=1).")
         if members is None:
@@ -144,9 +144,3 @@ class TorchFTStrategy(Strategy):
         averaging = current_world().part(Averagings).of.get(unwrap_model(model))
         if averaging is not None:
             averaging.is_on = on
-
-
-def _members(world: World) -> Any:
-    from distwrap.group.members import Members
-
-    return world.members if isinstance(world.members, Members) else None
