@@ -17,9 +17,12 @@ import torch.distributed as dist
 from hypothesis import settings
 
 import distwrap
+from distwrap.devices.selection import visible_devices
 from distwrap.group import world
 from distwrap.launch import base
 from distwrap.launch.forkserver import warm_server
+from tests.accelerator.build import build, missing
+from tests.accelerator.elsewhere import close, placed
 from tests.snapshot import Snapshot, random_state
 
 MAIN = os.getpid()
@@ -73,15 +76,37 @@ def _launches_leave_nothing_behind(_tests_leave_nothing_behind: None, monkeypatc
     monkeypatch.setattr(base, "launch", checked)
 
 
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Let a test that needs an accelerator run once for each number of devices that it names, or with one."""
+    marker = metafunc.definition.get_closest_marker("gpu")
+    if marker is not None:
+        if "devices" not in metafunc.fixturenames:
+            metafunc.fixturenames.append("devices")
+        metafunc.parametrize("devices", marker.args or (1,), ids=lambda count: f"{count} devices")
+
+
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs an accelerator where there is none, and refuse a slow test that does not say why it is slow."""
-    devices = torch.cuda.device_count()
+    """Find a place for what needs an accelerator, and refuse a slow test that does not say why it is slow."""
+    have = visible_devices().count
+    if not have and any(item.get_closest_marker("gpu") for item in items):
+        why = missing()
+        if why is None:
+            build()
+        placed(items, why)
     for item in items:
-        if item.get_closest_marker("gpu") and not devices:
-            item.add_marker(pytest.mark.skip(reason="needs an accelerator, and this machine has none"))
+        if item.get_closest_marker("cuda") and not torch.cuda.device_count():
+            item.add_marker(pytest.mark.skip(reason="needs NVIDIA's GPU, and this machine has none"))
+        elif have and item.get_closest_marker("gpu") and item.callspec.params["devices"] > have:
+            item.add_marker(pytest.mark.skip(reason=f"needs more accelerators than the {have} of this machine"))
         for marker in item.iter_markers("slow"):
             if not [word for word in marker.args if isinstance(word, str) and word.strip()]:
                 raise pytest.UsageError(f'{item.nodeid} is slow without a reason: @pytest.mark.slow("500 launches")')
+
+
+def pytest_sessionfinish() -> None:
+    """End the pytests on pretended devices."""
+    close()
 
 
 @pytest.hookimpl(tryfirst=True)

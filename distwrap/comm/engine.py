@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch.futures import Future
 
+from distwrap.devices.streams import SideStream
+
 T = TypeVar("T")
 
 PATIENCE = 0.5  # seconds for the thread to end; it may be in a collective to which nobody comes any more
@@ -32,8 +34,7 @@ class Engine:
         self._queue: queue.SimpleQueue[tuple[Callable[[], Any], Any, Future[Any], Any] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._accelerator = None if device.type == "cpu" else torch.get_device_module(device)
-        self._stream: Any = None if self._accelerator is None else self._accelerator.Stream(device)
+        self._stream = SideStream(device)
 
     def submit(self, work: Callable[[], T], otherwise: Any = None) -> Future[T]:
         """Queue some work, and return a future of its value, or of `otherwise` after a failure.
@@ -44,13 +45,8 @@ class Engine:
             # A thread that is not the model's: it ends with the model, whoever drops it.
             self._thread = threading.Thread(target=self._run, name="distwrap-comm", daemon=True)
             self._thread.start()
-        future: Future[T]
-        if self._accelerator is None:
-            future, ready = Future(), None
-        else:
-            future, ready = Future(devices=[self._device]), self._accelerator.Event()
-            ready.record()
-        self._queue.put((work, otherwise, future, ready))
+        future: Future[T] = Future() if self._device.type == "cpu" else Future(devices=[self._device])
+        self._queue.put((work, otherwise, future, self._stream.moment()))
         return future
 
     def call(self, work: Callable[[], T]) -> T:
@@ -85,12 +81,9 @@ class Engine:
     def _run(self) -> None:
         while (item := self._queue.get()) is not None:
             work, otherwise, future, ready = item
-            if self._accelerator is None:
+            with self._stream.current():
+                self._stream.wait(ready)
                 future.set_result(self._done(work, otherwise))
-            else:
-                with self._accelerator.stream(self._stream):
-                    self._stream.wait_event(ready)
-                    future.set_result(self._done(work, otherwise))
             del item, work, otherwise, future, ready  # which hold the model's buffers while the thread waits
 
     def _done(self, work: Callable[[], Any], otherwise: Any) -> Any:

@@ -3,7 +3,6 @@
 import ctypes
 import os
 import traceback
-from types import ModuleType
 
 import torch
 
@@ -37,8 +36,8 @@ class CUDA(DeviceKind):
     def first_use(self) -> str:
         return _first_use[0] if _first_use else ""
 
-    def streams(self) -> ModuleType:
-        return torch.cuda
+    def bound(self, device: torch.device) -> torch.device:
+        return device
 
     def versions(self) -> dict[str, str]:
         if torch.version.cuda is None:

@@ -79,6 +79,10 @@ class DeviceKind:
 
     def streams(self) -> ModuleType | None:
         """Return the module with the streams on which a copy runs beside the computation; ``None`` without such."""
+        return self.module if all(hasattr(self.module, name) for name in ("Stream", "Event", "stream")) else None
+
+    def bound(self, device: torch.device) -> torch.device | None:
+        """Return the device to which torch binds a process group; ``None`` where it cannot, as gloo is not for it."""
         return None
 
     def memory(self, device: torch.device) -> int | None:
@@ -109,6 +113,9 @@ class CPU(DeviceKind):
 
     def prevents_fork(self) -> bool:
         return False
+
+    def streams(self) -> None:
+        return None
 
     def memory(self, device: torch.device) -> int | None:
         return allowed_memory()

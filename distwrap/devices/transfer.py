@@ -4,6 +4,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from distwrap._internals.torch_tree import map_tensors
 from distwrap.devices.kinds import kind_of
@@ -20,6 +21,32 @@ def to_device(value: Any, device: torch.device, objects: Literal["copied", "chan
     if device.type == "cpu":
         return value
     return map_tensors(lambda part: _moved(part, device), value, also=_moves_itself, objects=objects)
+
+
+def move(model: nn.Module, device: torch.device) -> nn.Module:
+    """Move a model to a device, and return it; its parameters stay the objects that an optimizer may hold.
+
+    torch exchanges them for others where the device's tensors are of another kind, unless it may swap their contents.
+
+    Source: https://docs.pytorch.org/docs/stable/future_mod.html
+    """
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(before or not _takes_data(device))
+    try:
+        return model.to(device)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(before)
+
+
+def _takes_data(device: torch.device) -> bool:
+    """Return whether a tensor of the CPU can become one of a device."""
+    if device.type in ("cpu", "meta"):
+        return True
+    try:
+        torch.empty(0).data = torch.empty(0, device=device)
+    except RuntimeError:
+        return False
+    return True
 
 
 def _moves_itself(part: Any) -> bool:

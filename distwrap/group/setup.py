@@ -179,7 +179,7 @@ def _make_group(placement: Placement, options: Options, backend: str, device: to
         rank=placement.rank,
         world_size=placement.world_size,
         timeout=timedelta(seconds=options.timeout),
-        device_id=device if device.type != "cpu" and backend != "gloo" else None,
+        device_id=None if backend == "gloo" else kind_of(device).bound(device),
     )
     if not dist.is_initialized():
         raise LaunchError(

@@ -14,7 +14,7 @@ from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 
 from distwrap._internals.torch_groups import default_store
 from distwrap.errors import CollectiveError
-from distwrap.group import tensors_apart
+from distwrap.group import own_device, tensors_apart
 from distwrap.group.world import current_world
 from distwrap.network.secret import SIZE, agree_on_secret, signature
 from distwrap.options import switched_on
@@ -41,7 +41,7 @@ def only_plain(secret: bytes) -> bool:
 def sign(value: Any, secret: bytes) -> bytes:
     """Return a pickled object with its HMAC signature in front."""
     plain = only_plain(secret)
-    data = tensors_apart.dump_plain(value) if plain else pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+    data = tensors_apart.dump_plain(value) if plain else own_device.dumps(value)
     return signature(data, secret) + data
 
 

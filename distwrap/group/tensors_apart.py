@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from distwrap._internals.python import unpickler
+from distwrap.group.own_device import arrived
 
 # Types of plain data that a pickle has to name, by module and name: to call one makes a value, and does nothing else.
 _NAMED = {
@@ -72,12 +73,14 @@ def dump_plain(value: Any) -> bytes:
         TypeError: it is no plain data; names the type.
     """
     data, tensors = take_apart(value, plain=True)
-    described = [(each.dtype, each.shape, each.requires_grad, bytes_of(each)) for each in tensors]
+    described = [
+        (each.dtype, each.shape, each.requires_grad, each.device.type != "cpu", bytes_of(each)) for each in tensors
+    ]
     return take_apart((data, described), plain=True)[0]
 
 
 def load_plain(data: bytes) -> Any:
-    """Return the plain data of which `dump_plain` made these bytes, with its tensors on the CPU.
+    """Return the plain data of which `dump_plain` made these bytes; tensors of an accelerator on this rank's own.
 
     Example:
         >>> load_plain(dump_plain({"loss": 0.5, "shape": torch.Size([2])}))
@@ -85,9 +88,12 @@ def load_plain(data: bytes) -> Any:
     """
     data, described = put_together(data, [], plain=True)
     tensors = []
-    for dtype, shape, wants_gradient, raw in described:
+    for dtype, shape, wants_gradient, was_on_accelerator, raw in described:
         flat = torch.frombuffer(bytearray(raw), dtype=dtype) if math.prod(shape) else torch.empty(0, dtype=dtype)
-        tensors.append(flat.reshape(shape).requires_grad_(wants_gradient))
+        own = flat.reshape(shape)
+        tensors.append(
+            arrived(own, wants_gradient, False) if was_on_accelerator else own.requires_grad_(wants_gradient)
+        )
     return put_together(data, tensors, plain=True)
 
 

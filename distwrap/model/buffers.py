@@ -14,6 +14,7 @@ from torch import nn
 
 from distwrap._internals.torch import norm_classes
 from distwrap.checks import one_of
+from distwrap.devices.streams import SideStream
 from distwrap.group.collectives import broadcast, reduce
 from distwrap.group.world import current_world, say
 from distwrap.model.fingerprints import fingerprint
@@ -22,6 +23,7 @@ from distwrap.model.wrapped_models import WrappedModels
 from distwrap.supervision.channel import Channel
 
 PATIENCE = 30.0  # seconds for rank 0 to come to where another rank evaluates
+_BEHIND = 1.0  # seconds for rank 0's device to do what it was given; it may wait for the rank that asks
 
 
 class Buffers:
@@ -57,6 +59,8 @@ class Buffers:
         self._source, self._holds = source, holds
         self._at_first = {key: fingerprint(value) for key, value in _others(model).items() if holds(value)}
         self._last = dict(model.named_buffers()) if rank == source else {}  # for who asks when rank 0's model is gone
+        self._side = SideStream(next((buffer.device for buffer in model.buffers()), torch.device("cpu")))
+        self._asked_at: Any = None
         self._kept: dict[str, torch.Tensor] | None = None
         self._kept_at = self.forwards = self._pauses = 0
         self.agreed_at = -1
@@ -75,7 +79,8 @@ class Buffers:
             return
         self._pauses += 1
         if self._rank == self._source:
-            self._kept = {key: value.clone() for key, value in self._trained(model).items()}
+            # On the CPU already: this device may be in a collective when another rank asks, and that waits for it.
+            self._kept = {key: value.to("cpu", copy=True) for key, value in self._trained(model).items()}
             self._kept_at = self.forwards
             return
         data = self._channel.work.ask(self._name, self._source, [self.forwards, PATIENCE if waits else 0.0])
@@ -111,10 +116,23 @@ class Buffers:
                         f"takes over the buffers that rank 0 has after {at}: it did not come further in {patience:g} s."
                     )
                 at = -1
-            values = self._last if model is None else self._trained(model)
+            if asked is not None and not self._is_computed(waited):
+                return None
+            with self._side.current():
+                values = self._last if model is None else self._trained(model)
+                values = {key: value.detach().cpu() for key, value in values.items()}
         file = io.BytesIO()
-        torch.save((at, self._pauses, {key: value.detach().cpu() for key, value in values.items()}), file)
+        torch.save((at, self._pauses, values), file)
         return file.getvalue()
+
+    def _is_computed(self, waited: float) -> bool:
+        """Return whether the device has done what it was given until it was asked, or will not do it for now."""
+        if self._asked_at is None:
+            self._asked_at = self._side.moment()
+        if not self._side.reached(self._asked_at) and waited < _BEHIND:
+            return False
+        self._asked_at = None
+        return True
 
     def _trained(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return the buffers that training changes: running statistics, and others once they differ."""

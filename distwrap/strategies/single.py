@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from distwrap.devices.transfer import move
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import World
 from distwrap.model.distributed import LocalModel
@@ -36,7 +37,7 @@ class SingleStrategy(Strategy):
 def on_device(model: nn.Module, device: torch.device) -> nn.Module:
     """Return a model on a device, filled with numbers where it has none yet; every rank calls it."""
     if not is_empty(model):
-        return model.to(device)
+        return move(model, device)
     from distwrap.strategies.adoption import Replacement  # imports torch's DTensor
 
     net = unwrap_model(model)

@@ -58,7 +58,7 @@ def test_a_driver_that_counting_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert started
 
 
-@pytest.mark.gpu
+@pytest.mark.cuda
 def test_used_accelerator_is_found(tmp_path: Path) -> None:
     """The line that initialised CUDA is in the refusal."""
     script = tmp_path / "uses_cuda.py"

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.accelerator import accelerator
 from tests.limits import SOON
 
 pytestmark = pytest.mark.slow("starts kernels")
@@ -49,7 +50,10 @@ class Notebook:
         self._host = subprocess.Popen(
             [sys.executable, Path(__file__).parent / "host.py"],
             cwd=folder,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            env={
+                **os.environ,
+                "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+            },
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -186,7 +190,7 @@ def test_the_end_of_the_kernel(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-def test_after_cuda_was_used(notebook: Notebook) -> None:
-    """A kernel that has used CUDA launches as before."""
-    notebook.run("torch.ones(1).cuda()")
-    assert "cuda" in notebook.run("dw.distributed(nprocs=1, launcher='forkserver')(lambda: str(dw.device()))()")
+def test_after_a_device_was_used(notebook: Notebook) -> None:
+    """A kernel that has used an accelerator launches as before."""
+    notebook.run("torch.ones(1, device=torch.accelerator.current_accelerator())")
+    assert accelerator() in notebook.run("dw.distributed(nprocs=1, launcher='forkserver')(lambda: str(dw.device()))()")

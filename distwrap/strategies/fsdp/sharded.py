@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from distwrap._internals.torch_sharding import BeforeFSDP, has_gradient_hook, is_in_pieces
 from distwrap.devices.memory import return_freed_memory
+from distwrap.devices.transfer import move
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.setup import require_group
 from distwrap.group.world import Layout, RunPart, World, current_world, say_once
@@ -85,7 +86,7 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
     if not is_empty:
         take_rank_zero_weights(net)
         if not strategy.cpu_offload:
-            net.to(wrapping.device)
+            move(net, wrapping.device)
     tensor_parallel = None
     if tensor_mesh is not None:
         by_sequence, shares = strategy.sequence_parallel, mesh.size() if mesh else 1

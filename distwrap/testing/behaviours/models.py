@@ -115,7 +115,7 @@ def _is_a_copy(trial: Trial, model: Any, copied: Any) -> None:
     epoch(trial, model, optimizer)
     x, _ = next(trial.batches())
     with torch.no_grad():
-        compare(copied(x), small()(x))
+        compare(copied(x), small()(x.cpu()))
 
 
 class BufferedNet(SmallNet):

@@ -128,6 +128,9 @@ class Trial(OneProcess):
         """Whether there is more than one rank, of however many shares."""
         return self.world.placement.world_size > 1
 
+    def share(self, whole: torch.Tensor) -> torch.Tensor:
+        return super().share(whole).to(self.world.device)
+
     def wrap(self, net: nn.Module, **options: Any) -> Any:
         if self.precision != "32":  # with the strategy named, it is asked whether it has the precision
             options = {"precision": self.precision, "strategy": self.strategy, **options}
@@ -167,8 +170,9 @@ class Trial(OneProcess):
 
 
 def compare(found: Any, expected: Any, *, tolerance: float | None = None) -> None:
-    """Raise where two nestings of tensors and numbers differ in their structure, a shape, or a number."""
-    torch.testing.assert_close(found, expected, rtol=0, atol=exactness.tolerance() if tolerance is None else tolerance)
+    """Raise where two nestings of tensors and numbers, on whatever devices, differ in structure, shape, or a number."""
+    atol = exactness.tolerance() if tolerance is None else tolerance
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol, check_device=False)
 
 
 def fit(

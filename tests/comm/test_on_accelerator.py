@@ -11,6 +11,7 @@ from distwrap.comm.codecs import Cast, Codec, MinMax8, Sign
 from distwrap.comm.engine import Engine
 from distwrap.group.world import device, rank
 from distwrap.testing import run_ranks
+from tests.accelerator import accelerator
 from tests.comm.test_with_ddp import GRADIENT, WEIGHT
 
 pytestmark = pytest.mark.gpu
@@ -20,18 +21,18 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("codec", [Cast(torch.float16), Cast(torch.bfloat16), MinMax8(), Sign()])
 def test_codes_of_either_processor_are_good_for_both(codec: Codec, count: int) -> None:
     x = torch.randn(count)
-    there, here = (torch.zeros(codec.size(count), dtype=torch.uint8, device=where) for where in ("cuda", "cpu"))
-    assert codec.encode(x.cuda(), there)
+    there, here = (torch.zeros(codec.size(count), dtype=torch.uint8, device=where) for where in (accelerator(), "cpu"))
+    assert codec.encode(x.to(accelerator()), there)
     assert codec.encode(x, here)
-    first, second = torch.empty(count), torch.empty(count, device="cuda")
+    first, second = torch.empty(count), torch.empty(count, device=accelerator())
     codec.decode(there.cpu(), first)
-    codec.decode(here.cuda(), second)
+    codec.decode(here.to(accelerator()), second)
     step = float(x.max() - x.min()) / 254 if isinstance(codec, MinMax8) else 1e-3
     assert (first - second.cpu()).abs().max() <= 1.01 * step
 
 
 def test_the_engine_works_behind_what_the_stream_was_given() -> None:
-    engine, x = Engine(torch.device("cuda")), torch.zeros(1 << 24, device="cuda")
+    engine, x = Engine(torch.device(accelerator(), 0)), torch.zeros(1 << 24, device=accelerator())
     for _ in range(20):
         x.add_(1.0)
 
@@ -60,7 +61,7 @@ def _train(comms: list[str]) -> dict[str, list[float]]:
     return found
 
 
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two accelerators")
-def test_every_algorithm_over_nccl() -> None:
-    first, second = run_ranks(_train, 2, [*GRADIENT, *WEIGHT], timeout=100)
-    assert first == second
+@pytest.mark.gpu(2, 4)
+def test_every_algorithm_over_the_devices_backend(devices: int) -> None:
+    first, *others = run_ranks(_train, devices, [*GRADIENT, *WEIGHT], timeout=100)
+    assert all(other == first for other in others)
