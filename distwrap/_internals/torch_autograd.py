@@ -3,7 +3,7 @@
 Every function says which names it relies on, and what happens without them; all were seen in version 2.13.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import cache
 from typing import Any
@@ -45,6 +45,26 @@ def without_hooks(tensors: Sequence[torch.Tensor]) -> Iterator[None]:
     finally:
         for hooks, kept in taken:
             hooks.update(kept)
+
+
+@contextmanager
+def hooks_kept(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Keep the hooks of tensors whose contents are swapped for others within a ``with``.
+
+    ``torch.utils.swap_tensors`` leaves them in Python's object, and autograd does not know of them in the new contents.
+
+    Relies on ``torch:Tensor._backward_hooks``, ``torch:Tensor._post_accumulate_grad_hooks``.
+    Without it: hooks of parameters from before are not called, nor are those put on unpickled parameters later.
+    """
+    kept = [(tensor, name, getattr(tensor, name, None)) for tensor in tensors for name in _HOOKS]
+    for tensor, name, _ in kept:
+        setattr(tensor, name, None)
+    try:
+        yield
+    finally:
+        for tensor, name, hooks in kept:
+            if hooks:
+                setattr(tensor, name, hooks)
 
 
 def hooked(tensor: torch.Tensor, grad: torch.Tensor) -> torch.Tensor:

@@ -6,6 +6,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from distwrap._internals.torch_autograd import hooks_kept
 from distwrap._internals.torch_tree import map_tensors
 from distwrap.devices.kinds import kind_of
 
@@ -30,10 +31,15 @@ def move(model: nn.Module, device: torch.device) -> nn.Module:
 
     Source: https://docs.pytorch.org/docs/stable/future_mod.html
     """
-    before = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(before or not _takes_data(device))
-    try:
+    if all(tensor.device == device for tensor in (*model.parameters(), *model.buffers())):
+        return model  # to swap its tensors for themselves would take their hooks away
+    if _takes_data(device):
         return model.to(device)
+    before = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        with hooks_kept(model.parameters()):
+            return model.to(device)
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
 

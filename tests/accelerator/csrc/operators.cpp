@@ -39,6 +39,10 @@ at::Tensor on_cpu(const at::Tensor& tensor) {
     return tensor;
   }
   Plain plain;
+  auto needed = tensor.numel() == 0 ? 0 : at::detail::computeStorageNbytes(
+      tensor.sizes(), tensor.strides(), tensor.dtype().itemsize(), tensor.storage_offset());
+  TORCH_CHECK(tensor.storage().nbytes() >= needed, "pretend: illegal memory access: a tensor of ", needed,
+              " bytes in a storage of ", tensor.storage().nbytes());
   auto options = at::TensorOptions().dtype(tensor.dtype()).device(at::kCPU);
   auto storage = tensor.storage();  // which keeps the memory
   auto view = at::from_blob(tensor.data_ptr(), tensor.sizes(), tensor.strides(), [storage](void*) {}, options);
