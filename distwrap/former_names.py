@@ -24,6 +24,12 @@ BECAME = {
     "single_device": "single",
     "shard_grad_op": "fsdp(reshard_after_forward=False)",
     "no_shard": "ddp",
+    "hpu_parallel": "of_device(type='hpu')",
+    "hpu_single": "of_device(type='hpu', strategy='single')",
+    "mps": "of_device(type='mps', strategy='single')",
+    **dict.fromkeys(("xla", "tpu_spawn"), "of_device(type='xla')"),
+    **dict.fromkeys(("single_tpu", "single_xla"), "of_device(type='xla', strategy='single')"),
+    "xla_fsdp": "of_device(type='xla', strategy='fsdp')",
 }
 
 # A strategy and a launcher in one word: spellings of ours, of Lightning ("ddp_notebook") and of people in a hurry.
@@ -42,19 +48,10 @@ HINTS = {
     **dict.fromkeys(("tensor_parallel", "megatron"), "Did you mean 'tp'?"),
 }
 
-_GAUDI = "on Intel's Gaudi, which Lightning has given to the package lightning-habana: with Gaudi's own torch, write"
-_TPU = "on TPUs by torch_xla, which needs a torch of its own and starts its processes itself, by torch_xla.launch():"
-
 # Lightning's strategies that have no place here: what each was, what became of it, and what to write.
 GONE = {
     "colossalai": "it was ColossalAI's Gemini in Lightning, whose package needs GPUs and a torch of 2024: write "
     "'fsdp', which divides the same, or 'fsdp(cpu_offload=True)'.",
-    "hpu_parallel": f"it was DDP {_GAUDI} 'ddp', which takes the accelerator that torch has.",
-    "hpu_single": f"it was one device {_GAUDI} 'single', which takes the accelerator that torch has.",
     "ipu_strategy": "it was Graphcore's IPUs in Lightning, whose package poptorch has ended: write 'ddp' on an "
     "accelerator that torch has, or 'pipeline' for stages.",
-    "tpu_spawn": f"it was DDP {_TPU} stay with that on TPUs, and write 'ddp' elsewhere.",
-    "single_tpu": f"it was one device {_TPU} stay with that on TPUs, and write 'single' elsewhere.",
-    "xla": f"it was DDP {_TPU} stay with that on TPUs, and write 'ddp' elsewhere.",
-    "xla_fsdp": f"it was FSDP {_TPU} stay with that on TPUs, and write 'fsdp' elsewhere.",
 }

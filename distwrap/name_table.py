@@ -143,6 +143,8 @@ class Registry(Generic[Thing]):
                 if option not in taken:
                     raise OptionError(unknown_name(f"option of {self._kind} {name!r},", option, taken)) from None
             raise OptionError(f"{self._kind} {chosen!r}: {error}.") from None
+        except OptionError as error:
+            raise error if became == spelling else OptionError(f"{self._kind} {chosen!r}: {error}") from None
         if self._missing(made):
             raise OptionError(
                 f"{self._kind} {name!r}: its factory has made a {type(made).__name__} without {self._missing(made)[0]}."

@@ -35,6 +35,7 @@ strategies: Registry[Strategy] = Registry(
         ("torchft", "torchft:TorchFTStrategy", "replicas of which some may be lost for a while: max_lost="),
         ("hivemind", "hivemind:HivemindStrategy", "peers that average now and then, and may come and go: hivemind"),
         ("auto", "auto:AutoStrategy", "the plainest of ddp, zero1, zero2, hsdp and fsdp that fits, by an estimate"),
+        ("of_device", "of_device:of_device", "a strategy by its name, where torch has devices of a type: type='hpu'"),
         ("bagua", "bagua:BaguaStrategy", "DDP with an algorithm under Bagua's name: algorithm='gradient_allreduce', …"),
     ),
     aliases=dict.fromkeys(LAUNCHER_OF_STRATEGY.keys() - BECAME, "ddp"),

@@ -79,7 +79,8 @@ def _launches_leave_nothing_behind(_tests_leave_nothing_behind: None, monkeypatc
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Let a test that needs an accelerator run once for each number of devices that it names, or with one."""
     marker = metafunc.definition.get_closest_marker("gpu")
-    if marker is not None:
+    named = [mark.args[0] for mark in metafunc.definition.iter_markers("parametrize")]
+    if marker is not None and not any("devices" in names for names in named):
         if "devices" not in metafunc.fixturenames:
             metafunc.fixturenames.append("devices")
         metafunc.parametrize("devices", marker.args or (1,), ids=lambda count: f"{count} devices")

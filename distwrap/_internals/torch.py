@@ -6,6 +6,7 @@ Every function says which names it relies on, and what happens without them; all
 import functools
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -258,13 +259,13 @@ def foreach(operation: str, tensors: Sequence[torch.Tensor], *args: Any, **kwarg
     return [] if operation.endswith("_") else list(results)
 
 
-def on_cuda_start(call: Callable[[], object]) -> None:
-    """Call a function when CUDA is initialised; touch nothing now.
+def on_first_use(module: ModuleType, call: Callable[[], object]) -> None:
+    """Call a function when the devices of a module of torch are initialised; touch nothing now.
 
-    Relies on ``torch.cuda:_lazy_call``.
-    Without it: the refusal of a fork does not say where CUDA was first used.
+    Relies on ``torch.xpu:_lazy_call``, and on the same in the modules of other types.
+    Without it: the refusal of a fork does not say where an accelerator was first used.
     """
-    getattr(torch.cuda, "_lazy_call", lambda call: None)(call)
+    getattr(module, "_lazy_call", lambda call: None)(call)
 
 
 def default_device() -> torch.device | None:

@@ -4,6 +4,7 @@ Every function says which names it relies on, and what happens without them; all
 """
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -15,10 +16,13 @@ from torch.distributed import distributed_c10d
 def set_timeout(group: Any, limit: timedelta) -> None:
     """Give the collectives of a process group a time limit.
 
-    Relies on ``torch.distributed.distributed_c10d:_set_pg_timeout``.
-    Without it: a hang in a group of some ranks is noticed after half an hour.
+    Relies on ``torch.distributed.distributed_c10d:_set_pg_timeout``, where a group has no ``set_timeout``.
+    Without it: a hang in a group of some ranks is noticed after half an hour, as with a backend that takes no limit.
     """
-    if hasattr(distributed_c10d, "_set_pg_timeout"):
+    if hasattr(group, "set_timeout"):
+        with suppress(RuntimeError):  # a backend of some accelerators takes none
+            group.set_timeout(limit)
+    elif hasattr(distributed_c10d, "_set_pg_timeout"):
         distributed_c10d._set_pg_timeout(limit, group)
 
 

@@ -68,13 +68,25 @@ def plain(value: Any, where: str = "", depth: int = 0) -> Any:
     )
 
 
+def on_cpu(state: Any) -> Any:
+    """Return a plain state whose tensors are on the CPU: a file is to name no device, which another machine may lack.
+
+    A `Piece` stays as it is.
+    """
+    return Staging(of_cpu_too=False).copied(state)
+
+
 class Staging:
     """Memory to which states are copied before they are written in the background; used again for the next one.
 
     Tensors that share their memory share the copy too, as in the file.
+
+    Args:
+        of_cpu_too: whether tensors that are on the CPU already are copied.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, of_cpu_too: bool = True) -> None:
+        self._of_cpu_too = of_cpu_too
         self._storages: list[torch.UntypedStorage] = []
 
     def copied(self, state: Any) -> Any:
@@ -83,9 +95,9 @@ class Staging:
         self._storages = []
 
         def copy(leaf: Any, path: tuple[Any, ...]) -> Any:
-            if isinstance(leaf, Piece):
+            if isinstance(leaf, Piece) and self._of_cpu_too:
                 return replace(leaf, local=copy(leaf.local, path))
-            if not isinstance(leaf, torch.Tensor):
+            if not isinstance(leaf, torch.Tensor) or (leaf.device.type == "cpu" and not self._of_cpu_too):
                 return leaf
             if leaf.layout is not torch.strided or leaf.is_quantized or type(leaf) not in (torch.Tensor, Parameter):
                 return leaf.detach().cpu().clone()

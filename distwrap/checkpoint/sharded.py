@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from distwrap.checkpoint.files import SKELETON
 from distwrap.checkpoint.safe_reader import SafeReader, bytes_in
 from distwrap.checkpoint.untrusted import load_file
+from distwrap.devices.selection import visible_devices
 from distwrap.errors import CheckpointError
 from distwrap.group.collectives import gather_object
 from distwrap.group.failures import is_secondary
@@ -122,7 +123,7 @@ class _Fetching(DefaultSavePlanner):
     def lookup_object(self, index: Any) -> Any:
         """Return a tensor with its numbers, and free those of the last one, which torch has written and still holds."""
         stored = super().lookup_object(index)
-        if self._last is not None and not torch.cuda.is_available():  # with which torch reads ahead
+        if self._last is not None and not visible_devices().count:  # with which torch reads ahead
             self._last.untyped_storage().resize_(0)
         tensor = self._fetch(stored)
         self._last = None if tensor is stored else tensor

@@ -13,7 +13,7 @@ from distwrap.checkpoint.background import Writer
 from distwrap.checkpoint.formats import CheckpointIO
 from distwrap.checkpoint.on_ranks import do_on_ranks, first_problem
 from distwrap.checkpoint.pieces import Gathering, Piece, PieceGroup, leaves
-from distwrap.checkpoint.plain import plain
+from distwrap.checkpoint.plain import on_cpu, plain
 from distwrap.checkpoint.safetensors_format import check_replaceable, is_folder_of
 from distwrap.errors import CheckpointError
 from distwrap.group.collective_guard import check_collectives_allowed
@@ -44,7 +44,7 @@ def write_file(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, ba
     def prepare() -> None:
         writer.wait()
         if here:
-            own[:] = [_plain(state), files.place_of(path, folder=is_folder_of(io, path))]
+            own[:] = [on_cpu(_plain(state)), files.place_of(path, folder=is_folder_of(io, path))]
 
     def write(state: Any) -> None:
         group, wholes, ends = current_world().part(PieceGroup), gathering.run(leaves(state, Piece)), ExitStack()
@@ -165,7 +165,7 @@ def _write_alone(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, 
         writer.write(plain_state, write, f"the checkpoint {path}")
     else:
         writer.wait()  # a later state must not be overtaken by an earlier one
-        write(plain_state)
+        write(on_cpu(plain_state))
 
 
 def _put(place: Path, keep: int | None, io: CheckpointIO, write: Any) -> None:

@@ -15,6 +15,7 @@ import torch
 from distwrap._version import __version__
 from distwrap.devices import cpus, selection
 from distwrap.devices.kinds import kind_of_torch, unused_devices
+from distwrap.devices.vendors import VENDORS
 from distwrap.environments import Node, Placement, detect, explain
 from distwrap.errors import DistwrapError
 from distwrap.launch import fork_safety
@@ -25,7 +26,9 @@ from distwrap.options import Options
 SHARED_MEMORY_BYTES = 1 << 30  # below, loader workers may die of a bus error
 OPEN_FILES = 1024
 
-_PREFIXES = ("DISTWRAP_", "NCCL_", "GLOO_", "CUDA_VISIBLE", "HIP_VISIBLE", "OMP_NUM", "MASTER_", "TORCH_NCCL")
+# By which a process sees some devices.
+VISIBLE_BY = ("CUDA_VISIBLE", "HIP_VISIBLE", *(each.visible_by for each in VENDORS.values() if each.visible_by))
+_PREFIXES = ("DISTWRAP_", "NCCL_", "GLOO_", "OMP_NUM", "MASTER_", "TORCH_NCCL", *VISIBLE_BY)
 
 
 @dataclass
@@ -42,7 +45,7 @@ class Facts:
         variables: environment variables that distwrap or its libraries read.
         problems: what would go wrong, with what to do.
         remarks: what is worth knowing.
-        device: its unique name, once an accelerator is in use.
+        device: the accelerator that this rank uses, once it does: which, its model, its bytes, its unique name.
     """
 
     host: str
@@ -54,7 +57,7 @@ class Facts:
     variables: dict[str, str] = field(default_factory=dict)
     problems: list[str] = field(default_factory=list)
     remarks: list[str] = field(default_factory=list)
-    device: str | None = None
+    device: tuple[str, str, int | None, str | None] | None = None
 
     @contextmanager
     def noting_problems(self) -> Iterator[None]:

@@ -62,7 +62,9 @@ def measure(asked: tuple[int, float | None] | None = None) -> Measured:
     world = current_world()
     facts = look()
     facts.rank, facts.local_rank = world.placement.rank, world.placement.local_rank
-    facts.device = kind_of(world.device).unique_name(world.device)
+    device, kind = world.device, kind_of(world.device)
+    if device.type != "cpu":
+        facts.device = (str(device), kind.processor(device), kind.memory(device), kind.unique_name(device))
     everybody = [Facts(**each) for each in gather_object(vars(facts))]
     if len(everybody) == 1:
         return Measured(everybody, [])

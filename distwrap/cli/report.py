@@ -6,12 +6,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from distwrap.cli.facts import Facts
+from distwrap.cli.facts import VISIBLE_BY, Facts
 from distwrap.cli.measure import AllReduceTime, Measured
 from distwrap.comm.advice import Advice
 
 # Variables that differ from rank to rank by design.
-_OF_A_RANK = ("DISTWRAP_", "CUDA_VISIBLE", "HIP_VISIBLE", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+_OF_A_RANK = ("DISTWRAP_", "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME", *VISIBLE_BY)
 
 
 @dataclass
@@ -79,6 +79,7 @@ def describe_measured(measured: Measured, seconds: float) -> str:
     lines = [f"Real test: {ranks} rank(s) started, met and measured in {seconds:.1f} s"]
     hosts = sorted({facts.host for facts in measured.facts})
     lines.append(f"  on {', '.join(hosts)}; {_devices(measured.facts)}")
+    lines += [f"  {_device(each)}" for each in measured.facts if each.device]
     if not measured.all_reduces:
         lines.append("  one rank: no exchange to measure (--nprocs 2 measures one)")
     else:
@@ -129,8 +130,15 @@ def _devices(facts: Sequence[Facts]) -> str:
     kinds = sorted({each.decided.get("device", "cpu").partition(":")[0] for each in facts})
     if kinds == ["cpu"]:
         return "all on the CPU"
-    named = [each.device for each in facts if each.device]
+    named = [each.device[3] for each in facts if each.device and each.device[3]]
     return f"{', '.join(kinds)}, {'each on a device of its own' if len(set(named)) == len(named) else 'some SHARE one'}"
+
+
+def _device(facts: Facts) -> str:
+    assert facts.device is not None
+    device, model, memory, name = facts.device
+    size = "" if memory is None else f"{memory / 2**30:.1f} GiB"
+    return f"  rank {facts.rank:<4} {device:<12} {model:<24} {size:>10}  {name or ''}".rstrip()
 
 
 def _row(each: AllReduceTime, ranks: int) -> str:

@@ -11,6 +11,7 @@ import torch
 
 _PIECE = 1 << 17  # numbers at a time on the CPU: half a megabyte, which stays in the cache from step to step
 _MAGIC = 1.5 * 2**23  # a number below 2^22, added to this in float32, is rounded, and held in the lowest bits
+_FAR = 2**20  # steps from zero to the grid, up to which it goes through zero
 _TINY = 1e-36  # a range below which the scale would overflow
 
 
@@ -85,7 +86,7 @@ class MinMax8:
             shifted = scratch[: block.numel()]
             low, high = (bound.item() for bound in block.aminmax())
             offset, step, scale = _grid(low, high)
-            if scale and abs(offset) * scale <= 2**20:
+            if scale and abs(offset) * scale <= _FAR:
                 lowest = round(offset * scale)  # the grid goes through 0: one pass shifts, scales and rounds
                 offset = lowest * step
                 torch.add(_scalar(_MAGIC - lowest), block, alpha=scale, out=shifted)
@@ -101,15 +102,20 @@ class MinMax8:
         """Encode all blocks at once, without waiting for the device until the end."""
         headers, steps = self._split(codes, values.numel())
         for first, rows, place in _rows(values, _PIECE):
-            low, high = rows.aminmax(dim=1)
-            extent = high.double() - low
+            low, high = (bound.double() for bound in rows.aminmax(dim=1))
+            extent = high - low
             bad = ~torch.isfinite(extent)
             step = torch.where(bad | (extent < _TINY), 0.0, extent / 254)
-            scale = torch.where(step > 0, 1 / step, 0.0).float()
-            headers[first : first + len(rows), 0] = torch.where(bad, torch.nan, low)
+            scale = torch.where(step > 0, 254 / extent, 0.0)
+            lowest = (low * scale).round()
+            through_zero = (scale > 0) & ((low * scale).abs() <= _FAR)
+            offset = torch.where(through_zero, lowest * step, torch.where(bad, torch.nan, low))
+            headers[first : first + len(rows), 0] = offset
             headers[first : first + len(rows), 1] = step
-            rounded = ((rows - low[:, None]) * scale[:, None]).round_().nan_to_num_(0.0, 0.0, 0.0)
-            steps[place : place + rows.numel()].view(rows.shape).copy_(rounded)
+            begin = torch.where(through_zero, _MAGIC - lowest, _MAGIC).float()
+            shifted = rows - torch.where(through_zero, 0.0, offset).float()[:, None]
+            shifted = torch.addcmul(begin[:, None], shifted, scale.float()[:, None])
+            steps[place : place + rows.numel()].view(rows.shape).copy_(shifted.view(torch.int32))
         return bool(torch.isfinite(headers).all())
 
     def decode(self, codes: torch.Tensor, values: torch.Tensor) -> None:

@@ -1,43 +1,32 @@
-"""CUDA's devices, and those of ROCm, which torch has under the same name."""
+"""CUDA's devices, and those of ROCm, which torch has under the same name: all that is NVIDIA's own stands here."""
 
 import ctypes
 import os
-import traceback
 
 import torch
 
-from distwrap._internals.torch import on_cuda_start
 from distwrap.devices.kinds import DeviceKind
-
-_first_use: list[str] = []
 
 
 class CUDA(DeviceKind):
     """GPUs of NVIDIA, and of AMD through ROCm."""
 
-    hidden_by = "CUDA_VISIBLE_DEVICES=''"
+    visible_by = "CUDA_VISIBLE_DEVICES"
 
     def __init__(self) -> None:
         super().__init__("cuda")
 
+    def is_built(self) -> bool:
+        return torch.version.cuda is not None or torch.version.hip is not None
+
     def count(self) -> int:
         return torch.cuda.device_count()  # asks NVML, not the driver
 
-    def unique_name(self, device: torch.device) -> str | None:
-        uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
-        return None if uuid is None else str(uuid)
+    def bound(self, device: torch.device) -> torch.device:
+        return device
 
     def prevents_fork(self) -> bool:
         return bool(torch.cuda.is_initialized()) or _driver_is_initialised()  # type: ignore[no-untyped-call]
-
-    def watch_first_use(self) -> None:
-        on_cuda_start(_remember)
-
-    def first_use(self) -> str:
-        return _first_use[0] if _first_use else ""
-
-    def bound(self, device: torch.device) -> torch.device:
-        return device
 
     def versions(self) -> dict[str, str]:
         if torch.version.cuda is None:
@@ -53,12 +42,6 @@ class CUDA(DeviceKind):
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
         why = "CUDA_VISIBLE_DEVICES is empty" if hidden else f"torch {torch.__version__} sees none"
         return f"there is an NVIDIA driver, but no device is used: {why}."
-
-
-def _remember() -> None:
-    if not _first_use:
-        frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
-        _first_use.append("".join(traceback.format_list(frames[-3:])))
 
 
 def _driver_is_initialised() -> bool:

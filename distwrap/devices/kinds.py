@@ -4,34 +4,45 @@ A package adds a kind by an entry point of the group ``distwrap.device_kinds``, 
 one, an accelerator is treated as `torch.accelerator` treats any.
 """
 
+import traceback
 from types import ModuleType
 
 import torch
 import torch.distributed as dist
 
+from distwrap._internals.torch import on_first_use
 from distwrap.devices.cpus import allowed_memory
+from distwrap.devices.vendors import VENDORS
 from distwrap.errors import OptionError
 from distwrap.name_table import Registry
+
+_first_uses: dict[str, str] = {}  # by type, the lines of the stack
 
 
 class DeviceKind:
     """A type of device, treated as `torch.accelerator` treats any; the base of kinds that differ.
 
     Attributes:
-        type: torch's name, as ``"cuda"``.
-        hidden_by: the variable that hides all devices from a process, as one sets it; empty where nobody knows.
+        type: torch's name, as ``"xpu"``.
+        visible_by: the variable that says which devices a process sees; empty where nobody knows.
     """
 
-    hidden_by = ""
+    visible_by = ""
 
     def __init__(self, type: str) -> None:
         self.type = type
+        if type in VENDORS:
+            self.visible_by = VENDORS[type].visible_by
 
     @property
     def module(self) -> ModuleType:
-        """Module of torch for this type, as `torch.cuda`."""
+        """Module of torch for this type, as `torch.xpu`."""
         module: ModuleType = torch.get_device_module(self.type)
         return module
+
+    def is_built(self) -> bool:
+        """Return whether torch is built for such devices, where `torch.accelerator` cannot be asked."""
+        return False
 
     def count(self) -> int:
         """Count the devices that this process sees, without touching one, so that forking stays possible."""
@@ -40,6 +51,10 @@ class DeviceKind:
     def backend(self) -> str:
         """Return the process group's backend for ``backend="auto"``."""
         return str(dist.Backend.default_device_backend_map.get(self.type, "gloo"))
+
+    def bound(self, device: torch.device) -> torch.device | None:
+        """Return the device to which torch binds a process group; ``None`` where it cannot, as gloo is not for it."""
+        return None
 
     def use(self, device: torch.device) -> None:
         """Make the device the current one, so that tensors and collectives without a device of their own land on it."""
@@ -51,7 +66,9 @@ class DeviceKind:
 
     def unique_name(self, device: torch.device) -> str | None:
         """Return a name that no other physical device has; ``None`` where torch tells none."""
-        return None
+        properties = getattr(self.module, "get_device_properties", lambda _: None)(device)
+        uuid = getattr(properties, "uuid", None)
+        return None if uuid is None else str(uuid)
 
     def processor(self, device: torch.device) -> str:
         """Return the name of the model: results are equal to the bit only between devices of one name."""
@@ -63,10 +80,11 @@ class DeviceKind:
 
     def watch_first_use(self) -> None:
         """Remember for `first_use` where a device is first used, without touching one."""
+        on_first_use(self.module, self._remember)
 
     def first_use(self) -> str:
         """Return the lines of the stack that used a device first; empty where nobody has watched."""
-        return ""
+        return _first_uses.get(self.type, "")
 
     def random_state(self, device: torch.device) -> torch.Tensor | None:
         """Return the state of the device's random number generator; ``None`` where it has none of its own."""
@@ -81,10 +99,6 @@ class DeviceKind:
         """Return the module with the streams on which a copy runs beside the computation; ``None`` without such."""
         return self.module if all(hasattr(self.module, name) for name in ("Stream", "Event", "stream")) else None
 
-    def bound(self, device: torch.device) -> torch.device | None:
-        """Return the device to which torch binds a process group; ``None`` where it cannot, as gloo is not for it."""
-        return None
-
     def memory(self, device: torch.device) -> int | None:
         """Return the bytes that the device has; ``None`` where torch does not tell."""
         info = getattr(self.module, "mem_get_info", None)
@@ -98,6 +112,10 @@ class DeviceKind:
         """Return a remark where there seem to be devices that torch does not see."""
         return None
 
+    def _remember(self) -> None:
+        frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
+        _first_uses.setdefault(self.type, "".join(traceback.format_list(frames[-3:])))
+
 
 class CPU(DeviceKind):
     """CPU, which is always there and never counted: any number of ranks may share it."""
@@ -108,11 +126,20 @@ class CPU(DeviceKind):
     def count(self) -> int:
         return 0
 
+    def backend(self) -> str:
+        return "gloo"
+
+    def unique_name(self, device: torch.device) -> None:
+        return None
+
     def processor(self, device: torch.device) -> str:
         return f"cpu {torch.backends.cpu.get_cpu_capability()}"
 
     def prevents_fork(self) -> bool:
         return False
+
+    def watch_first_use(self) -> None:
+        pass
 
     def streams(self) -> None:
         return None
@@ -126,7 +153,11 @@ device_kinds: Registry[DeviceKind] = Registry(
     ("count", "backend"),
     "device_kinds",
     "distwrap.devices",
-    (("cpu", "kinds:CPU", "the CPU"), ("cuda", "cuda:CUDA", "NVIDIA's GPUs, and AMD's through ROCm")),
+    (
+        ("cpu", "kinds:CPU", "the CPU"),
+        ("cuda", "cuda:CUDA", "NVIDIA's GPUs, and AMD's through ROCm"),
+        ("mps", "mps:MPS", "Apple's GPU, by its name alone"),
+    ),
 )
 
 
@@ -150,19 +181,24 @@ def kind_of_torch() -> DeviceKind:
 
     Apple's MPS counts as none: torch has no process group for it.
     """
-    if torch.version.cuda is not None or torch.version.hip is not None:
-        return kind_of("cuda")
+    name = accelerator_of_torch()
+    return kind_of("cpu" if name in (None, "mps") else str(name))
+
+
+def accelerator_of_torch() -> str | None:
+    """Return torch's name of the accelerator that it is built for, whether or not one is there. Touches none."""
+    if not hasattr(torch.accelerator, "empty_cache") and kind_of("cuda").is_built():
+        return "cuda"  # torch before 2.9 may start the driver to answer
     try:
         accelerator = torch.accelerator.current_accelerator()
     except RuntimeError:  # torch 2.6, built for an accelerator that is not there
-        accelerator = None
-    return kind_of("cpu" if accelerator is None or accelerator.type == "mps" else accelerator.type)
+        return None
+    return None if accelerator is None else accelerator.type
 
 
 def watch_first_use() -> None:
     """Remember where devices are first used, so that a refusal to fork can say it. Touches nothing."""
-    if torch.version.cuda is not None or torch.version.hip is not None:
-        kind_of("cuda").watch_first_use()
+    kind_of_torch().watch_first_use()
 
 
 def kind_that_prevents_fork() -> DeviceKind | None:

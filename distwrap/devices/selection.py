@@ -36,10 +36,10 @@ def choose_nprocs(asked: int | str, devices: Devices) -> int:
     if isinstance(asked, str):
         return max(1, devices.count)
     if devices.count and asked > devices.count:
-        hiding = kind_of(devices.kind).hidden_by
+        variable = kind_of(devices.kind).visible_by
         raise OptionError(
             f"nprocs={asked}, but this node shows {devices.count} {devices.kind} device(s). "
-            f"Ask for at most {devices.count}, or hide the devices to run on the CPU{hiding and f' ({hiding})'}."
+            f"Ask for at most {devices.count}, or hide the devices to run on the CPU{variable and f' (by {variable})'}."
         )
     return asked
 
@@ -56,9 +56,10 @@ def choose_device(placement: Placement, devices: Devices) -> torch.device:
         return torch.device(devices.kind, placement.local_rank)
     if devices.count == 1:  # the cluster gave each task a device of its own
         return torch.device(devices.kind, 0)
+    variable = kind_of(devices.kind).visible_by
     raise PlacementError(
         f"{placement.local_world_size} ranks on this node see {devices.count} {devices.kind} devices: "
-        f"start at most {devices.count} ranks here, or give each rank one device."
+        f"start at most {devices.count} ranks here, or give each rank one device{variable and f' (by {variable})'}."
     )
 
 

@@ -270,8 +270,9 @@ def temporary_world(world: World) -> Iterator[World]:
 
 def single_world(options: Options) -> World:
     """Return a world of this one process."""
-    placement = Placement()
-    device = selection.choose_device(placement, selection.visible_devices())
+    placement, strategy = Placement(), options.strategy
+    own = None if isinstance(strategy, str) else strategy.device
+    device = own or selection.choose_device(placement, selection.visible_devices())
     return World(placement, device, options=options)
 
 

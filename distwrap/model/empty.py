@@ -15,6 +15,7 @@ from torch import nn
 from distwrap._internals.torch import watch_operators
 from distwrap._internals.torch_sharding import is_saved, reset_of
 from distwrap._internals.torch_tree import tensors_in
+from distwrap.devices.generators import generators_kept
 from distwrap.errors import ModelError
 from distwrap.group.collectives import broadcast
 from distwrap.group.world import say_once
@@ -95,7 +96,7 @@ def fill(net: nn.Module, device: torch.device, seed: int, copy: Copy | None = No
             )
         if name not in drawn and any(True for _ in part.parameters(recurse=False)):
             raise ModelError(f"{of} with them, which would be lost. Make all of the model in init_empty(), or nothing.")
-    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]), torch.no_grad():
+    with generators_kept(device), torch.no_grad():
         groups = _groups(net, drawn)
         _make_room(net, device)
         torch.manual_seed(seed)

@@ -65,6 +65,7 @@ class Strategy:
             they `come_back`.
         averages_at_once: whether each backward averages gradients over the ranks, also within a window of `accumulate`.
         same_weights: whether all ranks hold the same weights after each step, so that these are compared.
+        device: on which its only process computes, where that is not torch's accelerator, or the CPU, by itself.
         formerly: another package's name, by which it was asked for; a line at the start says what that became.
     """
 
@@ -78,6 +79,7 @@ class Strategy:
     max_lost: int = 0
     come_back: bool = True
     same_weights: bool = True
+    device: torch.device | None = None
     formerly: str = ""
 
     # In the caller

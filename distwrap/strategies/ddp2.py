@@ -17,6 +17,7 @@ from distwrap.group.world import World
 from distwrap.model.distributed import AveragingModel, DistributedModel
 from distwrap.strategies.base import Wrapping
 from distwrap.strategies.ddp import DDPStrategy
+from distwrap.strategies.dp import check_over_devices
 
 
 class DDP2Strategy(DDPStrategy):
@@ -30,6 +31,8 @@ class DDP2Strategy(DDPStrategy):
                 f"strategy='ddp2' is one process a node, and this node has {world.placement.local_world_size}. Start "
                 f"one a node (srun --ntasks-per-node=1, torchrun --nproc-per-node=1), or use strategy='ddp'."
             )
+        if visible_devices().count > 1:
+            check_over_devices("ddp2")
         return super().prepare_model(model, world, wrapping)
 
     def wrapper(self, comm: Algorithm | None) -> type[DistributedModel]:

@@ -3,7 +3,9 @@
 Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.DataParallel.html
 """
 
+import torch
 from torch import nn
+from torch.nn.parallel.comm import scatter
 
 from distwrap.devices.selection import visible_devices
 from distwrap.errors import ModelError, OptionError
@@ -11,6 +13,23 @@ from distwrap.group.world import World
 from distwrap.model.distributed import DataParallelModel
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.single import local
+
+
+def check_over_devices(strategy: str) -> None:
+    """Refuse a strategy that is one process over several devices, where torch does not divide batches over them.
+
+    Raises:
+        ModelError: names what to use.
+    """
+    seen = visible_devices()
+    try:
+        scatter(torch.zeros(seen.count, device=seen.kind), list(range(seen.count)))
+    except AttributeError:  # a part of torch that only some builds have, or some makers' packages add
+        raise ModelError(
+            f"strategy={strategy!r} divides a batch over the {seen.count} {seen.kind} devices by torch's DataParallel, "
+            f"which is not there for this type. Use strategy='ddp', with a process for each device, or show each "
+            f"process one device."
+        ) from None
 
 
 class DPStrategy(Strategy):
@@ -29,4 +48,5 @@ class DPStrategy(Strategy):
         count = visible_devices().count
         if count < 2 or wrapping.device.type == "cpu":
             return local(model, wrapping)
+        check_over_devices("dp")
         return DataParallelModel(model, wrapping.in_precision, range(count), wrapping.forward_methods)

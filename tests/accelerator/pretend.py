@@ -18,6 +18,7 @@ _c = load()
 
 device_count, current_device, init = _c.device_count, _c.current_device, _c.init
 is_initialized, _is_in_bad_fork, empty_cache = _c.is_initialized, _c.is_in_bad_fork, _c.empty_cache
+_lazy_call = _c.call_at_first_use
 Event = torch.Event
 
 
@@ -132,6 +133,19 @@ def _collectives(options: Any, _: Any) -> Any:
     return _c.make_collectives(over, options.group_rank, options.group_size)
 
 
+def _scatter(tensor: torch.Tensor, devices: list[int], sizes: Any, dim: int, streams: Any) -> tuple[torch.Tensor, ...]:
+    parts = tensor.chunk(len(devices), dim) if sizes is None else tensor.split(sizes, dim)
+    return tuple(part.to(f"pretend:{index}") for part, index in zip(parts, devices, strict=False))
+
+
+def _gather(tensors: list[torch.Tensor], dim: int, device: int) -> torch.Tensor:
+    return torch.cat([tensor.to(f"pretend:{device}") for tensor in tensors], dim)
+
+
+def _broadcast_coalesced(tensors: list[torch.Tensor], devices: list[int], size: int) -> list[list[torch.Tensor]]:
+    return [[tensor.to(f"pretend:{index}") for tensor in tensors] for index in devices]
+
+
 def _autoload() -> None:
     """Make the devices known to torch, at the end of ``import torch``."""
     import sys
@@ -139,4 +153,10 @@ def _autoload() -> None:
     torch.utils.rename_privateuse1_backend("pretend")
     torch._register_device_module("pretend", sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend()
+    for function in (
+        _scatter,
+        _gather,
+        _broadcast_coalesced,
+    ):  # for DataParallel, which are in torch's CUDA build alone
+        setattr(torch._C, function.__name__, function)
     dist.Backend.register_backend("pccl", _collectives, extended_api=True, devices=["pretend"])

@@ -12,7 +12,7 @@ import torch
 
 import distwrap as dw
 from distwrap import distributed
-from distwrap.devices import cuda, selection
+from distwrap.devices import kinds, selection
 from distwrap.devices.kinds import CPU
 from distwrap.errors import ForkError
 from distwrap.launch import fork_safety, openmp
@@ -37,7 +37,7 @@ def test_other_threads_are_named() -> None:
 def test_used_accelerator_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """With CUDA initialised fork refuses, and says where that was."""
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(cuda, "_first_use", ['  File "train.py", line 3, in <module>\n'])
+    monkeypatch.setitem(kinds._first_uses, "cuda", '  File "train.py", line 3, in <module>\n')
     assert "train.py" in (fork_safety.refusal() or "")
     with pytest.raises(ForkError, match="has initialised an accelerator"):
         distributed(nprocs=2, launcher="fork")(dw.rank)()

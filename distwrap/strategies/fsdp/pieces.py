@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
 from distwrap._internals.torch_autograd import saving_hooks
+from distwrap.devices.generators import generators_kept
 from distwrap.errors import ModelError
 from distwrap.model.watch import is_power_of_two
 from distwrap.seeding import mix
@@ -94,10 +95,8 @@ class Pieces(TorchFunctionMode):
                 "dropout of what is cut, within a torch.utils.checkpoint() inside of the block: it would draw others "
                 "when it is computed again. Checkpoint whole blocks, or say FSDPStrategy(checkpointing=True)."
             )
-        kind = self.mesh.device_type
-        devices = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
         seed = int(torch.randint(_SEEDS, (), device="cpu"))
-        with torch.random.fork_rng(devices, device_type=kind if devices else "cuda"):
+        with generators_kept(self.mesh.device_type):
             torch.manual_seed(mix("pieces", seed, self.mesh.get_local_rank()))
             return func(*args, **kwargs)
 

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from distwrap._internals.torch_tree import map_tensors, tensors_in
+from distwrap.devices.generators import generators_kept
 from distwrap.errors import ModelError
 from distwrap.strategies import shards
 from distwrap.strategies.fsdp.styles import Running, spread, summed_of
@@ -57,9 +58,8 @@ class Twins:
             kwargs: of the forward.
         """
         kind = self.mesh.device_type
-        devices = [] if kind == "cpu" else [torch.get_device_module(kind).current_device()]
         with (
-            torch.random.fork_rng(devices, device_type=kind if devices else "cuda"),
+            generators_kept(kind),
             torch.inference_mode(False),
             torch.enable_grad(),
             torch.autocast(kind, enabled=False),

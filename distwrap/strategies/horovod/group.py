@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from distwrap.devices.selection import visible_devices
 from distwrap.environments.variables import variables_set
 from distwrap.errors import LaunchError, OptionError
 from distwrap.group.collectives import broadcast, gather_object
@@ -61,7 +61,7 @@ class HorovodGroup(RunPart):
         Raises:
             OptionError: it was built without MPI and NCCL.
         """
-        if not (self._hvd.mpi_enabled() or (torch.cuda.is_available() and self._hvd.nccl_built())):
+        if not (self._hvd.mpi_enabled() or (visible_devices().count and self._hvd.nccl_built())):
             raise OptionError(
                 "HorovodStrategy(adasum=True): this Horovod was built without MPI and without NCCL, and only these add "
                 "by Adasum. Build it with HOROVOD_WITH_MPI=1, or leave adasum out."

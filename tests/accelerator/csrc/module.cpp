@@ -19,6 +19,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("is_initialized", &is_initialized);
   m.def("is_in_bad_fork", &is_in_bad_fork);
   m.def("init", &use);
+  m.def("call_at_first_use", [](py::function call) {
+    auto* kept = new py::function(std::move(call));  // for good
+    call_at_first_use([kept] {
+      py::gil_scoped_acquire gil;
+      (*kept)();
+    });
+  });
   m.def("synchronize", &finish_device, Free());
   m.def("empty_cache", &empty_cache, Free());
   m.def("memory_allocated", &memory_allocated);

@@ -34,6 +34,7 @@ struct Machine {
   std::map<std::pair<Index, c10::StreamId>, Queue> queues;
   c10::StreamId streams = 0;
   bool is_initialized = false, is_in_bad_fork = false;
+  std::vector<std::function<void()>> at_first_use;
 };
 
 Machine& machine() {
@@ -101,6 +102,14 @@ bool is_in_bad_fork() noexcept {
   return machine().is_in_bad_fork;
 }
 
+void call_at_first_use(std::function<void()> call) {
+  if (is_initialized()) {
+    call();
+  } else {
+    machine().at_first_use.push_back(std::move(call));
+  }
+}
+
 void use() {
   auto& all = machine();
   TORCH_CHECK(!all.is_in_bad_fork,
@@ -108,6 +117,9 @@ void use() {
   if (!all.is_initialized) {
     TORCH_CHECK(device_count() > 0, "No pretended devices are available: PRETEND_VISIBLE_DEVICES names none.");
     all.is_initialized = true;
+    for (auto& call : all.at_first_use) {
+      call();
+    }
     pthread_atfork(nullptr, nullptr, [] { machine().is_in_bad_fork = true; });
   }
 }

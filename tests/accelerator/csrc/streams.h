@@ -25,6 +25,7 @@ void set_device(Index device);                  // an error for an index that is
 void unchecked_set_device(Index device) noexcept;
 bool is_initialized() noexcept;                 // whether this process has used a device
 bool is_in_bad_fork() noexcept;                 // whether it was forked from one that had
+void call_at_first_use(std::function<void()> call);
 void use();                                     // from now on it has; an error where it was forked
 
 // Streams. Number 0 of each device is its default one.

@@ -1,0 +1,69 @@
+"""A strategy on one named type of device: what Lightning's ``hpu_parallel``, ``mps`` and others became."""
+
+import importlib
+import importlib.util
+
+import torch
+
+from distwrap.devices.kinds import accelerator_of_torch
+from distwrap.devices.vendors import VENDORS
+from distwrap.errors import OptionError
+from distwrap.strategies.base import Strategy
+
+
+def of_device(type: str, strategy: str = "ddp") -> Strategy:
+    """Return a strategy, where torch has devices of a type.
+
+    The package of their maker is imported, where it is there and torch has not imported it by itself.
+
+    Args:
+        type: torch's name of the type, as ``"hpu"``.
+        strategy: the name of the strategy.
+
+    Raises:
+        OptionError: torch has no such devices here; says which package brings them, and what to use.
+
+    Example:
+        >>> of_device("cpu", "single")
+        SingleStrategy()
+    """
+    from distwrap.registry import strategies  # which knows this file
+
+    made = strategies.make(strategy)
+    if type == "cpu":
+        return made
+    _import_package(type)
+    found = accelerator_of_torch()
+    if found != type or not torch.accelerator.is_available():
+        raise OptionError(_missing(type, strategy, found))
+    if type == "mps":
+        made.device = torch.device(type)
+    return made
+
+
+def _import_package(type: str) -> None:
+    package = VENDORS[type].package if type in VENDORS else ""
+    if package and accelerator_of_torch() != type and _is_installed(package):
+        importlib.import_module(package)
+
+
+def _is_installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:  # of what it is in
+        return False
+
+
+def _missing(type: str, strategy: str, found: str | None) -> str:
+    known = VENDORS.get(type)
+    whose = f", {known.maker}," if known else ""
+    words = f"strategy={strategy!r} on devices of type {type!r}{whose} needs torch to have some, and "
+    if known and known.package and not _is_installed(known.package):
+        words += f"the package that brings them, {known.package}, is not installed ({known.source})."
+    elif found is None or (found == type and not known):
+        words += "this torch is built for no accelerator." if found is None else "it sees none."
+    elif found == type:
+        words += f"it sees none{known.visible_by and f': look at {known.visible_by}'}." if known else ""
+    else:
+        words += f"this torch is built for {found!r}."
+    return f"{words} Write strategy={strategy!r}, which takes the accelerator that torch has, or the CPU."
