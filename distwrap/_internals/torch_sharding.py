@@ -16,7 +16,7 @@ from torch.distributed import distributed_c10d
 def set_timeout(group: Any, limit: timedelta) -> None:
     """Give the collectives of a process group a time limit.
 
-    Relies on ``torch.distributed.distributed_c10d:_set_pg_timeout``, where a group has no ``set_timeout``.
+    Relies on ``torch.distributed.distributed_c10d:_set_pg_timeout``, where torch's groups take no limit themselves.
     Without it: a hang in a group of some ranks is noticed after half an hour, as with a backend that takes no limit.
     """
     if hasattr(group, "set_timeout"):

@@ -23,7 +23,7 @@ def check_over_devices(strategy: str) -> None:
     """
     seen = visible_devices()
     try:
-        scatter(torch.zeros(seen.count, device=seen.kind), list(range(seen.count)))
+        scatter(torch.zeros(seen.count, device=seen.kind), list(range(seen.count)))  # type: ignore[no-untyped-call]
     except AttributeError:  # a part of torch that only some builds have, or some makers' packages add
         raise ModelError(
             f"strategy={strategy!r} divides a batch over the {seen.count} {seen.kind} devices by torch's DataParallel, "
