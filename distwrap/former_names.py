@@ -40,6 +40,7 @@ LAUNCHER_OF_STRATEGY = {
     **{f"ddp_sharded_spawn{words}": "spawn" for words in ("", "_find_unused_parameters_false")},
     **{f"ddp_{launcher}_{words}": launcher for launcher in ("spawn", "fork") for words in _UNUSED},
     **{f"ddp_notebook_{words}": "forkserver" for words in _UNUSED},
+    **dict.fromkeys(("xla", "tpu_spawn", "single_tpu", "single_xla"), "xla"),
 }
 
 # What to say of a name that is none here.

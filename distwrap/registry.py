@@ -106,6 +106,7 @@ launchers: Registry[Launcher] = Registry(
         ("replicas", "replicas:ReplicasLauncher", "a lost rank starts again while the others go on: max_lost="),
         ("ray", "ray:RayLauncher", "actors on a Ray cluster, with the resources that a rank needs"),
         ("slurm", "slurm:SlurmLauncher", "a Slurm job, which the call submits, waits for, and gets the results of"),
+        ("xla", "xla:XlaLauncher", "processes of torch_xla, one for each of its devices: strategy='xla'"),
         ("external", "external:refuse", "none: an outer launcher must have started the ranks"),
     ),
     hints=dict.fromkeys(

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -19,6 +20,7 @@ from distwrap.checks import whole
 from distwrap.comm import Link, WeightAlgorithm, WeightExchange
 from distwrap.comm.base import option
 from distwrap.comm.engine import PATIENCE
+from distwrap.devices.streams import Given, SideStream
 from distwrap.errors import CollectiveTimeoutError
 from distwrap.group.world import World
 from distwrap.model.distributed import DistributedModel
@@ -42,8 +44,10 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
         self._changed = threading.Condition()
         self._runs = self._resumes = self._closed = False
         self._pausing = self._wanted = False
-        self._snapshot: torch.Tensor | None = None
-        self._move: torch.Tensor | None = None
+        self._side = SideStream(self.device)
+        self._snapshot: Given | None = None
+        self._move: Given | None = None
+        self._paused_at: Any = None
         self._failure: BaseException | None = None
         self._thread: threading.Thread | None = None
 
@@ -67,7 +71,8 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
     def _take_over(self) -> None:
         """Move the weights by the difference that the thread has found; the ranks of a node move together."""
         with self._changed:
-            move, self._move = self._move, None
+            given, self._move = self._move, None
+        move = None if given is None else self._side.taken(given)
         if self.node is not None:
             move = self.engine.call(partial(self._from_first, self.node, move))
         if move is not None:
@@ -86,9 +91,10 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
 
     def _hand_out(self) -> None:
         """Give the thread a copy of the weights as they will be once they have moved."""
-        self._snapshot, self._wanted = self.weights.read(), False
+        weights, self._wanted = self.weights.read(), False
         if self._move is not None:
-            self._snapshot.add_(self._move)
+            weights.add_(self._side.taken(self._move))
+        self._snapshot = self._side.given(weights)
 
     def settle(self) -> None:
         self.pause()
@@ -98,7 +104,7 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
         thread, self._thread = self._thread, None
         if thread is not None:
             with self._changed:
-                self._pausing = True
+                self._pausing, self._paused_at = True, self._side.moment()
                 self._changed.notify_all()
             thread.join(self._patience)
             if thread.is_alive():
@@ -123,19 +129,23 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
 
     def _run(self, link: Link) -> None:
         try:
-            while not link.least(int(self._pausing or self.model is None), self.device):
-                own = self._take_snapshot()
-                if own is None:
-                    return
-                mean = own.clone()
-                link.mean(mean)
-                with self._changed:
-                    moved = mean.sub_(own)
-                    self._move = moved if self._move is None else self._move.add_(moved)
-                self.rounds += 1
-                self._rest()
+            with self._side.current():  # in the model's, a step would wait for the other ranks
+                self._average(link)
         except BaseException as error:  # noqa: BLE001 - raised again in the training thread
             self._failure = error
+
+    def _average(self, link: Link) -> None:
+        while not link.least(int(self._pausing or self.model is None), self.device):
+            own = self._take_snapshot()
+            if own is None:
+                return
+            mean = own.clone()
+            link.mean(mean)
+            moved = mean.sub_(own)
+            with self._changed:
+                self._move = self._side.given(moved if self._move is None else self._side.taken(self._move) + moved)
+            self.rounds += 1
+            self._rest()
 
     def _take_snapshot(self) -> torch.Tensor | None:
         """Wait until the training thread is between two steps, and return a copy of the weights."""
@@ -145,11 +155,12 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
                 if self._closed:
                     return None
                 if self._pausing or self.model is None:
+                    self._side.wait(self._paused_at)
                     self._hand_out()
                 else:
                     self._changed.wait(1.0)
             snapshot, self._snapshot = self._snapshot, None
-            return snapshot
+        return self._side.taken(snapshot)
 
     def _rest(self) -> None:
         until = time.monotonic() + self._interval

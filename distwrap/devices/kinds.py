@@ -157,6 +157,7 @@ device_kinds: Registry[DeviceKind] = Registry(
         ("cpu", "kinds:CPU", "the CPU"),
         ("cuda", "cuda:CUDA", "NVIDIA's GPUs, and AMD's through ROCm"),
         ("mps", "mps:MPS", "Apple's GPU, by its name alone"),
+        ("xla", "xla:XLA", "TPUs by torch_xla, by their name alone"),
     ),
 )
 

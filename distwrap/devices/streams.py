@@ -6,11 +6,18 @@ come yet; and the program would wait for it.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from distwrap.devices.kinds import kind_of
+
+
+class Given(NamedTuple):
+    """A tensor, and when it is ready."""
+
+    tensor: torch.Tensor
+    moment: Any
 
 
 class SideStream:
@@ -57,3 +64,13 @@ class SideStream:
         """Keep the memory of a tensor that another stream has made until the current one has used it."""
         if self._module is not None:
             tensor.record_stream(self._module.current_stream(self._device))
+
+    def given(self, tensor: torch.Tensor) -> Given:
+        """Return a tensor of the current stream for one who is in another."""
+        return Given(tensor, self.moment())
+
+    def taken(self, given: Given) -> torch.Tensor:
+        """Return a tensor that another stream has given, for the current one."""
+        self.wait(given.moment)
+        self.uses(given.tensor)
+        return given.tensor

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import sys
+import warnings
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -106,18 +107,27 @@ def _names() -> Iterator[str]:
 
 
 def _read(name: str) -> Any:
-    with suppress(AttributeError, RuntimeError):  # torch refuses to tell in older words what newer ones have set
+    # torch refuses to tell in older words what newer ones have set; torch 2.9 for CUDA warns of the older ones.
+    with suppress(AttributeError, RuntimeError), _without_warnings():
         value = attrgetter(name)(torch)
         return value() if name in _FUNCTIONS else value
     return None
 
 
 def _write(name: str, value: Any) -> None:
-    if name in _FUNCTIONS:
-        attrgetter(_FUNCTIONS[name])(torch)(value)
-    else:
-        owner, _, attribute = name.rpartition(".")
-        setattr(attrgetter(owner)(torch), attribute, value)
+    with _without_warnings():
+        if name in _FUNCTIONS:
+            attrgetter(_FUNCTIONS[name])(torch)(value)
+        else:
+            owner, _, attribute = name.rpartition(".")
+            setattr(attrgetter(owner)(torch), attribute, value)
+
+
+@contextmanager
+def _without_warnings() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 @dataclass(frozen=True)

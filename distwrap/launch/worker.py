@@ -236,7 +236,8 @@ def or_told(link: LauncherLink, rank: int, call: Callable[[], T]) -> T:
 def _tell(link: LauncherLink, rank: int, error: BaseException) -> None:
     if _is_lost.is_set():
         time.sleep(_LOST_SECONDS)  # what fails as this process is ended explains nothing
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises wherever we are when a loader's worker ends
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # torch's handler raises wherever it is as a loader's worker ends
     told = failures.explained(error)
     report = failure(rank, told)
     ends_ranks = distwrap_environment.STORE in os.environ  # soon after a report: what is being written comes first

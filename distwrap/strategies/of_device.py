@@ -32,6 +32,12 @@ def of_device(type: str, strategy: str = "ddp") -> Strategy:
     made = strategies.make(strategy)
     if type == "cpu":
         return made
+    if type == "xla" and _is_installed("torch_xla") and accelerator_of_torch() != type:
+        if strategy not in ("ddp", "single"):
+            raise OptionError(f"strategy={strategy!r} on torch_xla's devices: only 'ddp' runs there.")
+        from distwrap.strategies.xla import XLAStrategy
+
+        return XLAStrategy()
     _import_package(type)
     found = accelerator_of_torch()
     if found != type or not torch.accelerator.is_available():

@@ -1,0 +1,58 @@
+"""DDP on torch_xla's devices, which torch knows as no accelerator: TPUs, and the CPU in its place.
+
+Each optimizer's step ends with ``torch_xla.sync()``, where what was only noted until then is computed.
+
+Source: https://docs.pytorch.org/xla/master/learn/pytorch-on-xla-devices.html
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from distwrap.environments import Placement
+from distwrap.errors import LaunchError, OptionError
+from distwrap.group.setup import join
+from distwrap.group.world import RunPart, World
+from distwrap.options import Options
+from distwrap.strategies.ddp import DDPStrategy
+
+
+class XLAStrategy(DDPStrategy):
+    """DDP on torch_xla's devices; by ``strategy="xla"``, which takes ``launcher="xla"`` too."""
+
+    def check(self, run: Options) -> None:
+        super().check(run)
+        if run.launcher != "xla":
+            raise OptionError(
+                f"strategy='xla' runs on ranks that torch_xla starts: write launcher='xla', not {run.launcher!r}."
+            )
+
+    def join(self, placement: Placement, options: Options, secret: bytes) -> World:
+        import torch_xla
+
+        world = join(placement, options, device=torch_xla.device(), inherited=secret)
+        world.part(_Sync)
+        return world
+
+    def init_process_group(self, backend: str, **arguments: Any) -> None:
+        import torch_xla.distributed.xla_backend  # noqa: F401 - which brings the backend
+
+        dist.init_process_group("xla", init_method="xla://", timeout=arguments["timeout"])
+        asked, found = arguments["world_size"], dist.get_world_size()
+        if found != asked:
+            raise LaunchError(f"torch_xla has made a world of {found} rank(s), where {asked} were started.")
+
+
+class _Sync(RunPart):
+    """Computing what was noted, at the end of each optimizer's step."""
+
+    def __init__(self, world: World) -> None:
+        import torch_xla
+
+        self._handle = register_optimizer_step_post_hook(lambda *_: torch_xla.sync())
+
+    def close(self) -> None:
+        self._handle.remove()
