@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from distwrap.environments import Node, Placement
 from distwrap.errors import OptionError
+from distwrap.launch.accelerator import Accelerator
 from distwrap.launch.settings import Settings
 from distwrap.options import Options
 from distwrap.registry import launchers
@@ -49,6 +50,7 @@ class Surroundings:
     umask: int
     random: RandomState
     settings: Settings
+    accelerator: Accelerator | None
 
     @classmethod
     def capture(cls) -> Surroundings:
@@ -56,7 +58,8 @@ class Surroundings:
         umask = os.umask(0)
         os.umask(umask)
         random, settings = RandomState.capture(), Settings.capture()
-        return cls(dict(os.environ), os.getcwd(), list(sys.path), list(sys.argv), umask, random, settings)
+        path, argv, accelerator = list(sys.path), list(sys.argv), Accelerator.capture()
+        return cls(dict(os.environ), os.getcwd(), path, argv, umask, random, settings, accelerator)
 
     def restore(self) -> None:
         """Make this process like the one whose surroundings these are, but for its settings, which imports change."""

@@ -150,6 +150,8 @@ def _run(assignment: Assignment, task: Task | None, link: LauncherLink) -> bytes
         task = transport.unpack(assignment.payload)
     if assignment.surroundings is not None:
         assignment.surroundings.settings.restore()  # after all imports, as the caller may have made them
+        if assignment.surroundings.accelerator is not None:
+            assignment.surroundings.accelerator.learn()
     value, trained = take_part(
         assignment, task, lambda report: stalled(report, link, place.rank), lambda first: _lost(first, link, place.rank)
     )

@@ -35,8 +35,10 @@ class _FolderLink:
     def assignment(self) -> Assignment:
         from torch_xla import runtime
 
-        rank, size = int(runtime.global_ordinal()), int(runtime.world_size())
-        return replace(self._plan, placement=distwrap_environment.on_one_node(rank, size))
+        rank, size, around = int(runtime.global_ordinal()), int(runtime.world_size()), self._plan.surroundings
+        if around is not None:  # torch_xla tells its processes by variables which devices are theirs
+            around = replace(around, environ={**around.environ, **os.environ})
+        return replace(self._plan, placement=distwrap_environment.on_one_node(rank, size), surroundings=around)
 
     def report(self, outcome: Outcome) -> None:
         write_whole(self._folder / f"rank-{outcome.rank:06}", pickle.dumps(outcome))

@@ -5,6 +5,8 @@ torch imports it by itself where ``site/`` is on the path, as it imports the pac
 
 from __future__ import annotations
 
+import os
+import sys
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -15,6 +17,7 @@ import torch.distributed as dist
 from tests.accelerator.build import load
 
 _c = load()
+NAME = os.environ.get("PRETEND_NAME", "pretend")  # of the type; a maker's, for a stand-in of its package
 
 device_count, current_device, init = _c.device_count, _c.current_device, _c.init
 is_initialized, _is_in_bad_fork, empty_cache = _c.is_initialized, _c.is_in_bad_fork, _c.empty_cache
@@ -30,9 +33,9 @@ class Properties:
 
 
 def _index(device: Any) -> int:
-    place = torch.device("pretend", device) if isinstance(device, int) else torch.device(device or "pretend")
-    if place.type != "pretend":
-        raise ValueError(f"Expected a pretend device, but got: {place}")
+    place = torch.device(NAME, device) if isinstance(device, int) else torch.device(device or NAME)
+    if place.type != NAME:
+        raise ValueError(f"Expected a {NAME} device, but got: {place}")
     return current_device() if place.index is None else place.index
 
 
@@ -83,11 +86,11 @@ class device:
 
 class Stream(torch.Stream):
     def __new__(cls, device: Any = None, priority: int = 0) -> Stream:
-        return super().__new__(cls, device=torch.device("pretend", _index(device)), priority=priority)
+        return super().__new__(cls, device=torch.device(NAME, _index(device)), priority=priority)
 
 
 def current_stream(device: Any = None) -> torch.Stream:
-    return torch.accelerator.current_stream(torch.device("pretend", _index(device)))
+    return torch.accelerator.current_stream(torch.device(NAME, _index(device)))
 
 
 set_stream = torch.accelerator.set_stream
@@ -102,11 +105,11 @@ def default_generator(device: Any = None) -> torch.Generator:
     return generator
 
 
-def get_rng_state(device: Any = "pretend") -> torch.Tensor:
+def get_rng_state(device: Any = NAME) -> torch.Tensor:
     return default_generator(device).get_state()
 
 
-def set_rng_state(new_state: torch.Tensor, device: Any = "pretend") -> None:
+def set_rng_state(new_state: torch.Tensor, device: Any = NAME) -> None:
     default_generator(device).set_state(new_state)
 
 
@@ -135,23 +138,21 @@ def _collectives(options: Any, _: Any) -> Any:
 
 def _scatter(tensor: torch.Tensor, devices: list[int], sizes: Any, dim: int, streams: Any) -> tuple[torch.Tensor, ...]:
     parts = tensor.chunk(len(devices), dim) if sizes is None else tensor.split(sizes, dim)
-    return tuple(part.to(f"pretend:{index}") for part, index in zip(parts, devices, strict=False))
+    return tuple(part.to(f"{NAME}:{index}") for part, index in zip(parts, devices, strict=False))
 
 
 def _gather(tensors: list[torch.Tensor], dim: int, device: int) -> torch.Tensor:
-    return torch.cat([tensor.to(f"pretend:{device}") for tensor in tensors], dim)
+    return torch.cat([tensor.to(f"{NAME}:{device}") for tensor in tensors], dim)
 
 
 def _broadcast_coalesced(tensors: list[torch.Tensor], devices: list[int], size: int) -> list[list[torch.Tensor]]:
-    return [[tensor.to(f"pretend:{index}") for tensor in tensors] for index in devices]
+    return [[tensor.to(f"{NAME}:{index}") for tensor in tensors] for index in devices]
 
 
 def _autoload() -> None:
     """Make the devices known to torch, at the end of ``import torch``."""
-    import sys
-
-    torch.utils.rename_privateuse1_backend("pretend")
-    torch._register_device_module("pretend", sys.modules[__name__])
+    torch.utils.rename_privateuse1_backend(NAME)
+    torch._register_device_module(NAME, sys.modules[__name__])
     torch.utils.generate_methods_for_privateuse1_backend()
     for function in (
         _scatter,
@@ -159,4 +160,4 @@ def _autoload() -> None:
         _broadcast_coalesced,
     ):  # for DataParallel, which are in torch's CUDA build alone
         setattr(torch._C, function.__name__, function)
-    dist.Backend.register_backend("pccl", _collectives, extended_api=True, devices=["pretend"])
+    dist.Backend.register_backend("pccl", _collectives, extended_api=True, devices=[NAME])
