@@ -3,6 +3,7 @@
 # make test-all: all tests, as CI runs them: those marked slow too, in at most 27 minutes.
 # make test-engines: tests of DeepSpeed and other engines, each in an environment of its own that has its package, made
 #     once. ENGINES=deepspeed is one of them.
+# make test-gpu: what needs an accelerator, with the torch that is installed where PYTHON is; see docs/accelerators.md.
 # make check: ruff, mypy, and that the documentation agrees with the code.
 # make faults: each launcher and fault 100 times with busy cores, where make test-all runs a tenth of the matrix; takes
 #     hours, and goes on from the runs in benchmarks/faults-matrix.jsonl: remove them to begin anew. TIMES=10 is less.
@@ -24,7 +25,7 @@ bin := $(VENV)/bin
 pip_words := --quiet --disable-pip-version-check $(PIP_FLAGS)
 install := $(bin)/python -m pip install $(pip_words) -c constraints.txt
 
-.PHONY: demo test test-all test-engines check faults faults-divided kills soak bench clean
+.PHONY: demo test test-all test-engines test-gpu check faults faults-divided kills soak bench clean
 
 demo: $(VENV)/.installed-demo
 	$(bin)/python examples/digits.py --nprocs 2
@@ -34,6 +35,9 @@ test: $(VENV)/.installed-test
 
 test-all: $(VENV)/.installed-test
 	$(bin)/python -m pytest $(JOBS)
+
+test-gpu:
+	$(PYTHON) -m pytest -m "gpu or cuda"
 
 ENGINES ?= deepspeed ray transformers torchft hivemind
 test-engines: $(ENGINES:%=$(VENV)-%/.installed)
@@ -87,6 +91,13 @@ $(VENV)-horovod/.installed: setup.cfg setup.py constraints.txt
 		HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_GLOO=1 HOROVOD_WITHOUT_MPI=1 HOROVOD_WITHOUT_TENSORFLOW=1 \
 		HOROVOD_WITHOUT_MXNET=1 $(VENV)-horovod/bin/python -m pip install $(pip_words) -c constraints.txt \
 		--no-build-isolation -e '.[test-horovod]'
+	touch $@
+
+# torch_xla works with the torch of its own version alone, which brings CUDA: gigabytes.
+$(VENV)-xla/.installed: setup.cfg setup.py
+	$(PYTHON) -m venv $(VENV)-xla
+	$(VENV)-xla/bin/python -m pip install $(pip_words) torch==2.9.0 torch_xla==2.9.0
+	$(VENV)-xla/bin/python -m pip install $(pip_words) -e '.[test-xla]'
 	touch $@
 
 # DeepSpeed's setup wants torch at hand, and would build operators.

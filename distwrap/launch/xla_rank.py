@@ -16,14 +16,14 @@ from distwrap.launch.task import Assignment
 
 def be_a_rank(_: int, plan: bytes, folder: str) -> None:
     """Be a rank; torch_xla calls this in each of its processes, with the pickled plan."""
-    code = worker.work(_FolderLink(pickle.loads(plan), Path(folder)))
+    code = worker.work(_XlaLink(pickle.loads(plan), Path(folder)))
     sys.stdout.flush()
     sys.stderr.flush()
     if code:
         os._exit(code)  # torch_xla ends the others then
 
 
-class _FolderLink:
+class _XlaLink:
     """The link of a rank that torch_xla has started: its outcome is a file in a folder of the launch."""
 
     def __init__(self, plan: Assignment, folder: Path) -> None:

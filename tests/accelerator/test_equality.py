@@ -86,15 +86,19 @@ def test_exact_ways_are_one_process(comm: str | None, devices: int) -> None:
         assert_near(weights, alone(devices))
 
 
+def _trained_by(comms: list[str]) -> dict[str, list[list[float]]]:
+    return {comm: trained(comm, torch.optim.Adam if "qadam" in comm else torch.optim.SGD) for comm in comms}
+
+
 @pytest.mark.gpu(2, 4)
-@pytest.mark.parametrize("comm", [each for each in (*GRADIENT, *WEIGHT) if "async" not in each])
-def test_ways_of_exchange_are_those_of_the_cpu(comm: str, devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ways_of_exchange_are_those_of_the_cpu(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each algorithm, also one that rounds, computes on devices what it computes on as many ranks on the CPU."""
-    make = torch.optim.Adam if "qadam" in comm else torch.optim.SGD
-    found = run_ranks(trained, devices, comm, make, timeout=100)
+    comms = [each for each in (*GRADIENT, *WEIGHT) if "async" not in each]  # which goes by the clock
+    found = run_ranks(_trained_by, devices, comms, timeout=100)
     hidden(monkeypatch)
-    for mine, theirs in zip(found, run_ranks(trained, devices, comm, make, timeout=100), strict=True):
-        assert_near(mine, theirs)
+    for mine, theirs in zip(found, run_ranks(_trained_by, devices, comms, timeout=100), strict=True):
+        for comm in comms:
+            assert_near(mine[comm], theirs[comm])
 
 
 def _resumed(folder: str, at: int | None) -> tuple[list[list[float]], list[float], str]:
@@ -165,38 +169,39 @@ def test_a_checkpoint_of_devices_is_one_of_the_cpu(tmp_path: Path, monkeypatch: 
     assert plain["model"]["0.weight"].device.type == "cpu"
 
 
-@pytest.mark.gpu(2)
-@pytest.mark.parametrize("name", ["state.pt", "background.pt", "state.safetensors", "parts"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
-def test_a_file_names_no_device(strategy: str, name: str, tmp_path: Path) -> None:
-    """Whatever was on a device when it was saved is read by torch alone where there is none."""
+READ = """
+import sys, torch, distwrap as dw
+from safetensors.torch import load_file
+print([torch.load(f"{sys.argv[1]}/{name}", weights_only=True) for name in ("state.pt", "background.pt")])
+print(load_file(f"{sys.argv[1]}/state.safetensors"), dw.load(f"{sys.argv[1]}/parts"))
+"""
 
-    def saved(path: str) -> None:
-        model = dw.wrap_model(net(), strategy=strategy)
+
+@pytest.mark.gpu(2)
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
+def test_a_file_names_no_device(strategy: str, tmp_path: Path) -> None:
+    """Whatever was on a device when it was saved, in any format, is read where there is none, by torch alone."""
+
+    def saved(folder: str) -> None:
+        model = dw.wrap_model(net())
         optimizer = dw.wrap_optimizer(torch.optim.AdamW(model.parameters()), model)
-        nn.functional.mse_loss(model(data(0, 0)[0].to(dw.device())), data(0, 0)[1].to(dw.device())).backward()
+        x, y = (part.to(dw.device()) for part in data(0, 0))
+        nn.functional.mse_loss(model(x), y).backward()
         optimizer.step()
         beside = {"tensor": torch.ones(3, device=dw.device()), "several": [torch.zeros(2, device=dw.device())]}
-        state: Any = {"model": model, "optimizer": optimizer, "beside": beside}
-        if path.endswith("safetensors"):
-            state = model
-        dw.save(state, path, io="sharded" if path.endswith("parts") else "auto", background="background" in path)
+        state = {"model": model, "optimizer": optimizer, "beside": beside}
+        dw.save(state, f"{folder}/state.pt")
+        dw.save(state, f"{folder}/background.pt", background=True)
+        dw.save(state, f"{folder}/parts", io="sharded")
+        dw.save(model, f"{folder}/state.safetensors")
         dw.wait_for_saves()
 
-    path = str(tmp_path / name)
-    dw.distributed(nprocs=2, strategy=strategy, launcher="forkserver", timeout=60)(saved)(path)
-    if name == "parts":
-        words = "import torch, sys, distwrap as dw; print(dw.load(sys.argv[1]))"
-    elif name.endswith("safetensors"):
-        words = "import sys; from safetensors.torch import load_file; print(load_file(sys.argv[1]))"
-    else:
-        words = "import torch, sys; print(torch.load(sys.argv[1], weights_only=True))"
+    dw.distributed(nprocs=2, strategy=strategy, launcher="forkserver", timeout=60)(saved)(str(tmp_path))
     with pytest.MonkeyPatch.context() as patch:
         hidden(patch)
         patch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-        done = subprocess.run(
-            [sys.executable, "-c", words, path], capture_output=True, text=True, timeout=60, check=False
-        )
+        command = [sys.executable, "-c", READ, str(tmp_path)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
     assert accelerator() not in done.stdout
 
