@@ -152,6 +152,15 @@ def test_a_device_has_random_numbers_of_its_own() -> None:
     assert not torch.equal(first.cpu(), on_cpu)
 
 
+def test_marks_of_conjugates_go_with_a_copy() -> None:
+    """Numbers that are only marked as conjugate or negative come to the CPU, and from it, as what they are."""
+    x = torch.tensor([1 + 2j], device=accelerator())
+    assert x.conj().cpu().tolist() == [1 - 2j]
+    assert x.conj().imag.cpu().tolist() == [-2.0]
+    x.conj().copy_(torch.tensor([3 + 4j]))
+    assert x.cpu().tolist() == [3 - 4j]
+
+
 def test_no_more_memory_than_there_is() -> None:
     """A tensor that is larger than the device is torch's own error of memory."""
     free, total = torch.get_device_module(accelerator()).mem_get_info()
