@@ -1,3 +1,6 @@
+// First, as Python wants.
+#include <Python.h>
+
 #include "streams.h"
 
 #include <condition_variable>
@@ -171,6 +174,17 @@ void let_wait(c10::Stream stream, c10::Stream other, Count count) {
   }
 }
 
+// Whoever waits lets other threads have Python: a task may free a tensor that Python knows, or wait for a thread of
+// gloo's that does. Some callers hold it, as Storage.resize_() and Event.query(). To be made before a lock is taken.
+struct WithoutGil {
+  PyThreadState* state = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  ~WithoutGil() {
+    if (state != nullptr) {
+      PyEval_RestoreThread(state);
+    }
+  }
+};
+
 // Does the first task of a queue, whose lock is held; the lock is not held meanwhile.
 static void run_first(Queue& mine, std::unique_lock<std::mutex>& hold) {
   auto task = std::move(mine.items.front().task);
@@ -194,6 +208,7 @@ static void run_first(Queue& mine, std::unique_lock<std::mutex>& hold) {
 }
 
 void finish(c10::Stream stream, Count count) {
+  WithoutGil free;
   auto& all = machine();
   std::unique_lock<std::mutex> hold(all.lock);
   auto& mine = queue(stream);
@@ -234,6 +249,7 @@ void finish_device(Index device) {
 }
 
 bool poll(c10::Stream stream, Count count) {
+  WithoutGil free;
   auto& all = machine();
   std::unique_lock<std::mutex> hold(all.lock);
   auto& mine = queue(stream);
