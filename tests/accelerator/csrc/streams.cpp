@@ -258,10 +258,14 @@ bool poll(c10::Stream stream, Count count) {
   }
   auto& first = mine.items.front();
   if (first.waits_for) {
-    auto [other, its] = *first.waits_for;
+    auto wait = first.waits_for;
     hold.unlock();
-    if (poll(other, its)) {
-      finish(stream, done(stream) + 1);
+    bool is_over = poll(wait->first, wait->second);
+    hold.lock();
+    if (is_over && !mine.is_running && !mine.items.empty() && mine.items.front().waits_for == wait) {
+      mine.items.pop_front();  // and no more than this: what comes after it may take its time
+      mine.done++;
+      all.changed.notify_all();
     }
   } else if (!first.task.is_ready || first.task.is_ready()) {
     run_first(mine, hold);
