@@ -98,7 +98,7 @@ void unchecked_set_device(Index device) noexcept {
 }
 
 bool is_initialized() noexcept {
-  return machine().is_initialized;
+  return machine().is_initialized && !machine().is_in_bad_fork;
 }
 
 bool is_in_bad_fork() noexcept {
