@@ -97,7 +97,8 @@ class DeviceKind:
 
     def streams(self) -> ModuleType | None:
         """Return the module with the streams on which a copy runs beside the computation; ``None`` without such."""
-        return self.module if all(hasattr(self.module, name) for name in ("Stream", "Event", "stream")) else None
+        module: ModuleType | None = getattr(torch, self.type, None)  # the meta device has none
+        return module if all(hasattr(module, name) for name in ("Stream", "Event", "stream")) else None
 
     def memory(self, device: torch.device) -> int | None:
         """Return the bytes that the device has; ``None`` where torch does not tell."""
