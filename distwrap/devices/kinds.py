@@ -97,7 +97,7 @@ class DeviceKind:
 
     def streams(self) -> ModuleType | None:
         """Return the module with the streams on which a copy runs beside the computation; ``None`` without such."""
-        module = getattr(torch, self.type, None)
+        module: ModuleType | None = getattr(torch, self.type, None)  # the meta device has none
         return module if all(hasattr(module, name) for name in ("Stream", "Event", "stream")) else None
 
     def memory(self, device: torch.device) -> int | None:

@@ -1,5 +1,6 @@
 """Copies of tensors, in any nesting, on a device, and of a loader's batches a step ahead."""
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ from torch import nn
 from distwrap._internals.torch_autograd import hooks_kept
 from distwrap._internals.torch_tree import map_tensors
 from distwrap.devices.kinds import kind_of
+from distwrap.devices.streams import SideStream
 
 
 def to_device(value: Any, device: torch.device, objects: Literal["copied", "changed", "left"] = "copied") -> Any:
@@ -80,20 +82,23 @@ def on_device(batches: Iterable[Any], device: torch.device, ahead: bool) -> Iter
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams
     """
-    streams = kind_of(device).streams()
-    if not ahead or streams is None:
+    if not ahead or kind_of(device).streams() is None:
         for batch in batches:
             yield to_device(batch, device)
         return
-    side = streams.Stream(device)
-    copied: list[Any] = []
+    side, copied = SideStream(device), deque[tuple[Any, Any]]()
+
+    def first() -> Any:
+        batch, moment = copied.popleft()
+        side.wait(moment)  # of its own copy: the next one waits for the step before this
+        return batch
+
     for batch in batches:
-        side.wait_stream(streams.current_stream(device))  # which may read what was in memory that is free by now
-        with streams.stream(side):
-            copied.append(to_device(batch, device))
+        until_now = side.moment()  # which may read what was in memory that is free by now
+        with side.current():
+            side.wait(until_now)
+            copied.append((to_device(batch, device), side.moment()))
         if len(copied) > 1:
-            streams.current_stream(device).wait_stream(side)
-            yield copied.pop(0)
-    for batch in copied:
-        streams.current_stream(device).wait_stream(side)
-        yield batch
+            yield first()
+    if copied:
+        yield first()

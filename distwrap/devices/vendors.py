@@ -29,7 +29,7 @@ VENDORS = {
     "hpu": Vendor(
         "Intel's Gaudi",
         "habana_frameworks.torch",
-        "HABANA_VISIBLE_DEVICES",
+        "HABANA_VISIBLE_MODULES",  # HABANA_VISIBLE_DEVICES is read by the container runtime alone
         "https://docs.habana.ai/en/latest/PyTorch/",
     ),
     "npu": Vendor("Huawei's Ascend", "torch_npu", "ASCEND_RT_VISIBLE_DEVICES", "https://github.com/Ascend/pytorch"),

@@ -36,7 +36,7 @@ def barrier() -> None:
     """Wait until every rank is here."""
     if _alone("barrier"):
         return
-    dist.barrier(device_ids=[current_world().device.index] if dist.get_backend() == "nccl" else None)
+    current_world().barrier()
 
 
 @among_members

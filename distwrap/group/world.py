@@ -145,8 +145,13 @@ class World:
                 f"{type(strategy).__name__}.setup() returned {layout!r} on rank {self.placement.rank}, which has share "
                 f"{rank} of {size} in its group. Return Layout(rank in the group, size of the group, group), or None."
             )
-        dist.barrier()  # a rank that left now would cut the connections of groups which others still make
+        self.barrier()  # a rank that left now would cut the connections of groups which others still make
         self.layout = layout
+
+    def barrier(self) -> None:
+        """Wait until every rank is here; on this rank's device, where torch would warn that it was told none."""
+        on_device = self.device.index is not None and "gloo" not in dist.get_backend()
+        dist.barrier(device_ids=[self.device.index] if on_device else None)
 
     def part(self, kind: type[Part]) -> Part:
         """Return a room's state of this run; it is made at the first call.

@@ -8,8 +8,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -33,7 +36,13 @@ class Elsewhere(pytest.Item):
         self.add_marker(pytest.mark.timeout(seconds + SECONDS_MORE))
 
     def runtest(self) -> None:
-        for report in _pytest_with(self._devices, self._files, self.config).run(self.nodeid):
+        other = _pytest_with(self._devices, self._files, self.config)
+        try:
+            reports = other.run(self.nodeid)
+        except BaseException:  # it may still be at this test, and would tell of it in place of the next one
+            _started.pop(self._devices).kill()
+            raise
+        for report in reports:
             if report.skipped:
                 pytest.skip(report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr))
             if report.failed:
@@ -60,6 +69,7 @@ class _Pytest:
         self._config = config
         commands, self._commands = os.pipe()
         self._reports, reports = os.pipe()
+        self._output = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed by kill()
         self._process = subprocess.Popen(
             [
                 sys.executable,
@@ -71,7 +81,7 @@ class _Pytest:
             cwd=ROOT,
             env=environment(devices) | {COMMANDS: str(commands), REPORTS: str(reports)},
             pass_fds=(commands, reports),
-            stdout=subprocess.DEVNULL,
+            stdout=self._output,
             start_new_session=True,
         )
         os.close(commands)
@@ -79,23 +89,35 @@ class _Pytest:
         self._lines = os.fdopen(self._reports)
 
     def run(self, nodeid: str) -> list[pytest.TestReport]:
-        os.write(self._commands, f"{nodeid}\n".encode())
+        with suppress(BrokenPipeError):  # then nothing is to be read
+            os.write(self._commands, f"{nodeid}\n".encode())
         found: list[pytest.TestReport] = []
         for line in self._lines:
             data = json.loads(line)
             if data is None:
                 return found
             found.append(self._config.hook.pytest_report_from_serializable(config=self._config, data=data))
-        raise RuntimeError(f"the pytest with pretended devices has ended: {self._process.wait(10)}")
+        self._output.seek(0)
+        said = self._output.read()[-5000:]
+        raise RuntimeError(f"the pytest with pretended devices has ended, with {self._process.wait(10)}:\n{said}")
 
     def close(self) -> None:
+        """Let it end."""
         os.close(self._commands)
-        try:
+        self._commands = -1
+        with suppress(subprocess.TimeoutExpired):
             self._process.wait(20)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
+        self.kill()
+
+    def kill(self) -> None:
+        """End it, if it has not ended, and whatever it has started."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        if self._commands >= 0:
+            os.close(self._commands)
         self._lines.close()
+        self._output.close()
 
 
 _started: dict[int, _Pytest] = {}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -58,9 +57,7 @@ def test_without_the_wait_for_the_copies_numbers_are_wrong(monkeypatch: pytest.M
     assert torch.equal(torch.cat(_batches()), expected)
     if not is_pretended():
         return  # where numbers may be there by chance
-    module = torch.get_device_module(accelerator())
-    monkeypatch.setattr(module.Stream, "wait_stream", lambda *_: None, raising=False)
-    monkeypatch.setattr(module, "current_stream", lambda _: SimpleNamespace(wait_stream=lambda _: None))
+    monkeypatch.setattr(streams.SideStream, "wait", lambda *_: None)
     assert not torch.equal(torch.cat(_batches()), expected)
 
 
@@ -150,6 +147,15 @@ def test_a_device_has_random_numbers_of_its_own() -> None:
     assert torch.equal(torch.rand(4), on_cpu)
     assert torch.equal(torch.rand(4, device=accelerator()), first)
     assert not torch.equal(first.cpu(), on_cpu)
+
+
+def test_marks_of_conjugates_go_with_a_copy() -> None:
+    """Numbers that are only marked as conjugate or negative come to the CPU, and from it, as what they are."""
+    x = torch.tensor([1 + 2j], device=accelerator())
+    assert x.conj().cpu().tolist() == [1 - 2j]
+    assert x.conj().imag.cpu().tolist() == [-2.0]
+    x.conj().copy_(torch.tensor([3 + 4j]))
+    assert x.cpu().tolist() == [3 - 4j]
 
 
 def test_no_more_memory_than_there_is() -> None:

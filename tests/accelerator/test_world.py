@@ -110,7 +110,7 @@ def test_a_fork_after_use() -> None:
 
 @pytest.mark.gpu(2, 4)
 def test_collectives_of_both_memories(devices: int) -> None:
-    """Tensors of the device and of the CPU in one run: each comes back where it was, objects' on one's own device."""
+    """Tensors of the device and of the CPU in one run: each comes back where it was, and objects on the own device."""
 
     def body() -> list[Any]:
         plain = torch.full((2,), float(dw.rank()))

@@ -9,6 +9,7 @@ import torch
 from torch.utils.data import DataLoader, TensorDataset
 
 from distwrap import shard_loader
+from distwrap.devices.streams import SideStream
 from tests.accelerator import accelerator
 
 
@@ -47,3 +48,23 @@ def test_copied_ahead_is_the_same(pinned: bool) -> None:
             assert torch.equal(x.cpu(), plain[number][0])
             assert torch.equal(y.cpu(), plain[number][1])
             assert x.device.type == accelerator()
+
+
+@pytest.mark.gpu
+def test_a_step_does_not_wait_for_the_next_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The copy of the next batch runs beside the step: a step waits for no moment later than its own batch's copy."""
+    waits: list[Any] = []
+    moments: list[Any] = []
+    wait, moment = SideStream.wait, SideStream.moment
+
+    def noted(side: SideStream) -> Any:
+        moments.append(moment(side))
+        return moments[-1]
+
+    monkeypatch.setattr(SideStream, "moment", noted)
+    monkeypatch.setattr(SideStream, "wait", lambda side, until: (waits.append(until), wait(side, until)))
+    assert len(list(shard_loader(loader_of(pin_memory=True), device=accelerator(), copy_ahead=True))) == 8
+    steps, copies = [moments[number] for number in range(0, 16, 2)], [moments[number] for number in range(1, 16, 2)]
+    order = [("copy", steps.index(each)) if each in steps else ("step", copies.index(each)) for each in waits]
+    ahead = [each for number in range(7) for each in (("copy", number + 1), ("step", number))]
+    assert order == [("copy", 0), *ahead, ("step", 7)]

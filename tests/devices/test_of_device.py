@@ -74,7 +74,7 @@ def test_gaudi(spelling: str, kind: type, tmp_path: Path, monkeypatch: pytest.Mo
         assert device == torch.device("hpu", 3)
         assert choose_backend("auto", device) == "hccl"
         with pytest.raises(
-            PlacementError, match=r"9 ranks on this node see 8 hpu devices.*\(by HABANA_VISIBLE_DEVICES\)"
+            PlacementError, match=r"9 ranks on this node see 8 hpu devices.*\(by HABANA_VISIBLE_MODULES\)"
         ):
             choose_device(Placement(3, 9, local_rank=3, local_world_size=9), visible_devices())
     finally:

@@ -1,11 +1,14 @@
 // What torch asks of a device: its guard, its hooks, its generators.
+#include <algorithm>
 #include <chrono>
-#include <mutex>
+#include <cstring>
+#include <memory>
 #include <vector>
 
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/core/GeneratorForPrivateuseone.h>
 #include <ATen/detail/PrivateUse1HooksInterface.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
 #include "generator.h"
@@ -189,14 +192,12 @@ struct Hooks final : public at::PrivateUse1HooksInterface {
   }
   void resizePrivateUse1Bytes(const c10::Storage& storage, size_t bytes) const override {
     auto kept = std::min(bytes, storage.nbytes());
-    auto before = current_device();
-    unchecked_set_device(storage.device().index());
+    c10::DeviceGuard guard(storage.device());
     auto data = device_allocator()->allocate(bytes);
     finish(current_stream(current_device()));
     if (kept > 0) {
       std::memcpy(data.mutable_get(), storage.data(), kept);
     }
-    unchecked_set_device(before);
     storage.set_data_ptr_noswap(std::move(data));
     storage.unsafeGetStorageImpl()->set_nbytes(bytes);
   }

@@ -2,6 +2,7 @@
 
 #include <set>
 #include <string>
+#include <utility>
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
@@ -67,6 +68,13 @@ bool is_ours(const at::Tensor& tensor) {
 }
 
 thread_local bool in_fallback = false;
+
+struct InFallback {
+  bool before = std::exchange(in_fallback, true);
+  ~InFallback() {
+    in_fallback = before;
+  }
+};
 
 // Copies are given to the current stream of the device. Those that a program may take for done when they are asked for
 // are done then: between a device and memory that is not pinned.
@@ -220,25 +228,15 @@ void fallback(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   draw_from_device(op, stack, device);
   finish(current_stream(device));
   c10::DeviceGuard guard(c10::Device(kType, device));
-  auto before = in_fallback;
-  in_fallback = true;
-  try {
-    at::native::cpu_fallback(op, stack);
-  } catch (...) {
-    in_fallback = before;
-    throw;
-  }
-  in_fallback = before;
+  InFallback inside;
+  at::native::cpu_fallback(op, stack);
 }
 
 // What torch has no CPU kernel for, or one that changes its arguments without saying so.
 
 at::Tensor late(const at::Tensor& result, at::Device device) {
-  auto before = in_fallback;
-  in_fallback = true;
-  auto moved = result.defined() ? result.to(device) : result;
-  in_fallback = before;
-  return moved;
+  InFallback inside;
+  return result.defined() ? result.to(device) : result;
 }
 
 at::Tensor early(const at::Tensor& tensor) {
@@ -417,6 +415,15 @@ TORCH_LIBRARY_IMPL(aten, PrivateUse1, m) {
   m.impl("batch_norm_elemt", &batch_norm_elemt);
   m.impl("batch_norm_backward_reduce", &batch_norm_backward_reduce);
   m.impl("batch_norm_backward_elemt", &batch_norm_backward_elemt);
+}
+
+// A copy looks at these marks itself. torch's own way to take them off is a copy, which would come here again, for ever.
+TORCH_LIBRARY_IMPL(aten, Conjugate, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
+}
+
+TORCH_LIBRARY_IMPL(aten, Negative, m) {
+  m.impl("_copy_from", torch::CppFunction::makeFallthrough());
 }
 
 TORCH_LIBRARY_IMPL(aten, AutogradPrivateUse1, m) {

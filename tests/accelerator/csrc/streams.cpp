@@ -1,3 +1,6 @@
+// First, as Python wants.
+#include <Python.h>
+
 #include "streams.h"
 
 #include <condition_variable>
@@ -95,7 +98,7 @@ void unchecked_set_device(Index device) noexcept {
 }
 
 bool is_initialized() noexcept {
-  return machine().is_initialized;
+  return machine().is_initialized && !machine().is_in_bad_fork;
 }
 
 bool is_in_bad_fork() noexcept {
@@ -171,6 +174,17 @@ void let_wait(c10::Stream stream, c10::Stream other, Count count) {
   }
 }
 
+// Whoever waits lets other threads have Python: a task may free a tensor that Python knows, or wait for a thread of
+// gloo's that does. Some callers hold it, as Storage.resize_() and Event.query(). To be made before a lock is taken.
+struct WithoutGil {
+  PyThreadState* state = Py_IsInitialized() && PyGILState_Check() ? PyEval_SaveThread() : nullptr;
+  ~WithoutGil() {
+    if (state != nullptr) {
+      PyEval_RestoreThread(state);
+    }
+  }
+};
+
 // Does the first task of a queue, whose lock is held; the lock is not held meanwhile.
 static void run_first(Queue& mine, std::unique_lock<std::mutex>& hold) {
   auto task = std::move(mine.items.front().task);
@@ -194,6 +208,7 @@ static void run_first(Queue& mine, std::unique_lock<std::mutex>& hold) {
 }
 
 void finish(c10::Stream stream, Count count) {
+  WithoutGil free;
   auto& all = machine();
   std::unique_lock<std::mutex> hold(all.lock);
   auto& mine = queue(stream);
@@ -234,6 +249,7 @@ void finish_device(Index device) {
 }
 
 bool poll(c10::Stream stream, Count count) {
+  WithoutGil free;
   auto& all = machine();
   std::unique_lock<std::mutex> hold(all.lock);
   auto& mine = queue(stream);
@@ -242,10 +258,14 @@ bool poll(c10::Stream stream, Count count) {
   }
   auto& first = mine.items.front();
   if (first.waits_for) {
-    auto [other, its] = *first.waits_for;
+    auto wait = first.waits_for;
     hold.unlock();
-    if (poll(other, its)) {
-      finish(stream, done(stream) + 1);
+    bool is_over = poll(wait->first, wait->second);
+    hold.lock();
+    if (is_over && !mine.is_running && !mine.items.empty() && mine.items.front().waits_for == wait) {
+      mine.items.pop_front();  // and no more than this: what comes after it may take its time
+      mine.done++;
+      all.changed.notify_all();
     }
   } else if (!first.task.is_ready || first.task.is_ready()) {
     run_first(mine, hold);

@@ -23,7 +23,7 @@ int physical(Index device);                     // the number of a visible devic
 Index current_device() noexcept;                // of this thread
 void set_device(Index device);                  // an error for an index that is not there
 void unchecked_set_device(Index device) noexcept;
-bool is_initialized() noexcept;                 // whether this process has used a device
+bool is_initialized() noexcept;                 // whether this process has used a device, and may go on with it
 bool is_in_bad_fork() noexcept;                 // whether it was forked from one that had
 void call_at_first_use(std::function<void()> call);
 void use();                                     // from now on it has; an error where it was forked
