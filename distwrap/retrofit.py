@@ -137,8 +137,6 @@ def wrap(
     for item in found:
         if isinstance(item.original, Optimizer):
             item.wrapped = wrap_optimizer(item.original)
-            if current_world().device.type != "cpu":
-                item.original.load_state_dict(item.original.state_dict())  # momenta follow their parameters
         elif isinstance(item.original, LRScheduler):
             mark_steps_as_watched(item.original.optimizer)
         elif isinstance(item.original, DataLoader):

@@ -129,7 +129,7 @@ class Gathering:
                     numbers = _bytes_of(piece.local)
                 except Exception as error:  # noqa: BLE001 - raised at the end
                     failed.append(error)
-                    numbers = torch.zeros(prod(box[1]) * piece.dtype.itemsize, dtype=torch.uint8)
+                    numbers = torch.zeros(prod(box[1]) * piece.dtype.itemsize, dtype=torch.uint8, device="cpu")
                 dist.send(numbers, 0, group=self._group)
 
     def _received(self, piece: Piece, owners: dict[Box, int]) -> torch.Tensor:
@@ -137,10 +137,11 @@ class Gathering:
             return piece.local.detach().cpu()
         to_come = dict(owners)
         try:
-            whole = torch.empty(piece.shape, dtype=piece.dtype)
+            whole = torch.empty(piece.shape, dtype=piece.dtype, device="cpu")
             for (begin, size), owner in owners.items():
                 place = part_of(whole, begin, size)
-                come = place if owner == 0 or place.is_contiguous() else torch.empty(size, dtype=piece.dtype)
+                own = owner == 0 or place.is_contiguous()
+                come = place if own else torch.empty(size, dtype=piece.dtype, device="cpu")
                 del to_come[begin, size]
                 if owner == 0:
                     place.copy_(piece.local.detach())
@@ -156,7 +157,8 @@ class Gathering:
     def _discard(self, piece: Piece, owners: dict[Box, int]) -> None:
         for (_, size), owner in owners.items():
             if owner:
-                dist.recv(torch.empty(prod(size) * piece.dtype.itemsize, dtype=torch.uint8), owner, group=self._group)
+                numbers = torch.empty(prod(size) * piece.dtype.itemsize, dtype=torch.uint8, device="cpu")
+                dist.recv(numbers, owner, group=self._group)
 
 
 def in_pieces(state: Any) -> Any:

@@ -105,7 +105,7 @@ class Staging:
             key = (storage.data_ptr(), storage.nbytes(), leaf.device)
             if key not in copies:
                 copies[key] = self._copy_of(free, storage)
-            twin = torch.empty(0, dtype=leaf.dtype)
+            twin = torch.empty(0, dtype=leaf.dtype, device="cpu")
             twin.set_(copies[key], leaf.storage_offset(), leaf.size(), leaf.stride())
             return twin if type(leaf) is torch.Tensor else Parameter(twin, leaf.requires_grad)
 
@@ -117,6 +117,6 @@ class Staging:
         copy = torch.UntypedStorage(size) if found is None else free.pop(found)  # type: ignore[no-untyped-call]
         # Through tensors of bytes, which are copied by several threads.
         source = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        torch.empty(0, dtype=torch.uint8).set_(copy).copy_(source)
+        torch.empty(0, dtype=torch.uint8, device="cpu").set_(copy).copy_(source)
         self._storages.append(copy)
         return copy

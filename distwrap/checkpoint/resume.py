@@ -18,6 +18,7 @@ from distwrap.checkpoint.on_ranks import first_problem
 from distwrap.checkpoint.saving import format_of
 from distwrap.comm.exchange import RunExchanges
 from distwrap.devices.kinds import kind_of
+from distwrap.devices.selection import visible_devices
 from distwrap.errors import CheckpointError, DistwrapError
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
@@ -192,11 +193,19 @@ def _random() -> dict[str, Any]:
     if state.numpy is not None:
         name, keys, *rest = state.numpy
         found["numpy"] = [str(name), torch.tensor(keys.tolist()), int(rest[0]), int(rest[1]), float(rest[2])]
-    device = current_world().device
-    state_of_device = kind_of(device).random_state(device)
-    if state_of_device is not None:
-        found[device.type] = state_of_device
+    for name, device in _devices():
+        state_of_device = kind_of(device).random_state(device)
+        if state_of_device is not None:
+            found[name] = state_of_device
     return found
+
+
+def _devices() -> list[tuple[str, torch.device]]:
+    """Return the devices on which this process computes, each with its name in a state: its own by its type."""
+    own, strategy = current_world().device, current_world().strategy
+    count = 1 if strategy.launches == "device" or own.type == "cpu" else visible_devices().count
+    others = [torch.device(own.type, index) for index in range(count) if index != own.index]
+    return [(own.type, own), *((str(other), other) for other in others)]
 
 
 def _restore(found: dict[str, Any]) -> None:
@@ -209,6 +218,6 @@ def _restore(found: dict[str, Any]) -> None:
         numpy = (name, sys.modules["numpy"].array(keys.tolist(), dtype="uint32"), *rest)
     python = (version, tuple(words.tolist()), gauss)
     replace(RandomState.capture(), torch=found["torch"].cpu(), python=python, numpy=numpy).restore()
-    device = current_world().device
-    if device.type in found:
-        kind_of(device).set_random_state(device, found[device.type])
+    for name, device in _devices():
+        if name in found:
+            kind_of(device).set_random_state(device, found[name])

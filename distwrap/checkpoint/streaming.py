@@ -143,7 +143,7 @@ def _with_room(leaf: Any, path: tuple[Any, ...]) -> Any:
     if isinstance(leaf, Later):
         storage = torch.UntypedStorage(leaf.nbytes)  # type: ignore[no-untyped-call]
         strides = torch.empty(leaf.shape, device="meta").stride()
-        return torch.empty(0, dtype=leaf.dtype).set_(storage, 0, leaf.shape, strides)
+        return torch.empty(0, dtype=leaf.dtype, device="cpu").set_(storage, 0, leaf.shape, strides)
     if isinstance(leaf, torch.Tensor) and not (type(leaf) in (torch.Tensor, torch.nn.Parameter) and is_dense(leaf)):
         raise CheckpointError(
             f"a {type(leaf).__name__} that is sparse, quantized, or of a class of its own cannot be in one file with a "

@@ -196,7 +196,7 @@ def _remade(
 def _shard_iterable(
     loader: Loader, world: World, sharding: Sharding, mode: Modes, batch_size: BatchSize, order: Orders, split: Split
 ) -> Loader:
-    attributes: dict[str, Any] = {"generator": torch.Generator()}
+    attributes: dict[str, Any] = {"generator": torch.Generator(torch.get_default_device())}
     if order != "auto":
         raise LoaderError(f"order={order!r}: the order of an IterableDataset is its own. Leave order at 'auto'.")
     if batch_size == "global":
@@ -262,7 +262,9 @@ def _shard_indices(
         world, number, sampler.position, lambda: f"{part()}, {sampler.order_in_words}", shuffles and chosen != "exact"
     )
     if world_size > 1:
-        attributes["generator"] = torch.Generator()  # of the workers' base seed, which is then not the loop's to give
+        attributes["generator"] = torch.Generator(
+            torch.get_default_device()
+        )  # of the workers' base seed, which is then not the loop's to give
     result = sharded_copy(loader, sharding, attributes)
     if world_size > 1:
         _announce(world, _summary(loader, result, sharding, chosen, batch_size))

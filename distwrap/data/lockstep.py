@@ -119,7 +119,7 @@ class LockstepStatus(RunPart):
         """Return the largest of all ranks' numbers, place by place."""
         if self._group is None:
             return numbers
-        status = torch.tensor(numbers, dtype=torch.int32)
+        status = torch.tensor(numbers, dtype=torch.int32, device="cpu")
         dist.all_reduce(status, op=dist.ReduceOp.MAX, group=self._group)
         return status.tolist()
 
@@ -127,15 +127,15 @@ class LockstepStatus(RunPart):
         """Let the other ranks stop before their next step, and wait for none of them; return what must be kept."""
         if self._group is None or not dist.is_initialized():
             return None
-        status = torch.tensor([flag is _Flag.STOP for flag in _Flag], dtype=torch.int32)
+        status = torch.tensor([flag is _Flag.STOP for flag in _Flag], dtype=torch.int32, device="cpu")
         return status, dist.all_reduce(status, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
 
     def gathered(self, numbers: list[int]) -> list[list[int]]:
         """Return the numbers of each rank."""
         if self._group is None:
             return [numbers]
-        everyone = [torch.zeros(len(numbers), dtype=torch.int64) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, torch.tensor(numbers, dtype=torch.int64), group=self._group)
+        everyone = [torch.zeros(len(numbers), dtype=torch.int64, device="cpu") for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, torch.tensor(numbers, dtype=torch.int64, device="cpu"), group=self._group)
         return [row.tolist() for row in everyone]
 
 

@@ -57,7 +57,7 @@ class Order(DistributedSampler[Any]):
         world_size = self.num_replicas
         end = indices.end_of_shares(begun.start, self.items, world_size, self.mode)
         for first in range(begun.start + self.rank, end, _BLOCK * world_size):
-            positions = torch.arange(first, min(end, first + _BLOCK * world_size), world_size)
+            positions = torch.arange(first, min(end, first + _BLOCK * world_size), world_size, device="cpu")
             # Past the end the order begins again, to fill the last round.
             yield from sample_at(positions % self.items).tolist()
 
@@ -82,7 +82,7 @@ class Order(DistributedSampler[Any]):
 def _permutation(n: int, shuffle: Shuffle) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function from positions in an order of `n` samples to the samples there."""
     if shuffle.order == "torch":
-        shuffled = torch.randperm(n, generator=_generator(shuffle.seed))
+        shuffled = torch.randperm(n, generator=_generator(shuffle.seed), device="cpu")
         return lambda positions: shuffled[positions]
     if shuffle.order == "stream":
         return Permutation(n, int(shuffle.seed))
@@ -204,6 +204,7 @@ class RememberedShuffle(RandomSampler):
             self.drawn = Shuffle("torch", self.generator.get_state())
             yield from super().__iter__()
             return
-        seed = int(torch.empty((), dtype=torch.int64).random_().item())  # as RandomSampler draws it
+        seed = int(torch.empty((), dtype=torch.int64, device="cpu").random_().item())  # as RandomSampler draws it
         self.drawn = Shuffle("torch", seed)
-        yield from torch.randperm(len(self.data_source), generator=torch.Generator().manual_seed(seed)).tolist()
+        generator = torch.Generator().manual_seed(seed)
+        yield from torch.randperm(len(self.data_source), generator=generator, device="cpu").tolist()

@@ -81,7 +81,7 @@ class ShardedLoader(IteratorHook):
             check = sharding.epoch_check
             batches = check.first_batches(batches) if self._is_iterable else check.epochs(batches)
         if sharding.device.type != "cpu":
-            batches = on_device(batches, sharding.device, sharding.copy_ahead)
+            batches = on_device(batches, sharding.device, sharding.copy_ahead, self.pin_memory)
         if sharding.sampler is None:
             batches = self._remembering(batches)
         return position.count(batches)

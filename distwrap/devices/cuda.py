@@ -12,6 +12,7 @@ class CUDA(DeviceKind):
     """GPUs of NVIDIA, and of AMD through ROCm."""
 
     visible_by = "CUDA_VISIBLE_DEVICES"
+    counts_untouched = True
 
     def __init__(self) -> None:
         super().__init__("cuda")

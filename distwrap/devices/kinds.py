@@ -4,7 +4,9 @@ A package adds a kind by an entry point of the group ``distwrap.device_kinds``, 
 one, an accelerator is treated as `torch.accelerator` treats any.
 """
 
+import importlib
 import traceback
+from contextlib import suppress
 from types import ModuleType
 
 import torch
@@ -25,9 +27,11 @@ class DeviceKind:
     Attributes:
         type: torch's name, as ``"xpu"``.
         visible_by: the variable that says which devices a process sees; empty where nobody knows.
+        counts_untouched: whether a process may still be forked once its devices were counted.
     """
 
     visible_by = ""
+    counts_untouched = False
 
     def __init__(self, type: str) -> None:
         self.type = type
@@ -45,12 +49,17 @@ class DeviceKind:
         return False
 
     def count(self) -> int:
-        """Count the devices that this process sees, without touching one, so that forking stays possible."""
+        """Count the devices that this process sees, without touching one where the type allows."""
         return torch.accelerator.device_count()
 
     def backend(self) -> str:
         """Return the process group's backend for ``backend="auto"``."""
-        return str(dist.Backend.default_device_backend_map.get(self.type, "gloo"))
+        backends = dist.Backend.default_device_backend_map
+        package = VENDORS[self.type].collectives if self.type in VENDORS else ""
+        if package and self.type not in backends:
+            with suppress(ImportError):
+                importlib.import_module(package)
+        return str(backends.get(self.type, "gloo"))
 
     def bound(self, device: torch.device) -> torch.device | None:
         """Return the device to which torch binds a process group; ``None`` where it cannot, as gloo is not for it."""
@@ -76,7 +85,8 @@ class DeviceKind:
 
     def prevents_fork(self) -> bool:
         """Return whether this process has used the devices in a way that a forked process cannot."""
-        return bool(getattr(self.module, "is_initialized", lambda: False)())
+        used = bool(getattr(self.module, "is_initialized", lambda: False)())
+        return used or (not self.counts_untouched and self.count() > 0)
 
     def watch_first_use(self) -> None:
         """Remember for `first_use` where a device is first used, without touching one."""

@@ -64,8 +64,23 @@ def choose_device(placement: Placement, devices: Devices) -> torch.device:
 
 
 def choose_backend(asked: str, device: torch.device) -> str:
-    """Return the backend that was asked for; for ``"auto"`` the one of the device's kind."""
-    return kind_of(device).backend() if asked == "auto" else asked
+    """Return the backend that was asked for; for ``"auto"`` the one of the device's kind.
+
+    Raises:
+        OptionError: gloo is to exchange what is on devices that it does not know.
+    """
+    backend = kind_of(device).backend() if asked == "auto" else asked
+    known = (*dist.Backend.backend_capability.get("gloo", ()), "cpu", "meta")
+    if backend == "gloo" and device.type not in known:
+        raise OptionError(
+            f"backend={asked!r}: gloo takes no tensors of {device.type!r} devices"
+            + (
+                ", and torch names no other for them: import the package that brings it."
+                if asked == "auto"
+                else ": leave backend at 'auto', or hide the devices."
+            )
+        )
+    return backend
 
 
 def check_backend(asked: str) -> None:

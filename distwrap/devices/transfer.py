@@ -6,44 +6,85 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
+from torch.optim import Optimizer
 
 from distwrap._internals.torch_autograd import hooks_kept
 from distwrap._internals.torch_tree import map_tensors
 from distwrap.devices.kinds import kind_of
 from distwrap.devices.streams import SideStream
+from distwrap.errors import ModelError
+from distwrap.live_objects import instances
 
 
-def to_device(value: Any, device: torch.device, objects: Literal["copied", "changed", "left"] = "copied") -> Any:
+def to_device(
+    value: Any, device: torch.device, objects: Literal["copied", "changed", "left"] = "copied", *, waits: bool = True
+) -> Any:
     """Move the tensors in any nesting to a device, and objects that can be moved; costs nothing on the CPU.
 
     Args:
         value: tensors, in any nesting. What has a ``to()`` moves itself, as a ``PackedSequence`` does.
         device: where to.
         objects: what becomes of other objects with tensors, as for `map_tensors`.
+        waits: until what was in pinned memory is copied, which its owner may fill anew then.
     """
     if device.type == "cpu":
         return value
-    return map_tensors(lambda part: _moved(part, device), value, also=_moves_itself, objects=objects)
+    return map_tensors(lambda part: _moved(part, device, waits), value, also=_moves_itself, objects=objects)
 
 
 def move(model: nn.Module, device: torch.device) -> nn.Module:
     """Move a model to a device, and return it; its parameters stay the objects that an optimizer may hold.
 
     torch exchanges them for others where the device's tensors are of another kind, unless it may swap their contents.
+    What optimizers have of them goes along.
+
+    Raises:
+        ModelError: their contents cannot be swapped; names one.
 
     Source: https://docs.pytorch.org/docs/stable/future_mod.html
     """
     if all(tensor.device == device for tensor in (*model.parameters(), *model.buffers())):
         return model  # to swap its tensors for themselves would take their hooks away
-    if _takes_data(device):
-        return model.to(device)
+    moved = model.to(device) if _takes_data(device) else _swapped(model, device)
+    let_states_follow(moved)
+    return moved
+
+
+def let_states_follow(model: nn.Module) -> None:
+    """Move what optimizers hold of a model's parameters, as momenta, to where these are."""
+    parameters = {id(parameter) for parameter in model.parameters()}
+    for optimizer in instances(Optimizer):
+        on_device = any(group.get("capturable") or group.get("fused") for group in optimizer.param_groups)
+        for parameter, state in optimizer.state.items():
+            for name, value in state.items() if id(parameter) in parameters else ():
+                stays = name == "step" and not on_device  # which torch counts on the CPU
+                if isinstance(value, torch.Tensor) and value.device != parameter.device and not stays:
+                    state[name] = value.to(parameter.device)
+
+
+def _swapped(model: nn.Module, device: torch.device) -> nn.Module:
     before = torch.__future__.get_swap_module_params_on_conversion()
+    kept = [(parameter, type(parameter), dict(vars(parameter))) for parameter in model.parameters()]
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ModelError(f"{name} has no shape yet: let the model run once, on the CPU, before wrap_model().")
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         with hooks_kept(model.parameters()):
-            return model.to(device)
+            moved = model.to(device)
+    except RuntimeError as error:
+        raise ModelError(
+            f"{type(model).__name__} cannot be moved to {device}: {error}. Something else holds a parameter of it "
+            f"weakly, or a graph is left of a forward. Move it by model.to({str(device)!r}) when it is made, and "
+            f"make its optimizer then."
+        ) from error
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)
+    for parameter, kind, attributes in kept:  # torch has swapped them too
+        parameter.__class__ = kind
+        vars(parameter).update(attributes)
+    return moved
 
 
 def _takes_data(device: torch.device) -> bool:
@@ -61,9 +102,9 @@ def _moves_itself(part: Any) -> bool:
     return callable(getattr(type(part), "to", None))
 
 
-def _moved(part: Any, device: torch.device) -> Any:
+def _moved(part: Any, device: torch.device, waits: bool) -> Any:
     try:
-        moved = part.to(device, non_blocking=True)
+        moved = part.to(device, non_blocking=not waits)
     except TypeError:
         if isinstance(part, torch.Tensor):
             raise
@@ -71,7 +112,7 @@ def _moved(part: Any, device: torch.device) -> Any:
     return part if moved is None else moved  # where it has moved in place
 
 
-def on_device(batches: Iterable[Any], device: torch.device, ahead: bool) -> Iterator[Any]:
+def on_device(batches: Iterable[Any], device: torch.device, ahead: bool, pinned: bool = False) -> Iterator[Any]:
     """Yield the batches on a device.
 
     Args:
@@ -79,12 +120,13 @@ def on_device(batches: Iterable[Any], device: torch.device, ahead: bool) -> Iter
         device: where the step computes.
         ahead: copy each batch while the step before still computes, on a stream of its own. That overlaps where
             the batch is in pinned memory (``pin_memory=True``).
+        pinned: whether each batch is in pinned memory of its own, which nobody fills anew while it is copied.
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-streams
     """
     if not ahead or kind_of(device).streams() is None:
         for batch in batches:
-            yield to_device(batch, device)
+            yield to_device(batch, device, waits=not pinned)
         return
     side, copied = SideStream(device), deque[tuple[Any, Any]]()
 
@@ -97,7 +139,7 @@ def on_device(batches: Iterable[Any], device: torch.device, ahead: bool) -> Iter
         until_now = side.moment()  # which may read what was in memory that is free by now
         with side.current():
             side.wait(until_now)
-            copied.append((to_device(batch, device), side.moment()))
+            copied.append((to_device(batch, device, waits=not pinned), side.moment()))
         if len(copied) > 1:
             yield first()
     if copied:

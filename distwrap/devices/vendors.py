@@ -14,12 +14,14 @@ class Vendor(NamedTuple):
         package: the one that makes torch know it, as one imports it; empty where torch does by itself.
         visible_by: the variable that says which of its devices a process sees.
         source: where that is documented.
+        collectives: the module that brings its process groups' backend, where the package does not.
     """
 
     maker: str
     package: str
     visible_by: str
     source: str
+    collectives: str = ""
 
 
 VENDORS = {
@@ -31,6 +33,7 @@ VENDORS = {
         "habana_frameworks.torch",
         "HABANA_VISIBLE_MODULES",  # HABANA_VISIBLE_DEVICES is read by the container runtime alone
         "https://docs.habana.ai/en/latest/PyTorch/",
+        "habana_frameworks.torch.distributed.hccl",
     ),
     "npu": Vendor("Huawei's Ascend", "torch_npu", "ASCEND_RT_VISIBLE_DEVICES", "https://github.com/Ascend/pytorch"),
     "mlu": Vendor("Cambricon's MLU", "torch_mlu", "MLU_VISIBLE_DEVICES", "https://github.com/Cambricon/torch_mlu"),

@@ -16,14 +16,7 @@ from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.members import among_members
 from distwrap.group.setup import require_group
 from distwrap.group.signing import only_plain, run_secret, sign, verify
-from distwrap.group.tensor_exchange import (
-    Op,
-    device_for,
-    exchange_device,
-    gather_tensor,
-    ranks_of_shares,
-    reduce_tensor,
-)
+from distwrap.group.tensor_exchange import Op, exchange_device, gather_tensor, ranks_of_shares, reduce_tensor
 from distwrap.group.tensors_apart import as_bytes, bytes_of, is_dense, put_together, take_apart
 from distwrap.group.world import current_world, say_once
 from distwrap.supervision.hang_report import Activity
@@ -258,13 +251,13 @@ def broadcast(value: Any, src: int = 0) -> Any:
         raise CollectiveError(problem)
     if mine:
         for tensor in tensors:
-            plain = tensor.detach().to(device_for(tensor)).resolve_conj().resolve_neg()
+            plain = tensor.detach().to(exchange_device()).resolve_conj().resolve_neg()
             dist.broadcast(as_bytes(plain.contiguous()), src=src)
         return value
     for dtype, shape, device in described:
         tensor = torch.empty(shape, dtype=dtype, device=exchange_device())
         dist.broadcast(as_bytes(tensor), src=src)
-        tensors.append(tensor.cpu() if device == "cpu" else tensor)
+        tensors.append(tensor.to("cpu" if device == "cpu" else world.device))
     return put_together(data, tensors, plain=only_plain(secret))
 
 

@@ -15,6 +15,8 @@ from distwrap.group.world import current_world
 def dumps(value: Any) -> bytes:
     """Pickle an object. Tensors of an accelerator come out on the accelerator of whoever unpickles them.
 
+    Those of a class of their own come out on the CPU.
+
     Example:
         >>> pickle.loads(dumps([torch.ones(1)]))
         [tensor([1.])]
@@ -32,6 +34,8 @@ def arrived(tensor: torch.Tensor, requires_grad: bool, is_parameter: bool) -> to
 
 class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        if type(obj) not in (torch.Tensor, torch.nn.Parameter) or obj.device.type in ("cpu", "meta"):
+        if not isinstance(obj, torch.Tensor) or obj.device.type in ("cpu", "meta") or hasattr(obj, "full_tensor"):
             return NotImplemented
+        if type(obj) not in (torch.Tensor, torch.nn.Parameter):  # of a class of its own, which may not know `to`
+            return obj.detach().cpu().__reduce_ex__(pickle.HIGHEST_PROTOCOL)  # type: ignore[no-untyped-call]
         return arrived, (obj.detach().cpu(), obj.requires_grad, type(obj) is torch.nn.Parameter)

@@ -15,13 +15,11 @@ _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceO
 
 
 def exchange_device() -> torch.device:
-    """Return the device on which a tensor must be for this group's backend."""
-    return torch.device("cpu") if "gloo" in dist.get_backend() else current_world().device
+    """Return the device on which a tensor must be for this group's backend; the same kind on all ranks.
 
-
-def device_for(leaf: torch.Tensor) -> torch.device:
-    """Return the device on which the backend takes a tensor: its own, where that is no CPU."""
-    return leaf.device if leaf.device.type != "cpu" else exchange_device()
+    Where the CPU has a backend beside that of the devices, as in ``"cpu:gloo,cuda:nccl"``, it is the rank's device.
+    """
+    return torch.device("cpu") if dist.get_backend() == "gloo" else current_world().device
 
 
 def ranks_of_shares() -> list[int]:
@@ -32,7 +30,7 @@ def ranks_of_shares() -> list[int]:
 
 def gather_tensor(leaf: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     """Return the tensors of all shares, one after the other, of which each has so many rows."""
-    device = device_for(leaf)
+    device = exchange_device()
     longest = max(sizes)
     padded = torch.zeros((longest, *leaf.shape[1:]), dtype=leaf.dtype, device=device)
     padded[: leaf.shape[0]] = leaf.to(device)
@@ -51,7 +49,7 @@ def reduce_tensor(leaf: torch.Tensor, op: Op) -> torch.Tensor:
     dtype = leaf.dtype
     # A sum of float16 may overflow where the mean does not, and gloo does not know all the small types.
     wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
-    own = leaf.detach().to(device_for(leaf), wide, copy=True).contiguous()
+    own = leaf.detach().to(exchange_device(), wide, copy=True).contiguous()
     if dtype.is_complex or (dtype.is_floating_point and op in ("mean", "sum")):
         result = _all_reduced(own, op).to(dtype)
     elif dtype.is_floating_point:  # with marks of NaN beside, which gloo and NCCL keep from some ranks only

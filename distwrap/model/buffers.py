@@ -60,12 +60,18 @@ class Buffers:
         self._at_first = {key: fingerprint(value) for key, value in _others(model).items() if holds(value)}
         self._last = dict(model.named_buffers()) if rank == source else {}  # for who asks when rank 0's model is gone
         self._side = SideStream(next((buffer.device for buffer in model.buffers()), torch.device("cpu")))
-        self._asked_at: Any = None
+        self._computed: Any = None  # the moment of the last forward in training
         self._kept: dict[str, torch.Tensor] | None = None
         self._kept_at = self.forwards = self._pauses = 0
         self.agreed_at = -1
         if rank == source:
             channel.work.serve(self._name, self._packed)
+
+    def count_forward(self) -> None:
+        """Count a forward in training."""
+        self.forwards += 1
+        if self._rank == self._source:
+            self._computed = self._side.moment()
 
     def pause(self, *, waits: bool = True) -> None:
         """Take over rank 0's buffers, as training pauses on this rank.
@@ -116,23 +122,20 @@ class Buffers:
                         f"takes over the buffers that rank 0 has after {at}: it did not come further in {patience:g} s."
                     )
                 at = -1
-            if asked is not None and not self._is_computed(waited):
-                return None
+            if asked is not None and not self._side.reached(self._computed):
+                if waited < _BEHIND:
+                    return None
+                say(
+                    f"eval() of {type(model).__name__} on another rank takes over buffers of rank 0 that its device is "
+                    f"still computing: it did not come to the end of its last forward in {_BEHIND:g} s."
+                )
+                at = -1
             with self._side.current():
                 values = self._last if model is None else self._trained(model)
                 values = {key: value.detach().cpu() for key, value in values.items()}
         file = io.BytesIO()
         torch.save((at, self._pauses, values), file)
         return file.getvalue()
-
-    def _is_computed(self, waited: float) -> bool:
-        """Return whether the device has done what it was given until it was asked, or will not do it for now."""
-        if self._asked_at is None:
-            self._asked_at = self._side.moment()
-        if not self._side.reached(self._asked_at) and waited < _BEHIND:
-            return False
-        self._asked_at = None
-        return True
 
     def _trained(self, model: nn.Module) -> dict[str, torch.Tensor]:
         """Return the buffers that training changes: running statistics, and others once they differ."""

@@ -137,7 +137,7 @@ class AveragingModel(DDPOutputs):
         """Count a forward in training."""
         buffers = self.buffers_of_rank_zero
         if buffers is not None and self.module.training:
-            buffers.forwards += 1
+            buffers.count_forward()
 
     def explained(self, error: RuntimeError) -> RuntimeError:
         """Return what an error of DDP's means."""

@@ -66,6 +66,6 @@ def _products(rows: torch.Tensor, factors: torch.Tensor) -> torch.Tensor:
 def _factors(device: torch.device) -> torch.Tensor:
     if device not in _multipliers:
         generator = torch.Generator().manual_seed(20240229)
-        factors = torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator)
+        factors = torch.randint(-(2**62), 2**62, (_CHUNK,), generator=generator, device="cpu")
         _multipliers[device] = (2 * factors + 1).to(device)
     return _multipliers[device]

@@ -5,6 +5,7 @@ from distwrap.devices.kinds import DeviceKind
 
 class Pretended(DeviceKind):
     visible_by = "PRETEND_VISIBLE_DEVICES"
+    counts_untouched = True
 
     def __init__(self) -> None:
         super().__init__("pretend")

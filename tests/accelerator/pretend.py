@@ -20,7 +20,7 @@ _c = load()
 NAME = os.environ.get("PRETEND_NAME", "pretend")  # of the type; a maker's, for a stand-in of its package
 
 device_count, current_device, init = _c.device_count, _c.current_device, _c.init
-is_initialized, _is_in_bad_fork, empty_cache = _c.is_initialized, _c.is_in_bad_fork, _c.empty_cache
+is_initialized, _is_in_bad_fork = _c.is_initialized, _c.is_in_bad_fork
 _lazy_call = _c.call_at_first_use
 Event = torch.Event
 
@@ -41,6 +41,10 @@ def _index(device: Any) -> int:
 
 def is_available() -> bool:
     return device_count() > 0
+
+
+def empty_cache() -> None:
+    """Do nothing: freed memory is kept, since who still reads it on another stream must find NaN there."""
 
 
 def set_device(device: Any) -> None:

@@ -67,7 +67,7 @@ class EngineRouting(Routing):
         if self.alignment is not None and self.engine is not None:
             self.alignment.forward()
         if self.buffers is not None and self.model.training:
-            self.buffers.forwards += 1
+            self.buffers.count_forward()
 
     def make_engine(self) -> ModelEngine | None:
         """Return the model's engine, made now where it can be; every rank calls it."""

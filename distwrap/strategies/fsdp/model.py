@@ -110,7 +110,7 @@ class FSDPRouting(Routing):
         self.unison.forward(self.units.average)
         self.gathered.begin()
         if self.buffers is not None and self.model.training:
-            self.buffers.forwards += 1
+            self.buffers.count_forward()
 
     def _begin(self, call: MethodCall) -> bool:
         super()._begin(call)

@@ -123,7 +123,7 @@ class Twins:
             outputs = {f"output {i}": tensor for i, tensor in enumerate(floating)} | _left_in_attributes(block)
             ends = [tensor for tensor in outputs.values() if tensor.requires_grad]
             generator = torch.Generator().manual_seed(0)
-            probes = [torch.randn(tensor.shape, generator=generator).to(tensor) for tensor in ends]
+            probes = [torch.randn(tensor.shape, generator=generator, device="cpu").to(tensor) for tensor in ends]
             return outputs, torch.autograd.grad(ends, [*inputs, *leaves], probes, allow_unused=True)
 
         given_numbers = {**dict(zip(names, leaves, strict=True)), **buffers}
@@ -268,9 +268,14 @@ class Proof:
         mesh = self._twins.mesh
         marks = []
         for number, tensor in enumerate(inputs):
-            probe = torch.rand(tensor.shape, generator=torch.Generator().manual_seed(number)).double()
+            generator = torch.Generator().manual_seed(number)
+            probe = torch.rand(tensor.shape, generator=generator, device="cpu").double()
             value = tensor.detach().double().cpu().nan_to_num(1.0, 2.0, 3.0)  # of an overflow, or a mask
-            marks.append(torch.stack([(value * probe).sum(), value.abs().sum(), torch.tensor(float(value.numel()))]))
+            marks.append(
+                torch.stack(
+                    [(value * probe).sum(), value.abs().sum(), torch.tensor(float(value.numel()), device="cpu")]
+                )
+            )
         mine = torch.stack(marks).to(mesh.device_type) if marks else torch.zeros(0, 3)
         count = torch.tensor([len(marks), -len(marks)], device=mesh.device_type)
         dist.all_reduce(count, dist.ReduceOp.MAX, group=mesh.get_group())
@@ -306,7 +311,7 @@ def trial_inputs(block: nn.Module, width: int, ranks: int, dtype: torch.dtype, d
         return ()
     generator = torch.Generator().manual_seed(1)
     shape = 3, 2 * ranks, width
-    return tuple(torch.randn(shape, dtype=dtype, generator=generator).to(device) for _ in needed)
+    return tuple(torch.randn(shape, dtype=dtype, generator=generator, device="cpu").to(device) for _ in needed)
 
 
 def trial_numbers(block: nn.Module, dtype: torch.dtype, device: str) -> dict[str, torch.Tensor] | None:
@@ -315,7 +320,7 @@ def trial_numbers(block: nn.Module, dtype: torch.dtype, device: str) -> dict[str
         return None
     generator = torch.Generator().manual_seed(2)
     drawn = {
-        name: torch.randn(value.shape, dtype=dtype, generator=generator).mul_(0.3).to(device)
+        name: torch.randn(value.shape, dtype=dtype, generator=generator, device="cpu").mul_(0.3).to(device)
         for name, value in block.named_parameters()
     }
     return {**drawn, **{name: _as(value.to(device), dtype) for name, value in block.named_buffers()}}

@@ -241,7 +241,7 @@ class PipelineRouting(Routing):
 
     def _train(self, call: Call, method: Method, given: Any) -> Any:
         if self.buffers is not None:
-            self.buffers.forwards += 1
+            self.buffers.count_forward()
         count = self._count(call, given)
         parts = parts_of(given, count)
         try:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from distwrap.group.signing import sign, verify
-from distwrap.group.tensor_exchange import device_for
+from distwrap.group.tensor_exchange import exchange_device
 from distwrap.group.tensors_apart import as_bytes, bytes_of, put_together, take_apart
 
 
@@ -36,7 +36,7 @@ class GroupTransport:
             dist.send(torch.tensor([message.numel()]), rank)
             dist.send(message, rank)
             for tensor in filter(torch.Tensor.numel, tensors):
-                plain = tensor.detach().to(device_for(tensor)).resolve_conj().resolve_neg().contiguous()
+                plain = tensor.detach().to(exchange_device()).resolve_conj().resolve_neg().contiguous()
                 dist.send(as_bytes(plain), rank)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> Any:

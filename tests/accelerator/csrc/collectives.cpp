@@ -1,6 +1,7 @@
 #include "collectives.h"
 
 #include <map>
+#include <mutex>
 
 #include <ATen/ATen.h>
 #include <ATen/core/ivalue.h>
@@ -187,10 +188,13 @@ class Collectives final : public c10d::Backend {
   at::Tensor taken(const at::Tensor& tensor) {
     TORCH_CHECK(tensor.device().type() == kType, "pccl: tensors of the pretended devices only, not of ",
                 tensor.device(), ". No backend type associated with device type ", tensor.device().type());
-    TORCH_CHECK(device_ < 0 || tensor.device().index() == device_, "pccl: this group's device is ", int(device_),
-                ", and a tensor is on ", int(tensor.device().index()));
-    device_ = tensor.device().index();
-    finish(current_stream(device_));
+    {
+      std::lock_guard<std::mutex> hold(lock_);
+      TORCH_CHECK(device_ < 0 || tensor.device().index() == device_, "pccl: this group's device is ", int(device_),
+                  ", and a tensor is on ", int(tensor.device().index()));
+      device_ = tensor.device().index();
+    }
+    finish(current_stream(tensor.device().index()));
     auto copied = at::empty(tensor.sizes(), tensor.options().device(at::kCPU));
     copy_now(copied, on_cpu(tensor));
     return copied;
@@ -231,8 +235,10 @@ class Collectives final : public c10d::Backend {
 
   c10::intrusive_ptr<Work> made(c10::intrusive_ptr<Work> work, const Pairs& pairs, Tensors outputs, Index device,
                                 bool blocks) {
+    std::unique_lock<std::mutex> hold(lock_);
     auto found = streams_.find(device);
     auto stream = found == streams_.end() ? streams_.emplace(device, new_stream(device)).first->second : found->second;
+    hold.unlock();
     auto targets = pairs;
     for (auto& [_, to] : targets) {
       for (auto& each : to) {
@@ -251,6 +257,7 @@ class Collectives final : public c10d::Backend {
     return c10::make_intrusive<Ours>(rank_, work, stream, count, std::move(outputs), blocks);
   }
 
+  std::mutex lock_;
   c10::intrusive_ptr<c10d::Backend> over_;
   std::map<Index, c10::Stream> streams_;
   Index device_ = -1;

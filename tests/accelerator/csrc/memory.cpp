@@ -159,19 +159,6 @@ void record_stream(const c10::DataPtr& data, c10::Stream stream) {
   }
 }
 
-void empty_cache() {
-  for (Index device = 0; device < device_count(); device++) {
-    finish_device(device);
-  }
-  std::lock_guard<std::mutex> hold(memory().lock);
-  for (auto& [key, free] : memory().free) {
-    for (auto* start : free) {
-      std::free(start);
-    }
-    free.clear();
-  }
-}
-
 size_t memory_allocated(Index device) {
   std::lock_guard<std::mutex> hold(memory().lock);
   return memory().allocated[device];

@@ -27,7 +27,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     });
   });
   m.def("synchronize", &finish_device, Free());
-  m.def("empty_cache", &empty_cache, Free());
   m.def("memory_allocated", &memory_allocated);
   m.def("memory_total", &memory_total);
   m.def("default_generator", &default_generator);

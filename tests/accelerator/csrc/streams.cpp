@@ -3,6 +3,7 @@
 
 #include "streams.h"
 
+#include <atomic>
 #include <condition_variable>
 #include <cstdlib>
 #include <deque>
@@ -28,6 +29,7 @@ struct Queue {
   std::deque<Item> items;
   Count given = 0, done = 0;
   bool is_running = false;
+  std::exception_ptr failure;  // the first, which all who wait for the stream get from then on
 };
 
 // Never destroyed: tensors may be freed after the end of main.
@@ -36,7 +38,8 @@ struct Machine {
   std::condition_variable changed;
   std::map<std::pair<Index, c10::StreamId>, Queue> queues;
   c10::StreamId streams = 0;
-  bool is_initialized = false, is_in_bad_fork = false;
+  std::atomic<bool> is_initialized = false, is_in_bad_fork = false;
+  std::once_flag first_use;
   std::vector<std::function<void()>> at_first_use;
 };
 
@@ -119,11 +122,13 @@ void use() {
               "Cannot re-initialize pretend in forked subprocess: use the 'spawn' start method.");
   if (!all.is_initialized) {
     TORCH_CHECK(device_count() > 0, "No pretended devices are available: PRETEND_VISIBLE_DEVICES names none.");
-    all.is_initialized = true;
-    for (auto& call : all.at_first_use) {
-      call();
-    }
-    pthread_atfork(nullptr, nullptr, [] { machine().is_in_bad_fork = true; });
+    std::call_once(all.first_use, [&all] {
+      pthread_atfork(nullptr, nullptr, [] { machine().is_in_bad_fork = true; });
+      all.is_initialized = true;
+      for (auto& call : all.at_first_use) {
+        call();
+      }
+    });
   }
 }
 
@@ -200,11 +205,17 @@ static void run_first(Queue& mine, std::unique_lock<std::mutex>& hold) {
   task = {};  // which may free tensors, and so give tasks
   hold.lock();
   mine.is_running = false;
+  mine.failure = mine.failure ? mine.failure : failure;
   mine.done++;
   machine().changed.notify_all();
-  if (failure) {
-    std::rethrow_exception(failure);
-  }
+}
+
+// Takes the first item of a queue, whose lock is held, and which waited for another that is there.
+static void pass_wait(Queue& mine, const Queue& other) {
+  mine.items.pop_front();
+  mine.failure = mine.failure ? mine.failure : other.failure;
+  mine.done++;
+  machine().changed.notify_all();
 }
 
 void finish(c10::Stream stream, Count count) {
@@ -218,14 +229,18 @@ void finish(c10::Stream stream, Count count) {
     } else if (auto wait = mine.items.front().waits_for; !wait) {
       run_first(mine, hold);
     } else if (queue(wait->first).done >= wait->second) {
-      mine.items.pop_front();
-      mine.done++;
-      all.changed.notify_all();
+      pass_wait(mine, queue(wait->first));
     } else {
       hold.unlock();
-      finish(wait->first, wait->second);
+      try {
+        finish(wait->first, wait->second);
+      } catch (...) {  // which that queue keeps
+      }
       hold.lock();
     }
+  }
+  if (mine.failure) {
+    std::rethrow_exception(mine.failure);
   }
 }
 
@@ -263,9 +278,7 @@ bool poll(c10::Stream stream, Count count) {
     bool is_over = poll(wait->first, wait->second);
     hold.lock();
     if (is_over && !mine.is_running && !mine.items.empty() && mine.items.front().waits_for == wait) {
-      mine.items.pop_front();  // and no more than this: what comes after it may take its time
-      mine.done++;
-      all.changed.notify_all();
+      pass_wait(mine, queue(wait->first));  // and no more than this: what comes after it may take its time
     }
   } else if (!first.task.is_ready || first.task.is_ready()) {
     run_first(mine, hold);
