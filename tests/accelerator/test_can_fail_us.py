@@ -48,7 +48,7 @@ def test_tensors_of_two_devices() -> None:
 def _batches() -> list[torch.Tensor]:
     loader = DataLoader(TensorDataset(torch.arange(64.0).reshape(32, 2)), batch_size=4, pin_memory=True)
     device = torch.device(accelerator(), 0)
-    return [batch[0].clone().cpu() for batch in transfer.on_device(loader, device, ahead=True)]
+    return [batch[0].clone().cpu() for batch in transfer.on_device(loader, device, ahead=True, pinned=True)]
 
 
 def test_without_the_wait_for_the_copies_numbers_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

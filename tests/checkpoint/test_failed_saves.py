@@ -21,7 +21,7 @@ def failing(name: str, original: Any, error: Exception) -> Any:
     calls = iter((True, False))
 
     def function(*args: Any, **options: Any) -> Any:
-        for_tensor = isinstance(args[0], torch.Size) and [*options] == ["dtype"]
+        for_tensor = isinstance(args[0], torch.Size) and [*options] == ["dtype", "device"]
         if name == "part" or (for_tensor if name == "make" else not next(calls, True)):
             raise error
         return original(*args, **options)

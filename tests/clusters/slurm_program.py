@@ -48,6 +48,7 @@ def main(kind: str) -> Any:
     if kind.startswith("die") and place.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     if kind == "all die":
+        dw.barrier()  # who still joins would tell of the other's end
         os.kill(os.getpid(), signal.SIGKILL)
     if kind in ("hang", "orphan", "die while another computes"):
         time.sleep(100)
