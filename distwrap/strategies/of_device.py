@@ -62,14 +62,12 @@ def _is_installed(package: str) -> bool:
 
 def _missing(type: str, strategy: str, found: str | None) -> str:
     known = VENDORS.get(type)
-    whose = f", {known.maker}," if known else ""
-    words = f"strategy={strategy!r} on devices of type {type!r}{whose} needs torch to have some, and "
+    variable = known.visible_by if known else ""
     if known and known.package and not _is_installed(known.package):
-        words += f"the package that brings them, {known.package}, is not installed ({known.source})."
-    elif found is None or (found == type and not known):
-        words += "this torch is built for no accelerator." if found is None else "it sees none."
+        why = f"the package that brings them, {known.package}, is not installed ({known.source})"
     elif found == type:
-        words += f"it sees none{known.visible_by and f': look at {known.visible_by}'}." if known else ""
+        why = f"it sees none{variable and f': look at {variable}'}"
     else:
-        words += f"this torch is built for {found!r}."
-    return f"{words} Write strategy={strategy!r}, which takes the accelerator that torch has, or the CPU."
+        why = "this torch is built for " + (repr(found) if found else "no accelerator")
+    whose = f", {known.maker}," if known else ""
+    return f"strategy={strategy!r} on devices of type {type!r}{whose} needs torch to have some, and {why}. Write strategy={strategy!r}, which takes the accelerator that torch has, or the CPU."
