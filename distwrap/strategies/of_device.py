@@ -70,4 +70,5 @@ def _missing(type: str, strategy: str, found: str | None) -> str:
     else:
         why = "this torch is built for " + (repr(found) if found else "no accelerator")
     whose = f", {known.maker}," if known else ""
-    return f"strategy={strategy!r} on devices of type {type!r}{whose} needs torch to have some, and {why}. Write strategy={strategy!r}, which takes the accelerator that torch has, or the CPU."
+    needs = f"strategy={strategy!r} on devices of type {type!r}{whose} needs torch to have some, and {why}"
+    return f"{needs}. Write strategy={strategy!r}, which takes the accelerator that torch has, or the CPU."
