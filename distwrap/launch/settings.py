@@ -77,12 +77,14 @@ class Settings:
     @classmethod
     def capture(cls) -> Settings:
         """Read the settings of this process."""
+        with _without_warnings():
+            torch_settings = {name: value for name in _names() if (value := _read(name)) is not None}
         known = logging.root.manager.loggerDict
         loggers = [each for each in (logging.root, *known.values()) if isinstance(each, logging.Logger)]
         return cls(
             sys.getrecursionlimit(),
             default_device(),
-            {name: value for name in _names() if (value := _read(name)) is not None},
+            torch_settings,
             [_Logger.of(logger) for logger in loggers],
             logging.root.manager.disable,
         )
@@ -92,9 +94,10 @@ class Settings:
         sys.setrecursionlimit(self.recursion_limit)
         if self.device != default_device():
             torch.set_default_device(self.device)
-        for name, value in self.torch.items():
-            if _read(name) != value:
-                _write(name, value)
+        with _without_warnings():
+            for name, value in self.torch.items():
+                if _read(name) != value:
+                    _write(name, value)
         for logger in self.loggers:
             logger.restore()
         logging.disable(self.disabled)
@@ -107,24 +110,23 @@ def _names() -> Iterator[str]:
 
 
 def _read(name: str) -> Any:
-    # torch refuses to tell in older words what newer ones have set; torch 2.9 for CUDA warns of the older ones.
-    with suppress(AttributeError, RuntimeError), _without_warnings():
+    with suppress(AttributeError, RuntimeError):  # torch refuses to tell in older words what newer ones have set
         value = attrgetter(name)(torch)
         return value() if name in _FUNCTIONS else value
     return None
 
 
 def _write(name: str, value: Any) -> None:
-    with _without_warnings():
-        if name in _FUNCTIONS:
-            attrgetter(_FUNCTIONS[name])(torch)(value)
-        else:
-            owner, _, attribute = name.rpartition(".")
-            setattr(attrgetter(owner)(torch), attribute, value)
+    if name in _FUNCTIONS:
+        attrgetter(_FUNCTIONS[name])(torch)(value)
+    else:
+        owner, _, attribute = name.rpartition(".")
+        setattr(attrgetter(owner)(torch), attribute, value)
 
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
+    """Hear none of torch's: 2.9 for CUDA warns of each of the older words."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
