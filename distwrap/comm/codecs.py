@@ -9,6 +9,8 @@ from typing import Protocol
 
 import torch
 
+from distwrap.devices.kinds import widest
+
 _PIECE = 1 << 17  # numbers at a time on the CPU: half a megabyte, which stays in the cache from step to step
 _MAGIC = 1.5 * 2**23  # a number below 2^22, added to this in float32, is rounded, and held in the lowest bits
 _FAR = 2**20  # steps from zero to the grid, up to which it goes through zero
@@ -102,7 +104,7 @@ class MinMax8:
         """Encode all blocks at once, without waiting for the device until the end."""
         headers, steps = self._split(codes, values.numel())
         for first, rows, place in _rows(values, _PIECE):
-            low, high = (bound.double() for bound in rows.aminmax(dim=1))
+            low, high = (bound.to(widest(rows.device)) for bound in rows.aminmax(dim=1))
             extent = high - low
             bad = ~torch.isfinite(extent)
             step = torch.where(bad | (extent < _TINY), 0.0, extent / 254)

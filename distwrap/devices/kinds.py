@@ -7,6 +7,7 @@ one, an accelerator is treated as `torch.accelerator` treats any.
 import importlib
 import traceback
 from contextlib import suppress
+from functools import cache
 from types import ModuleType
 
 import torch
@@ -115,6 +116,13 @@ class DeviceKind:
         info = getattr(self.module, "mem_get_info", None)
         return None if info is None else int(info(device)[1])
 
+    def has_float64(self, device: torch.device) -> bool:
+        """Return whether the device computes with numbers of 64 bits."""
+        if self.type in VENDORS and not VENDORS[self.type].has_float64:
+            return False
+        properties = getattr(self.module, "get_device_properties", lambda _: None)(device)
+        return bool(getattr(properties, "has_fp64", True))  # as torch.xpu tells it
+
     def versions(self) -> dict[str, str]:
         """Return the versions of the libraries that torch uses for these devices."""
         return {}
@@ -155,6 +163,9 @@ class CPU(DeviceKind):
     def streams(self) -> None:
         return None
 
+    def has_float64(self, device: torch.device) -> bool:
+        return True
+
     def memory(self, device: torch.device) -> int | None:
         return allowed_memory()
 
@@ -186,6 +197,17 @@ def kind_of(device: torch.device | str) -> DeviceKind:
     except OptionError:
         return DeviceKind(type)
     return device_kinds.make(name)
+
+
+@cache
+def widest(device: torch.device) -> torch.dtype:
+    """Return float64, in which sums are exact to many digits; float32 where the device has no float64.
+
+    Example:
+        >>> widest(torch.device("cpu"))
+        torch.float64
+    """
+    return torch.float64 if kind_of(device).has_float64(device) else torch.float32
 
 
 def kind_of_torch() -> DeviceKind:

@@ -15,6 +15,7 @@ class Vendor(NamedTuple):
         visible_by: the variable that says which of its devices a process sees.
         source: where that is documented.
         collectives: the module that brings its process groups' backend, where the package does not.
+        has_float64: whether all of its devices compute with numbers of 64 bits, as far as torch's package is to know.
     """
 
     maker: str
@@ -22,6 +23,7 @@ class Vendor(NamedTuple):
     visible_by: str
     source: str
     collectives: str = ""
+    has_float64: bool = True
 
 
 VENDORS = {
@@ -34,12 +36,19 @@ VENDORS = {
         "HABANA_VISIBLE_MODULES",  # HABANA_VISIBLE_DEVICES is read by the container runtime alone
         "https://docs.habana.ai/en/latest/PyTorch/",
         "habana_frameworks.torch.distributed.hccl",
+        has_float64=False,
     ),
-    "npu": Vendor("Huawei's Ascend", "torch_npu", "ASCEND_RT_VISIBLE_DEVICES", "https://github.com/Ascend/pytorch"),
+    "npu": Vendor(
+        "Huawei's Ascend",
+        "torch_npu",
+        "ASCEND_RT_VISIBLE_DEVICES",
+        "https://github.com/Ascend/pytorch",
+        has_float64=False,  # its collectives know none: HCCL's table of types
+    ),
     "mlu": Vendor("Cambricon's MLU", "torch_mlu", "MLU_VISIBLE_DEVICES", "https://github.com/Cambricon/torch_mlu"),
     "musa": Vendor(
         "Moore Threads' GPUs", "torch_musa", "MUSA_VISIBLE_DEVICES", "https://github.com/MooreThreads/torch_musa"
     ),
     "xla": Vendor("Google's TPUs", "torch_xla", "TPU_VISIBLE_CHIPS", "https://docs.pytorch.org/xla/"),
-    "mps": Vendor("Apple's GPUs", "", "", "https://docs.pytorch.org/docs/stable/notes/mps.html"),
+    "mps": Vendor("Apple's GPUs", "", "", "https://docs.pytorch.org/docs/stable/notes/mps.html", has_float64=False),
 }

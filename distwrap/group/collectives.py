@@ -11,13 +11,21 @@ from torch.nn.utils.rnn import PackedSequence
 
 from distwrap._internals.torch_tree import tree_flatten, tree_unflatten
 from distwrap.checks import one_of
+from distwrap.devices.kinds import widest
 from distwrap.errors import CollectiveError, OptionError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.members import among_members
 from distwrap.group.setup import require_group
 from distwrap.group.signing import only_plain, run_secret, sign, verify
-from distwrap.group.tensor_exchange import Op, exchange_device, gather_tensor, ranks_of_shares, reduce_tensor
-from distwrap.group.tensors_apart import as_bytes, bytes_of, is_dense, put_together, take_apart
+from distwrap.group.tensor_exchange import (
+    Op,
+    exchange_device,
+    gather_numbers,
+    gather_tensor,
+    ranks_of_shares,
+    reduce_tensor,
+)
+from distwrap.group.tensors_apart import as_bytes, bytes_of, is_dense, of_bytes, put_together, take_apart
 from distwrap.group.world import current_world, say_once
 from distwrap.supervision.hang_report import Activity
 
@@ -158,8 +166,8 @@ def reduce(value: Any, op: Op = "mean") -> Any:
 
     Args:
         value: a tensor, a number, or a nesting of them, with the same shapes on every rank.
-        op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``. Of whole numbers or booleans a mean is a float64, a sum an
-            int64. Where a rank has NaN the result is NaN.
+        op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``. Of whole numbers or booleans a mean is a float64 (a float32
+            on a device without float64), a sum an int64. Where a rank has NaN the result is NaN.
 
     Raises:
         CollectiveError: the ranks hold different structures, dtypes or shapes, or a sum is too large for an int64; on
@@ -190,8 +198,8 @@ def mean(value: Any, count: float = 1) -> Any:
         count: how many items that was.
 
     Returns:
-        The mean over all ranks' items, of the type it was given, but for whole numbers, whose mean is a float64; in a
-        single process `value` itself.
+        The mean over all ranks' items, of the type it was given, but for whole numbers, whose mean is a float64, or a
+        float32 on a device without float64; in a single process `value` itself.
 
     Raises:
         CollectiveError: no rank has any item, or the ranks hold different structures or shapes; on every rank.
@@ -203,7 +211,7 @@ def mean(value: Any, count: float = 1) -> Any:
     if _alone("mean"):
         return value
     leaves, spec, tensors = _tensors(value, "mean")
-    exact = [tensor.detach().to(torch.complex128 if tensor.is_complex() else torch.float64) for tensor in tensors]
+    exact = [_in_float64(tensor.detach()) for tensor in tensors]
     weighted = [tensor * count if count else torch.zeros_like(tensor) for tensor in exact]
     *sums, everything = reduce([*weighted, float(count)], op="sum")
     if everything == 0:
@@ -212,10 +220,17 @@ def mean(value: Any, count: float = 1) -> Any:
     return tree_unflatten(means, spec)
 
 
+def _in_float64(tensor: torch.Tensor) -> torch.Tensor:
+    if widest(tensor.device) != torch.float64:
+        tensor = tensor.cpu()
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)
+
+
 def _as_given(leaf: Any, result: torch.Tensor) -> Any:
     if not isinstance(leaf, torch.Tensor):
         return result.item()
-    return result.to(leaf.dtype) if leaf.is_floating_point() or leaf.is_complex() else result
+    kept = leaf.is_floating_point() or leaf.is_complex()
+    return result.to(leaf.dtype if kept else widest(leaf.device)).to(leaf.device)
 
 
 @among_members
@@ -251,13 +266,13 @@ def broadcast(value: Any, src: int = 0) -> Any:
         raise CollectiveError(problem)
     if mine:
         for tensor in tensors:
-            plain = tensor.detach().to(exchange_device()).resolve_conj().resolve_neg()
-            dist.broadcast(as_bytes(plain.contiguous()), src=src)
+            plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
+            dist.broadcast(as_bytes(plain).to(exchange_device()), src=src)
         return value
     for dtype, shape, device in described:
-        tensor = torch.empty(shape, dtype=dtype, device=exchange_device())
-        dist.broadcast(as_bytes(tensor), src=src)
-        tensors.append(tensor.to("cpu" if device == "cpu" else world.device))
+        received = torch.empty(shape.numel() * dtype.itemsize, dtype=torch.uint8, device=exchange_device())
+        dist.broadcast(received, src=src)
+        tensors.append(of_bytes(received.to("cpu" if device == "cpu" else world.device), dtype, shape))
     return put_together(data, tensors, plain=only_plain(secret))
 
 
@@ -279,12 +294,10 @@ def agree(flag: bool, how: Literal["any", "all"] = "any") -> bool:
 
 @among_members
 def total(number: float) -> float:
-    """Return the sum of a number over the shares of the data, in float64, by one all-reduce: for use in a step."""
+    """Return the sum of a number over the shares of the data, in float64, by one all-gather: for use in a step."""
     if _alone("total"):
         return number
-    value = torch.tensor(number, dtype=torch.float64, device=exchange_device())
-    dist.all_reduce(value, group=current_world().layout.group)
-    return value.item()
+    return sum(each for (each,) in gather_numbers([number], current_world().layout.group))
 
 
 _Described = tuple[torch.dtype, torch.Size, str]  # dtype, shape and device of a tensor that the others are to receive

@@ -1,12 +1,14 @@
 """Exchange of one tensor, in the ways of `collectives`, by backends that do not know every type."""
 
+from collections.abc import Sequence
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
+from distwrap.devices.kinds import widest
 from distwrap.errors import CollectiveError
-from distwrap.group.tensors_apart import as_bytes
+from distwrap.group.tensors_apart import as_bytes, of_bytes
 from distwrap.group.world import current_world
 
 Op = Literal["mean", "sum", "min", "max"]
@@ -28,16 +30,24 @@ def ranks_of_shares() -> list[int]:
     return list(range(dist.get_world_size())) if group is None else dist.get_process_group_ranks(group)
 
 
+def gather_numbers(numbers: Sequence[float], group: dist.ProcessGroup | None = None) -> list[list[float]]:
+    """Return the numbers of each rank of a group, as many on each, on any device: not all of them have float64."""
+    mine = as_bytes(torch.tensor(numbers, dtype=torch.float64, device="cpu")).to(exchange_device())
+    received = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(received, mine, group=group)
+    return [each.cpu().view(torch.float64).tolist() for each in received]
+
+
 def gather_tensor(leaf: torch.Tensor, sizes: list[int]) -> torch.Tensor:
     """Return the tensors of all shares, one after the other, of which each has so many rows."""
-    device = exchange_device()
-    longest = max(sizes)
-    padded = torch.zeros((longest, *leaf.shape[1:]), dtype=leaf.dtype, device=device)
-    padded[: leaf.shape[0]] = leaf.to(device)
-    received = [torch.empty_like(padded) for _ in sizes]
-    # As bytes, since gloo knows neither int16 nor the new float types.
-    dist.all_gather([as_bytes(part) for part in received], as_bytes(padded), group=current_world().layout.group)
-    return torch.cat([part[:size] for part, size in zip(received, sizes, strict=True)]).to(leaf.device)
+    padded = leaf.new_zeros((max(sizes), *leaf.shape[1:]))
+    padded[: leaf.shape[0]] = leaf
+    # As bytes, since gloo knows neither int16 nor the new float types, and not all devices know float64.
+    mine = as_bytes(padded).to(exchange_device())
+    received = [torch.empty_like(mine) for _ in sizes]
+    dist.all_gather(received, mine, group=current_world().layout.group)
+    parts = [of_bytes(part.to(leaf.device), leaf.dtype, padded.shape) for part in received]
+    return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
 
 
 def reduce_tensor(leaf: torch.Tensor, op: Op) -> torch.Tensor:
@@ -49,7 +59,7 @@ def reduce_tensor(leaf: torch.Tensor, op: Op) -> torch.Tensor:
     dtype = leaf.dtype
     # A sum of float16 may overflow where the mean does not, and gloo does not know all the small types.
     wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
-    own = leaf.detach().to(exchange_device(), wide, copy=True).contiguous()
+    own = leaf.detach().to(_place_of(wide), wide, copy=True).contiguous()
     if dtype.is_complex or (dtype.is_floating_point and op in ("mean", "sum")):
         result = _all_reduced(own, op).to(dtype)
     elif dtype.is_floating_point:  # with marks of NaN beside, which gloo and NCCL keep from some ranks only
@@ -58,7 +68,7 @@ def reduce_tensor(leaf: torch.Tensor, op: Op) -> torch.Tensor:
         values, marks = _all_reduced(torch.stack([own.masked_fill(nan, 0), marks]), op)
         result = values.masked_fill(marks != 0, torch.nan).to(dtype)
     elif op == "mean":
-        result = _all_reduced(own.to(torch.float64), op)
+        result = _all_reduced(own.to(torch.float64), op).to(widest(leaf.device))
     elif op == "sum":
         about, result = _all_reduced(own.to(torch.float64), op), _all_reduced(own.to(torch.int64), op)
         if ((result - about).abs() > 2.0**62).any():
@@ -71,7 +81,17 @@ def reduce_tensor(leaf: torch.Tensor, op: Op) -> torch.Tensor:
     return result.to(leaf.device)
 
 
+def _place_of(dtype: torch.dtype) -> torch.device:
+    """Return where numbers of a type are combined: on the CPU what takes float64 where the devices have none."""
+    device, takes_few = exchange_device(), dtype.is_floating_point and dtype.itemsize < 8
+    return device if takes_few or dtype == torch.complex64 or widest(device) == torch.float64 else torch.device("cpu")
+
+
 def _all_reduced(values: torch.Tensor, op: Op) -> torch.Tensor:
     layout = current_world().layout
-    dist.all_reduce(values, op=_OPS[op], group=layout.group)
+    if values.device.type == exchange_device().type:
+        dist.all_reduce(values, op=_OPS[op], group=layout.group)
+    else:
+        everyones = gather_tensor(values.unsqueeze(0), [1] * layout.size)
+        values = {"max": everyones.amax, "min": everyones.amin}.get(op, everyones.sum)(0)
     return values / layout.size if op == "mean" else values

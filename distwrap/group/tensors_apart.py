@@ -102,6 +102,11 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8)  # one number may have any stride
 
 
+def of_bytes(data: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+    """Return the tensor of which `as_bytes` has made this, in the same memory."""
+    return data.view(dtype).view(*shape) if shape else data.view(dtype)[0]
+
+
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """Return a copy of a tensor's bytes."""
     plain = as_bytes(tensor.detach().resolve_conj().resolve_neg().contiguous())

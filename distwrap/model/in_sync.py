@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from distwrap._internals.torch import names_ddp_ignores
+from distwrap.devices.kinds import widest
 from distwrap.errors import DriftError
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
@@ -85,19 +86,21 @@ def fingerprints(held: Sequence[Held]) -> list[Mark]:
 def numbers_of(held: Sequence[Held]) -> torch.Tensor:
     """Return two numbers a tensor, its bits' hash and the bits of the sum of its absolute values, without waiting."""
     tensors = [value for *_, value in held if isinstance(value, torch.Tensor)]
-    found = [torch.stack([fold(value), _size(value).view(torch.int64)]).to(tensors[0].device) for value in tensors]
+    found = [torch.stack([fold(value), _bits(_size(value))]).to(tensors[0].device) for value in tensors]
     return torch.stack(found) if found else torch.zeros(0, 2, dtype=torch.int64)
 
 
 def marks(held: Sequence[Held], numbers: torch.Tensor) -> list[Mark]:
     """Return the marks of tensors of which the numbers are known; this waits for their device."""
-    folded, sizes = numbers.cpu().unbind(1)
-    known = zip(folded.tolist(), sizes.contiguous().view(torch.float64).tolist(), strict=True)
+    folded, bits = (column.contiguous() for column in numbers.cpu().unbind(1))
+    wide, narrow = bits.view(torch.float64), bits.to(torch.int32).view(torch.float32)
+    known = zip(folded.tolist(), wide.tolist(), narrow.tolist(), strict=True)
     found: list[Mark] = []
     for name, part, value in held:
         if isinstance(value, torch.Tensor):
-            bits, size = next(known)
-            found.append((name, (with_type(bits, value), value.numel(), size), part))
+            hashed, *sizes = next(known)
+            size = sizes[0] if widest(value.device) == torch.float64 else sizes[1]
+            found.append((name, (with_type(hashed, value), value.numel(), size), part))
         else:
             found.append((name, (0, -1, float(value)), part))
     return found
@@ -115,12 +118,16 @@ def first_rank(part: str) -> int | None:
 
 def _size(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_floating_point() and not tensor.is_complex():
-        return torch.zeros((), dtype=torch.float64, device=tensor.device)
+        return torch.zeros((), dtype=widest(tensor.device), device=tensor.device)
     with torch.no_grad():
         wide = tensor.detach().reshape(-1)
         chunks = wide.split(_CHUNK if tensor.device.type == "cpu" else max(1, wide.numel()))  # type: ignore[no-untyped-call]
         kind = torch.promote_types(wide[:0].abs().dtype, torch.float32)
-        return torch.stack([chunk.abs().sum(dtype=kind).double() for chunk in chunks]).sum()
+        return torch.stack([chunk.abs().sum(dtype=kind).to(widest(tensor.device)) for chunk in chunks]).sum()
+
+
+def _bits(number: torch.Tensor) -> torch.Tensor:
+    return number.view(torch.int64 if number.dtype == torch.float64 else torch.int32).to(torch.int64)
 
 
 def first_difference(

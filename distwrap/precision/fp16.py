@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.overrides import TorchFunctionMode
 
 from distwrap._internals.torch_tree import tensors_in
+from distwrap.devices.kinds import widest
 from distwrap.errors import PrecisionError
 from distwrap.group.world import current_world
 from distwrap.precision.base import Precision
@@ -28,7 +30,20 @@ class MixedFP16(Precision):
                     output.register_hook(_refuse_unscaled)  # type: ignore[no-untyped-call]
 
     def make_scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
-        return torch.amp.GradScaler(device.type)
+        return (torch.amp.GradScaler if widest(device) == torch.float64 else _NarrowScaler)(device.type)
+
+
+class _NarrowScaler(torch.amp.GradScaler):
+    """torch's, but for devices without float64, in which it inverts its scale: a power of two, exact in float32 too."""
+
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        with _WithoutFloat64():
+            super().unscale_(optimizer)
+
+
+class _WithoutFloat64(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (torch.Tensor.float if func is torch.Tensor.double else func)(*args, **(kwargs or {}))
 
 
 def _refuse_unscaled(grad: torch.Tensor) -> None:

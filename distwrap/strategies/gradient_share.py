@@ -19,6 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from distwrap._internals.torch import after_backward, version_of
 from distwrap._internals.torch_zero import leave_gradients_alone
+from distwrap.devices.kinds import widest
 from distwrap.errors import ModelError
 from distwrap.group.tensor_exchange import exchange_device
 from distwrap.group.world import RunPart, World
@@ -284,9 +285,10 @@ class GradientShares(RunPart):
         owners = self.owners()
         divided, whole = ([found[each] for each in found if (each in owners) is here] for here in (True, False))
         norms = [nn.utils.get_total_norm(gradients).to(exchange_device()) for gradients in (divided, whole)]
-        square = norms[0].double() ** 2
+        wide = widest(exchange_device())
+        square = norms[0].to(wide) ** 2
         dist.all_reduce(square)
-        norm = (square + norms[1].double() ** 2).sqrt()
+        norm = (square + norms[1].to(wide) ** 2).sqrt()
         norm = norm.to(self._world.device, next((gradient.dtype for gradient in found.values()), norm.dtype))
 
         def change() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch.optim import Optimizer
 
 from distwrap._internals.torch_zero import without_step_hooks
+from distwrap.devices.kinds import widest
 from distwrap.errors import ModelError
 from distwrap.model.wrapped_models import parameters_of
 from distwrap.seeding import RandomState, preserved
@@ -90,7 +91,7 @@ def _tried(optimizer: Optimizer) -> Literal["draws", "mixes", ""]:
     places = [number for (number, _), _ in tried]
     with preserved(), _put_aside(optimizer):
         torch.manual_seed(0)  # so that all ranks see the same
-        tensors = [torch.rand(size, device=device, dtype=torch.float64) for _, (size, device) in tried]
+        tensors = [torch.rand(size, device=device, dtype=widest(device)) for _, (size, device) in tried]
         grads = [torch.randn_like(tensor) for tensor in tensors]
         try:
             expected = _stepped(optimizer, places, tensors, grads)

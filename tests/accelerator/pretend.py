@@ -30,6 +30,7 @@ class Properties:
     name: str
     uuid: str
     total_memory: int
+    has_fp64: bool
 
 
 def _index(device: Any) -> int:
@@ -57,7 +58,8 @@ def synchronize(device: Any = None) -> None:
 
 def get_device_properties(device: Any = None) -> Properties:
     number = _c.physical(_index(device))
-    return Properties("pretended", f"PRETEND-{number}", _c.memory_total())
+    has_float64 = "PRETEND_WITHOUT_FLOAT64" not in os.environ
+    return Properties("pretended", f"PRETEND-{number}", _c.memory_total(), has_float64)
 
 
 def get_device_name(device: Any = None) -> str:

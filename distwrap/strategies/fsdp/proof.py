@@ -19,6 +19,7 @@ from torch.func import functional_call
 from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.devices.generators import generators_kept
 from distwrap.errors import ModelError
+from distwrap.group.tensor_exchange import gather_numbers
 from distwrap.strategies import shards
 from distwrap.strategies.fsdp.styles import Running, spread, summed_of
 
@@ -270,21 +271,20 @@ class Proof:
         for number, tensor in enumerate(inputs):
             generator = torch.Generator().manual_seed(number)
             probe = torch.rand(tensor.shape, generator=generator, device="cpu").double()
-            value = tensor.detach().double().cpu().nan_to_num(1.0, 2.0, 3.0)  # of an overflow, or a mask
+            value = tensor.detach().cpu().double().nan_to_num(1.0, 2.0, 3.0)  # of an overflow, or a mask
             marks.append(
                 torch.stack(
                     [(value * probe).sum(), value.abs().sum(), torch.tensor(float(value.numel()), device="cpu")]
                 )
             )
-        mine = torch.stack(marks).to(mesh.device_type) if marks else torch.zeros(0, 3)
         count = torch.tensor([len(marks), -len(marks)], device=mesh.device_type)
         dist.all_reduce(count, dist.ReduceOp.MAX, group=mesh.get_group())
         alike = bool(count[0] == -count[1])
         if alike and marks:
-            theirs = [torch.empty_like(mine) for _ in range(mesh.size())]
-            dist.all_gather(theirs, mine, group=mesh.get_group())
-            size = 1e-6 * theirs[0][:, 1] + 1e-9
-            alike = all(bool(((other - theirs[0]).abs() <= size.unsqueeze(1)).all()) for other in theirs)
+            everyones = gather_numbers(torch.stack(marks).flatten().tolist(), mesh.get_group())
+            theirs = torch.tensor(everyones, dtype=torch.float64, device="cpu").view(mesh.size(), len(marks), 3)
+            size = 1e-6 * theirs[0, :, 1:2] + 1e-9
+            alike = bool(((theirs - theirs[0]).abs() <= size).all())
         if not alike:
             ranks = ", ".join(map(str, mesh.mesh.flatten().tolist()))
             raise ModelError(

@@ -20,7 +20,9 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 from distwrap._internals.torch_autograd import in_backward
 from distwrap._internals.torch_sharding import own_parameters
+from distwrap.devices.kinds import widest
 from distwrap.errors import ModelError
+from distwrap.group.world import current_world
 from distwrap.strategies import shards
 from distwrap.strategies.fsdp.pieces import CommonNumbers, Pieces, mark, may_draw
 from distwrap.strategies.fsdp.plan_words import Plan
@@ -169,7 +171,8 @@ class TensorParallel:
 
     def _tried(self, unit: str, groups: list[list[Cuts]]) -> tuple[Cuts, list[tuple[str, str]]]:
         """Return what of a block can be cut, as far as that can be tried without data."""
-        block, device, kind = self._net.get_submodule(unit), self._mesh.device_type, torch.float64
+        block, device = self._net.get_submodule(unit), self._mesh.device_type
+        kind = widest(current_world().device)
         first = next(part for part in block.modules() if hasattr(part, "in_features") or hasattr(part, "embed_dim"))
         width = int(getattr(first, "in_features", 0) or getattr(first, "embed_dim", 0))
         inputs = trial_inputs(block, width, self._mesh.size(), kind, device)

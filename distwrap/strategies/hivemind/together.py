@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from distwrap.devices.kinds import widest
 from distwrap.errors import CollectiveTimeoutError, ModelError
 from distwrap.group.collectives import broadcast, gather_object
 from distwrap.group.world import World, say_once
@@ -75,8 +76,8 @@ def _digest(one: Collaboration) -> list[float]:
     """Return the norm of all weights, and a sum in which each weight's place counts."""
     square = mixed = 0.0
     for number, weight in enumerate(one.parameters):
-        wide = weight.detach().double().flatten()
-        signs = torch.cos(torch.arange(wide.numel(), dtype=torch.float64, device=wide.device) + number)
+        wide = weight.detach().flatten().to(widest(weight.device))
+        signs = torch.cos(torch.arange(wide.numel(), dtype=wide.dtype, device=wide.device) + number)
         square, mixed = square + float(wide.square().sum()), mixed + float((wide * signs).sum())
     return [math.sqrt(square), mixed]
 

@@ -8,11 +8,12 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 
 from distwrap._internals.torch_autograd import divisors, without_chance
 from distwrap._internals.torch_tree import map_tensors, tensors_in
+from distwrap.devices.kinds import widest
+from distwrap.group.tensor_exchange import gather_numbers
 from distwrap.group.world import say_once
 from distwrap.model.watch import is_power_of_two
 from distwrap.precision import InPrecision
@@ -89,15 +90,13 @@ class LossKinds:
                 found = self._compared(method, given, surveys)
             elif not mixes:
                 unlike = max(unlike, self._unlike(stage, method, given, surveys))
-        verdict = torch.tensor([*found, unlike], dtype=torch.float64, device=self._line.device)
-        last = self._line.rank_of(self._line.stages - 1)
-        worst = verdict[-1:].clone()
-        dist.broadcast(verdict, src=last, group=self._line.group)
-        dist.all_reduce(worst, dist.ReduceOp.MAX, self._line.group)
-        *errors, whole, mean, shows = verdict.tolist()[:-1]
+        everyones = gather_numbers([*found, unlike], self._line.group)
+        last = self._line.ranks.index(self._line.rank_of(self._line.stages - 1))
+        *errors, whole, mean, shows, _ = everyones[last]
+        worst = max(each[-1] for each in everyones)
         dtype = surveys[0].result.dtype
         tolerance = _TOLERANCE.get(dtype, 0.02) if self._in_precision.is_plain else 0.02
-        if float(worst) > tolerance:
+        if worst > tolerance:
             self.run_whole(call, "has blocks in which the samples of a batch depend on each other, so that its loss")
             return False
         if not all(map(math.isfinite, errors)):
@@ -221,8 +220,9 @@ def _pieces(made: list[torch.Tensor], part: list[torch.Tensor], count: int) -> l
 def _distance(whole: torch.Tensor, *parts: torch.Tensor) -> float:
     """Return by how much a tensor is not that of its parts, or where it has no parts, not their mean."""
     dim = _cut(whole, parts[0])
-    whole = whole.double()
-    put = torch.cat(parts, dim).double() if dim is not None else torch.stack([part.double() for part in parts]).mean(0)
+    wide = widest(whole.device)
+    exact = [part.to(wide) for part in parts]
+    whole, put = whole.to(wide), torch.cat(exact, dim) if dim is not None else torch.stack(exact).mean(0)
     return float(((put - whole).norm() / whole.norm().clamp(min=1e-30)).detach())
 
 
@@ -240,8 +240,9 @@ def _error(expected: LastStage, runs: list[LastStage], dims: list[int | None], f
         if slope is not None and dim is not None:
             each = [run.slopes[number] for run in runs]
             scaled = [0 * slope if one is None else factor * one for factor, one in zip(factors, each, strict=True)]
-            off += float((torch.cat(scaled, dim) - slope).double().square().sum())
-            size += float(slope.double().square().sum())
+            wide = widest(slope.device)
+            off += float((torch.cat(scaled, dim) - slope).to(wide).square().sum())
+            size += float(slope.to(wide).square().sum())
     losses = [factor * run.loss for factor, run in zip(factors, runs, strict=True)]
     value = abs(sum(losses) - expected.loss) / (sum(map(abs, losses)) or 1.0)
     return max(math.sqrt(off / size), value) if size else math.nan

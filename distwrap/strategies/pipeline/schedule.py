@@ -22,6 +22,7 @@ from torch.distributed.pipelining import (
 
 from distwrap._internals.torch_tree import map_tensors, tensors_in, tree_flatten, tree_unflatten
 from distwrap.errors import CollectiveError, ModelError
+from distwrap.group.tensor_exchange import gather_numbers
 from distwrap.precision import InPrecision
 from distwrap.strategies.pipeline.microbatches import LossWeights
 from distwrap.strategies.pipeline.relay import Method, Relay, Survey
@@ -304,9 +305,8 @@ def end_pass(
             f"on such arguments. Let it draw in all of them, and multiply by zero what is not wanted yet."
         )
     failed = [float(error is not None and rank == dist.get_rank()) for rank in line.ranks]
-    told = torch.tensor([*numbers, streams.number, *failed], dtype=torch.float64, device=line.device)
-    dist.all_reduce(told, group=line.group)
-    sums = told.tolist()
+    everyones = gather_numbers([*numbers, streams.number, *failed], line.group)
+    sums = [sum(each) for each in zip(*everyones, strict=True)]
     failing = [rank for rank, each in zip(line.ranks, sums[len(numbers) + 1 :], strict=True) if each]
     if error is not None:
         raise StageError(error)

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from distwrap.checks import is_whole
+from distwrap.devices.kinds import widest
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import Layout, RunPart, World, current_world
 from distwrap.model.in_sync import Held, left_to_ranks
@@ -158,9 +159,10 @@ class PipelineStrategy(Strategy):
         if group is None or dist.get_rank(group) == 0:  # what is in no pipeline is alike on all ranks of one
             counted |= set(map(id, given)) - divided
         grads = [parameter.grad for parameter in given if id(parameter) in counted and parameter.grad is not None]
-        square = torch.zeros((), dtype=torch.float64, device=current_world().device)
+        place = current_world().device
+        square = torch.zeros((), dtype=widest(place), device=place)
         if grads:
-            square += nn.utils.get_total_norm(grads).double() ** 2
+            square += nn.utils.get_total_norm(grads).to(square.dtype) ** 2
         if group is not None:
             dist.all_reduce(square, group=group)
         norm = square.sqrt().to(everything[0].dtype if everything else torch.float32)

@@ -1,5 +1,6 @@
 #include "operators.h"
 
+#include <cstdlib>
 #include <set>
 #include <string>
 #include <utility>
@@ -105,12 +106,19 @@ at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_bloc
   return to;
 }
 
+at::ScalarType known(std::optional<at::ScalarType> asked) {
+  auto type = at::dtype_or_default(asked);
+  static const bool is_narrow = std::getenv("PRETEND_WITHOUT_FLOAT64") != nullptr;
+  TORCH_CHECK_TYPE(!is_narrow || (type != at::kDouble && type != at::kComplexDouble),
+                   "pretend: the device has no float64. Use float32 instead.");
+  return type;
+}
+
 at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::optional<at::ScalarType> dtype,
                          std::optional<at::Layout>, std::optional<at::Device> device, std::optional<bool>) {
   c10::DeviceGuard guard(device.value_or(c10::Device(kType, current_device())));
   return at::detail::empty_strided_generic(size, stride, device_allocator(),
-                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-                                           at::dtype_or_default(dtype));
+                                           c10::DispatchKeySet(c10::DispatchKey::PrivateUse1), known(dtype));
 }
 
 at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std::optional<at::Layout>,
@@ -118,7 +126,7 @@ at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std
   TORCH_CHECK(!pinned.value_or(false), "Only dense CPU tensors can be pinned");
   c10::DeviceGuard guard(device.value_or(c10::Device(kType, current_device())));
   return at::detail::empty_generic(size, device_allocator(), c10::DispatchKeySet(c10::DispatchKey::PrivateUse1),
-                                   at::dtype_or_default(dtype), format);
+                                   known(dtype), format);
 }
 
 const at::Tensor& resize_(const at::Tensor& self, c10::IntArrayRef size, std::optional<at::MemoryFormat> format) {
