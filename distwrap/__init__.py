@@ -74,11 +74,12 @@ if typing.TYPE_CHECKING:
         register_precision as register_precision,
         register_strategy as register_strategy,
     )
-    from distwrap.seeding import seed_everything as seed_everything
+    from distwrap.seeding import rank_generator as rank_generator, seed_everything as seed_everything
     from distwrap.strategies import (
         DDPStrategy as DDPStrategy,
         FSDPStrategy as FSDPStrategy,
         Strategy as Strategy,
+        local_model as local_model,
         wrap_model as wrap_model,
         wrap_optimizer as wrap_optimizer,
     )
@@ -111,8 +112,8 @@ _MODULES = {
     "progress_bar": "progress",
     "registry": "available_algorithms available_launchers available_precisions available_strategies register_algorithm "
     "register_launcher register_precision register_strategy",
-    "seeding": "seed_everything",
-    "strategies": "DDPStrategy FSDPStrategy Strategy wrap_model wrap_optimizer",
+    "seeding": "rank_generator seed_everything",
+    "strategies": "DDPStrategy FSDPStrategy Strategy local_model wrap_model wrap_optimizer",
     "strategies.accumulation": "accumulate",
     "strategies.pipeline": "PipelineStrategy",
     "strategies.steps": "backward optimizer_step unscale",

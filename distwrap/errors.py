@@ -15,7 +15,7 @@ DistwrapError
 ├── CollectiveError (RuntimeError)        the ranks disagree about what they exchange
 │   ├── CollectiveTimeoutError (TimeoutError) not all ranks came to a collective in time
 │   └── CollectiveInRankZeroError         a collective in code that only some ranks run, so that it would never end
-├── LoaderError (ValueError)              a loader cannot be sharded safely
+├── LoaderError (ValueError)              a loader cannot be sharded safely, or all ranks get the same data
 ├── ModelError (RuntimeError)             a model cannot be wrapped, or is used in a way that would train wrongly
 │   └── DriftError                        the ranks hold other weights, so that something has trained wrongly already
 ├── PrecisionError (RuntimeError)         a step that would be wrong in this precision

@@ -81,6 +81,31 @@ def seed_everything(seed: int, *, apart: bool = False) -> int:
     return seed
 
 
+def rank_generator(seed: int, device: torch.device | str | None = None) -> torch.Generator:
+    """Return a generator with numbers of this rank's own, for what the loop draws by itself.
+
+    As batches that are drawn with ``torch.randint``, or noise: alike on all ranks, these would be the same work N
+    times. Ranks that train one replica together, as under ``tensor_parallel``, get the same numbers.
+
+    Args:
+        seed: a whole number from 0 to 2**63 - 1, alike on all ranks.
+        device: of the tensors that are drawn; by default the CPU.
+
+    Returns:
+        A generator; rank 0's, and that of a single process, is one with the seed itself.
+
+    Raises:
+        OptionError: it is no such number.
+
+    Example:
+        >>> rank_generator(7).initial_seed()
+        7
+    """
+    seed, share = SEED("seed", seed), current_world().layout.rank
+    generator = torch.Generator(device if device is not None else "cpu")
+    return generator.manual_seed(mix("apart", seed, share) if share else seed)
+
+
 def mix(*parts: int | str) -> int:
     """Hash several numbers into one seed of 63 bits, so that neighbouring ranks get unrelated streams.
 

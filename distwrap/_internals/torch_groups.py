@@ -25,6 +25,20 @@ def set_group_timeout(seconds: float) -> None:
         change(timedelta(seconds=seconds))
 
 
+def collectives_so_far() -> int | None:
+    """Return how many collectives the process group has had; ``None`` where its backend does not tell.
+
+    Relies on ``torch.distributed:ProcessGroup._get_sequence_number_for_group``.
+    Without it: gradients that are averaged by hand are told from others by being equal on all ranks alone.
+    """
+    group = dist.group.WORLD
+    count = getattr(group, "_get_sequence_number_for_group", None)
+    try:
+        return None if count is None else int(count())
+    except RuntimeError:  # of a backend that does not count
+        return None
+
+
 def default_store() -> Store | None:
     """Return the store in which the ranks of the process group have met, ``None`` where torch does not tell.
 

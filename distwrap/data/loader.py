@@ -27,10 +27,13 @@ from distwrap.data.sharded import Loader, ShardedLoader, innermost, is_torchs, o
 from distwrap.data.sharding import Sharding
 from distwrap.errors import LoaderError
 from distwrap.group.world import World, current_world, say_once
+from distwrap.model.optimizers import Optimizers
+from distwrap.model.same_inputs import SameInputs
 from distwrap.seeding import mix
 from distwrap.supervision.hang_report import Activity
 
-Modes = Literal["auto", "pad", "exact", "drop"]
+Modes = Literal["auto", "pad", "exact", "drop", "same"]
+_Divided = Literal["auto", "pad", "exact", "drop"]
 BatchSize = Literal["per_rank", "global"]
 Orders = Literal["auto", "torch", "stream"]
 
@@ -77,7 +80,8 @@ def shard_loader(
             shuffle, pad when it does, or drop where it has ``drop_last`` and `batch_size` is global, so that there are
             as many steps as in one process. The loader's own ``drop_last`` holds in every mode. Of an iterable dataset
             ``"drop"``, which is also ``"auto"``, ends with the first rank that is out of data; ``"pad"`` with the
-            last, while the others begin theirs again; with ``"exact"`` each rank ends by itself.
+            last, while the others begin theirs again; with ``"exact"`` each rank ends by itself. ``"same"`` divides
+            nothing: all ranks get all samples, in one order, which is an error else where a wrapped model trains.
         batch_size: ``"per_rank"`` leaves the loader's batch size as it is, so the global batch grows with the ranks;
             ``"global"`` divides it by the number of ranks.
         order: how a loader with ``shuffle=True`` shuffles: ``"torch"`` as ``DistributedSampler`` to the bit, in time
@@ -124,17 +128,23 @@ def shard_loader(
     one_of("split", get_args(Split))("split", split)
     world = current_world()
     world.part(Activity).record("shard_loader")
+    if world.channel is not None and world.placement.world_size > 1:
+        world.part(Optimizers)  # which look for a model that nobody has wrapped
     where = torch.device(device) if device is not None else world.device
     here, alone = (world.layout.rank, world.layout.size), world.placement.world_size == 1
     but_here = f"but this is rank {here[0]} of {here[1]}"
     if isinstance(loader, ShardedLoader) and (loader._sharding.world_size > 1 or loader._sharding.sampler is not None):
         known_as = loader._sharding
-        if (known_as.rank, known_as.world_size) != here:
+        if not known_as.same and (known_as.rank, known_as.world_size) != here:
             raise LoaderError(
                 f"the loader was sharded for rank {known_as.rank} of {known_as.world_size}, {but_here}. "
                 f"Hand shard_loader() the plain loader."
             )
         return loader
+    if mode == "same" and alone:
+        mode = "auto"
+    elif mode == "same":
+        return _same_on_all(loader, world, Sharding(where, copy_ahead=copy_ahead, same=True), seed, order)
     given, *its_place = _sampler_of_a_share(loader)
     if given is not None and tuple(its_place) != here:
         raise LoaderError(
@@ -178,11 +188,23 @@ def shard_loader(
     return result
 
 
+def _same_on_all(loader: Loader, world: World, sharding: Sharding, seed: int | None, order: Orders) -> Loader:
+    """Return a loader that gives all ranks the same batches, which nobody takes for a mistake."""
+    if isinstance(loader.dataset, IterableDataset):
+        result = only_moved(loader, sharding)
+    else:
+        shuffled = world.count("shuffled loader") if not isinstance(innermost(loader), SequentialSampler) else 1
+        sharding.order_seed = seed if seed is not None else _order_seed(loader, world, shuffled)
+        result = _shard_indices(loader, world, sharding, "pad", "per_rank", order)
+    world.part(SameInputs).loops[result] = lambda: sharding.position.now is not None
+    return result
+
+
 def _remade(
     loader: Loader,
     world: World,
     sharding: Sharding,
-    mode: Modes,
+    mode: _Divided,
     batch_size: BatchSize,
     order: Orders,
     rank: int,
@@ -216,7 +238,7 @@ def _shard_iterable(
 
 
 def _shard_indices(
-    loader: Loader, world: World, sharding: Sharding, mode: Modes, batch_size: BatchSize, order: Orders
+    loader: Loader, world: World, sharding: Sharding, mode: _Divided, batch_size: BatchSize, order: Orders
 ) -> Loader:
     batches: Any = loader.batch_sampler
     in_order = (SequentialSampler, list, tuple, range) if is_torchs(batches, BatchSampler) else SequentialSampler

@@ -36,6 +36,7 @@ class Sharding:
         endless: whether the user's class goes on over one iterator for ever, and this one has epochs in its place.
         epoch_check: of the ranks' loops.
         epoch: the epoch that begins, int64; in shared memory where workers outlive an epoch.
+        same: whether all ranks get all of the data on purpose.
         changing: makes the same loader for other ranks, where these may change in a run.
         own_state: the loop's position as the dataset or loader tells it, or why it could not, while that is ahead.
     """
@@ -55,5 +56,6 @@ class Sharding:
     endless: bool = False
     epoch_check: EpochCheck | None = None
     epoch: torch.Tensor | None = None
+    same: bool = False
     changing: Changing | None = None
     own_state: dict[str, Any] | Exception | None = None

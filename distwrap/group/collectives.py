@@ -324,7 +324,9 @@ def _alone(what: str) -> bool:
         return True
     require_group(what)
     check_collectives_allowed(f"{what}()")
-    world.part(Activity).record(what)
+    activity = world.part(Activity)
+    activity.record(what)
+    activity.collectives += 1
     return False
 
 

@@ -33,6 +33,7 @@ from distwrap.launch.outcome import Exit, Outcome, failure, success
 from distwrap.launch.task import Assignment, Task
 from distwrap.live_objects import mark_as_forked
 from distwrap.model import diagnosis
+from distwrap.model.optimizers import Optimizers
 from distwrap.network.rendezvous import count_meetings_anew
 from distwrap.registry import strategies
 from distwrap.retrofit import Retrofitted
@@ -188,6 +189,8 @@ def take_part(
     announce(world, assignment.launcher)
     if world.channel is not None:
         world.channel.on_stall, world.channel.failures.on_loss = on_stall, on_loss
+        if world.placement.world_size > 1:
+            world.part(Optimizers)
     try:
         value, trained = execute(task)
     except SystemExit as error:

@@ -23,6 +23,7 @@ from distwrap.model.transparent import unwrap_model
 from distwrap.model.watch import SHARE, Watch, is_power_of_two
 from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
 from distwrap.seeding import mix
+from distwrap.supervision.hang_report import Activity
 
 _FREE_PAUSES = 8  # which may take any time
 _WRAPS = 8  # after which a model that is gone has been compared, and is forgotten
@@ -213,6 +214,11 @@ class Drift(RunPart):
         self._outsiders: weakref.WeakKeyDictionary[Optimizer, OutsiderWatch] = weakref.WeakKeyDictionary()
         self._names: Counter[str] = Counter()
         self.apart: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        world.part(Activity).averages = self._begun
+
+    def _begun(self) -> tuple[int, int]:
+        """Return how often averages were counted anew, and how many have begun since; for the channel's thread."""
+        return sum(watch.era for watch in self.watches), self.averages
 
     @property
     def averages(self) -> int:

@@ -50,6 +50,29 @@ class Routing:
         self._forward_methods = None if forward_methods == "auto" else frozenset(forward_methods)
         self._parts = {id(part) for part in self.model.modules()}
         self._in_precision = in_precision
+        self._look: Callable[[Any], object] | None = None
+        self._unlooked: Callable[..., Any] | None = None
+
+    @property
+    def is_looked_at(self) -> bool:
+        """Whether something looks at the inputs of each call."""
+        return self._look is not None
+
+    def look_with(self, look: Callable[[Any], object] | None) -> None:
+        """Let a function look at the inputs of each call from now on; ``None``: nothing does, and nothing is paid."""
+        if self._unlooked is not None:
+            self.run, self._unlooked = self._unlooked, None
+        self._look = look
+        if look is None:
+            return
+        run = self._unlooked = self.run
+
+        def looked_at(*args: Any, **kwargs: Any) -> Any:
+            if not self.method:  # which was looked at
+                look((args, kwargs))
+            return run(*args, **kwargs)
+
+        self.run = looked_at
 
     def looked_up(self, name: str, method: MethodType) -> Callable[..., Any]:
         """Return what is called for a method of the user's model."""
@@ -65,6 +88,8 @@ class Routing:
         def run(*args: Any, **kwargs: Any) -> Any:
             if self.method or not self._takes_part():
                 return method(*args, **kwargs)
+            if self._look is not None:
+                self._look((args, kwargs))
             args, kwargs = self._moved((args, kwargs), "left")
             if self._forward_methods is not None:  # else it may be one that runs no forward
                 args, kwargs = self._in_precision.inputs((args, kwargs))

@@ -10,7 +10,9 @@ from distwrap.errors import ModelError
 from distwrap.group.world import RunPart, World
 from distwrap.model.distributed import ReplicaModel
 from distwrap.model.drift import Drift
+from distwrap.model.plateaus import Plateaus
 from distwrap.model.transparent import unwrap_model
+from distwrap.model.unwrapped import Unwrapped
 from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
 
 
@@ -19,6 +21,7 @@ class Optimizers(RunPart):
 
     def __init__(self, world: World) -> None:
         self._rank, self._models, self._drift = world.placement.rank, world.part(WrappedModels), world.part(Drift)
+        self._unwrapped, self._plateaus = world.part(Unwrapped), world.part(Plateaus)
         self._groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._handle = register_optimizer_step_pre_hook(self._before)
 
@@ -28,16 +31,20 @@ class Optimizers(RunPart):
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._groups.get(optimizer) != len(optimizer.param_groups):
-            self._check(optimizer)
+            self._check(optimizer, any(map(callable, (*args[1:], *kwargs.values()))))
         self._drift.step(optimizer)
+        if self._plateaus.pending:
+            self._plateaus.compare()
 
-    def _check(self, optimizer: Optimizer) -> None:
-        if optimizer in self._drift.apart or self._may_hold_shards(optimizer):
+    def _check(self, optimizer: Optimizer, has_closure: bool) -> None:
+        if optimizer in self._drift.apart or self._may_hold_shards(optimizer) or self._unwrapped.is_local(optimizer):
             return
-        held = parameters_of(optimizer)
-        if any(tensor.grad is not None for tensor in held.values()):
+        held, models = parameters_of(optimizer), self._models.of_optimizer(optimizer)
+        has_gradients = any(tensor.grad is not None for tensor in held.values())
+        if (has_gradients or has_closure) and not models and bound_strategy(optimizer) is None:
+            self._unwrapped.refuse(optimizer)
+        if has_gradients:
             self._groups[optimizer] = len(optimizer.param_groups)
-            models = self._models.of_optimizer(optimizer)
             for model in models:
                 self._refuse_newcomers(held, model)
             # Of a model whose ranks differ on purpose nobody compares what is trained beside it.

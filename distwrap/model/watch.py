@@ -72,6 +72,11 @@ class Watch:
         if self.averages >= self._due:
             self._look_around()
 
+    @property
+    def era(self) -> int:
+        """How often the averages were counted anew."""
+        return self._era
+
     def end(self) -> None:
         """Look once more, as the run ends or a call in it."""
 

@@ -6,7 +6,7 @@ from distwrap.model.transparent import TransparentModule
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.ddp import DDPStrategy
 from distwrap.strategies.fsdp import FSDPStrategy
-from distwrap.strategies.prepare import wrap_model, wrap_optimizer
+from distwrap.strategies.prepare import local_model, wrap_model, wrap_optimizer
 
 __all__ = [
     "DDPStrategy",
@@ -17,6 +17,7 @@ __all__ = [
     "TransparentModule",
     "World",
     "Wrapping",
+    "local_model",
     "tensors_of",
     "wrap_model",
     "wrap_optimizer",

@@ -16,14 +16,16 @@ from distwrap.errors import ModelError, OptionError
 from distwrap.group.world import RunPart, World, current_world, say_once
 from distwrap.model.distributed import DistributedModel, ReplicaModel
 from distwrap.model.drift import Drift
-from distwrap.model.forward_routing import ForwardMethods, check_forward_methods
+from distwrap.model.forward_routing import ForwardMethods, Routing, check_forward_methods
 from distwrap.model.optimizers import Optimizers
+from distwrap.model.same_inputs import SameInputs
 from distwrap.model.transparent import WRAPPERS, see_through, unwrap_model
+from distwrap.model.unwrapped import Unwrapped
 from distwrap.model.wrapped_models import WrappedModels, bind, bound_strategy, parameters_of, strategy_of
 from distwrap.precision import InPrecision, LossScaling, Precision
 from distwrap.registry import algorithms, strategies
 from distwrap.strategies.base import Strategy, Wrapping
-from distwrap.strategies.single import on_device
+from distwrap.strategies.single import local, on_device
 from distwrap.supervision.hang_report import Activity
 
 
@@ -36,6 +38,7 @@ def wrap_model(
     sync_batchnorm: bool = False,
     forward_methods: ForwardMethods = "auto",
     comm: str | Algorithm | None = None,
+    same_inputs: bool = False,
     **ddp_kwargs: Any,
 ) -> nn.Module:
     """Prepare a model for distributed training; in a single process on the CPU in float32, return it as it is.
@@ -57,6 +60,7 @@ def wrap_model(
             those that may; the others then run on the bare model.
         comm: how the ranks exchange what they have learnt, instead of the run's: a name, as ``"bytegrad"``, one with
             options, as ``"local_sgd(sync_every=16)"``, or an object out of `distwrap.comm`.
+        same_inputs: whether all ranks train the model on the same inputs on purpose, which is an error else.
         **ddp_kwargs: for ``DistributedDataParallel``, as ``find_unused_parameters=True``.
 
     Raises:
@@ -114,6 +118,9 @@ def wrap_model(
             models.add(wrapped)
         if world.channel is not None and world.placement.world_size > 1:
             _watch_for_drift(models.last, world)
+            routing = getattr(wrapped, "__dict__", {}).get("_distwrap")
+            if isinstance(routing, Routing) and not same_inputs:
+                world.part(SameInputs).watch(routing)
             world.part(SaveMeetings)  # which tells another rank, that saves alone, where this one is
     return wrapped
 
@@ -152,6 +159,39 @@ def wrap_optimizer(optimizer: Optimizer, model: nn.Module | None = None, *, apar
         raise _of_no_use(prepared, strategy, "prepare_optimizer", "the optimizer")
     bind(prepared, strategy)
     return prepared
+
+
+def local_model(model: nn.Module, *, device: torch.device | str | None = None) -> nn.Module:
+    """Prepare a model that is each rank's own: nobody averages its gradients, or compares it with other ranks'.
+
+    For what each rank trains by itself on purpose, as a probe, a player or a member of an ensemble: an optimizer of a
+    model that is neither this nor wrapped is refused at its first step. A model that is only evaluated needs no word.
+
+    Args:
+        model: the user's model.
+        device: where to put it; by default this rank's device.
+
+    Returns:
+        The model, on the device; its forward moves its inputs there. The run's precision is not for it.
+
+    Raises:
+        ModelError: it is no module, or is wrapped already.
+
+    Example:
+        >>> probe = local_model(nn.Linear(2, 1))
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"local_model() takes an nn.Module, not a {type(model).__qualname__}.")
+    world = current_world()
+    if isinstance(model, WRAPPERS) or bound_strategy(model) is not None:
+        raise ModelError(
+            f"local_model() got a {type(unwrap_model(model)).__name__} that is in a {_wrapper(model)} already, which "
+            f"all ranks train together. Give each rank one that was never wrapped."
+        )
+    where = torch.device(device) if device is not None else world.device
+    model = on_device(model, where)
+    world.part(Unwrapped).local.add(model)
+    return local(model, Wrapping(where, InPrecision("32", where), "auto", None, {}))
 
 
 def _wrapper(model: nn.Module) -> str:

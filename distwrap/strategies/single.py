@@ -17,7 +17,7 @@ from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.wording import unknown_name
 
 _OURS = {"self", "module", "device_ids", "output_device", "dim"}
-_OF_WRAP_MODEL = ("strategy", "device", "precision", "sync_batchnorm", "forward_methods", "comm", *_OURS)
+_OF_WRAP_MODEL = ("strategy", "device", "precision", "sync_batchnorm", "forward_methods", "comm", "same_inputs", *_OURS)
 
 
 class SingleStrategy(Strategy):
@@ -29,7 +29,7 @@ class SingleStrategy(Strategy):
         if world.placement.world_size > 1:
             raise ModelError(
                 f"strategy='single' in a world of {world.placement.world_size} ranks would train as many models apart. "
-                f"Use strategy='ddp', or start one process."
+                f"Use strategy='ddp', or start one process. If each rank is to have its own, say local_model(model)."
             )
         return local(model, wrapping)
 

@@ -25,6 +25,7 @@ from distwrap.supervision import hang_report
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.failure_news import NEWS_SECONDS, FailureNews, end_process, store_is_gone
 from distwrap.supervision.hang_report import Activity, Reporter
+from distwrap.supervision.order_check import WAY_OUT, OrderCheck
 from distwrap.supervision.shared_work import SharedWork
 from distwrap.supervision.stall_detection import StallDetector
 from distwrap.wording import first_line
@@ -48,6 +49,7 @@ class Channel:
     Attributes:
         reporter: answers where this rank is, and asks where the others are.
         failures: news of failures.
+        order: check that the ranks begin the same collectives.
         stalls: detector of a run in which no rank moves.
         work: work of one rank for which others wait.
         on_stall: called with the hang report on the rank that finds the run stalled. None: it ends the process.
@@ -64,6 +66,7 @@ class Channel:
         self._parent = os.getppid() if supervised or "TORCHELASTIC_RUN_ID" in os.environ else None
         self.reporter = Reporter(bells, placement, activity)
         self.failures = FailureNews(bells, texts, placement, supervised, self._stopped)
+        self.order = OrderCheck(bells, placement, activity)
         self.stalls = StallDetector(bells.store, placement, timeout)
         self.work = SharedWork(bells, texts, placement, self.stalls, supervised)
         self.on_stall: Callable[[str], None] | None = None
@@ -131,7 +134,9 @@ class Channel:
         for each in (self.reporter, self.work, self.failures):
             each.look(rung)
         if self.stalls.look():
-            self._report_stall()
+            self._report(f"no rank has moved for {self._timeout:g} s")
+        if parted := self.order.look():
+            self._report(parted, f"\n{WAY_OUT}")
 
     def _run(self) -> None:
         while not self._stopped.wait(TICK_SECONDS):
@@ -148,8 +153,8 @@ class Channel:
                     return
                 end_process(self._place.rank, str(store_is_gone(self._place, error)))
 
-    def _report_stall(self) -> None:
-        report = f"no rank has moved for {self._timeout:g} s:\n{self.reporter.ask_others()}"
+    def _report(self, words: str, way_out: str = "") -> None:
+        report = f"{words}:\n{self.reporter.ask_others()}{way_out}"
         (self.on_stall or self._end_stalled)(report)
 
     def _end_stalled(self, report: str) -> None:

@@ -31,11 +31,15 @@ class Activity:
     Attributes:
         helper: name of the helper, or empty.
         site: file and line of the call.
+        collectives: number of collectives of ours that this rank has begun, to which all ranks come.
+        averages: returns how many averages of gradients it has begun, after how often they were counted anew.
     """
 
     def __init__(self, world: object) -> None:
         self.helper = ""
         self.site = ""
+        self.collectives = 0
+        self.averages: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._batches: weakref.ref[Any] | None = None
 
     def record(self, helper: str) -> None:
@@ -45,6 +49,10 @@ class Activity:
             frame = frame.f_back
         self.helper = helper
         self.site = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
+
+    def begun(self) -> tuple[int, int, int]:
+        """Return what this rank has begun: eras, averages, collectives."""
+        return (*self.averages(), self.collectives)
 
     def follow(self, batches: Iterable[Any]) -> None:
         """Take the step from a loader's iterator when it is asked for: counting here would cost each step."""

@@ -100,7 +100,7 @@ def locate(lines: Iterable[Line]) -> tuple[str, str]:
         ('all_reduce', 'train.py:88')
     """
     stack = list(lines)
-    theirs = [index for index, (file, _, _) in enumerate(stack) if _is_users(file)]
+    theirs = [index for index, (file, _, _) in enumerate(stack) if is_users(file)]
     if not theirs:  # user code that is installed as a library, or none
         theirs = [index for index, (file, _, _) in enumerate(stack) if not file.startswith((OURS, _TORCH, "<"))]
     if not theirs:
@@ -110,7 +110,8 @@ def locate(lines: Iterable[Line]) -> tuple[str, str]:
     return _what(called) or (name if name != "<module>" else ""), f"{os.path.basename(file)}:{number}"
 
 
-def _is_users(file: str) -> bool:
+def is_users(file: str) -> bool:
+    """Return whether a file is the user's own, and no library's."""
     return not file.startswith((OURS, _TORCH, *_LIBRARIES, "<frozen", "<string>"))
 
 

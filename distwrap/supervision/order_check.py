@@ -1,0 +1,72 @@
+"""Notice that ranks have parted, as by a `break` on one of them: what they wait for will never come.
+
+All ranks begin the same averages of gradients and the same collectives of distwrap, in one order. So of two ranks one
+has begun at least as many of each as the other. Where one is ahead in averages and the other in collectives, they
+wait for each other, and nobody need wait until the time limit to say so.
+"""
+
+import time
+
+from distwrap.environments import Placement
+from distwrap.supervision.bells import Bells, replaced
+from distwrap.supervision.hang_report import Activity
+
+_PATIENCE = 1.0  # seconds in which a rank has begun nothing, after which it compares; each time twice as many
+_LONGEST = 60.0
+
+WAY_OUT = "Let all ranks leave a loop together: distwrap.agree(flag) before the break, or distwrap.lockstep(loader)."
+
+Begun = tuple[int, int, int]  # eras in which averages were counted anew, averages in this one, collectives
+
+
+class OrderCheck:
+    """Check on one rank, by its channel's thread.
+
+    Args:
+        bells: over which ranks note what they have begun.
+        placement: this rank's place.
+        activity: of this rank, which counts it.
+    """
+
+    def __init__(self, bells: Bells, placement: Placement, activity: Activity) -> None:
+        self._bells, self._place, self._activity = bells, placement, activity
+        self._begun, self._since, self._patience = (0, 0, 0), time.monotonic(), _PATIENCE
+        self._noted = self._begun
+
+    def look(self) -> str:
+        """Return in words that ranks have parted; empty where they have not. Called four times a second."""
+        begun, now = self._activity.begun(), time.monotonic()
+        if begun != self._begun:
+            self._begun, self._since, self._patience = begun, now, _PATIENCE
+        if now - self._since < self._patience:
+            return ""
+        self._since, self._patience = now, min(_LONGEST, 2 * self._patience)
+        if begun != self._noted:
+            self._noted = begun
+            self._bells.replace("begun", begun)
+        if begun == (0, 0, 0):
+            return ""
+        for rank in range(self._place.world_size):
+            told = replaced(self._bells.store, "begun", rank) if rank != self._place.rank else None
+            if told and (words := parted({self._place.rank: begun, rank: tuple(told)})):
+                return words
+        return ""
+
+
+def parted(begun: dict[int, Begun]) -> str:
+    """Return in words how two ranks have parted; empty where they may still meet.
+
+    Example:
+        >>> parted({0: (0, 52, 0), 1: (0, 51, 1)})[:66]
+        'rank 1 has left the training after 51 averages of gradients, and w'
+        >>> parted({0: (0, 52, 0), 1: (0, 51, 0)})
+        ''
+    """
+    (one, (era, averages, collectives)), (other, (their_era, theirs, their_collectives)) = begun.items()
+    if era != their_era or (averages - theirs) * (collectives - their_collectives) >= 0:
+        return ""
+    ahead, behind = (one, other) if averages > theirs else (other, one)
+    return (
+        f"rank {behind} has left the training after {min(averages, theirs)} averages of gradients, and waits in "
+        f"another collective, while rank {ahead} waits for it in the next one: they will never meet"
+    )

@@ -1,0 +1,1 @@
+"""What is forgotten in a retrofit is an error, and right code is left alone."""

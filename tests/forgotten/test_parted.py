@@ -1,0 +1,159 @@
+"""What ranks decide apart, where they must not, is named: a metric, a learning rate, the end of a loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+
+import distwrap as dw
+from distwrap.errors import DriftError, WorkerError, WorkerTimeoutError
+from distwrap.supervision.order_check import parted
+from distwrap.testing import run_ranks
+
+STEPS = 40
+
+
+def train(
+    each: Callable[[int, float, torch.optim.Optimizer], bool | None], after: Callable[[], object] = lambda: None
+) -> list[float]:
+    torch.manual_seed(0)
+    model = dw.wrap_model(nn.Linear(4, 3))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    generator = dw.rank_generator(3)
+    for step in range(STEPS):
+        loss = model(torch.randn(8, 4, generator=generator)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if each(step, loss.item(), optimizer):
+            break
+    after()
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+def plateau(shared: bool) -> list[float]:
+    made: list[ReduceLROnPlateau] = []
+
+    def each(step: int, loss: float, optimizer: torch.optim.Optimizer) -> None:
+        made.extend([] if made else [ReduceLROnPlateau(optimizer, patience=0, threshold=0.5)])
+        if step % 5 == 4:
+            made[0].step(dw.mean(loss) if shared else loss)
+
+    return train(each)
+
+
+def test_a_metric_of_each_ranks_own() -> None:
+    """`ReduceLROnPlateau` that is stepped with another number on each rank is an error, which has both and the line."""
+    line = plateau.__code__.co_firstlineno + 6
+    with pytest.raises(DriftError) as refusal:
+        run_ranks(plateau, 2, False)
+    words = str(refusal.value)
+    assert "ReduceLROnPlateau was stepped with 0." in words
+    assert f", in its call 1 at test_parted.py:{line}: the ranks would choose other learning rates" in words
+    assert "scheduler.step(distwrap.mean(loss, count))" in words
+
+
+def test_a_metric_of_all_ranks() -> None:
+    """The same number on all ranks is right, and torch's method is as it was after the run."""
+    before = ReduceLROnPlateau.step
+    one, other = run_ranks(plateau, 2, True)
+    assert one == other
+    assert one[0] < 0.1
+    assert ReduceLROnPlateau.step is before
+    assert run_ranks(lambda: ReduceLROnPlateau.step.__module__, 2) == ["torch.optim.lr_scheduler"] * 2
+
+
+def test_a_learning_rate_of_each_ranks_own() -> None:
+    """A scheduler that one rank steps alone ends the run by name, a few steps later."""
+
+    def on_rank() -> None:
+        made: list[StepLR] = []
+
+        def each(step: int, loss: float, optimizer: torch.optim.Optimizer) -> None:
+            made.extend([] if made else [StepLR(optimizer, 1, gamma=0.5)])
+            if dw.is_rank_zero() and step == 5:
+                made[0].step()
+
+        train(each)
+
+    words = r"'the learning rate of SGD, group 0' is the first that differs: rank 0 0.05 and rank 1 0.1"
+    with pytest.raises(DriftError, match=words):
+        run_ranks(on_rank, 2)
+
+
+AFTER: dict[str, Callable[[], object]] = {
+    "mean": lambda: dw.mean(1.0),
+    "barrier": dw.barrier,
+    "gather": lambda: dw.gather(torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("what", AFTER)
+def test_one_rank_stops_early(what: str) -> None:
+    """A rank that has left the loop, and waits elsewhere, is named long before the time limit."""
+
+    def on_rank() -> None:
+        train(lambda step, *_: step == 9 and dw.rank() == 1, AFTER[what])
+
+    with pytest.raises(WorkerTimeoutError) as refusal:
+        run_ranks(on_rank, 2, timeout=100)
+    words = str(refusal.value)
+    assert "rank 1 has left the training after 10 averages of gradients, and waits in another collective" in words
+    assert f"rank 1 in {what} at test_parted.py:" in words
+    assert "distwrap.agree(flag) before the break" in words
+
+
+def test_one_rank_stops_early_in_a_collective_like_the_others() -> None:
+    """gloo ends a process that all-reduces other numbers than the others; the error says so."""
+
+    def on_rank() -> None:
+        train(lambda step, *_: step == 9 and dw.rank() == 1, lambda: dw.agree(True))
+
+    with pytest.raises(WorkerError, match=r"ranks call different collectives|has left the training"):
+        run_ranks(on_rank, 2, timeout=100)
+
+
+def test_all_ranks_stop_early() -> None:
+    """Ranks that leave together go on together."""
+
+    def on_rank() -> list[float]:
+        return train(lambda step, *_: dw.agree(step == 9 and dw.rank() == 1), lambda: dw.mean(1.0))
+
+    assert run_ranks(on_rank, 2) == [[0.1]] * 2
+
+
+def test_ranks_that_torch_joins() -> None:
+    """Under torch's ``Join`` ranks may take other numbers of steps, and meet afterwards."""
+
+    def on_rank() -> float:
+        model = dw.wrap_model(nn.Linear(4, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator = dw.rank_generator(3)
+        with dist.algorithms.join.Join([model]):
+            for _ in range(5 + 5 * dw.rank()):
+                model(torch.randn(8, 4, generator=generator)).square().mean().backward()
+                optimizer.step()
+        return dw.mean(1.0, 1)
+
+    assert run_ranks(on_rank, 2) == [1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "is_apart"),
+    [
+        ((0, 5, 1), (0, 6, 0), True),
+        ((0, 6, 0), (0, 5, 1), True),
+        ((0, 5, 1), (0, 6, 1), False),
+        ((0, 5, 0), (0, 6, 0), False),
+        ((0, 5, 1), (0, 5, 2), False),
+        ((1, 5, 1), (0, 6, 0), False),
+    ],
+)
+def test_when_ranks_have_parted(one: tuple[int, int, int], other: tuple[int, int, int], is_apart: bool) -> None:
+    """They have where each is ahead of the other in something, unless one has begun to count anew."""
+    assert bool(parted({0: one, 1: other})) == is_apart

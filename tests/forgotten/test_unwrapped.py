@@ -1,0 +1,229 @@
+"""A model that nobody has wrapped is refused at its optimizer's first step, before the weights change."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import distwrap as dw
+from distwrap.errors import ModelError
+from distwrap.testing import run_ranks
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        found: torch.Tensor = self.layer(x)
+        return found
+
+
+def inputs(step: int, share: int) -> torch.Tensor:
+    return torch.randn(8, 4, generator=torch.Generator().manual_seed(10 * step + share))
+
+
+def steps(model: nn.Module, optimizer: torch.optim.Optimizer, *, shares: bool = True) -> list[float]:
+    for step in range(3):
+        optimizer.zero_grad()
+        model(inputs(step, dw.rank() if shares else 0)).square().mean().backward()
+        optimizer.step()
+    return [number for parameter in model.parameters() for number in parameter.flatten().tolist()]
+
+
+def forgotten(shares: bool, before: Callable[[], object] = lambda: None) -> str:
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    start = [parameter.clone() for parameter in net.parameters()]
+    before()
+    with pytest.raises(ModelError) as refusal:
+        steps(net, optimizer, shares=shares)
+    assert all(torch.equal(one, other) for one, other in zip(start, net.parameters(), strict=True))
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("shares", [True, False], ids=["a share each", "the same data"])
+def test_a_forgotten_wrap_model(shares: bool) -> None:
+    """The error names the model's class, and where the optimizer was made; the weights are as they were."""
+    line = forgotten.__code__.co_firstlineno + 2
+    for rank, words in enumerate(run_ranks(forgotten, 2, shares)):
+        assert words.startswith(
+            f"rank {rank}: this SGD, made at test_unwrapped.py:{line}, is about to step Net, which wrap_model() has "
+            f"not wrapped: each of the 2 ranks would train a Net of its own. Write model = wrap_model(model)"
+        )
+        assert words.endswith("say model = local_model(model).")
+
+
+def test_after_other_collectives() -> None:
+    """Where gradients may have been averaged by hand, the ranks compare them."""
+    for words in run_ranks(forgotten, 2, True, dw.barrier):
+        assert "which wrap_model() has not wrapped, and rank" in words
+        assert "has other gradients" in words
+
+
+def test_one_rank_alone() -> None:
+    """A rank that trains alone, after collectives, waits a moment for the others, and is refused."""
+
+    def on_rank() -> str:
+        dw.barrier()
+        return forgotten(True) if dw.rank() == 1 else ""
+
+    assert "and rank 0 takes no such step" in run_ranks(on_rank, 2, timeout=60)[1]
+
+
+class Trainer:
+    """Holds an optimizer as an attribute."""
+
+    def __init__(self) -> None:
+        self.net = Net()
+        self.optimizer = torch.optim.Adam(self.net.parameters())
+
+    def fit(self) -> None:
+        steps(self.net, self.optimizer)
+
+
+def test_the_optimizer_of_an_object() -> None:
+    """The line is found where an attribute was set."""
+
+    def on_rank() -> str:
+        with pytest.raises(ModelError) as refusal:
+            Trainer().fit()
+        return str(refusal.value)
+
+    line = Trainer.__init__.__code__.co_firstlineno + 2
+    assert f"this Adam, made at test_unwrapped.py:{line}, is about" in run_ranks(on_rank, 2)[0]
+
+
+def test_an_optimizer_with_a_closure() -> None:
+    """One that computes gradients inside its step is refused before that."""
+
+    def on_rank() -> str:
+        net = Net()
+        optimizer = torch.optim.LBFGS(net.parameters())
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = net(inputs(0, dw.rank())).square().mean()
+            loss.backward()
+            return loss
+
+        with pytest.raises(ModelError) as refusal:
+            optimizer.step(closure)
+        assert all(parameter.grad is None for parameter in net.parameters())
+        return str(refusal.value)
+
+    assert "this LBFGS, made at" in run_ranks(on_rank, 2)[0]
+
+
+def test_without_the_decorator() -> None:
+    """A script that joins by itself is told too, once it uses `shard_loader`."""
+
+    def on_rank() -> str:
+        dw.shard_loader(torch.utils.data.DataLoader([1, 2, 3, 4]))
+        return forgotten(True)
+
+    assert "is about to step Net" in run_ranks(on_rank, 2)[1]
+
+
+def by_hand(net: nn.Module) -> nn.Module:
+    def average(parameter: torch.Tensor) -> None:
+        assert parameter.grad is not None
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+
+    for parameter in net.parameters():
+        parameter.register_post_accumulate_grad_hook(average)
+    return net
+
+
+def test_what_is_right_is_left_alone() -> None:
+    """torch's own DDP and gradients that are averaged by hand train as one process does on all data."""
+
+    def on_rank() -> list[list[float]]:
+        ways: list[Callable[[nn.Module], nn.Module]] = [dw.wrap_model, nn.parallel.DistributedDataParallel, by_hand]
+        found = []
+        for way in ways:
+            model = way(Net())
+            found.append(steps(model, torch.optim.SGD(model.parameters(), lr=0.1)))
+        return found
+
+    net = Net()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    for step in range(3):
+        optimizer.zero_grad()
+        net(torch.cat([inputs(step, share) for share in range(2)])).square().mean().backward()
+        optimizer.step()
+    expected = [number for parameter in net.parameters() for number in parameter.flatten().tolist()]
+    for found in run_ranks(on_rank, 2):
+        for weights in found:
+            assert weights == pytest.approx(expected, abs=1e-6)
+
+
+def test_a_model_of_each_ranks_own() -> None:
+    """`local_model` lets each rank train by itself, as one process does on that data."""
+
+    def on_rank() -> list[list[float]]:
+        found = []
+        for say in (dw.local_model, lambda net: net):
+            model = say(Net())
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            if say is not dw.local_model:
+                dw.wrap_optimizer(optimizer, apart=True)
+            found.append(steps(model, optimizer))
+        return found
+
+    for rank, found in enumerate(run_ranks(on_rank, 2)):
+        net = Net()
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            net(inputs(step, rank)).square().mean().backward()
+            optimizer.step()
+        expected = [number for parameter in net.parameters() for number in parameter.flatten().tolist()]
+        assert found == [pytest.approx(expected, abs=1e-7)] * 2
+
+
+def test_in_a_function_of_one_rank() -> None:
+    """What rank 0 trains for itself inside `rank_zero_only` is its own affair."""
+
+    @dw.rank_zero_only(broadcast=True)
+    def probe() -> Any:
+        net = Net()
+        return steps(net, torch.optim.SGD(net.parameters(), lr=0.1))
+
+    first, second = run_ranks(lambda: probe(), 2)
+    assert first == second
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [(nn.Parameter(torch.ones(1)), "takes an nn.Module, not a Parameter"), (Net, "not a type")],
+    ids=["a parameter", "a class"],
+)
+def test_local_model_refuses(given: Any, words: str) -> None:
+    """What is no module is refused."""
+    with pytest.raises(ModelError, match=words):
+        dw.local_model(given)
+
+
+def test_local_model_of_a_wrapped_one() -> None:
+    """What all ranks train together is nobody's own."""
+
+    def on_rank() -> None:
+        with pytest.raises(ModelError, match=r"got a Net that is in a wrapper of wrap_model\(\) already"):
+            dw.local_model(dw.wrap_model(Net()))
+
+    run_ranks(on_rank, 2)
+
+
+def test_local_model_in_one_process() -> None:
+    """It is a no-op."""
+    net = Net()
+    assert dw.local_model(net) is net or dw.device().type != "cpu"
