@@ -21,7 +21,7 @@ from distwrap.devices.kinds import kind_of
 from distwrap.devices.selection import visible_devices
 from distwrap.errors import CheckpointError, DistwrapError
 from distwrap.group.collectives import gather_object
-from distwrap.group.world import current_world
+from distwrap.group.world import current_world, say_once
 from distwrap.precision import LossScaling
 from distwrap.seeding import RandomState
 from distwrap.wording import named_ranks
@@ -221,3 +221,9 @@ def _restore(found: dict[str, Any]) -> None:
     for name, device in _devices():
         if name in found:
             kind_of(device).set_random_state(device, found[name])
+        elif kind_of(device).random_state(device) is not None:
+            say_once(
+                f"no random numbers of {name}",
+                f"the run was saved on other devices, so it has no random numbers of {name}: what is drawn there from "
+                f"now on is not what the run would have drawn",
+            )

@@ -33,6 +33,8 @@ _LOST_PEER = (
     "Socket Timeout",
     "connectFullMesh",
     "NCCL",
+    "XCCL",  # Intel's
+    "HCCL",  # Ascend's and Gaudi's
     "remote process exited",
     "Failed to recv",
     "Horovod has been shut down",

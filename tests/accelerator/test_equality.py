@@ -14,6 +14,7 @@ from torch import nn
 import distwrap as dw
 from distwrap.comm import traffic
 from distwrap.devices.kinds import kind_of_torch
+from distwrap.group.world import current_world
 from distwrap.testing import check_strategy, run_ranks
 from distwrap.testing.behaviours import BEHAVIOURS
 from tests import training
@@ -136,6 +137,22 @@ def test_resumed_with_the_random_numbers_of_every_device(devices: int, tmp_path:
         assert drawn_again == drawn
         assert_near(weights_again, weights, 1e-12)  # a new model's buckets add up in another order
         assert where == f"{accelerator()}:{rank}"
+
+
+def _told(folder: str, at: int) -> int:
+    _resumed(folder, at)
+    return current_world().counts[f"said no random numbers of {accelerator()}"]
+
+
+@pytest.mark.gpu(2)
+def test_resumed_from_the_cpu(tmp_path: Path) -> None:
+    """A run of the CPU is taken up on devices, and a line says once that it has no random numbers of theirs."""
+    with pytest.MonkeyPatch.context() as patch:
+        hidden(patch)
+        run_ranks(_resumed, 2, str(tmp_path), None, timeout=100)
+    assert run_ranks(_told, 2, str(tmp_path), STEPS // 2, timeout=100) == [1, 1]
+    run_ranks(_resumed, 2, str(tmp_path), None, timeout=100)
+    assert run_ranks(_told, 2, str(tmp_path), STEPS // 2, timeout=100) == [0, 0]
 
 
 @pytest.mark.gpu(2)

@@ -100,6 +100,13 @@ def test_programs_about_divided_models_run(tmp_path: Path) -> None:
     run(programs_of("docs/sharded.md", tmp_path), folder=tmp_path)
 
 
+def test_the_program_about_data_runs(tmp_path: Path) -> None:
+    """The last Python block of docs/data.md is a program that ends well."""
+    program = tmp_path / "data.py"
+    program.write_text(re.findall(r"```python\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.DOTALL)[-1])
+    run(program, folder=tmp_path)
+
+
 @pytest.mark.slow(INTERPRETERS)
 def test_programs_about_extensions_run(tmp_path: Path) -> None:
     """The Python blocks of docs/extending.md are a program that ends well: each plug-in is registered, and used."""
