@@ -1,0 +1,33 @@
+"""Ends of programs on devices, and of their processes, that once came late, or not at all."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import distwrap as dw
+from distwrap.errors import CollectiveError
+
+pytestmark = pytest.mark.gpu
+
+
+def _one_leaves_early() -> None:
+    model = dw.wrap_model(nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step in range(3):
+        if step == 1 and dw.rank() == 1:
+            return
+        model(torch.ones(2, 4, device=dw.device())).sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.gpu(2)
+def test_a_rank_that_leaves_early_under_elastic() -> None:
+    """The others are told at once which rank they wait for, though its process lives until all are done."""
+    begin = time.monotonic()
+    with pytest.raises(CollectiveError, match="waited in a collective for rank 1, which had left the function"):
+        dw.distributed(nprocs=2, launcher="elastic", timeout=50)(_one_leaves_early)()
+    assert time.monotonic() - begin < 50
