@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import time
 
 import pytest
@@ -10,6 +12,7 @@ from torch import nn
 
 import distwrap as dw
 from distwrap.errors import CollectiveError
+from tests.accelerator import accelerator
 
 pytestmark = pytest.mark.gpu
 
@@ -31,3 +34,34 @@ def test_a_rank_that_leaves_early_under_elastic() -> None:
     with pytest.raises(CollectiveError, match="waited in a collective for rank 1, which had left the function"):
         dw.distributed(nprocs=2, launcher="elastic", timeout=50)(_one_leaves_early)()
     assert time.monotonic() - begin < 50
+
+
+def test_forks_while_threads_use_the_device() -> None:
+    """A fork can free tensors, whatever other threads did at that moment, and is refused their numbers."""
+    script = f"""
+import os, signal, sys, threading, torch
+def work():
+    x = torch.ones(8, device={accelerator()!r})
+    while True:
+        x * 2
+for _ in range(2):
+    threading.Thread(target=work, daemon=True).start()
+for _ in range(700):
+    tensor = torch.ones(8, device={accelerator()!r})
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        del tensor
+        os._exit(0)
+    if os.waitpid(pid, 0)[1]:
+        os._exit(1)
+pid = os.fork()
+if pid == 0:
+    signal.alarm(20)
+    try:
+        torch.ones(8, device={accelerator()!r})
+    except RuntimeError:
+        os._exit(0)
+os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+"""
+    assert subprocess.run([sys.executable, "-c", script], timeout=100, check=False).returncode == 0
