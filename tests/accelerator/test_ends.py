@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from multiprocessing.connection import Pipe
 
 import pytest
 import torch
@@ -12,6 +13,8 @@ from torch import nn
 
 import distwrap as dw
 from distwrap.errors import CollectiveError
+from distwrap.launch.outcome import success
+from distwrap.launch.worker import PipeLink
 from tests.accelerator import accelerator
 
 pytestmark = pytest.mark.gpu
@@ -65,3 +68,24 @@ if pid == 0:
 os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
 """
     assert subprocess.run([sys.executable, "-c", script], timeout=100, check=False).returncode == 0
+
+
+def test_the_fork_server_ends_at_once() -> None:
+    """When its caller is gone, it does not take an interpreter's way out, in which its ranks would go on."""
+    script = """
+import atexit, socket
+from distwrap.launch.server import serve
+caller, ours = socket.socketpair()
+atexit.register(print, "late")
+caller.close()
+serve(ours.detach())
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    assert not done.stdout
+
+
+def test_a_rank_whose_caller_is_gone() -> None:
+    """Its report reaches nobody, and is no failure of the rank."""
+    theirs, ours = Pipe()
+    theirs.close()
+    PipeLink(ours).report(success(0, None))
