@@ -28,7 +28,7 @@ from distwrap.launch.elastic_rank import be_a_rank, reports
 from distwrap.launch.fork import ForkLauncher
 from distwrap.launch.logs import Logs
 from distwrap.launch.other_callers import NodeSummary
-from distwrap.launch.outcome import Outcome, death as death_of, raise_failure
+from distwrap.launch.outcome import Outcome, death as death_of, raise_if_failed
 from distwrap.launch.processes import ONE_HASH, OomCount
 from distwrap.launch.task import Assignment, NodePlan
 from distwrap.network import connectivity, interfaces
@@ -158,11 +158,10 @@ def _rendezvous(nodes: NodePlan, folder: Path) -> tuple[dict[str, Any], str]:
 
 def _raise_failure(folder: Path, death: Outcome | None = None) -> None:
     """Raise what has failed in the last attempt: a rank's own exception where one has left it, else its death."""
-    failed = [outcome for outcome, _ in reports(folder) if outcome.failed]
-    if death is not None and not failed:
-        failed = [death]
-    if failed:
-        raise_failure(failed)
+    outcomes = [outcome for outcome, _ in reports(folder)]
+    if death is not None and not any(outcome.failed for outcome in outcomes):
+        outcomes.append(death)
+    raise_if_failed(outcomes)
 
 
 @contextlib.contextmanager

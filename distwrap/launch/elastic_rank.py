@@ -1,5 +1,6 @@
 """Ranks that torch elastic's agent starts, for a call under ``launcher="elastic"``: outcomes come home in files."""
 
+import gc
 import os
 import pickle
 import sys
@@ -23,6 +24,8 @@ def be_a_rank(plan: Assignment, task: Task | None, folder: str, log_dir: str | N
     try:
         with copied(log_dir, int(os.environ["RANK"])):
             code = worker.work(_FolderLink(plan, folder), task)
+        if code == 0:
+            gc.collect()  # a model that is garbage would keep the group's connections until all ranks are done
         sys.stdout.flush()
         sys.stderr.flush()
     finally:

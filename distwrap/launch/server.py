@@ -15,6 +15,7 @@ import socket
 import struct
 import sys
 from multiprocessing.connection import Connection
+from typing import NoReturn
 
 from distwrap._internals.python import stop_finalizers_at_exit
 from distwrap._internals.torch import import_compiler
@@ -38,8 +39,8 @@ def prepare() -> None:
             getattr(distwrap, name)
 
 
-def serve(fd: int) -> None:
-    """Serve until the caller goes."""
+def serve(fd: int) -> NoReturn:
+    """Serve until the caller goes, and end this process then."""
     from distwrap.launch import worker
 
     control = socket.socket(fileno=fd)
@@ -65,8 +66,7 @@ def serve(fd: int) -> None:
         if control.fileno() in ready:
             request, fds, _, _ = socket.recv_fds(control, 1, DESCRIPTORS)
             if not request:
-                control.close()
-                return
+                os._exit(0)  # an interpreter's own end takes as long as an import, and the ranks would run meanwhile
             stdin, stdout, stderr, conn, status = fds
             pid = os.fork()
             if pid == 0:

@@ -12,6 +12,7 @@ import threading
 import time
 import types
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -85,7 +86,8 @@ class PipeLink:
         return assignment
 
     def report(self, outcome: Outcome) -> None:
-        self._conn.send(outcome)
+        with suppress(BrokenPipeError):  # the launcher is gone, and nobody is left to tell
+            self._conn.send(outcome)
 
 
 def tie_to_parent() -> None:

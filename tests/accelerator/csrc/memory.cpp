@@ -6,6 +6,8 @@
 #include <mutex>
 #include <vector>
 
+#include <pthread.h>
+
 #include <c10/util/Exception.h>
 
 namespace pretend {
@@ -31,6 +33,10 @@ Memory& memory() {
   static auto* made = new Memory();  // never destroyed, as the machine
   return *made;
 }
+
+// As the machine's lock, for forks.
+const int registered = pthread_atfork([] { memory().lock.lock(); }, [] { memory().lock.unlock(); },
+                                      [] { memory().lock.unlock(); });
 
 void give_back(Block* block) {
   std::lock_guard<std::mutex> hold(memory().lock);

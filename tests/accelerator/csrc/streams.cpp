@@ -116,14 +116,22 @@ void call_at_first_use(std::function<void()> call) {
   }
 }
 
+static void refuse_forked() {
+  TORCH_CHECK(!machine().is_in_bad_fork,
+              "Cannot re-initialize pretend in forked subprocess: use the 'spawn' start method.");
+}
+
 void use() {
   auto& all = machine();
-  TORCH_CHECK(!all.is_in_bad_fork,
-              "Cannot re-initialize pretend in forked subprocess: use the 'spawn' start method.");
+  refuse_forked();
   if (!all.is_initialized) {
     TORCH_CHECK(device_count() > 0, "No pretended devices are available: PRETEND_VISIBLE_DEVICES names none.");
     std::call_once(all.first_use, [&all] {
-      pthread_atfork(nullptr, nullptr, [] { machine().is_in_bad_fork = true; });
+      // The lock is held meanwhile, since a fork may free tensors: no other thread is there that would let go of it.
+      pthread_atfork([] { machine().lock.lock(); }, [] { machine().lock.unlock(); }, [] {
+        machine().is_in_bad_fork = true;
+        machine().lock.unlock();
+      });
       all.is_initialized = true;
       for (auto& call : all.at_first_use) {
         call();
@@ -219,6 +227,7 @@ static void pass_wait(Queue& mine, const Queue& other) {
 }
 
 void finish(c10::Stream stream, Count count) {
+  refuse_forked();  // a task may be another thread's, which is not there
   WithoutGil free;
   auto& all = machine();
   std::unique_lock<std::mutex> hold(all.lock);
@@ -264,6 +273,7 @@ void finish_device(Index device) {
 }
 
 bool poll(c10::Stream stream, Count count) {
+  refuse_forked();
   WithoutGil free;
   auto& all = machine();
   std::unique_lock<std::mutex> hold(all.lock);
