@@ -1,6 +1,7 @@
 """Ranks that run the script again, for a call whose rank 0 is `distwrap.launch.script`'s caller."""
 
 import functools
+import gc
 import os
 import sys
 from dataclasses import replace
@@ -38,6 +39,7 @@ def run(job: Job, plan: Assignment) -> Any:
         _leave(1)
     link.report(success(rank, data))
     teardown_process_group()
+    gc.collect()  # a model that is garbage would keep the group's connections, and the others waiting
     sys.stdout.flush()
     return transport.unpack_result(_message(conn))
 
