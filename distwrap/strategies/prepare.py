@@ -115,6 +115,8 @@ def wrap_model(
         if world.channel is not None and world.placement.world_size > 1:
             _watch_for_drift(models.last, world)
             world.part(SaveMeetings)  # which tells another rank, that saves alone, where this one is
+        elif where.type != "cpu":
+            world.part(Optimizers)  # a .to() before this may have left the old parameters to one made before it
     return wrapped
 
 
