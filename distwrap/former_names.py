@@ -45,8 +45,13 @@ LAUNCHER_OF_STRATEGY = {
 
 # What to say of a name that is none here.
 HINTS = {
+    **dict.fromkeys(
+        ("gpu", "cuda", "rocm", "xpu", "npu", "hpu", "mlu", "musa"),
+        "A device is not named: write 'ddp', which takes the accelerator that torch has.",
+    ),
     **dict.fromkeys(("pp", "gpipe", "1f1b"), "Did you mean 'pipeline'?"),
     **dict.fromkeys(("tensor_parallel", "megatron"), "Did you mean 'tp'?"),
+    "tpu": "Did you mean 'xla'?",
 }
 
 # Lightning's strategies that have no place here: what each was, what became of it, and what to write.

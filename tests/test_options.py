@@ -60,6 +60,8 @@ def test_a_number_in_quotes_is_called_a_string(name: str) -> None:
     ("options", "message"),
     [
         ({"strategy": "megatron"}, "unknown strategy 'megatron'. Did you mean 'tp'?"),
+        ({"strategy": "npu"}, "unknown strategy 'npu'. A device is not named: write 'ddp', which takes"),
+        ({"strategy": "tpu"}, "unknown strategy 'tpu'. Did you mean 'xla'?"),
         ({"launcher": "torchrun"}, "unknown launcher 'torchrun'. Ranks that torchrun, srun or mpirun has started are"),
         (
             {"find_unused_parameters": True},

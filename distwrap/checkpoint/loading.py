@@ -56,11 +56,25 @@ def read(
     except Exception as error:
         place = current_world().placement
         why = format_exception_only(error)[0].splitlines()[0].rstrip(". ")  # with its type: "101" says nothing
-        raise CheckpointError(
-            f"rank {place.rank} cannot load {os.fspath(path)}: {why}. "
-            f"Save it again with distwrap.save(), or, if you trust where it comes from, read it with "
-            f"torch.load(path, weights_only=False)."
-        ) from error
+        advice = _advice_on(map_location) or (
+            "Save it again with distwrap.save(), or, if you trust where it comes from, read it with "
+            "torch.load(path, weights_only=False)."
+        )
+        raise CheckpointError(f"rank {place.rank} cannot load {os.fspath(path)}: {why}. {advice}") from error
+
+
+def _advice_on(map_location: Any) -> str:
+    """Return what to do about a device that this process does not have; empty where the fault is not that."""
+    if not isinstance(map_location, str | torch.device):
+        return ""
+    try:
+        torch.empty(0, device=map_location)
+    except (RuntimeError, AssertionError, ImportError):  # as torch says it, by its build
+        return (
+            f"Leave map_location={str(map_location)!r} out: load() reads onto the CPU, and into= onto the devices of "
+            f"the models that it is given; distwrap.device() is this rank's."
+        )
+    return ""
 
 
 def sent(state: Any, into: Any, source: int) -> Any:

@@ -67,9 +67,14 @@ def choose_backend(asked: str, device: torch.device) -> str:
     """Return the backend that was asked for; for ``"auto"`` the one of the device's kind.
 
     Raises:
-        OptionError: gloo is to exchange what is on devices that it does not know.
+        OptionError: gloo is to exchange what is on devices that it does not know, or NCCL what is on no GPU.
     """
     backend = kind_of(device).backend() if asked == "auto" else asked
+    if kind_of(device).backend() != "nccl" and any(part.endswith("nccl") for part in backend.lower().split(",")):
+        raise OptionError(
+            f"backend={asked!r} exchanges what is on NVIDIA's and AMD's GPUs, and this rank is on {device}: leave "
+            f"backend at 'auto', which chooses {kind_of(device).backend()!r} here, and 'nccl' where there are GPUs."
+        )
     known = (*dist.Backend.backend_capability.get("gloo", ()), "cpu", "meta")
     if backend == "gloo" and device.type not in known:
         raise OptionError(

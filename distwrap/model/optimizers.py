@@ -85,5 +85,5 @@ class Optimizers(RunPart):
                 f"rank {self._rank}: this {type(optimizer).__name__} holds none of the parameters of "
                 f"{type(unwrap_model(model)).__name__}, but others of the same shapes, which have no gradient: it "
                 f"would train nothing. Make it from model.parameters() of what wrap_model() got or returned, not "
-                f"of a copy."
+                f"of a copy, and not before a .to() that exchanges them, as on some devices."
             )

@@ -51,5 +51,6 @@ def _refuse_unscaled(grad: torch.Tensor) -> None:
     if not (scaling := current_world().part(LossScaling)).is_scaled and not scaling.sees_users_scaler():
         raise PrecisionError(
             "loss.backward() under precision='fp16': small gradients would silently become zero. "
-            "Call distwrap.backward(loss) and distwrap.optimizer_step(optimizer), or use torch's own GradScaler."
+            "Call distwrap.backward(loss) and distwrap.optimizer_step(optimizer), or use torch's own GradScaler, made "
+            f"for the device: GradScaler({current_world().device.type!r}). One for CUDA scales nothing elsewhere."
         )

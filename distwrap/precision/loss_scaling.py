@@ -85,7 +85,8 @@ class LossScaling(RunPart):
     def sees_users_scaler(self) -> bool:
         """Look, until there is one, for a `GradScaler` of the user's that has scaled something."""
         self._user_scales = self._user_scales or any(
-            scaler is not self.scaler and has_scaled(scaler) for scaler in instances(torch.amp.GradScaler)
+            scaler is not self.scaler and scaler.is_enabled() and has_scaled(scaler)
+            for scaler in instances(torch.amp.GradScaler)
         )
         return self._user_scales
 

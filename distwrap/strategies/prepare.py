@@ -122,6 +122,8 @@ def wrap_model(
             if isinstance(routing, Routing) and not same_inputs:
                 world.part(SameInputs).watch(routing)
             world.part(SaveMeetings)  # which tells another rank, that saves alone, where this one is
+        elif where.type != "cpu":
+            world.part(Optimizers)  # a .to() before this may have left the old parameters to one made before it
     return wrapped
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import distwrap as dw
+from distwrap.errors import ModelError
 from distwrap.testing import run_ranks
 from tests.accelerator import accelerator
 from tests.model.test_forward_routing import Net
@@ -37,6 +38,27 @@ def test_a_method_trains_in_each_precision(precision: str) -> None:
 
     losses = dw.distributed(nprocs=1, precision=precision, launcher="forkserver")(body)()
     assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.gpu(1, 2)
+def test_an_optimizer_made_before_the_model_was_moved(devices: int) -> None:
+    """It trains the model, or is refused where torch has exchanged the parameters: in one process too."""
+
+    def body() -> list[float]:
+        net = nn.Linear(3, 1)
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        model = dw.wrap_model(net.to(dw.device()))
+        before = model.weight.detach().clone()
+        model(torch.ones(4, 3)).sum().backward()
+        optimizer.step()
+        return (model.weight.detach() - before).flatten().tolist()
+
+    train = dw.distributed(nprocs=devices, launcher="forkserver", timeout=60)(body)
+    if accelerator() == "pretend":
+        with pytest.raises(ModelError, match=r"this SGD holds none of the parameters of Linear.* before a \.to\(\)"):
+            train()
+    else:
+        assert all(train())
 
 
 def test_tokens_in_windows_are_one_big_batch() -> None:

@@ -183,6 +183,16 @@ def test_what_is_no_format_is_refused(tmp_path: Path) -> None:
         dw.save({"x": 1}, tmp_path / "a.pt", io=3)  # type: ignore[arg-type]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="is of what is not here")
+@pytest.mark.parametrize("place", ["cuda", "cuda:7", torch.device("cuda"), "nosuch"])
+def test_a_place_that_is_not_here_is_the_fault(place: str | torch.device, tmp_path: Path) -> None:
+    """A good file on a device that this process lacks is not to be saved again: the place is to be left out."""
+    dw.save({"x": torch.ones(2)}, tmp_path / "a.pt")
+    with pytest.raises(CheckpointError, match=rf"Leave map_location='{place}' out: load\(\) reads") as caught:
+        dw.load(tmp_path / "a.pt", map_location=place)
+    assert "Save it again" not in str(caught.value)
+
+
 def test_loading_says_what_is_wrong_with_the_file(tmp_path: Path) -> None:
     """A missing file is FileNotFoundError; a broken or unsafe one is an error with a way out."""
     with pytest.raises(FileNotFoundError):

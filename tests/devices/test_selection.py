@@ -92,6 +92,14 @@ def test_an_asked_backend_is_taken() -> None:
     assert choose_backend("mpi", torch.device("cuda")) == "mpi"
 
 
+@pytest.mark.parametrize("asked", ["nccl", "NCCL", "cpu:gloo,cuda:nccl"])
+def test_nccl_is_for_gpus(asked: str) -> None:
+    """A loop that was written for NVIDIA's GPUs is told what to write where there are none."""
+    with pytest.raises(OptionError, match=rf"backend='{asked}' .* this rank is on cpu: leave backend at 'auto'"):
+        choose_backend(asked, torch.device("cpu"))
+    assert choose_backend(asked, torch.device("cuda")) == asked
+
+
 def test_ranks_share_the_cpus() -> None:
     """The CPUs this process may use are divided among the ranks here, at least one each."""
     allowed = len(os.sched_getaffinity(0))

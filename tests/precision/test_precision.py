@@ -296,6 +296,18 @@ def test_fp16_refuses_a_plain_backward() -> None:
     under("fp16", body)
 
 
+def test_fp16_refuses_a_scaler_that_scales_nothing() -> None:
+    """A GradScaler that is disabled, as torch makes CUDA's on other devices, is no scaler."""
+
+    def body() -> None:
+        model, _ = setting()
+        scaler = torch.amp.GradScaler("cpu", enabled=False)
+        with pytest.raises(PrecisionError, match=r"made for the device: GradScaler\('cpu'\)"):
+            scaler.scale(model(batches()[0]).sum()).backward()
+
+    under("fp16", body)
+
+
 def test_fp16_refuses_a_plain_step_on_scaled_gradients() -> None:
     """``optimizer.step()`` after ``backward(loss)`` is an error before any weight has changed."""
 
