@@ -344,7 +344,7 @@ def test_a_model_that_is_not_found_is_no_silence() -> None:
             model(x).square().mean().backward()
             optimizer.step()
 
-    with pytest.raises(ModelError, match="the same weights of what SGD holds outside of wrapped models"):
+    with pytest.raises(ModelError, match=r"is about to step Linear, which wrap_model\(\) has not wrapped"):
         over_two_ranks(fit, "fork")(DataLoader(TensorDataset(torch.randn(16, 2)), batch_size=2))
 
 

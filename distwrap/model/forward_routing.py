@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from functools import wraps
 from types import MethodType
 from typing import Any, Literal
+from weakref import ref
 
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -65,10 +66,12 @@ class Routing:
         self._look = look
         if look is None:
             return
-        run = self._unlooked = self.run
+        run, itself = self.run, ref(self)  # which would else hold itself, and the model
+        self._unlooked = run
 
         def looked_at(*args: Any, **kwargs: Any) -> Any:
-            if not self.method:  # which was looked at
+            routing = itself()
+            if routing is not None and not routing.method:  # which was looked at
                 look((args, kwargs))
             return run(*args, **kwargs)
 

@@ -21,7 +21,11 @@ class Optimizers(RunPart):
 
     def __init__(self, world: World) -> None:
         self._rank, self._models, self._drift = world.placement.rank, world.part(WrappedModels), world.part(Drift)
-        self._unwrapped, self._plateaus = world.part(Unwrapped), world.part(Plateaus)
+        is_compared = world.channel is not None and world.placement.world_size > 1
+        self._unwrapped = world.part(Unwrapped) if is_compared else None
+        self._plateaus = world.part(Plateaus) if is_compared else None
+        self._open = [] if self._unwrapped is None else self._unwrapped.open
+        self._pending = [] if self._plateaus is None else self._plateaus.pending
         self._groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._handle = register_optimizer_step_pre_hook(self._before)
 
@@ -33,16 +37,20 @@ class Optimizers(RunPart):
         if self._groups.get(optimizer) != len(optimizer.param_groups):
             self._check(optimizer, any(map(callable, (*args[1:], *kwargs.values()))))
         self._drift.step(optimizer)
-        if self._plateaus.pending:
+        if self._pending and self._plateaus is not None:
             self._plateaus.compare()
+        if self._open and self._unwrapped is not None:
+            self._unwrapped.look_again(optimizer)
 
     def _check(self, optimizer: Optimizer, has_closure: bool) -> None:
-        if optimizer in self._drift.apart or self._may_hold_shards(optimizer) or self._unwrapped.is_local(optimizer):
+        is_own = optimizer in self._drift.apart or (self._unwrapped is not None and self._unwrapped.is_local(optimizer))
+        if is_own or self._may_hold_shards(optimizer):
             return
         held, models = parameters_of(optimizer), self._models.of_optimizer(optimizer)
         has_gradients = any(tensor.grad is not None for tensor in held.values())
-        if (has_gradients or has_closure) and not models and bound_strategy(optimizer) is None:
-            self._unwrapped.refuse(optimizer)
+        trains = has_gradients or has_closure
+        if self._unwrapped is not None and trains and not models and bound_strategy(optimizer) is None:
+            self._unwrapped.look(optimizer)
         if has_gradients:
             self._groups[optimizer] = len(optimizer.param_groups)
             for model in models:

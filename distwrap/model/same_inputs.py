@@ -11,7 +11,7 @@ import json
 import zlib
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakSet, ref
 
 import torch
 from torch.utils.data import DataLoader
@@ -42,7 +42,7 @@ class SameInputs(RunPart):
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._watches: list[InputsWatch] = []
+        self._watches: WeakSet[InputsWatch] = WeakSet()  # which their models hold
         self.loops: WeakKeyDictionary[object, Callable[[], bool]] = WeakKeyDictionary()
 
     def watch(self, routing: Routing) -> None:
@@ -50,16 +50,16 @@ class SameInputs(RunPart):
         others = [rank for rank in ranks_of_shares() if rank != self._world.placement.rank]
         if self._world.channel is not None and others:
             number = self._world.count("watch over inputs")
-            self._watches.append(InputsWatch(self, self._world, routing, f"inputs/{number}", others))
+            self._watches.add(InputsWatch(self, self._world, routing, f"inputs/{number}", others))
 
     def wait(self) -> None:
         """Compare what was not compared yet."""
-        for watch in self._watches:
+        for watch in list(self._watches):
             watch.compare()
 
     def close(self) -> None:
         """Look no more."""
-        for watch in self._watches:
+        for watch in list(self._watches):
             watch.stop()
 
 
@@ -77,10 +77,16 @@ class InputsWatch:
     def __init__(self, run: SameInputs, world: World, routing: Routing, key: str, others: list[int]) -> None:
         assert world.channel is not None
         self._run, self._rank, self._channel = run, world.placement.rank, world.channel
-        self._routing, self._key, self._others = routing, key, others
+        self._held_routing, self._key, self._others = ref(routing), key, others
         self._forwards, self._told, self._says = 0, list[str](), dict[str, int]()
-        self._place, self._loader = "", ""
+        self._place = ""
         routing.look_with(self.look)
+
+    @property
+    def _routing(self) -> Routing:
+        routing = self._held_routing()
+        assert routing is not None  # it holds this
+        return routing
 
     def stop(self) -> None:
         """Look no more."""
@@ -106,7 +112,7 @@ class InputsWatch:
             self._says[digest] = sum(map(_says, tensors))
         self._told.append(digest)
         self._channel.note(self._key, json.dumps(self._told))
-        self._place, self._loader = _whence()
+        self._place = place_of(next(users_frames(), None))
         self.compare()
 
     def compare(self) -> None:
@@ -139,8 +145,8 @@ class InputsWatch:
             f"{self._place and f', at {self._place}'}: {size} ranks do the work of one, and learn nothing from the "
             f"other samples."
         )
-        if self._loader:
-            way = f"The loop at {self._loader} goes over a DataLoader as it is: give it shard_loader(loader)."
+        if loop := _plain_loop():
+            way = f"The loop at {loop} goes over a DataLoader as it is: give it shard_loader(loader)."
         else:
             way = (
                 "Take a loader through shard_loader(loader). What the loop draws by itself, as by torch.randint or "
@@ -160,11 +166,13 @@ def _says(tensor: torch.Tensor) -> int:
     return len(zlib.compress(data)) - len(zlib.compress(bytes(len(data))))
 
 
-def _whence() -> tuple[str, str]:
-    """Return where in the user's code a model is called, and the loop over a plain loader in which that is, if any."""
-    frames = list(users_frames())
-    for frame in frames:
+def _plain_loop() -> str:
+    """Return where the loop over a plain loader is that is under way in the user's code; empty where there is none.
+
+    For an error alone: before Python 3.13 a look at a function's variables keeps what they hold alive.
+    """
+    for frame in users_frames():
         for place, values in loops_around(frame):
             if any(isinstance(value, DataLoader) and not isinstance(value, IteratorHook) for value in values):
-                return place_of(frames[0]), place
-    return place_of(frames[0]) if frames else "", ""
+                return place
+    return ""

@@ -1,17 +1,16 @@
 """An optimizer of a model that nobody has wrapped: each rank would train a model of its own, in silence.
 
-It is refused at its first step, before the weights change, unless the model is `local_model`'s, or of torch's own
-wrappers. Who averages gradients by hand has the same ones on all ranks: where there were collectives, each rank tells
-its own, and waits a moment for the others'.
+It is refused at its first step, before the weights change, unless the model is `local_model`'s, or in a wrapper of
+torch's own. Each rank tells its gradients, and waits a moment for the others': a rank that trains something alone is
+right, and so are all where they have averaged by hand, since their gradients are then the same.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
-import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
@@ -26,7 +25,9 @@ from distwrap.model.wrapped_models import parameters_of
 from distwrap.seeding import mix
 from distwrap.supervision.users_source import where_made
 
-_ARRIVAL_SECONDS = 10.0  # for the other ranks, which a collective has just brought together, to step too
+_FIRST_SECONDS = 5.0  # for the other ranks to come to the same step, before this one takes it
+_LATER_SECONDS = 0.5  # once this rank was seen to train something alone
+_LOOKS = 1000  # steps, after which nobody else will come
 
 
 class Unwrapped(RunPart):
@@ -34,11 +35,13 @@ class Unwrapped(RunPart):
 
     Attributes:
         local: those that are each rank's own on purpose.
+        open: steps that no other rank has taken yet; looked at again before later ones.
     """
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._begun = collectives_so_far()
+        self._begun, self._patience = collectives_so_far(), _FIRST_SECONDS
+        self.open: list[_Step] = []
         self.local: WeakSet[nn.Module] = WeakSet()
 
     def is_local(self, optimizer: Optimizer) -> bool:
@@ -46,13 +49,13 @@ class Unwrapped(RunPart):
         held = parameters_of(optimizer)
         return any(id(parameter) in held for model in self.local for parameter in model.parameters())
 
-    def may_be_by_hand(self) -> bool:
+    def _may_be_by_hand(self) -> bool:
         """Return whether there were collectives since the run began, in which gradients may have been averaged."""
         now = collectives_so_far()
         return now is None or now != self._begun
 
-    def refuse(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that steps parameters of a module that nobody has wrapped.
+    def look(self, optimizer: Optimizer) -> None:
+        """Refuse an optimizer that steps parameters of a module that nobody has wrapped, where other ranks do too.
 
         Raises:
             ModelError: names the module's class, and the line that has made the optimizer.
@@ -62,43 +65,75 @@ class Unwrapped(RunPart):
         if model is None or self._world.part(CollectiveGuard).function or _is_torchs(held):
             return
         grads = [tensor.grad for tensor in held.values() if tensor.grad is not None]
-        kind, differ = type(model).__name__, ""
-        if self.may_be_by_hand():
-            if not grads:
-                return  # of an optimizer that computes them in its step: the next one knows
-            differ = self._difference(optimizer, grads)
-            if not differ:
+        by_hand = self._may_be_by_hand()
+        if not grads and by_hand:
+            return  # of an optimizer that computes them in its step: the next one knows
+        name = f"unwrapped {type(optimizer).__name__} {self._world.count('an unwrapped optimizer')}"
+        mine = json.dumps(mix(*(fingerprint(grad) for grad in grads)))
+        assert self._world.channel is not None
+        self._world.channel.note(name, mine, optimizer)
+        step = _Step(name, mine, type(model).__name__, by_hand, ref(optimizer))
+        deadline = time.monotonic() + self._patience
+        while not self.is_settled(step, optimizer):
+            if time.monotonic() >= deadline:
+                self.open.append(step)
+                self._patience = _LATER_SECONDS  # this rank trains alone, and may do so again
+                return
+            time.sleep(0.005)
+
+    def look_again(self, optimizer: Optimizer) -> None:
+        """Look whether other ranks have come to what this rank alone had trained so far."""
+        for step in list(self.open):
+            step.looks += 1
+            if step.optimizer() is not optimizer and step.optimizer() is not None:
+                continue
+            if step.optimizer() is None or step.looks > _LOOKS or self.is_settled(step, optimizer):
+                self.open.remove(step)
+
+    def is_settled(self, step: _Step, optimizer: Optimizer) -> bool:
+        """Return whether all ranks have taken a step, with the same gradients.
+
+        Raises:
+            ModelError: they were not, or cannot have been averaged.
+        """
+        place, kind, channel = self._world.placement, step.kind, self._world.channel
+        assert channel is not None
+        others = [rank for rank in range(place.world_size) if rank != place.rank]
+        told = {rank: channel.noted(step.name, rank) for rank in others}
+        unlike = next((rank for rank, theirs in told.items() if theirs not in ("", step.gradients)), None)
+        if unlike is None and (step.by_hand or not any(told.values())):
+            if all(told.values()):
                 say_once(
                     f"unwrapped {kind}",
                     f"{kind} is not wrapped, and has the same gradients on all ranks: it is trained as by one process "
                     f"if you average them by hand, or give all ranks the same data.",
                 )
-                return
+            return all(told.values())
         made = where_made(optimizer)
         raise ModelError(
-            f"rank {self._world.placement.rank}: this {type(optimizer).__name__}{made and f', made at {made},'} is "
-            f"about to step {kind}, which wrap_model() has not wrapped{differ}: each of the "
-            f"{self._world.placement.world_size} ranks would train a {kind} of its own. Write model = "
-            f"wrap_model(model) before the loop, and train what it returns. If each rank is to have its own, as a "
-            f"probe or a player, say model = local_model(model)."
+            f"rank {place.rank}: this {type(optimizer).__name__}{made and f', made at {made},'} is about to step "
+            f"{kind}, which wrap_model() has not wrapped"
+            f"{'' if unlike is None else f', and rank {unlike} has other gradients'}: each of the {place.world_size} "
+            f"ranks would train a {kind} of its own. Write model = wrap_model(model) before the loop, and train what "
+            f"it returns. If each rank is to have its own, as a probe or a player, say model = local_model(model)."
         )
 
-    def _difference(self, optimizer: Optimizer, grads: list[torch.Tensor]) -> str:
-        """Return in words why gradients are not those of all ranks; empty where they are."""
-        channel, place = self._world.channel, self._world.placement
-        assert channel is not None
-        name = f"unwrapped {type(optimizer).__name__} {self._world.count('an unwrapped optimizer')}"
-        mine = json.dumps(mix(*(fingerprint(grad) for grad in grads)))
-        channel.note(name, mine)
-        missing, deadline = set(range(place.world_size)) - {place.rank}, time.monotonic() + _ARRIVAL_SECONDS
-        while missing and time.monotonic() < deadline:
-            for rank in list(missing):
-                theirs = channel.noted(name, rank)
-                if theirs and theirs != mine:
-                    return f", and rank {rank} has other gradients"
-                missing -= {rank} if theirs else set()
-            time.sleep(0.005 if missing else 0)
-        return f", and rank {min(missing)} takes no such step" if missing else ""
+
+class _Step:
+    """First step of an optimizer of a model that is not wrapped, until other ranks are seen to take it too.
+
+    Attributes:
+        name: by which the ranks tell each other of it.
+        gradients: their fingerprint.
+        kind: the model's class.
+        by_hand: whether there were collectives before, in which gradients may have been averaged.
+        optimizer: held weakly.
+        looks: how often this rank has looked since.
+    """
+
+    def __init__(self, name: str, gradients: str, kind: str, by_hand: bool, optimizer: ref[Optimizer]) -> None:
+        self.name, self.gradients, self.kind, self.by_hand, self.optimizer = name, gradients, kind, by_hand, optimizer
+        self.looks = 0
 
 
 def _model_of(held: dict[int, nn.Parameter]) -> nn.Module | None:

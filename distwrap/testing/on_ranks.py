@@ -13,6 +13,7 @@ import torch
 
 from distwrap.errors import CollectiveError, ConformanceError, DriftError, ModelError, OptionError, PrecisionError
 from distwrap.group.world import RunPart, World, current_world
+from distwrap.model.optimizers import Optimizers
 from distwrap.seeding import preserved
 from distwrap.testing.behaviours.base import Behaviour
 from distwrap.testing.behaviours.sides import Trial
@@ -64,7 +65,9 @@ def perform(behaviours: dict[str, Behaviour], folder: Path, limit: float) -> Non
     """
     torch.set_num_threads(1)  # the nets are too small for more
     world = current_world()
-    first = dict(world._parts)
+    of_models = Optimizers.__module__.rpartition(".")[0]  # whose parts a run of one behaviour alone has anew
+    first = {kind: part for kind, part in world._parts.items() if not kind.__module__.startswith(of_models)}
+    _begin_anew(world, first)
     for name, behaviour in behaviours.items():
         here = folder / name
         here.mkdir(exist_ok=True)
@@ -87,6 +90,8 @@ def words_of_end(folder: Path, name: str) -> str:
 def _tried(behaviour: Behaviour, world: World, first: Parts, folder: Path) -> Verdict:
     options = world.options
     try:
+        if world.channel is not None:
+            world.part(Optimizers)
         with preserved():
             behaviour.body(Trial(world, folder))
         verdict = Verdict("passed")

@@ -71,7 +71,7 @@ def test_one_rank_alone_may_evaluate() -> None:
 
     def on_rank() -> tuple[int, float]:
         net = nn.Sequential(nn.Linear(3, 1), nn.BatchNorm1d(1)).double()
-        model, evaluations = dw.wrap_model(net), 0
+        model, evaluations = dw.wrap_model(net, same_inputs=True), 0
         for x in batches():
             loss_of(model, x).backward()
             for context in (torch.no_grad, torch.inference_mode):

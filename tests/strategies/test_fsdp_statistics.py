@@ -50,7 +50,7 @@ def net() -> nn.Sequential:
 def _of_divided(folder: Path) -> None:
     expected = statistics(net())
     for checkpointing in (False, True, "selective"):
-        model = dw.wrap_model(net(), strategy=FSDPStrategy(checkpointing=checkpointing))
+        model = dw.wrap_model(net(), strategy=FSDPStrategy(checkpointing=checkpointing), same_inputs=True)
         for name, found in statistics(model).items():
             torch.testing.assert_close(found, expected[name], msg=f"{name}, checkpointing={checkpointing}")
     own = Versioned()
