@@ -17,6 +17,7 @@ from distwrap._internals.torch_data import held_iterators
 from distwrap.checks import one_of
 from distwrap.data import iterable_shards
 from distwrap.data.changing import Changing
+from distwrap.data.dispatch import Dispatch
 from distwrap.data.endless import with_epochs
 from distwrap.data.epoch_check import EpochCheck, part_of
 from distwrap.data.indices import Mode
@@ -84,8 +85,9 @@ def shard_loader(
             and memory that grow with the dataset; ``"stream"`` by a computed permutation, which costs the same at any
             size; ``"auto"`` is torch's up to 10 million samples. In a single process only when asked for.
         split: how an iterable dataset is divided: ``"items"``, every n-th item; ``"dataset"``, it takes its rank's part
-            itself; ``"auto"``, by ``datasets``' or webdataset's own means, else as ``"items"``, unless its code speaks
-            of ranks, which is an error.
+            itself; ``"dispatch"``, rank 0 alone reads it, and sends each rank a whole batch in turns: of what is left
+            for a last turn `mode` decides; ``"auto"``, by ``datasets``' or webdataset's own means, else as ``"items"``,
+            unless its code speaks of ranks, which is an error.
         seed: of the shuffle; by default the loader's ``generator`` gives it, else it follows from the run's, else 0:
             the run's first shuffled loader has that seed itself, and the others others. In a single process only when
             given.
@@ -209,8 +211,11 @@ def _shard_iterable(
     dataset, sharding.by_itself, how = iterable_shards.split(loader.dataset, split, sharding.rank, sharding.world_size)
     number = world.count("loader")
     sharding.seed = _fetching_seed(loader, world, number)
-    sharding.uneven = "" if mode == "exact" else "pad" if mode == "pad" else "shortest"
-    sharding.epoch_check = _epoch_check(world, number, sharding.position, str)
+    if split == "dispatch":
+        sharding.dispatch = Dispatch("drop" if mode == "auto" else mode)
+    else:
+        sharding.uneven = "" if mode == "exact" else "pad" if mode == "pad" else "shortest"
+        sharding.epoch_check = _epoch_check(world, number, sharding.position, str)
     _announce(world, f"{type(loader.dataset).__name__}, divided: {how}")
     return sharded_copy(loader, sharding, {**attributes, "dataset": dataset})
 

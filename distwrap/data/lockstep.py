@@ -19,6 +19,7 @@ import torch.distributed as dist
 from distwrap.checks import SECONDS, one_of
 from distwrap.data.position import fetching_ahead, move
 from distwrap.data.preemption import SIGNALS, Listener, Preemption, shielded
+from distwrap.data.votes import Votes
 from distwrap.errors import LoaderError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.setup import require_group
@@ -110,6 +111,7 @@ class LockstepStatus(RunPart):
     def __init__(self, world: World) -> None:
         self.preempted: Preemption | None = None
         self._group: Any = None
+        self._votes = Votes()
         if world.placement.world_size > 1:
             require_group("lockstep")
             # Of the CPUs, for the status alone, so that a vote never meets another collective.
@@ -123,12 +125,15 @@ class LockstepStatus(RunPart):
         dist.all_reduce(status, op=dist.ReduceOp.MAX, group=self._group)
         return status.tolist()
 
-    def vote_to_stop(self) -> Any:
-        """Let the other ranks stop before their next step, and wait for none of them; return what must be kept."""
-        if self._group is None or not dist.is_initialized():
-            return None
-        status = torch.tensor([flag is _Flag.STOP for flag in _Flag], dtype=torch.int32, device="cpu")
-        return status, dist.all_reduce(status, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+    def vote_to_stop(self) -> None:
+        """Let the other ranks stop before their next step, and wait for none of them."""
+        if self._group is not None and dist.is_initialized():
+            status = torch.tensor([flag is _Flag.STOP for flag in _Flag], dtype=torch.int32, device="cpu")
+            self._votes.cast(status, self._group)
+
+    def wait(self) -> None:
+        """Wait until the other ranks have heard that this one has left."""
+        self._votes.wait()
 
     def gathered(self, numbers: list[int]) -> list[list[int]]:
         """Return the numbers of each rank."""
@@ -161,7 +166,6 @@ class Lockstep(Generic[Batch]):
         self._listens = listens
         self._on_preempt, self._grace = on_preempt, grace
         self._stop = self._is_left = False
-        self._vote: Any = None
         self._has_more = False
         self.step = self.skipped = 0
         self.preempted: Preemption | None = None
@@ -235,7 +239,7 @@ class Lockstep(Generic[Batch]):
                 yield batch
         except GeneratorExit:  # the user's loop was left by itself, not by all ranks
             if current_world() is world and not self._is_left:
-                self._vote = status.vote_to_stop()
+                status.vote_to_stop()
             raise
         finally:
             listener.close()
