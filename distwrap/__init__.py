@@ -17,6 +17,7 @@ if typing.TYPE_CHECKING:
     from distwrap.checkpoint.resume import resume_from as resume_from, run_state as run_state
     from distwrap.comm import consolidate as consolidate
     from distwrap.data import Preemption as Preemption, shard_loader as shard_loader
+    from distwrap.data.fitting import fit_batch_size as fit_batch_size
     from distwrap.data.lockstep import lockstep as lockstep
     from distwrap.data.moving import to_device as to_device
     from distwrap.data.splitting import split as split
@@ -98,6 +99,7 @@ _MODULES = {
     "model.state_dict": "add_module_prefix strip_module_prefix",
     "comm": "consolidate",
     "data": "Preemption shard_loader",
+    "data.fitting": "fit_batch_size",
     "data.lockstep": "lockstep",
     "data.moving": "to_device",
     "data.splitting": "split",

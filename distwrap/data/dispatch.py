@@ -31,7 +31,7 @@ _ALIGNED = 64  # bytes, at multiples of which each tensor of a message begins
 
 
 class _Turn(IntEnum):
-    """What rank 0 tells a rank in a turn."""
+    """Word of rank 0 to a rank in a turn."""
 
     BATCH = 0  # here is a batch, and there may be more
     LAST = 1  # here is the last one
@@ -91,7 +91,7 @@ class DispatchGroup(RunPart):
 
 @dataclass(frozen=True)
 class Dispatch:
-    """How a loader's batches are dispatched.
+    """Dispatch of a loader's batches.
 
     Attributes:
         mode: what becomes of a last turn for which there are not enough batches.

@@ -106,7 +106,7 @@ class SkippingLoader(IteratorHook):
 
 
 class After(Sampler[Any]):
-    """What a sampler yields after its first items."""
+    """Items of a sampler after its first ones."""
 
     def __init__(self, sampler: Any, skipped: int) -> None:
         self.sampler, self._skipped = sampler, skipped
