@@ -69,7 +69,7 @@ def test_each_rank_gets_its_turn_of_what_one_process_reads(ranks: int) -> None:
 
     def on_rank() -> dict[Any, tuple[list[Any], int]]:
         found = {}
-        for n in (0, 1, 7, 12):
+        for n in (0, 1, 7, 10, 12):
             for mode in MODES:
                 loader = dispatched(Numbers(n), mode)
                 found[n, mode] = [batch.tolist() for batch in loader], len(loader)
@@ -79,7 +79,7 @@ def test_each_rank_gets_its_turn_of_what_one_process_reads(ranks: int) -> None:
         return found
 
     everyones = run_ranks(on_rank, ranks, timeout=60)
-    for n in (0, 1, 7, 12):
+    for n in (0, 1, 7, 10, 12):
         plain = [batch.tolist() for batch in DataLoader(Numbers(n), batch_size=2)]
         for mode in MODES:
             shares = expected(plain, "exact" if ranks == 1 else mode, ranks)

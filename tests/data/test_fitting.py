@@ -154,6 +154,8 @@ def test_what_a_try_has_made_is_freed() -> None:
         assert all(ref() is None for ref in left)
         activations = torch.ones(batch_size)
         left.append(weakref.ref(activations))
+        cycle: list[Any] = [activations]
+        cycle.append(cycle)
         if batch_size > 2:
             raise torch.OutOfMemoryError("no")
 
