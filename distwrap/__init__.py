@@ -17,7 +17,10 @@ if typing.TYPE_CHECKING:
     from distwrap.checkpoint.resume import resume_from as resume_from, run_state as run_state
     from distwrap.comm import consolidate as consolidate
     from distwrap.data import Preemption as Preemption, shard_loader as shard_loader
+    from distwrap.data.fitting import fit_batch_size as fit_batch_size
     from distwrap.data.lockstep import lockstep as lockstep
+    from distwrap.data.moving import to_device as to_device
+    from distwrap.data.splitting import split as split
     from distwrap.debugging import breakpoint_on as breakpoint_on
     from distwrap.decorator import distributed as distributed
     from distwrap.environments import Placement as Placement
@@ -26,12 +29,13 @@ if typing.TYPE_CHECKING:
         agree as agree,
         barrier as barrier,
         broadcast as broadcast,
-        gather as gather,
         gather_object as gather_object,
         mean as mean,
         reduce as reduce,
     )
+    from distwrap.group.gathering import gather as gather
     from distwrap.group.members import resumable as resumable
+    from distwrap.group.printing import get_logger as get_logger, print as print
     from distwrap.group.rank_zero import (
         on_rank_zero as on_rank_zero,
         rank_zero_first as rank_zero_first,
@@ -83,7 +87,7 @@ if typing.TYPE_CHECKING:
         wrap_model as wrap_model,
         wrap_optimizer as wrap_optimizer,
     )
-    from distwrap.strategies.accumulation import accumulate as accumulate
+    from distwrap.strategies.accumulation import accumulate as accumulate, no_sync as no_sync
     from distwrap.strategies.pipeline import PipelineStrategy as PipelineStrategy
     from distwrap.strategies.steps import backward as backward, optimizer_step as optimizer_step, unscale as unscale
     from distwrap.strategies.windows import Window as Window, scale_loss as scale_loss
@@ -96,15 +100,20 @@ _MODULES = {
     "model.state_dict": "add_module_prefix strip_module_prefix",
     "comm": "consolidate",
     "data": "Preemption shard_loader",
+    "data.fitting": "fit_batch_size",
     "data.lockstep": "lockstep",
+    "data.moving": "to_device",
+    "data.splitting": "split",
     "debugging": "breakpoint_on",
     "decorator": "distributed",
     "environments": "Placement",
     "errors": "DistwrapError",
     "group.setup": "setup_process_group teardown_process_group",
     "group.world": "device is_rank_zero local_rank local_world_size node_rank placement rank world_size",
-    "group.collectives": "agree barrier broadcast gather gather_object mean reduce",
+    "group.collectives": "agree barrier broadcast gather_object mean reduce",
+    "group.gathering": "gather",
     "group.members": "resumable",
+    "group.printing": "get_logger print",
     "group.rank_zero": "on_rank_zero rank_zero_first rank_zero_only",
     "launch.other_callers": "NodeSummary",
     "model": "assert_in_sync sync_buffers unwrap_model",
@@ -114,13 +123,13 @@ _MODULES = {
     "register_launcher register_precision register_strategy",
     "seeding": "rank_generator seed_everything",
     "strategies": "DDPStrategy FSDPStrategy Strategy local_model wrap_model wrap_optimizer",
-    "strategies.accumulation": "accumulate",
+    "strategies.accumulation": "accumulate no_sync",
     "strategies.pipeline": "PipelineStrategy",
     "strategies.steps": "backward optimizer_step unscale",
     "strategies.windows": "Window scale_loss",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
-__all__ = sorted([*_MODULE_OF, "__version__"])
+__all__ = sorted({*_MODULE_OF, "__version__"} - {"print"})  # `import *` must not take the builtin's place
 
 if not typing.TYPE_CHECKING:  # for a checker, any name would be right then
 

@@ -169,8 +169,8 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         OptionError: an option is wrong, or the function is of a kind that cannot be launched.
 
     Environment: ``DISTWRAP_STRATEGY``, ``_LAUNCHER``, ``_NPROCS``, ``_NNODES``, ``_NODE_RANK``, ``_RDZV_ENDPOINT``,
-    ``_BACKEND``, ``_PRECISION``, ``_COMM``, ``_TIMEOUT``, ``_MAX_RESTARTS``, ``_MAX_LOST`` and ``_LOG_DIR`` override
-    these arguments, ``.options()`` overrides both; ``DISTWRAP_DISABLE=1`` runs the function in this process.
+    ``_BACKEND``, ``_PRECISION``, ``_COMM``, ``_SEED``, ``_TIMEOUT``, ``_MAX_RESTARTS``, ``_MAX_LOST`` and ``_LOG_DIR``
+    override these arguments, ``.options()`` overrides both; ``DISTWRAP_DISABLE=1`` runs the function in this process.
 
     Example:
         >>> @distributed(nprocs=1)

@@ -146,7 +146,7 @@ class Options:
     backend: str = option("auto", _BACKEND, "the backend of the process group", WORD)
     precision: str | Precision = option("32", _known(precisions.chosen), "the precision of computation", WORD)
     comm: Algorithm | None = option(None, _comm, "how wrapped models exchange gradients or weights", WORD)
-    seed: int | None = option(None, either(None, SEED), "the seed of all ranks")
+    seed: int | None = option(None, either(None, SEED), "the seed of all ranks", WHOLE)
     timeout: float = option(600.0, SECONDS, "seconds for a collective", NUMBER)
     max_restarts: int = option(0, whole(0), "restarts after a failure", WHOLE)
     max_lost: int = option(0, whole(0), "ranks that may be lost while the others go on", WHOLE)

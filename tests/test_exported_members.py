@@ -60,7 +60,7 @@ def test_all_is_sorted_and_without_repeats() -> None:
     assert distwrap.__all__ == sorted(set(distwrap.__all__))
 
 
-@pytest.mark.parametrize("name", distwrap.__all__)
+@pytest.mark.parametrize("name", [*distwrap.__all__, "print"])
 def test_public_names_are_there_and_documented(name: str) -> None:
     """Each public name can be imported, and says what it does."""
     value = getattr(distwrap, name)
@@ -76,7 +76,7 @@ def test_nothing_public_is_left_out() -> None:
     public = {
         name for name, value in vars(distwrap).items() if not name.startswith("_") and not inspect.ismodule(value)
     }
-    assert public <= set(distwrap.__all__)
+    assert public <= {*distwrap.__all__, "print"}
 
 
 def test_an_import_of_an_optional_package_would_be_seen() -> None:
@@ -106,7 +106,7 @@ def names_in_source() -> dict[str, str]:
 def test_a_type_checker_and_the_interpreter_see_the_same_names() -> None:
     """The imports for a checker, the table for the interpreter and __all__ name the same, in the same modules."""
     assert names_in_source() == {name: f"distwrap.{module}" for name, module in distwrap._MODULE_OF.items()}
-    assert set(distwrap.__all__) == {*distwrap._MODULE_OF, "__version__"}
+    assert {*distwrap.__all__, "print"} == {*distwrap._MODULE_OF, "__version__"}
     assert set(distwrap.__all__) <= set(dir(distwrap))
 
 
@@ -121,6 +121,7 @@ def test_all_can_be_imported_at_once() -> None:
     namespace: dict[str, Any] = {}
     exec("from distwrap import *", namespace)
     assert set(distwrap.__all__) <= set(namespace)
+    assert "print" not in namespace, "the builtin would be another one, and nothing would say so"
 
 
 def test_modules_and_wrong_names_of_the_package() -> None:

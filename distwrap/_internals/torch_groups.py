@@ -1,8 +1,9 @@
-"""Private names of torch: its default process group.
+"""Private names of torch: its process groups.
 
 Every function says which names it relies on, and what happens without them; all were seen in versions 2.6 to 2.15.
 """
 
+from contextlib import suppress
 from datetime import timedelta
 
 import torch.distributed as dist
@@ -47,3 +48,16 @@ def default_store() -> Store | None:
     """
     found = getattr(dist.distributed_c10d, "_get_default_store", None)
     return None if found is None else found()
+
+
+def collectives_begun(group: dist.ProcessGroup | None = None) -> int:
+    """Return how many collectives this rank has begun in the group of all ranks, and in another one; 0 without groups.
+
+    Relies on ``torch.distributed:ProcessGroup._get_sequence_number_for_group``.
+    Without it: 0, so that `fit_batch_size` tries again although ranks have begun different numbers of them.
+    """
+    groups = {id(each): each for each in (dist.group.WORLD, group) if each is not None}
+    counts = [getattr(each, "_get_sequence_number_for_group", lambda: 0) for each in groups.values()]
+    with suppress(RuntimeError):  # a backend that does not count
+        return sum(int(count()) for count in counts)
+    return 0

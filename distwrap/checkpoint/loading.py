@@ -1,7 +1,8 @@
 """Reading of checkpoints: everything, or of what a strategy divides the pieces of this rank alone."""
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from traceback import format_exception_only
 from typing import Any
@@ -15,11 +16,12 @@ from distwrap.errors import CheckpointError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.collectives import broadcast
 from distwrap.group.tensors_apart import is_dense
-from distwrap.group.world import current_world
+from distwrap.group.world import current_world, say
 from distwrap.model import unwrap_model
 from distwrap.model.state_dict import strip_module_prefix
 from distwrap.model.wrapped_models import bound_strategy
 from distwrap.nesting import rebuilt
+from distwrap.wording import first_names
 
 
 def read(
@@ -106,32 +108,67 @@ def sent(state: Any, into: Any, source: int) -> Any:
     return rebuilt(wanted, lambda leaf, path: kept.get(path, leaf))
 
 
-def load_into(into: Any, state: Any, where: str = "") -> None:
+def load_into(into: Any, state: Any, where: str = "", *, strict: bool = True) -> None:
     """Hand each object in a nesting what was saved in its place.
+
+    Args:
+        into: the objects.
+        state: what was saved.
+        where: the place of both, for messages.
+        strict: whether a model's names and the objects' must all be there.
 
     Raises:
         CheckpointError: nothing was; names the place.
     """
     strategy, target = bound_strategy(into), into
     if strategy is not None:
-        strategy.load_state(into, state)
+        with nullcontext() if strict else _other_names_allowed(into, where):
+            strategy.load_state(into, state)
         return
     if isinstance(into, torch.nn.Module):
         target = unwrap_model(into)
         state = strip_module_prefix(state, target=target)
     if callable(getattr(target, "load_state_dict", None)):
-        target.load_state_dict(state)
+        with nullcontext() if strict else _other_names_allowed(into, where):
+            target.load_state_dict(state)
     elif isinstance(into, Mapping):
         for key, item in into.items():
             if not isinstance(state, Mapping) or key not in state:
                 there = ", ".join(map(repr, state)) if isinstance(state, Mapping) else type(state).__name__
-                raise CheckpointError(f"the checkpoint has no state{where}[{key!r}]. It has: {there}.")
-            load_into(item, state[key], f"{where}[{key!r}]")
+                if strict:
+                    raise CheckpointError(f"the checkpoint has no state{where}[{key!r}]. It has: {there}.")
+                say(f"load(strict=False): the checkpoint has no state{where}[{key!r}], which stays as it is")
+                continue
+            load_into(item, state[key], f"{where}[{key!r}]", strict=strict)
     elif isinstance(into, (list, tuple)):
         if not isinstance(state, (list, tuple)) or len(state) != len(into):
             raise CheckpointError(f"the checkpoint's state{where} is no list of {len(into)}.")
         for index, item in enumerate(into):
-            load_into(item, state[index], f"{where}[{index}]")
+            load_into(item, state[index], f"{where}[{index}]", strict=strict)
+
+
+@contextmanager
+def _other_names_allowed(into: Any, where: str) -> Iterator[None]:
+    """Let a model load a state of other names, whoever loads it, and say which ones they were.
+
+    Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.Module.html (register_load_state_dict_post_hook)
+    """
+    if not isinstance(into, torch.nn.Module):
+        yield
+        return
+
+    def forgive(module: torch.nn.Module, keys: Any) -> None:
+        what = f"{type(module).__name__}{f' in state{where}' if where else ''}"
+        for names, words in ((keys.missing_keys, "checkpoint"), (keys.unexpected_keys, "model")):
+            if names:
+                say(f"load(strict=False): {what}: {len(names)} not in the {words}: {first_names(names)}")
+            names.clear()
+
+    handle = unwrap_model(into).register_load_state_dict_post_hook(forgive)  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def any_divided(objects: Any) -> bool:

@@ -98,7 +98,12 @@ def wait_for_saves() -> None:
 
 
 def load(
-    path: str | os.PathLike[str], *, map_location: Any = "cpu", into: Any = None, io: str | CheckpointIO = "auto"
+    path: str | os.PathLike[str],
+    *,
+    map_location: Any = "cpu",
+    into: Any = None,
+    io: str | CheckpointIO = "auto",
+    strict: bool = True,
 ) -> Any:
     """Read a checkpoint with torch's safe loader, onto the CPU, so that the ranks do not crowd one device.
 
@@ -109,6 +114,9 @@ def load(
             models wrapped, compiled or plain, optimizers, schedulers, loaders, `run_state`. What was saved beside them
             is only returned. Of what a strategy divides each rank reads its pieces alone, out of parts or a file.
         io: as for `save`.
+        strict: whether a model of `into` must have the names that were saved, all of them and no others. With
+            ``False`` it takes those that it has, under every strategy, an object that was not saved stays as it is,
+            and a line says which these are; a tensor of another shape is an error all the same.
 
     Returns:
         What was saved, objects as their state dicts; of one of `into` that is divided, this rank's pieces.
@@ -128,7 +136,7 @@ def load(
     """
     state = read(files.found(Path(path)), into, map_location=map_location, io=format_of(io))
     if into is not None:
-        load_into(into, state)
+        load_into(into, state, strict=strict)
     return state
 
 

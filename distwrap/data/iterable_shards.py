@@ -28,7 +28,7 @@ from distwrap._internals.torch_data import show_worker_info, worker_info_shown
 from distwrap.errors import LoaderError
 from distwrap.seeding import GENERATORS, BorrowedRandomness, mix, seed_generators
 
-Split = Literal["auto", "items", "dataset"]
+Split = Literal["auto", "items", "dataset", "dispatch"]
 
 # Words by which a dataset's code finds its rank; they do not tell whether it then takes a share.
 _RANKS = {"rank", "get_rank", "local_rank", "RANK", "LOCAL_RANK", "SLURM_PROCID", "process_index"}
@@ -249,6 +249,13 @@ def split(dataset: Any, how: Split, rank: int, world_size: int) -> tuple[Any, bo
     if how == "items":
         return dataset, False, "every n-th item"
     datasets = sys.modules.get("datasets")
+    if how == "dispatch":
+        if datasets is not None and isinstance(dataset, datasets.IterableDataset) and is_split_by_node(dataset):
+            raise LoaderError(
+                "split='dispatch' lets rank 0 read everything, but the dataset was divided by split_dataset_by_node() "
+                "already: rank 0 would read its own part alone. Leave that out, or leave split at 'auto'."
+            )
+        return dataset, True, "rank 0 reads everything, and sends each rank its batches"
     if datasets is not None and isinstance(dataset, datasets.IterableDataset):
         if not is_split_by_node(dataset):
             from datasets.distributed import split_dataset_by_node

@@ -5,7 +5,6 @@ sampler and batch sampler are exchanged for ones that take a share of the same o
 """
 
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import cache, partial
 from typing import Any, Literal, get_args
@@ -16,7 +15,9 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from distwrap._internals.torch_data import held_iterators
 from distwrap.checks import one_of
 from distwrap.data import iterable_shards
+from distwrap.data.announcing import announce, summary
 from distwrap.data.changing import Changing
+from distwrap.data.dispatch import Dispatch
 from distwrap.data.endless import with_epochs
 from distwrap.data.epoch_check import EpochCheck, part_of
 from distwrap.data.indices import Mode
@@ -26,7 +27,7 @@ from distwrap.data.samplers import ExactBatches, Order, RememberedShuffle, Share
 from distwrap.data.sharded import Loader, ShardedLoader, innermost, is_torchs, only_moved, sharded_copy
 from distwrap.data.sharding import Sharding
 from distwrap.errors import LoaderError
-from distwrap.group.world import World, current_world, say_once
+from distwrap.group.world import World, current_world
 from distwrap.model.optimizers import Optimizers
 from distwrap.model.same_inputs import SameInputs
 from distwrap.seeding import mix
@@ -42,12 +43,6 @@ MOST_SHUFFLED_BY_TORCH = 10**7  # samples
 # Attributes by which samplers that take a share know their rank, and how many there are; also with "_" in front.
 _PLACES = [("rank", "num_replicas"), ("rank", "world_size"), ("rank", "num_processes"), ("rank", "num_shards")]
 _PLACES += [("shard_id", "num_shards"), ("process_index", "num_processes"), ("replica_id", "num_replicas")]
-
-_IN_WORDS = {
-    "pad": "all ranks equally many, some samples twice where the ranks do not divide them",
-    "exact": "each sample once",
-    "drop": "what the ranks do not divide is left out",
-}
 
 
 def next_epoch(loader: DataLoader[Any]) -> int:
@@ -88,8 +83,9 @@ def shard_loader(
             and memory that grow with the dataset; ``"stream"`` by a computed permutation, which costs the same at any
             size; ``"auto"`` is torch's up to 10 million samples. In a single process only when asked for.
         split: how an iterable dataset is divided: ``"items"``, every n-th item; ``"dataset"``, it takes its rank's part
-            itself; ``"auto"``, by ``datasets``' or webdataset's own means, else as ``"items"``, unless its code speaks
-            of ranks, which is an error.
+            itself; ``"dispatch"``, rank 0 alone reads it, and sends each rank a whole batch in turns: of what is left
+            for a last turn `mode` decides; ``"auto"``, by ``datasets``' or webdataset's own means, else as ``"items"``,
+            unless its code speaks of ranks, which is an error.
         seed: of the shuffle; by default the loader's ``generator`` gives it, else it follows from the run's, else 0:
             the run's first shuffled loader has that seed itself, and the others others. In a single process only when
             given.
@@ -216,7 +212,7 @@ def _remade(
 
 
 def _shard_iterable(
-    loader: Loader, world: World, sharding: Sharding, mode: Modes, batch_size: BatchSize, order: Orders, split: Split
+    loader: Loader, world: World, sharding: Sharding, mode: _Divided, batch_size: BatchSize, order: Orders, split: Split
 ) -> Loader:
     attributes: dict[str, Any] = {"generator": torch.Generator(torch.get_default_device())}
     if order != "auto":
@@ -231,9 +227,12 @@ def _shard_iterable(
     dataset, sharding.by_itself, how = iterable_shards.split(loader.dataset, split, sharding.rank, sharding.world_size)
     number = world.count("loader")
     sharding.seed = _fetching_seed(loader, world, number)
-    sharding.uneven = "" if mode == "exact" else "pad" if mode == "pad" else "shortest"
-    sharding.epoch_check = _epoch_check(world, number, sharding.position, str)
-    _announce(world, f"{type(loader.dataset).__name__}, divided: {how}")
+    if split == "dispatch":
+        sharding.dispatch = Dispatch("drop" if mode == "auto" else mode)
+    else:
+        sharding.uneven = "" if mode == "exact" else "pad" if mode == "pad" else "shortest"
+        sharding.epoch_check = _epoch_check(world, number, sharding.position, str)
+    announce(world, f"{type(loader.dataset).__name__}, divided: {how}")
     return sharded_copy(loader, sharding, {**attributes, "dataset": dataset})
 
 
@@ -289,7 +288,7 @@ def _shard_indices(
         )  # of the workers' base seed, which is then not the loop's to give
     result = sharded_copy(loader, sharding, attributes)
     if world_size > 1:
-        _announce(world, _summary(loader, result, sharding, chosen, batch_size))
+        announce(world, summary(loader, result, sharding, chosen, batch_size))
     return result
 
 
@@ -375,33 +374,3 @@ def _length(sampler: Any) -> int:
             f"mode='exact' needs to know how many items {type(sampler).__name__} yields, but it has no len(). "
             f"Give it a __len__, or say mode='pad' or mode='drop'."
         ) from None
-
-
-def _summary(
-    loader: DataLoader[Any], sharded: DataLoader[Any], sharding: Sharding, mode: Mode, batch_size: BatchSize
-) -> str:
-    """Put into words how many samples a step takes, how many steps an epoch has, and how the ranks share."""
-    words = []
-    sampler, world_size, together = sharding.sampler, sharding.world_size, sharding.items_per_step
-    assert sampler is not None
-    if is_torchs(loader.batch_sampler, BatchSampler):
-        words.append(f"{together // world_size} a rank x {world_size} ranks = {together} a step")
-    with suppress(TypeError):  # a sampler without a length
-        words.append(f"{len(sharded)} steps an epoch ({len(loader)} in one process)")
-    words.append(f"mode {mode} ({_IN_WORDS[mode]})")
-    shuffle = sampler.shuffle_of(0).order
-    order = {"": "in order", "sampler": f"order of its {type(getattr(sampler, 'sampler', None)).__name__}"}
-    words.append(order.get(shuffle, f"shuffled, {shuffle} order"))
-    over = (sampler.items or 0) % together % world_size
-    if batch_size == "global" and mode == "exact" and over and not loader.drop_last:
-        words.append(
-            f"{over} of the last samples do not go round, so in training the last step is not one process's: "
-            f"leave them out by drop_last=True, or repeat some by mode='pad'"
-        )
-    return "; ".join(words)
-
-
-def _announce(world: World, text: str) -> None:
-    """Print a line about a loader once for each place in the user's code."""
-    site = world.part(Activity).site
-    say_once(f"loader {site}", f"loader at {site}: {text}")

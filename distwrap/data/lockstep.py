@@ -17,8 +17,10 @@ import torch
 import torch.distributed as dist
 
 from distwrap.checks import SECONDS, one_of
+from distwrap.data.empty_batches import EmptyBatches, emptied
 from distwrap.data.position import fetching_ahead, move
 from distwrap.data.preemption import SIGNALS, Listener, Preemption, shielded
+from distwrap.data.votes import Votes
 from distwrap.errors import LoaderError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.setup import require_group
@@ -27,7 +29,7 @@ from distwrap.supervision.hang_report import Activity
 from distwrap.wording import named_ranks
 
 Batch = TypeVar("Batch")
-Uneven = Literal["shortest", "pad"]
+Uneven = Literal["shortest", "pad", "empty"]
 
 _NOTHING: Any = object()
 _IN_WINDOW = 2
@@ -41,7 +43,8 @@ class _Flag(IntEnum):
     STOP = 2
     SKIP = 3
     PREEMPTED = 4
-    EMPTY = 5  # a rank's loader has nothing to repeat; _IN_WINDOW where there is no step, but one is under way
+    # A rank has nothing to repeat, or to empty; _IN_WINDOW where there is no step, but one is under way.
+    EMPTY = 5
 
 
 def lockstep(
@@ -51,6 +54,7 @@ def lockstep(
     skip: Callable[[Batch], bool] | None = None,
     on_preempt: Callable[[Preemption], object] | None = None,
     grace: float = 30.0,
+    empty: Callable[[Batch], Batch] | None = None,
 ) -> Lockstep[Batch]:
     """Iterate over a loader so that all ranks take the same steps; in a single process the rules are the same.
 
@@ -62,16 +66,19 @@ def lockstep(
     Args:
         loader: any iterable, as a sharded ``DataLoader``; every rank iterates over its own.
         uneven: ``"shortest"`` ends when the first rank is out; ``"pad"`` goes on until the last one is, the others
-            begin their loader again.
+            begin their loader again; with ``"empty"`` these go on with batches without a sample, so that an evaluation
+            counts each sample once, and may gather in its loop.
         skip: asked for each batch; if it says yes on any rank, all ranks skip that step.
         on_preempt: called on every rank before the loop ends for a signal, with a `Preemption`; may `save`.
         grace: seconds from the signal until the node is taken away; Slurm and Kubernetes give 30 by default.
+        empty: returns a batch like another one without a sample, for ``"empty"``. By default tensors and arrays lose
+            their rows, lists of texts and numbers their items, and lists of tensors are columns.
 
     Returns:
         An iterable with ``stop()``, ``step``, ``skipped`` and ``preempted``; each iteration goes through the loader.
 
     Raises:
-        LoaderError: with ``"pad"``, a rank has no batch at all; on every rank.
+        LoaderError: with ``"pad"``, a rank has no batch at all; with ``"empty"``, none can be emptied; on every rank.
 
     The cost is an all-reduce of six numbers a step, between the processes' CPUs. A rank that leaves its loop by
     ``break`` must have done its part of the step's collectives. The position of a sharded loader is after the last
@@ -92,7 +99,7 @@ def lockstep(
         (2, 1, None)
     """
     one_of("way with uneven loaders", get_args(Uneven))("uneven", uneven)
-    return Lockstep(loader, uneven, skip, on_preempt, SECONDS("grace", grace))
+    return Lockstep(loader, uneven, skip, on_preempt, SECONDS("grace", grace), empty=empty)
 
 
 def in_step(loader: Any, uneven: Uneven) -> Lockstep[Any]:
@@ -110,6 +117,7 @@ class LockstepStatus(RunPart):
     def __init__(self, world: World) -> None:
         self.preempted: Preemption | None = None
         self._group: Any = None
+        self._votes = Votes()
         if world.placement.world_size > 1:
             require_group("lockstep")
             # Of the CPUs, for the status alone, so that a vote never meets another collective.
@@ -123,12 +131,15 @@ class LockstepStatus(RunPart):
         dist.all_reduce(status, op=dist.ReduceOp.MAX, group=self._group)
         return status.tolist()
 
-    def vote_to_stop(self) -> Any:
-        """Let the other ranks stop before their next step, and wait for none of them; return what must be kept."""
-        if self._group is None or not dist.is_initialized():
-            return None
-        status = torch.tensor([flag is _Flag.STOP for flag in _Flag], dtype=torch.int32, device="cpu")
-        return status, dist.all_reduce(status, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+    def vote_to_stop(self) -> None:
+        """Let the other ranks stop before their next step, and wait for none of them."""
+        if self._group is not None and dist.is_initialized():
+            status = torch.tensor([flag is _Flag.STOP for flag in _Flag], dtype=torch.int32, device="cpu")
+            self._votes.cast(status, self._group)
+
+    def wait(self) -> None:
+        """Wait until the other ranks have heard that this one has left."""
+        self._votes.wait()
 
     def gathered(self, numbers: list[int]) -> list[list[int]]:
         """Return the numbers of each rank."""
@@ -156,12 +167,13 @@ class Lockstep(Generic[Batch]):
         on_preempt: Callable[[Preemption], object] | None,
         grace: float,
         listens: bool = True,
+        empty: Callable[[Batch], Batch] | None = None,
     ) -> None:
+        self._empty: Callable[[Any], Any] = emptied if empty is None else empty
         self._loader, self._uneven, self._skip = loader, uneven, skip
         self._listens = listens
         self._on_preempt, self._grace = on_preempt, grace
         self._stop = self._is_left = False
-        self._vote: Any = None
         self._has_more = False
         self.step = self.skipped = 0
         self.preempted: Preemption | None = None
@@ -200,26 +212,28 @@ class Lockstep(Generic[Batch]):
             with shielded(loader, self._grace):
                 batches = _begin(loader, "_rank_batches")
             world.part(Activity).follow(self)
-            first_pass = True
+            first_pass, empties = True, EmptyBatches(self._empty)
             moves: list[Callable[[], None]] = []
             no_moves: list[Callable[[], None]] = []
             while True:
                 # A loop that nobody can stop has all that is fetched.
                 fetching: Any = fetching_ahead if self._listens else partial(nullcontext, no_moves)
                 with fetching() as ahead:
-                    batch = next(batches, _NOTHING)
+                    batch = _NOTHING if empties.are_due else next(batches, _NOTHING)
                     if batch is _NOTHING and self._uneven == "pad":
                         first_pass, batches = False, _begin(loader, "_same_epoch")
                         batch = next(batches, _NOTHING)
                 moves += ahead
                 has = self._has_more = batch is not _NOTHING
+                if self._uneven == "empty":
+                    empties.note(batch) if has else empties.begin()
                 mine = {
                     _Flag.OUT: not (has and first_pass),
                     _Flag.HAS: has and first_pass,
                     _Flag.STOP: self._stop,
                     _Flag.SKIP: has and skip is not None and bool(skip(batch)),
                     _Flag.PREEMPTED: listener.heard is not None or status.preempted is not None,
-                    _Flag.EMPTY: self._uneven == "pad" and not has,
+                    _Flag.EMPTY: (self._uneven == "pad" and not has) or empties.are_unknown,
                 }
                 seen = status.maximum([int(mine[flag]) for flag in _Flag])
                 if self._ends(seen, world, status, listener):
@@ -229,13 +243,15 @@ class Lockstep(Generic[Batch]):
                 if seen[_Flag.SKIP]:
                     self.skipped += 1
                     continue
+                if seen[_Flag.EMPTY]:
+                    empties.agree()
                 move(*moves)  # of a batch that no rank trains on, none is made
                 moves.clear()
                 self.step += 1
-                yield batch
+                yield batch if has else empties.batch
         except GeneratorExit:  # the user's loop was left by itself, not by all ranks
             if current_world() is world and not self._is_left:
-                self._vote = status.vote_to_stop()
+                status.vote_to_stop()
             raise
         finally:
             listener.close()
@@ -247,20 +263,20 @@ class Lockstep(Generic[Batch]):
         if seen[_Flag.PREEMPTED]:
             self._leave_preempted(status, listener)
             return True
-        if seen[_Flag.EMPTY]:
+        if seen[_Flag.EMPTY] and self._uneven == "pad":
             raise LoaderError(
                 f"lockstep(uneven='pad') repeats batches of ranks that run out, but a rank has none at all: "
                 f"rank {world.placement.rank} of {world.placement.world_size} was told so. Use uneven='shortest'."
             )
         if seen[_Flag.STOP]:
             return True
-        if self._uneven == "pad":
+        if self._uneven != "shortest":
             return not seen[_Flag.HAS]
         if seen[_Flag.OUT] and seen[_Flag.HAS] and is_first_time("uneven"):
             out = [rank for rank, (has_more,) in enumerate(status.gathered([self._has_more])) if not has_more]
             say(
                 f"lockstep ended after step {self.step}, when {named_ranks(out)} ran out of data and the others had "
-                f"more; uneven='pad' would use it"
+                f"more; uneven='pad' would use it, uneven='empty' for an evaluation"
             )
         return bool(seen[_Flag.OUT])
 

@@ -6,7 +6,6 @@ from typing import Any
 from torch.utils.data import DataLoader
 
 from distwrap.data.lockstep import Lockstep
-from distwrap.data.samplers import ExactBatches
 from distwrap.data.sharded import ShardedLoader
 
 
@@ -34,9 +33,6 @@ def batches_left(loader: Any) -> int | None:
         whole = len(loader)
         if not isinstance(inner, ShardedLoader) or whole != len(inner):
             return whole
+        return inner.batches_to_come()
     except TypeError:
         return None
-    start, batches = inner._sharding.position.next.start, inner.batch_sampler
-    if isinstance(batches, ExactBatches):
-        return batches.count(start)
-    return whole - start // inner._sharding.items_per_step

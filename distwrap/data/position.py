@@ -30,11 +30,19 @@ class Shuffle(NamedTuple):
 
 @dataclass(frozen=True)
 class EpochStart:
-    """Start of an iteration: epoch, place in its order, and that order where it is not the usual one."""
+    """Start of an iteration.
+
+    Attributes:
+        epoch: the epoch.
+        start: the place in its order.
+        shuffle: that order, where it is not the usual one.
+        skip: how many batches from there are left out, where a place alone does not say it.
+    """
 
     epoch: int
     start: int = 0
     shuffle: Shuffle | None = None
+    skip: int = 0
 
 
 class Position:
@@ -66,14 +74,14 @@ class Position:
         Args:
             usual: returns an epoch's order, where no saved position has one.
         """
-        self.now, self.batches_taken = self.next, 0
+        self.now, self.batches_taken = self.next, self.next.skip
         self.next = EpochStart(self.now.epoch + 1)
         self.shuffle = self.now.shuffle or usual(self.now.epoch)
         return self.now, self.shuffle
 
-    def count(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches, and count those that the loop has had: workers are ahead of it."""
-        for taken, batch in enumerate(batches, 1):
+    def count(self, batches: Iterable[Any], skipped: int = 0) -> Iterator[Any]:
+        """Yield the batches, and count those that the loop has had, after skipped ones: workers are ahead of it."""
+        for taken, batch in enumerate(batches, 1 + skipped):
             move(partial(self._move, self.now, taken))
             yield batch
         move(partial(self._move, self.now, None))
@@ -101,7 +109,7 @@ class Position:
         if self.now is not None:
             begun, shuffle, at = self.now, self.shuffle, consumed(self.now.start, self.batches_taken)
         else:
-            begun, at = self.next, self.next.start
+            begun, at = self.next, consumed(self.next.start, self.next.skip)
             shuffle = begun.shuffle or usual(begun.epoch)
         return {"epoch": begun.epoch, "consumed": at, "order": shuffle.order, "seed": shuffle.seed}
 

@@ -10,14 +10,16 @@ from typing import Any, TypeVar
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
 
-from distwrap._internals.torch_data import ITERATOR, IteratorHook, check_iterator_hook
+from distwrap._internals.torch_data import ITERATOR, check_iterator_hook
 from distwrap.data import workers
+from distwrap.data.dispatch import READER
 from distwrap.data.indices import stream_batches
 from distwrap.data.iterable_shards import DataPipeShard, IterableShard, SplitShard, StatefulShard
 from distwrap.data.lockstep import in_step
 from distwrap.data.position import EpochStart, Shuffle, check_state, check_stream_state, is_ahead, move
 from distwrap.data.samplers import ExactBatches, Order, RememberedShuffle, Share
 from distwrap.data.sharding import Sharding
+from distwrap.data.skipping import SkippingLoader
 from distwrap.data.worker_seeding import SeededFetch, SeededIndices, WorkerInit, worker_seed
 from distwrap.devices.transfer import on_device
 from distwrap.errors import LoaderError
@@ -28,10 +30,8 @@ from distwrap.supervision.hang_report import Activity
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
 
 
-class ShardedLoader(IteratorHook):
+class ShardedLoader(SkippingLoader):
     """Loader with this rank's share; a base of the class that `sharded_class` makes."""
-
-    _sharding: Sharding
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the next epoch; left alone, each one is one more than the last."""
@@ -52,9 +52,11 @@ class ShardedLoader(IteratorHook):
 
     def __len__(self) -> int:
         sharding = self._sharding
-        whole = DataLoader.__len__(self) if sharding.endless else super().__len__()
+        length = DataLoader.__len__(self) if sharding.endless else super().__len__()
+        if sharding.dispatch is not None:
+            return sharding.dispatch.length(length, sharding.rank, sharding.world_size)
         if not self._is_iterable or sharding.world_size == 1 or sharding.by_itself:
-            return whole
+            return length
         rank = {"": sharding.rank, "pad": 0, "shortest": sharding.world_size - 1}[sharding.uneven]
         place = (rank, sharding.world_size, max(1, self.num_workers))
         return stream_batches(len(self.dataset), *place, self.batch_size or 1, self.drop_last)  # type: ignore[arg-type]
@@ -64,16 +66,20 @@ class ShardedLoader(IteratorHook):
         sharding, world = self._sharding, current_world()
         position = sharding.position
         if sharding.world_size > 1:
-            if self.num_workers and active_world() is not None:  # else nobody would remove it
+            if self._reads and self.num_workers and active_world() is not None:  # else nobody would remove it
                 world.part(workers.WorkerFolder)
             self._tell_epoch()
         resumes = sharding.sampler is None and position.next.start > 0
+        skipped = position.next.skip
         # The run that was cut off had drawn what a loader draws at its start.
         with preserved() if position.next.start > 0 else nullcontext():
             begin = partial(DataLoader.__iter__, self) if sharding.endless else super().__iter__
-            batches = self._resumed() if resumes else begin()
+            if sharding.dispatch is not None:
+                batches = sharding.dispatch.batches(begin)
+            else:
+                batches = self._resumed() if resumes else begin()
         world.part(Activity).follow(batches)
-        if self.num_workers:
+        if self.num_workers and self._reads:
             batches = workers.explain_failures(batches)
         if sharding.sampler is None and not resumes:  # else the sampler does
             position.begin(lambda epoch: Shuffle("", 0))
@@ -81,10 +87,11 @@ class ShardedLoader(IteratorHook):
             check = sharding.epoch_check
             batches = check.first_batches(batches) if self._is_iterable else check.epochs(batches)
         if sharding.device.type != "cpu":
-            batches = on_device(batches, sharding.device, sharding.copy_ahead, self.pin_memory)
+            pinned = self.pin_memory and self._reads and sharding.dispatch is None
+            batches = on_device(batches, sharding.device, sharding.copy_ahead, pinned)
         if sharding.sampler is None:
             batches = self._remembering(batches)
-        return position.count(batches)
+        return position.count(self.read_on(batches, skipped), skipped)
 
     def _same_epoch(self) -> Iterator[Any]:
         """Return an iterator for a rank that is out of batches before the others are: their next epoch is its own."""
@@ -116,6 +123,8 @@ class ShardedLoader(IteratorHook):
         if remembered is not None:
             return remembered
         theirs = getattr(super(), "state_dict", None)
+        if not self._reads:
+            return None
         if theirs is not None:
             return {"loader": theirs()}
         tells = getattr(self.dataset, "state_dict", None) if self._is_iterable and self.num_workers == 0 else None
@@ -124,11 +133,12 @@ class ShardedLoader(IteratorHook):
     @contextmanager
     def making_iterator(self) -> Iterator[None]:
         """Put what fetches this rank's samples in the place of the user's dataset while the iterator is made."""
-        if self._sharding.world_size == 1:
+        alone, skipped = self._sharding.world_size == 1, self._sharding.position.next.skip
+        if alone and not (skipped and self.skips_indices):
             yield
             return
         attributes = self.__dict__
-        fetching = self._fetching()
+        fetching = self._fetching() if not alone else self.fetching_after(skipped)
         before = {name: attributes[name] for name in fetching}
         attributes.update(fetching)
         try:
@@ -175,6 +185,11 @@ class ShardedLoader(IteratorHook):
     @property
     def _is_iterable(self) -> bool:
         return isinstance(self.dataset, IterableDataset)
+
+    @property
+    def _reads(self) -> bool:
+        """Whether this rank reads the data, and does not get it from the one that does."""
+        return self._sharding.dispatch is None or self._sharding.dispatch.reads
 
     # Positions
 
@@ -271,9 +286,11 @@ class ShardedLoader(IteratorHook):
     def _iterable_state(self) -> dict[str, Any]:
         sharding = self._sharding
         whose = {"rank": sharding.rank, "world_size": sharding.world_size, "epoch": sharding.position.epoch}
+        if sharding.dispatch is not None:
+            whose.update(rank=READER, world_size=1)  # for any number of ranks: this one's alone is to be saved
         own = self._own_state()
-        if own is not None:
-            return {**whose, **own}
+        if own is not None or not self._reads:
+            return {**whose, **(own or {})}
         raise LoaderError(
             f"the position in {type(self.dataset).__name__} cannot be told: an iterable dataset has no indices, and "
             f"{'its workers fetch ahead of the loop' if self.num_workers else 'it has no state_dict()'}. "
@@ -282,8 +299,11 @@ class ShardedLoader(IteratorHook):
         )
 
     def _load_iterable_state(self, state: dict[str, Any]) -> None:
-        check_stream_state(state, self._sharding.rank, self._sharding.world_size)
-        if "loader" in state:
+        place = (self._sharding.rank, self._sharding.world_size)
+        check_stream_state(state, *(place if self._sharding.dispatch is None else (READER, 1)))
+        if not self._reads:
+            pass
+        elif "loader" in state:
             super().load_state_dict(state["loader"])  # type: ignore[misc]
         else:
             self.dataset.load_state_dict(state["dataset"])  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from distwrap.data.samplers import Order, Share
 
 if TYPE_CHECKING:
     from distwrap.data.changing import Changing
+    from distwrap.data.dispatch import Dispatch
     from distwrap.data.epoch_check import EpochCheck
     from distwrap.data.lockstep import Lockstep
 
@@ -30,6 +31,7 @@ class Sharding:
         items_per_step: how many of the sampler's items all ranks take in a step.
         uneven: how ranks with an iterable dataset end; empty where each ends by itself.
         lockstep: the loop in step with the other ranks, where they may end unevenly.
+        dispatch: how one rank reads an iterable dataset for all, if it does.
         by_itself: whether an iterable dataset takes its rank's part by itself.
         seed: of the random numbers with which samples are fetched.
         order_seed: of those with which an iterable dataset makes the items that are divided, alike on all ranks.
@@ -50,6 +52,7 @@ class Sharding:
     items_per_step: int = 1
     uneven: Literal["", "shortest", "pad"] = ""
     lockstep: Lockstep[Any] | None = None
+    dispatch: Dispatch | None = None
     by_itself: bool = False
     seed: int = 0
     order_seed: int = 0

@@ -3,7 +3,8 @@
 Values may be tensors, numbers, or lists, tuples and dicts of them in any nesting.
 """
 
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Sequence
+from typing import Any, Literal, TypeVar, get_args, overload
 
 import torch
 import torch.distributed as dist
@@ -17,16 +18,9 @@ from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.members import among_members
 from distwrap.group.setup import require_group
 from distwrap.group.signing import only_plain, run_secret, sign, verify
-from distwrap.group.tensor_exchange import (
-    Op,
-    exchange_device,
-    gather_numbers,
-    gather_tensor,
-    ranks_of_shares,
-    reduce_tensor,
-)
+from distwrap.group.tensor_exchange import Op, exchange_device, gather_numbers, ranks_of_shares, reduce_tensor
 from distwrap.group.tensors_apart import as_bytes, bytes_of, is_dense, of_bytes, put_together, take_apart
-from distwrap.group.world import current_world, say_once
+from distwrap.group.world import current_world
 from distwrap.supervision.hang_report import Activity
 
 Value = TypeVar("Value")
@@ -35,102 +29,52 @@ Value = TypeVar("Value")
 @among_members
 def barrier() -> None:
     """Wait until every rank is here."""
-    if _alone("barrier"):
+    if is_alone("barrier"):
         return
     current_world().barrier()
 
 
-@among_members
-def gather(value: Any, *, differentiable: bool | None = None, interleave: bool = False) -> Any:
-    """Concatenate every rank's tensors along the first dimension, in rank order, on every rank.
-
-    The first dimension may differ between ranks, and be 0; a number or 0-d tensor of each rank becomes one element.
-
-    Args:
-        value: a tensor of shape (n, …), a number, or a nesting of them.
-        differentiable: let gradients flow back to the rank that a row comes from, summed over all ranks, as a
-            contrastive loss over the joint batch needs. All ranks must then call ``backward``. With DDP's average, the
-            gradient is that of one process where each rank computes the loss of the joint batch, or the mean over its
-            own rows. By default they flow where a tensor requires a gradient on every rank.
-        interleave: take a row of each rank in turn. Of the exact share of a loader in order, that is the dataset's
-            order.
-
-    Returns:
-        The same nesting with tensors of shape (sum of all n, …); in a single process `value` itself.
-
-    Raises:
-        CollectiveError: the ranks hold different structures, dtypes or trailing shapes; on every rank.
-
-    Example:
-        >>> gather(torch.tensor([1.0, 2.0]))
-        tensor([1., 2.])
-    """
-    if _alone("gather"):
-        return value
-    _, spec, tensors = _tensors(value, "gather")
-    tensors = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
-    everyone = _everyones(spec, tensors)
-    _compare([(structure, [(d, s[1:]) for d, s in rows]) for structure, rows, _ in everyone], "gather")
-    shares = [everyone[rank] for rank in ranks_of_shares()]
-    sizes = [[rows[index][1][0] for _, rows, _ in shares] for index in range(len(tensors))]
-    if differentiable is not False and _want_gradients(everyone, refused=differentiable is True):
-        gathered = [_Gathered.apply(leaf, each) for leaf, each in zip(tensors, sizes, strict=True)]  # type: ignore[no-untyped-call]
-    else:
-        gathered = [gather_tensor(leaf.detach(), each) for leaf, each in zip(tensors, sizes, strict=True)]
-    if interleave:
-        gathered = [rows[_in_turn(each).to(rows.device)] for rows, each in zip(gathered, sizes, strict=True)]
-    return tree_unflatten(gathered, spec)
-
-
-def _in_turn(sizes: list[int]) -> torch.Tensor:
-    """Return where the rows of all ranks are, one after the other, when the ranks take turns."""
-    return torch.cat([torch.arange(size) * len(sizes) + rank for rank, size in enumerate(sizes)]).argsort()
-
-
-def _want_gradients(everyone: list["_Description"], *, refused: bool) -> bool:
-    """Return whether tensors require a gradient, the same on all ranks; where they differ, say so, or raise."""
-    for rank, (_, _, wanted) in enumerate(everyone):
-        if wanted != everyone[0][2]:
-            which = f"some tensor requires a gradient on rank 0 or {rank} and not on the other"
-            if refused:
-                raise CollectiveError(
-                    f"gather(differentiable=True): {which}, whose backward would wait for it forever."
-                )
-            say_once("gather", f"gather(): {which}, so no gradient flows back through it.")
-            return False
-    return any(everyone[0][2])
-
-
-class _Gathered(torch.autograd.Function):
-    """Gather whose backward sums all ranks' gradients of this rank's rows."""
-
-    @staticmethod
-    def forward(ctx: Any, leaf: torch.Tensor, sizes: list[int]) -> torch.Tensor:
-        ctx.sizes = sizes
-        return gather_tensor(leaf, sizes)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
-        everyones = reduce_tensor(grad, "sum")
-        share = current_world().layout.rank
-        start = sum(ctx.sizes[:share])
-        return everyones[start : start + ctx.sizes[share]], None
+@overload
+def gather_object(value: Value, *, joined: Literal[False] = False) -> list[Value]: ...
+@overload
+def gather_object(value: Sequence[Value], *, joined: Literal[True]) -> list[Value]: ...
 
 
 @among_members
-def gather_object(value: Value) -> list[Value]:
+def gather_object(value: Any, *, joined: bool = False) -> list[Any]:
     """Return every rank's value, in rank order, on every rank; anything that can be pickled.
 
     Only plain data where the ranks have no secret: see docs/security.md.
 
+    Args:
+        value: of this rank.
+        joined: the values are lists, of any length: return one list of their items. Of the results of `split`, that is
+            the order of the whole list.
+
+    Raises:
+        CollectiveError: a value cannot be sent, or is no list where they are to be joined; on every rank.
+
     Example:
         >>> gather_object("here")
         ['here']
+        >>> gather_object(["a", "b"], joined=True)
+        ['a', 'b']
     """
-    if _alone("gather_object"):
-        return [value]
+    problem = ""
+    if joined and not isinstance(value, (list, tuple)):
+        problem = f"gather_object(joined=True) takes a list, not a {type(value).__qualname__}"
+    if is_alone("gather_object"):
+        if problem:
+            raise CollectiveError(f"{problem}.")
+        return list(value) if joined else [value]
+    values = _of_every_rank(value, problem)
+    return [item for rank in ranks_of_shares() for item in values[rank]] if joined else values
+
+
+def _of_every_rank(value: Any, problem: str) -> list[Any]:
+    """Return every rank's value; raise the problem of any rank on every rank."""
     secret = run_secret()
-    mine = _tensor_of(_signed(value, secret))
+    mine = _tensor_of(sign((problem, None), secret) if problem else _signed(value, secret))
     sizes = [torch.zeros(1, dtype=torch.int64, device=mine.device) for _ in range(dist.get_world_size())]
     dist.all_gather(sizes, torch.tensor([mine.numel()], device=mine.device))
     longest = max(int(size) for size in sizes)
@@ -166,22 +110,23 @@ def reduce(value: Any, op: Op = "mean") -> Any:
 
     Args:
         value: a tensor, a number, or a nesting of them, with the same shapes on every rank.
-        op: ``"mean"``, ``"sum"``, ``"min"`` or ``"max"``. Of whole numbers or booleans a mean is a float64 (a float32
-            on a device without float64), a sum an int64. Where a rank has NaN the result is NaN.
+        op: ``"mean"``, ``"sum"``, ``"product"``, ``"min"`` or ``"max"``. Of whole numbers or booleans a mean is a
+            float64 (a float32 on a device without float64), a sum or a product an int64. Where a rank has NaN the
+            result is NaN.
 
     Raises:
-        CollectiveError: the ranks hold different structures, dtypes or shapes, or a sum is too large for an int64; on
-            every rank.
+        CollectiveError: the ranks hold different structures, dtypes or shapes, or a sum or a product is too large for
+            an int64; on every rank.
 
     Example:
         >>> reduce(3.0)
         3.0
     """
     one_of("op", get_args(Op))("op", op)
-    if _alone("reduce"):
+    if is_alone("reduce"):
         return value
-    leaves, spec, tensors = _tensors(value, "reduce")
-    _compare([(structure, rows) for structure, rows, _ in _everyones(spec, tensors)], "reduce")
+    leaves, spec, tensors = tensors_in(value, "reduce")
+    compare([(structure, rows) for structure, rows, _ in everyones(spec, tensors)], "reduce")
     reduced = [reduce_tensor(tensor, op) for tensor in tensors]
     kept = [new if isinstance(old, torch.Tensor) else new.item() for old, new in zip(leaves, reduced, strict=True)]
     return tree_unflatten(kept, spec)
@@ -208,9 +153,9 @@ def mean(value: Any, count: float = 1) -> Any:
         >>> mean(0.25, count=4)
         0.25
     """
-    if _alone("mean"):
+    if is_alone("mean"):
         return value
-    leaves, spec, tensors = _tensors(value, "mean")
+    leaves, spec, tensors = tensors_in(value, "mean")
     exact = [_in_float64(tensor.detach()) for tensor in tensors]
     weighted = [tensor * count if count else torch.zeros_like(tensor) for tensor in exact]
     *sums, everything = reduce([*weighted, float(count)], op="sum")
@@ -249,7 +194,7 @@ def broadcast(value: Any, src: int = 0) -> Any:
     world = current_world()
     if not 0 <= src < world.placement.world_size:
         raise OptionError(f"broadcast(src={src}): ranks are 0 to {world.placement.world_size - 1}.")
-    if _alone("broadcast"):
+    if is_alone("broadcast"):
         return value
     mine = world.placement.rank == src
     tensors: list[torch.Tensor] = []
@@ -285,7 +230,7 @@ def agree(flag: bool, how: Literal["any", "all"] = "any") -> bool:
         True
     """
     one_of("way to agree", ("any", "all"))("how", how)
-    if _alone("agree"):
+    if is_alone("agree"):
         return bool(flag)
     vote = torch.tensor(int(bool(flag)), device=exchange_device())
     dist.all_reduce(vote, op=dist.ReduceOp.MAX if how == "any" else dist.ReduceOp.MIN)
@@ -295,7 +240,7 @@ def agree(flag: bool, how: Literal["any", "all"] = "any") -> bool:
 @among_members
 def total(number: float) -> float:
     """Return the sum of a number over the shares of the data, in float64, by one all-gather: for use in a step."""
-    if _alone("total"):
+    if is_alone("total"):
         return number
     return sum(each for (each,) in gather_numbers([number], current_world().layout.group))
 
@@ -318,7 +263,8 @@ def _tensor_of(data: bytes) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(exchange_device())
 
 
-def _alone(what: str) -> bool:
+def is_alone(what: str) -> bool:
+    """Return whether there is one process; else make sure that all ranks can come to a collective, and note it."""
     world = current_world()
     if world.placement.world_size == 1:
         return True
@@ -330,12 +276,12 @@ def _alone(what: str) -> bool:
     return False
 
 
-def _tensors(value: Any, what: str) -> tuple[list[Any], Any, list[torch.Tensor]]:
+def tensors_in(value: Any, what: str) -> tuple[list[Any], Any, list[torch.Tensor]]:
     """Return a value's leaves, its structure, and the leaves as tensors; raise on all ranks where one cannot be."""
     try:
         leaves, spec = tree_flatten(value, lambda part: isinstance(part, PackedSequence))  # a named tuple to pytree
     except RecursionError:
-        _everyones("", [], f"{what}() cannot follow containers that are nested so deep, or hold themselves.")
+        everyones("", [], f"{what}() cannot follow containers that are nested so deep, or hold themselves.")
         raise
     tensors = []
     for leaf in leaves:
@@ -350,14 +296,14 @@ def _tensors(value: Any, what: str) -> tuple[list[Any], Any, list[torch.Tensor]]
                 tensors.append(torch.tensor(leaf, dtype=torch.float64 if isinstance(leaf, float) else None))
                 continue
             problem = f"and {leaf} does not fit into 64 bits. Give it a float"
-        _everyones(spec, [], f"{what}() takes tensors and numbers in lists, tuples and dicts, {problem}.")  # raises it
+        everyones(spec, [], f"{what}() takes tensors and numbers in lists, tuples and dicts, {problem}.")  # raises it
     return leaves, spec, tensors
 
 
-_Description = tuple[str, list[Any], list[bool]]
+Description = tuple[str, list[Any], list[bool]]
 
 
-def _everyones(spec: Any, tensors: list[torch.Tensor], problem: str = "") -> list[_Description]:
+def everyones(spec: Any, tensors: list[torch.Tensor], problem: str = "") -> list[Description]:
     """Return each rank's structure, its tensors' dtypes and shapes, and which of them require a gradient.
 
     Raises the problem of any rank, on every rank.
@@ -371,7 +317,12 @@ def _everyones(spec: Any, tensors: list[torch.Tensor], problem: str = "") -> lis
     return [description for description, _ in everyone]
 
 
-def _compare(descriptions: list[Any], what: str) -> None:
+def compare(descriptions: list[Any], what: str) -> None:
+    """Raise an error on every rank where the ranks' descriptions differ.
+
+    Raises:
+        CollectiveError: says what rank 0 has, and another one.
+    """
     for rank, description in enumerate(descriptions):
         if description != descriptions[0]:
             raise CollectiveError(
@@ -382,5 +333,8 @@ def _compare(descriptions: list[Any], what: str) -> None:
 
 def _words(description: tuple[str, list[Any]]) -> str:
     structure, rows = description
-    leaves = ", ".join(f"{str(dtype).removeprefix('torch.')}{list(shape)}" for dtype, shape in rows) or "nothing"
+    leaves = (
+        ", ".join(f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]" for dtype, shape in rows)
+        or "nothing"
+    )
     return leaves if structure == str(tree_flatten(0)[1]) else f"{leaves} in {structure}"

@@ -1,6 +1,6 @@
 """Exchange of one tensor, in the ways of `collectives`, by backends that do not know every type."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
@@ -11,9 +11,10 @@ from distwrap.errors import CollectiveError
 from distwrap.group.tensors_apart import as_bytes, of_bytes
 from distwrap.group.world import current_world
 
-Op = Literal["mean", "sum", "min", "max"]
+Op = Literal["mean", "sum", "product", "min", "max"]
 
 _OPS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "min": dist.ReduceOp.MIN, "max": dist.ReduceOp.MAX}
+_OPS["product"] = dist.ReduceOp.PRODUCT
 
 
 def exchange_device() -> torch.device:
@@ -54,13 +55,13 @@ def reduce_tensor(leaf: torch.Tensor, op: Op) -> torch.Tensor:
     """Return the tensors of all shares combined element by element.
 
     Raises:
-        CollectiveError: a sum of whole numbers is too large; on every rank.
+        CollectiveError: a sum or a product of whole numbers is too large; on every rank.
     """
     dtype = leaf.dtype
     # A sum of float16 may overflow where the mean does not, and gloo does not know all the small types.
     wide = torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
     own = leaf.detach().to(_place_of(wide), wide, copy=True).contiguous()
-    if dtype.is_complex or (dtype.is_floating_point and op in ("mean", "sum")):
+    if dtype.is_complex or (dtype.is_floating_point and op in ("mean", "sum", "product")):
         result = _all_reduced(own, op).to(dtype)
     elif dtype.is_floating_point:  # with marks of NaN beside, which gloo and NCCL keep from some ranks only
         nan = own.isnan()
@@ -69,10 +70,10 @@ def reduce_tensor(leaf: torch.Tensor, op: Op) -> torch.Tensor:
         result = values.masked_fill(marks != 0, torch.nan).to(dtype)
     elif op == "mean":
         result = _all_reduced(own.to(torch.float64), op).to(widest(leaf.device))
-    elif op == "sum":
+    elif op in ("sum", "product"):
         about, result = _all_reduced(own.to(torch.float64), op), _all_reduced(own.to(torch.int64), op)
         if ((result - about).abs() > 2.0**62).any():
-            raise CollectiveError(f"reduce(op='sum'): a sum of {dtype} is too large for an int64. Give it a float64.")
+            raise CollectiveError(f"reduce(op={op!r}): a {op} of {dtype} is too large for an int64. Give it a float64.")
     elif dtype == torch.uint64:  # which no backend knows: in order where the sign is turned around
         sign = torch.iinfo(torch.int64).min
         result = (_all_reduced(own.view(torch.int64) ^ sign, op) ^ sign).view(dtype)
@@ -89,9 +90,11 @@ def _place_of(dtype: torch.dtype) -> torch.device:
 
 def _all_reduced(values: torch.Tensor, op: Op) -> torch.Tensor:
     layout = current_world().layout
-    if values.device.type == exchange_device().type:
+    is_known = op != "product" or not values.is_complex()  # torch multiplies no complex numbers of several ranks
+    if is_known and values.device.type == exchange_device().type:
         dist.all_reduce(values, op=_OPS[op], group=layout.group)
     else:
         everyones = gather_tensor(values.unsqueeze(0), [1] * layout.size)
-        values = {"max": everyones.amax, "min": everyones.amin}.get(op, everyones.sum)(0)
+        combine: Callable[[int], torch.Tensor] = {"max": everyones.amax, "min": everyones.amin}.get(op, everyones.sum)
+        values = everyones.prod(0) if op == "product" else combine(0)
     return values / layout.size if op == "mean" else values

@@ -50,7 +50,7 @@ def start(task: Task) -> Any:
         _refuse_outer_ranks(strategy)
     if run is not None:
         _check_fits(task, run)
-        return _here(task)
+        return _here(_with_seed_of(run, task))
     if switched_on(os.environ, "DISTWRAP_DISABLE"):
         return _in_process(task)
     if dist.is_initialized():
@@ -90,6 +90,13 @@ def start(task: Task) -> Any:
     job = base.Job(task, nprocs, nodes)
     launcher.check(job)
     return base.launch(launcher, job)
+
+
+def _with_seed_of(run: World, task: Task) -> Task:
+    """Return a call inside a run as one that seeds nothing again by itself, where a variable has set the run's seed."""
+    if "seed" in task.asked or run.options.seed is None:
+        return task
+    return replace(task, options=replace(task.options, seed=None))
 
 
 def _with_losses(options: Options) -> Strategy:

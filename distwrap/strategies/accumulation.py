@@ -5,6 +5,7 @@ Source: https://docs.pytorch.org/docs/stable/generated/torch.nn.parallel.Distrib
 
 import sys
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any, TypeVar
 
@@ -61,11 +62,65 @@ def accumulate(
     """
     if not is_whole(steps, 1):
         raise OptionError(f"accumulate(steps={steps!r}): it must be a whole number from 1.")
+    return Accumulation(loader, steps, _models(model, "accumulate"))
+
+
+@contextmanager
+def no_sync(model: nn.Module | Sequence[nn.Module], *, enabled: bool = True) -> Iterator[None]:
+    """Leave gradients on their rank for the time of a ``with``, for loops that accumulate by ``if step % k``.
+
+    The next forward and backward outside of it average all that has accumulated. Forward and backward must both be
+    inside. All ranks must take the same branch. `accumulate` sees to that by itself. In a single process nothing is
+    exchanged anyway; only the step inside is refused there too.
+
+    Args:
+        model: what `wrap_model` returned, or several such.
+        enabled: whether to leave them; for a condition in one line.
+
+    Raises:
+        ModelError: an optimizer of the model steps inside, or afterwards over gradients that no backward has averaged;
+            or the loop is one of `accumulate`.
+        OptionError: it is no model.
+
+    Example:
+        >>> model = nn.Linear(1, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> loader = [torch.ones(1, 1)] * 4
+        >>> for step, x in enumerate(loader, 1):
+        ...     steps_now = step % 2 == 0 or step == len(loader)
+        ...     with no_sync(model, enabled=not steps_now):
+        ...         (model(x).mean() / 2).backward()
+        ...     if steps_now:
+        ...         optimizer.step()
+        ...         optimizer.zero_grad()
+    """
+    models = _models(model, "no_sync")
+    if not enabled:
+        yield
+        return
+    world, place = current_world(), object()
+    windows = world.part(Windows)
+    windows.leave_out(place, models)
+    try:
+        for item in models:
+            ddp = under_ddp(item)
+            # As in accumulate(): of a static graph torch sees two steps before exchanges can be left out.
+            if getattr(ddp, "static_graph", False) and world.count(f"no_sync of {id(ddp)}") <= 2:
+                continue
+            _sync_gradients(item, False)
+        yield
+    finally:
+        del windows.left_out[place]
+        for item in models:
+            _sync_gradients(item, not windows.is_left_out(item))
+
+
+def _models(model: nn.Module | Sequence[nn.Module], what: str) -> list[nn.Module]:
     models = [model] if isinstance(model, nn.Module) else list(model)
     for item in models:
         if not isinstance(item, nn.Module):
-            raise OptionError(f"accumulate() takes the model that wrap_model() returned, not a {type(item).__name__}.")
-    return Accumulation(loader, steps, models)
+            raise OptionError(f"{what}() takes the model that wrap_model() returned, not a {type(item).__name__}.")
+    return models
 
 
 class Accumulation(Iterator[tuple[Batch, Window]]):

@@ -157,6 +157,10 @@ class Strategy:
         """Clip gradients to a norm over the whole model, whatever part of it is here; return the norm before."""
         return nn.utils.clip_grad_norm_(parameters, max_norm)
 
+    def norm(self, optimizer: Optimizer) -> torch.Tensor | float | None:
+        """Return the norm by which the last step has clipped, where `clip` could not tell it before the step."""
+        return None
+
     def has_overflowed(self, optimizer: Optimizer) -> bool:
         """Return whether gradients that are on other ranks alone overflowed under fp16, so that all skip the step."""
         return False

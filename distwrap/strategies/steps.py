@@ -3,6 +3,10 @@
 Source: https://docs.pytorch.org/docs/stable/notes/amp_examples.html
 """
 
+from __future__ import annotations
+
+from typing import Any
+
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -16,6 +20,29 @@ from distwrap.model.wrapped_models import WrappedModels, parameters_of, strategy
 from distwrap.precision import LossScaling
 from distwrap.strategies.base import Strategy
 from distwrap.strategies.windows import Windows
+
+
+class Step(int):
+    """Outcome of `optimizer_step`: true where the step was taken, else false.
+
+    Attributes:
+        norm: of all gradients before the clip, over the whole model on all ranks, a scalar; infinite or NaN where one
+            overflowed; ``None`` without ``max_norm``.
+    """
+
+    norm: torch.Tensor | None
+
+    def __new__(cls, taken: bool, norm: torch.Tensor | float | None = None) -> Step:
+        """Make one of whether the step was taken, and of the norm."""
+        step = super().__new__(cls, taken)
+        step.norm = torch.as_tensor(norm).detach() if norm is not None else None
+        return step
+
+    def __repr__(self) -> str:
+        return repr(bool(self))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Step, (bool(self), self.norm)
 
 
 def backward(loss: torch.Tensor) -> None:
@@ -53,17 +80,18 @@ def optimizer_step(
     model: nn.Module | None = None,
     max_norm: float | None = None,
     scheduler: LRScheduler | None = None,
-) -> bool:
+) -> Step:
     """Clip and step; under fp16 unscale, clip, step or skip, and update the scale, in this order.
 
     Args:
         optimizer: steps over the gradients that `backward` left.
         model: whose gradients are clipped; by default all that the optimizer holds.
-        max_norm: the norm to which the gradients are clipped, or ``None``.
+        max_norm: the norm to which the gradients are clipped; ``inf`` only takes their norm, ``None`` does neither.
         scheduler: of the learning rate, stepped if the optimizer was.
 
     Returns:
-        Whether the step was taken: under fp16 it is skipped where a gradient overflowed, and so is the scheduler's.
+        Whether the step was taken, as a `Step`, with the norm as its attribute: under fp16 it is skipped where a
+        gradient overflowed, and so is the scheduler's.
 
     Raises:
         PrecisionError: under fp16, `backward` was not called since the last step, or the gradients were changed, as by
@@ -74,8 +102,9 @@ def optimizer_step(
         >>> weight = torch.nn.Parameter(torch.ones(1))
         >>> optimizer = torch.optim.SGD([weight], lr=0.5)
         >>> backward((2 * weight).sum())
-        >>> optimizer_step(optimizer, max_norm=1.0)
-        True
+        >>> step = optimizer_step(optimizer, max_norm=1.0)
+        >>> step, step.norm
+        (True, tensor(2.))
         >>> round(weight.item(), 3)
         0.5
     """
@@ -83,8 +112,9 @@ def optimizer_step(
     strategy, scaling = strategy_of(optimizer, world), world.part(LossScaling)
     world.part(Windows).refuse_half(optimizer)
     if scaling.scaler is None or strategy.owns_scale:
-        _clip(strategy, optimizer, model, max_norm)
-        return _stepped(scheduler, strategy.step(optimizer) is not False)
+        norm = _clip(strategy, optimizer, model, max_norm)
+        taken = strategy.step(optimizer) is not False
+        return _stepped(scheduler, taken, norm if norm is not None or max_norm is None else strategy.norm(optimizer))
     if scaling.stepped is None or id(optimizer) in scaling.stepped:
         raise PrecisionError(
             "optimizer_step() under precision='fp16', but backward(loss) was not called since the last step: "
@@ -95,7 +125,7 @@ def optimizer_step(
         scaling.refuse_changed_gradients(optimizer)
         scaler.unscale_(optimizer)
     scaling.unscaled.discard(id(optimizer))
-    _clip(strategy, optimizer, model, max_norm)
+    norm = _clip(strategy, optimizer, model, max_norm)
     overflowed = has_overflowed(scaler, optimizer) or strategy.has_overflowed(optimizer)
     scaling.is_scaled = False
     taken = not overflowed and strategy.step(optimizer) is not False
@@ -103,7 +133,7 @@ def optimizer_step(
         act(optimizer)
     # The scale is updated before the next backward: another optimizer may still have gradients in the present one.
     scaling.stepped.add(id(optimizer))
-    return _stepped(scheduler, taken)
+    return _stepped(scheduler, taken, norm)
 
 
 def unscale(optimizer: Optimizer) -> None:
@@ -147,13 +177,16 @@ def _strategy_of_loss(world: World) -> Strategy:
     return several[0]
 
 
-def _stepped(scheduler: LRScheduler | None, taken: bool) -> bool:
+def _stepped(scheduler: LRScheduler | None, taken: bool, norm: torch.Tensor | float | None) -> Step:
     if scheduler is not None and taken:
         scheduler.step()
-    return taken
+    return Step(taken, norm)
 
 
-def _clip(strategy: Strategy, optimizer: Optimizer, model: nn.Module | None, max_norm: float | None) -> None:
-    if max_norm is not None:
-        clipped = model.parameters() if model is not None else parameters_of(optimizer).values()
-        strategy.clip(optimizer, clipped, max_norm)
+def _clip(
+    strategy: Strategy, optimizer: Optimizer, model: nn.Module | None, max_norm: float | None
+) -> torch.Tensor | float | None:
+    if max_norm is None:
+        return None
+    clipped = model.parameters() if model is not None else parameters_of(optimizer).values()
+    return strategy.clip(optimizer, clipped, max_norm)

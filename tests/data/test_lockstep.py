@@ -324,7 +324,7 @@ def test_a_loader_that_has_indices_alone() -> None:
 
 def test_wrong_input() -> None:
     """A misspelt way is refused with the right ones, and so is lockstep where only some ranks are."""
-    with pytest.raises(OptionError, match="Known: pad, shortest"):
+    with pytest.raises(OptionError, match="Known: empty, pad, shortest"):
         lockstep([1], uneven="shortets")  # type: ignore[arg-type]
     with pytest.raises(OptionError, match="grace=0"):
         lockstep([1], grace=0)
@@ -335,3 +335,18 @@ def test_wrong_input() -> None:
 def _alone() -> None:
     dw.rank_zero_only(lambda: list(lockstep([1])))()
     dw.barrier()
+
+
+def test_a_break_may_be_the_last_thing_that_a_rank_does() -> None:
+    """Nobody waits for a rank that has left its loop and its function: the others end before their next step."""
+
+    def on_rank() -> int:
+        taken = 0
+        for _ in lockstep(range(9)):
+            taken += 1
+            if dw.rank() == 1 and taken == 3:
+                return taken
+            dw.barrier() if taken < 3 else time.sleep(0.5)
+        return taken
+
+    assert run_ranks(on_rank, 2) == [3, 3]

@@ -89,6 +89,22 @@ def test_variables_decide_for_the_whole_run(monkeypatch: pytest.MonkeyPatch) -> 
     assert outer.options(precision="32")() == ""
 
 
+def test_the_seed_of_a_variable_is_set_once_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """DISTWRAP_SEED seeds the run, over the decorator's seed, and no call inside begins its numbers again."""
+    monkeypatch.setenv("DISTWRAP_SEED", "7")
+
+    @distributed(nprocs=2, launcher="fork", seed=1)
+    def outer() -> list[float]:
+        inner = distributed(_draw), distributed(seed=3)(_draw), distributed(nprocs=2)(_draw).options(seed=5)
+        return [call()[1] for call in inner]
+
+    found = outer()
+    torch.manual_seed(7)
+    assert found[:2] == [torch.rand(1).item(), torch.rand(1).item()]
+    torch.manual_seed(5)
+    assert found[2] == torch.rand(1).item()
+
+
 def test_one_process_refuses_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call for two ranks inside one process is refused too; with DISTWRAP_DISABLE it stays in this process."""
     outer = distributed(nprocs=1)(lambda: (_refusal(nprocs=2), _refusal(comm="bytegrad")))

@@ -139,6 +139,83 @@ def test_reduce_of_whole_numbers_and_booleans() -> None:
     run_ranks(on_rank, 3)
 
 
+VALUES = {
+    "float32": torch.tensor([[1.5, -2.0, 0.0], [2.0, 3.0, torch.nan], [-4.0, torch.inf, 1.0]]),
+    "bfloat16": torch.tensor([[1.5, -2.0], [2.0, 3.0], [-4.0, 0.5]], dtype=torch.bfloat16),
+    "float64": torch.tensor([[1 / 3, 1e100], [7.0, 1e100], [0.1, 1e-100]], dtype=torch.float64),
+    "complex64": torch.tensor([[1 + 2j, 1j], [3 - 1j, 1j], [2j, 1j]]),
+    "uint8": torch.tensor([[200, 3], [200, 5], [200, 0]], dtype=torch.uint8),
+    "int64": torch.tensor([[2**40, -3], [2**20, 5], [-4, 7]]),
+    "bool": torch.tensor([[True, True], [True, False], [True, True]]),
+    "empty": torch.empty(3, 0),
+}
+
+
+def test_a_product_is_that_of_one_process() -> None:
+    """Of each type, element by element, in float32 or wider, and whole numbers in int64; NaN stays NaN."""
+
+    def on_rank() -> dict[str, torch.Tensor]:
+        mine = {name: values[dw.rank()] for name, values in VALUES.items()}
+        assert dw.reduce([2.0, dw.rank() + 1], "product") == [8.0, 6]
+        with pytest.raises(CollectiveError, match=r"a product of torch\.int64 is too large"):
+            dw.reduce(2**31 * (1 + dw.rank()), "product")
+        return dw.reduce(mine, "product")
+
+    for found in run_ranks(on_rank, 3):
+        for name, values in VALUES.items():
+            wide = values.float() if name == "bfloat16" else values
+            expected = wide.prod(0).to(torch.bfloat16) if name == "bfloat16" else wide.prod(0)
+            assert found[name].dtype == expected.dtype, name
+            torch.testing.assert_close(found[name], expected, rtol=1e-6, atol=0, equal_nan=True, msg=name)
+
+
+def test_gather_pads_sequences_to_the_longest_of_all_ranks() -> None:
+    """With a number to pad by, all dimensions but the first may differ, in any nesting; gradients go back."""
+
+    def on_rank() -> None:
+        r = dw.rank()
+        tokens = torch.full((r + 1, 2 + r), r + 1)
+        scores = torch.ones(1, 2 - r, 1 + r, requires_grad=True)
+        got = dw.gather({"tokens": tokens, "scores": scores, "hits": torch.ones(1, 2 - r, dtype=torch.bool)}, pad=0)
+        assert got["tokens"].tolist() == [[1, 1, 0], [2, 2, 2], [2, 2, 2]]
+        assert got["scores"].shape == (2, 2, 2)
+        assert got["scores"].sum() == 4
+        assert got["hits"].tolist() == [[True, True], [True, False]]
+        (got["scores"] * 3).sum().backward()
+        assert scores.grad is not None
+        assert scores.grad.tolist() == torch.full_like(scores, 6).tolist()
+        assert dw.gather(tokens, pad=-100, interleave=True).tolist() == [[1, 1, -100], [2, 2, 2], [2, 2, 2]]
+        assert dw.gather(torch.empty(0, 3 * r), pad=0).shape == (0, 3)
+        assert dw.gather(float(r), pad=0).tolist() == [0, 1]
+        same = torch.ones(2, 3)
+        assert torch.equal(dw.gather(same, pad=7.0), torch.ones(4, 3))
+
+    run_ranks(on_rank, 2)
+
+
+def test_what_cannot_be_padded_is_an_error_on_every_rank() -> None:
+    """Another number of dimensions, a number that the type lacks, a rank that does not pad: nobody waits."""
+
+    def on_rank() -> int:
+        r = dw.rank()
+        for value, pad in (
+            (torch.ones((2,) * (r + 1)), 0),
+            (torch.ones(2, 3 + r), (0, None)[r]),
+            (torch.ones(2, 3 + r), (0, 1)[r]),
+            (torch.ones(2, 3), (0, float("nan"))[r]),
+        ):
+            with pytest.raises(CollectiveError, match="the ranks hold different things"):
+                dw.gather(value, pad=pad)
+        for dtype, pad in ((torch.int64, 0.5), (torch.uint8, -100), (torch.bool, 2), (torch.int16, float("inf"))):
+            with pytest.raises(CollectiveError, match=rf"gather\(pad={pad}\): {str(dtype)[6:]} does not hold"):
+                dw.gather(torch.ones(1, dtype=(torch.float32, dtype)[r]), pad=pad)
+        return dw.reduce(1, "sum")
+
+    assert run_ranks(on_rank, 2, timeout=20) == [2, 2]
+    with pytest.raises(OptionError, match=r"gather\(pad='0'\): it must be a number"):
+        dw.gather(torch.ones(1), pad="0")  # type: ignore[arg-type]
+
+
 def test_mean_weighs_by_count() -> None:
     """Each rank's mean counts as often as it has items; with none its value, NaN perhaps, does not count at all."""
 
@@ -200,6 +277,7 @@ def test_a_single_process_gets_back_what_it_gave() -> None:
     """Alone every collective is the identity, down to the object."""
     value = {"t": torch.ones(2, requires_grad=True), "s": "text"}
     assert dw.gather(value) is value
+    assert dw.gather(value, pad=0) is value
     assert dw.reduce(value, "max") is value
     assert dw.mean(value["t"], 0) is value["t"]
     assert dw.broadcast(value) is value
@@ -211,7 +289,7 @@ def test_a_single_process_gets_back_what_it_gave() -> None:
 
 def test_wrong_names_are_refused_also_in_a_single_process() -> None:
     """An unknown op, way to agree or source rank is an error before anything is exchanged."""
-    with pytest.raises(OptionError, match=r"'avg'.*Known: max, mean, min, sum"):
+    with pytest.raises(OptionError, match=r"'avg'.*Known: max, mean, min, product, sum"):
         dw.reduce(1.0, "avg")
     with pytest.raises(OptionError, match=r"'some'.*Known: all, any"):
         dw.agree(True, "some")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -116,11 +117,33 @@ def test_float32_clips_and_steps() -> None:
             model, optimizer = setting()
             before = weights(model)
             dw.backward(100 * model(torch.ones(1, 4)).sum())
-            assert dw.optimizer_step(optimizer, model=model if given else None, max_norm=0.5) is True
+            assert dw.optimizer_step(optimizer, model=model if given else None, max_norm=0.5)
             moved = torch.tensor(before) - torch.tensor(weights(model))
             assert moved.norm().item() == pytest.approx(0.1 * 0.5, rel=1e-4)
 
     under("32", body)
+
+
+def test_a_step_tells_the_norm_before_its_clip() -> None:
+    """The norm is that of one process, also where it only was asked for; without a clip there is none."""
+
+    def body() -> None:
+        for precision_norm, factor in ((0.5, 100.0), (float("inf"), 1.0)):
+            model, optimizer = setting()
+            dw.backward(factor * model(torch.ones(1, 4)).sum())
+            step = dw.optimizer_step(optimizer, max_norm=precision_norm)
+            assert step
+            assert isinstance(step, int)
+            assert repr(step) == "True"
+            assert step.norm is not None
+            assert step.norm.item() == pytest.approx(factor * 5**0.5, rel=1e-3)
+            again = pickle.loads(pickle.dumps(step))
+            assert (bool(again), again.norm) == (True, step.norm)
+        dw.backward(model(torch.ones(1, 4)).sum())
+        assert dw.optimizer_step(optimizer).norm is None
+
+    for precision in ("32", "fp16"):
+        under(precision, body)
 
 
 class OwnScale(dw.DDPStrategy):
@@ -252,7 +275,7 @@ def test_fp16_clips_the_unscaled_gradients() -> None:
             model, optimizer = setting()
             before = weights(model)
             dw.backward(factor * model(torch.ones(1, 4)).sum())
-            assert dw.optimizer_step(optimizer, max_norm=0.5) is True
+            assert dw.optimizer_step(optimizer, max_norm=0.5)
             lengths.append((torch.tensor(before) - torch.tensor(weights(model))).norm().item())
         return lengths
 
@@ -269,12 +292,12 @@ def test_fp16_skips_a_step_that_overflowed() -> None:
         before = weights(model)
         dw.backward(model(torch.ones(1, 4)).sum() * (float("inf") if dw.rank() == dw.world_size() - 1 else 1.0))
         scale = current_world().part(LossScaling).scaler.get_scale()
-        assert dw.optimizer_step(optimizer, max_norm=1.0) is False
+        assert not dw.optimizer_step(optimizer, max_norm=1.0)
         assert weights(model) == before
         optimizer.zero_grad()
         dw.backward(model(torch.ones(1, 4)).sum())
         assert current_world().part(LossScaling).scaler.get_scale() == scale / 2
-        assert dw.optimizer_step(optimizer) is True
+        assert dw.optimizer_step(optimizer)
         assert weights(model) != before
         return weights(model)
 
@@ -408,7 +431,7 @@ def test_two_optimizers_with_a_backward_each() -> None:
             for model, optimizer in ((one, of_one), (other, of_other)):
                 optimizer.zero_grad()
                 dw.backward(model(x).pow(2).mean())
-                assert dw.optimizer_step(optimizer) is True
+                assert dw.optimizer_step(optimizer)
         assert weights(one) != before[0]
         assert weights(other) != before[1]
 
@@ -424,8 +447,8 @@ def test_two_optimizers_share_one_backward() -> None:
         x = torch.ones(1, 4)
         dw.backward(one(x).sum() * float("inf") + other(x).sum())
         scale = current_world().part(LossScaling).scaler.get_scale()
-        assert dw.optimizer_step(of_one) is False
-        assert dw.optimizer_step(of_other) is True
+        assert not dw.optimizer_step(of_one)
+        assert dw.optimizer_step(of_other)
         assert weights(one) == before
         torch.testing.assert_close(torch.tensor(weights(other)), torch.tensor(before) - 0.1, rtol=1e-3, atol=1e-4)
         dw.backward(one(x).sum())

@@ -10,6 +10,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from typing_extensions import assert_type
 
 import distwrap as dw
+from distwrap.strategies.steps import Step
 
 
 @dw.distributed
@@ -47,7 +48,7 @@ model: nn.Module = dw.wrap_model(nn.Linear(1, 1), find_unused_parameters=True)
 loader = dw.shard_loader(DataLoader(TensorDataset(torch.arange(3)), batch_size=2), mode="exact")
 assert_type(dw.agree(True, "all"), bool)
 assert_type(dw.gather_object(3), list[int])
-assert_type(dw.optimizer_step(torch.optim.SGD(model.parameters()), max_norm=1.0), bool)
+assert_type(dw.optimizer_step(torch.optim.SGD(model.parameters()), max_norm=1.0), Step)
 assert_type(dw.on_rank_zero(lambda: 3), int)
 for number, window in dw.accumulate([1, 2], 2, model):
     assert_type(number, int)

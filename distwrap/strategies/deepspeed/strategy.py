@@ -195,6 +195,10 @@ class DeepSpeedStrategy(Strategy):
         engine.clip(max_norm)
         return None  # which the step finds
 
+    def norm(self, optimizer: Optimizer) -> torch.Tensor | float | None:
+        engine = _engine_of(optimizer)
+        return None if engine is None else engine.norm()
+
     def step(self, optimizer: Optimizer) -> bool | None:
         optimizer.step()
         engine = _engine_of(optimizer)

@@ -117,16 +117,16 @@ def scale_loss_over_windows(trial: Trial) -> None:
 
 @behaviour()
 def clip_in_optimizer_step(trial: Trial) -> None:
-    """Clip by `optimizer_step`, over the whole model."""
+    """Clip by `optimizer_step`, over the whole model, and tell the norm before."""
 
     def loop(side: OneProcess) -> Any:
         model = side.wrap(small())
-        optimizer = side.prepare(sgd(model.parameters()))
+        optimizer, norms = side.prepare(sgd(model.parameters())), []
         for x, y in side.batches():
             side.backward(model.loss(x, y))
-            side.step(optimizer, SMALL_NORM)
+            norms.append(side.step(optimizer, SMALL_NORM).norm)
             optimizer.zero_grad()
-        return side.weights(model)
+        return side.weights(model), norms
 
     trial.same(loop)
 

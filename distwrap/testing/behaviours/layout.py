@@ -8,7 +8,8 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 from distwrap.data import shard_loader
 from distwrap.data.lockstep import lockstep
 from distwrap.errors import ModelError
-from distwrap.group.collectives import agree, broadcast, gather, gather_object, mean, reduce
+from distwrap.group.collectives import agree, broadcast, gather_object, mean, reduce
+from distwrap.group.gathering import gather
 from distwrap.group.world import rank
 from distwrap.model import assert_in_sync
 from distwrap.model.wrapped_models import bound_strategy

@@ -61,7 +61,7 @@ def fp16_overflow(trial: Trial) -> None:
             with side.autocast():
                 loss = model.loss(side.share(x), side.share(y))
             side.backward(loss)
-            taken.append(side.step(optimizer))
+            taken.append(bool(side.step(optimizer)))
             optimizer.zero_grad()
         return side.weights(model), taken
 

@@ -18,7 +18,7 @@ from distwrap.group.collectives import mean
 from distwrap.group.world import World
 from distwrap.model.wrapped_models import bound_strategy, parameters_of
 from distwrap.strategies import Strategy, wrap_model, wrap_optimizer
-from distwrap.strategies.steps import backward, optimizer_step
+from distwrap.strategies.steps import Step, backward, optimizer_step
 from distwrap.testing import exactness
 from distwrap.testing.behaviours.nets import ROWS, SmallNet, examples, small
 
@@ -74,19 +74,18 @@ class OneProcess:
         """Compute the gradients."""
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()  # type: ignore[no-untyped-call]
 
-    def step(self, optimizer: Optimizer, max_norm: float | None = None) -> bool:
-        """Clip and step; return whether the step was taken."""
+    def step(self, optimizer: Optimizer, max_norm: float | None = None) -> Step:
+        """Clip and step; return whether the step was taken, and the norm before the clip."""
         scale = None if self.scaler is None else self.scaler.get_scale()
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
-        if max_norm is not None:
-            self.clip(optimizer, max_norm)
+        norm = None if max_norm is None else self.clip(optimizer, max_norm)
         if self.scaler is None:
             optimizer.step()
-            return True
+            return Step(True, norm)
         self.scaler.step(optimizer)
         self.scaler.update()
-        return self.scaler.get_scale() == scale
+        return Step(self.scaler.get_scale() == scale, norm)
 
     def clip(self, optimizer: Optimizer, max_norm: float) -> Any:
         """Clip an optimizer's gradients; return the norm before."""
@@ -145,7 +144,7 @@ class Trial(OneProcess):
     def backward(self, loss: torch.Tensor) -> None:
         backward(loss)
 
-    def step(self, optimizer: Optimizer, max_norm: float | None = None) -> bool:
+    def step(self, optimizer: Optimizer, max_norm: float | None = None) -> Step:
         return optimizer_step(optimizer, max_norm=max_norm)
 
     def clip(self, optimizer: Optimizer, max_norm: float) -> Any:

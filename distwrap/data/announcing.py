@@ -1,0 +1,46 @@
+"""The line that says how a loader is divided, once for each place in the user's code."""
+
+from contextlib import suppress
+from typing import Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from distwrap.data.indices import Mode
+from distwrap.data.sharded import is_torchs
+from distwrap.data.sharding import Sharding
+from distwrap.group.world import World, say_once
+from distwrap.supervision.hang_report import Activity
+
+_IN_WORDS = {
+    "pad": "all ranks equally many, some samples twice where the ranks do not divide them",
+    "exact": "each sample once",
+    "drop": "what the ranks do not divide is left out",
+}
+
+
+def summary(loader: DataLoader[Any], sharded: DataLoader[Any], sharding: Sharding, mode: Mode, batch_size: str) -> str:
+    """Put into words how many samples a step takes, how many steps an epoch has, and how the ranks share."""
+    words = []
+    sampler, world_size, together = sharding.sampler, sharding.world_size, sharding.items_per_step
+    assert sampler is not None
+    if is_torchs(loader.batch_sampler, BatchSampler):
+        words.append(f"{together // world_size} a rank x {world_size} ranks = {together} a step")
+    with suppress(TypeError):  # a sampler without a length
+        words.append(f"{len(sharded)} steps an epoch ({len(loader)} in one process)")
+    words.append(f"mode {mode} ({_IN_WORDS[mode]})")
+    shuffle = sampler.shuffle_of(0).order
+    order = {"": "in order", "sampler": f"order of its {type(getattr(sampler, 'sampler', None)).__name__}"}
+    words.append(order.get(shuffle, f"shuffled, {shuffle} order"))
+    over = (sampler.items or 0) % together % world_size
+    if batch_size == "global" and mode == "exact" and over and not loader.drop_last:
+        words.append(
+            f"{over} of the last samples do not go round, so in training the last step is not one process's: "
+            f"leave them out by drop_last=True, or repeat some by mode='pad'"
+        )
+    return "; ".join(words)
+
+
+def announce(world: World, text: str) -> None:
+    """Print a line about a loader once for each place in the user's code."""
+    site = world.part(Activity).site
+    say_once(f"loader {site}", f"loader at {site}: {text}")

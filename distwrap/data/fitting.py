@@ -1,0 +1,183 @@
+"""The largest batch size that fits into the memory of every rank, found by trying."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from datetime import timedelta
+from enum import IntEnum
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+
+from distwrap._internals.torch_groups import collectives_begun
+from distwrap.checks import SECONDS, whole
+from distwrap.data.votes import Votes
+from distwrap.errors import CollectiveError, OptionError
+from distwrap.group.collective_guard import check_collectives_allowed
+from distwrap.group.setup import require_group
+from distwrap.group.world import RunPart, World, current_world, say
+from distwrap.supervision.hang_report import Activity
+from distwrap.wording import named_ranks
+
+Value = TypeVar("Value")
+
+# Of errors that are no OutOfMemoryError of torch's: its CPU, its other devices, and libraries of CUDA's.
+_WORDS = ("out of memory", "DefaultCPUAllocator: can't allocate", "not enough memory", "CUBLAS_STATUS_ALLOC_FAILED")
+
+
+class _Try(IntEnum):
+    """Outcome of a try on a rank; 0 would be one that has not ended."""
+
+    FITS = 1
+    FULL = 2
+    FAILED = 3
+
+
+def fit_batch_size(
+    fn: Callable[[int], Value], *, start: int, least: int = 1, patience: float = 60.0
+) -> tuple[int, Value]:
+    """Call a function with a batch size, halved on all ranks together until it runs out of memory on none.
+
+    Every rank must call. In a single process it halves all the same. Between tries what the function has made is freed,
+    so let it make what it needs, model and optimizer too: what it changes outside stays changed, and gradients of a try
+    that was broken off are no good. A rank that runs out of memory amid an exchange with the others, as in the backward
+    of a wrapped model, cannot try again if they have gone further in it: that is an error on all ranks. Where memory
+    differs between ranks, try a step that exchanges nothing: of the bare model, or in `no_sync`.
+
+    Args:
+        fn: gets the batch size of a rank.
+        start: the first one to try.
+        least: the last one.
+        patience: seconds for which a rank that is out of memory waits for the others to come to the end of `fn`.
+
+    Returns:
+        The batch size and the function's value, as ``size, value``.
+
+    Raises:
+        torch.OutOfMemoryError: a rank is out of memory with `least` too; on every rank.
+        CollectiveError: a rank is out of memory, and the others wait for it in an exchange, or have begun another
+            number of them; or `fn` raised another error on another rank. On the rank that raised it, it is that error.
+        OptionError: a number that is none, or `start` is below `least`.
+
+    Example:
+        >>> def train(batch_size: int) -> str:
+        ...     if batch_size > 20:
+        ...         raise torch.OutOfMemoryError("only 20 fit")
+        ...     return "trained"
+        >>> size, value = fit_batch_size(train, start=64)
+        >>> size, value
+        (16, 'trained')
+    """
+    size, least = whole(1)("start", start), whole(1)("least", least)
+    seconds = SECONDS("patience", patience)
+    if size < least:
+        raise OptionError(f"fit_batch_size(start={start}, least={least}): it begins with `start`, and halves it.")
+    check_collectives_allowed("fit_batch_size()")
+    world = current_world()
+    world.part(Activity).record("fit_batch_size")
+    part = world.part(Fitting)
+    while True:
+        begun, value, why = collectives_begun(world.layout.group), None, ""
+        try:
+            value = fn(size)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                part.tell_failure()
+                raise
+            why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        outcome = _Try.FULL if why else _Try.FITS
+        full = part.full_ranks(outcome, size, collectives_begun(world.layout.group) - begun, seconds)
+        if not full:
+            return size, cast("Value", value)
+        value = None
+        _free(world.device)
+        if size // 2 < least:
+            raise torch.OutOfMemoryError(
+                f"fit_batch_size(): {named_ranks(full)} ran out of memory with batch size {size} too, and the least to "
+                f"try is {least}. {why}".rstrip()
+            )
+        say(f"fit_batch_size(): {named_ranks(full)} ran out of memory with batch size {size}; now {size // 2} is tried")
+        size //= 2
+
+
+class Fitting(RunPart):
+    """Exchange of how tries have ended, apart from all that a function may exchange."""
+
+    def __init__(self, world: World) -> None:
+        self._place, self._votes = world.placement, Votes()
+        self._group: Any = None
+        if self._place.world_size > 1:
+            require_group("fit_batch_size")
+            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.options.timeout))
+
+    def tell_failure(self) -> None:
+        """Let the others know that another error ends the tries here; wait for none of them."""
+        if self._group is not None and dist.is_initialized():
+            self._votes.cast(self._vote(_Try.FAILED, 0), self._group)
+
+    def full_ranks(self, outcome: _Try, size: int, begun: int, seconds: float) -> list[int]:
+        """Return which ranks are out of memory.
+
+        Raises:
+            CollectiveError: the ranks cannot try again, or one has failed in another way.
+        """
+        if self._group is None:
+            return [0] if outcome is _Try.FULL else []
+        vote = self._vote(outcome, begun)
+        work = dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
+        try:
+            work.wait(*([timedelta(seconds=seconds)] if outcome is _Try.FULL else []))
+        except RuntimeError as error:
+            if outcome is not _Try.FULL:
+                raise
+            raise CollectiveError(
+                f"fit_batch_size(): rank {self._place.rank} ran out of memory with batch size {size}, and after "
+                f"{seconds:g} s the other ranks have not come to the end of the function: they wait for this rank in "
+                f"an exchange, or take longer, for which there is patience=. Start with less, or try a step that "
+                f"exchanges nothing, of the bare model or in no_sync()."
+            ) from error
+        outcomes, counts = vote[: self._place.world_size].tolist(), vote[self._place.world_size :].tolist()
+        failed, full = ([rank for rank, how in enumerate(outcomes) if how == what] for what in (_Try.FAILED, _Try.FULL))
+        if failed:
+            raise CollectiveError(
+                f"fit_batch_size(): with batch size {size} the function has failed on {named_ranks(failed)}, and not "
+                f"for lack of memory; the error is raised there."
+            )
+        if full and len(set(counts)) > 1:
+            raise CollectiveError(
+                f"fit_batch_size(): {named_ranks(full)} ran out of memory with batch size {size} amid exchanges "
+                f"between the ranks, of which rank 0, 1, … had begun {', '.join(map(str, counts))}: another try "
+                f"would mix them up. Start with less, or try a step that exchanges nothing, of the bare model or in "
+                f"no_sync()."
+            )
+        return full
+
+    def wait(self) -> None:
+        """Wait until the other ranks have heard what this one has told."""
+        self._votes.wait()
+
+    def _vote(self, outcome: _Try, begun: int) -> torch.Tensor:
+        vote = torch.zeros(2 * self._place.world_size, dtype=torch.int64, device="cpu")
+        vote[self._place.rank], vote[self._place.world_size + self._place.rank] = outcome, begun
+        return vote
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that memory is short: of an accelerator, or of the CPU.
+
+    Example:
+        >>> is_out_of_memory(MemoryError()), is_out_of_memory(RuntimeError("shapes differ"))
+        (True, False)
+    """
+    if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _WORDS)
+
+
+def _free(device: torch.device) -> None:
+    """Free what a try has left: what only cycles hold, and what torch keeps for the next tensors."""
+    gc.collect()
+    if device.type != "cpu":
+        getattr(torch.get_device_module(device), "empty_cache", lambda: None)()

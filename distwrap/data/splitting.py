@@ -1,0 +1,55 @@
+"""A rank's part of a list: for inference over prompts or files, where no loader is."""
+
+from collections.abc import Mapping, Sequence
+from typing import TypeVar
+
+from distwrap.errors import LoaderError
+from distwrap.group.world import current_world
+
+Item = TypeVar("Item")
+
+
+def split(items: Sequence[Item]) -> Sequence[Item]:
+    """Return this rank's part of a list, in one piece; in a single process the list itself.
+
+    The parts follow each other in rank order, and the first ranks have an item more where the ranks do not divide them.
+    With fewer items than ranks the last ranks have none. ``gather_object(results, joined=True)`` puts the results of
+    all ranks back in the order of the list. This waits for no other rank: the list must be the same on all of them, so
+    sort what a folder or a set gives.
+
+    Args:
+        items: a list, a tuple, a tensor, or whatever else has a length and can be cut by a slice.
+
+    Returns:
+        The slice, of the type that `items` gives for one.
+
+    Raises:
+        LoaderError: `items` has no length, or cannot be cut, as a generator, a set or a dict.
+
+    Example:
+        >>> prompts = split(["Hello", "Good morning", "Hi"])
+        >>> gather_object([prompt.upper() for prompt in prompts], joined=True)
+        ['HELLO', 'GOOD MORNING', 'HI']
+    """
+    layout = current_world().layout
+    try:
+        each, more = divmod(len(items), layout.size)
+        start = layout.rank * each + min(layout.rank, more)
+        part = items[start : start + each + (layout.rank < more)]
+    except (TypeError, KeyError) as error:
+        raise _refusal(items) from error
+    if isinstance(part, Mapping):  # as a slice of a Dataset of Hugging Face is
+        raise _refusal(items)
+    return items if layout.size == 1 else part
+
+
+def _refusal(items: object) -> LoaderError:
+    hint = "list(items)"
+    if isinstance(items, Mapping):
+        hint = "list(items.items())"
+    elif isinstance(items, (set, frozenset)):
+        hint = "sorted(items), since the ranks may go through a set in different orders"
+    return LoaderError(
+        f"split() takes a list, or what else has a length and gives a part of itself for a slice, not a "
+        f"{type(items).__qualname__}. Give it {hint}."
+    )

@@ -1,0 +1,131 @@
+"""Gather: every rank's tensors, one after the other, on every rank, with their gradients."""
+
+from typing import Any
+
+import torch
+
+from distwrap._internals.torch_tree import tree_unflatten
+from distwrap.checks import is_number
+from distwrap.errors import CollectiveError, OptionError
+from distwrap.group.collectives import Description, compare, everyones, is_alone, tensors_in
+from distwrap.group.members import among_members
+from distwrap.group.tensor_exchange import gather_tensor, ranks_of_shares, reduce_tensor
+from distwrap.group.world import current_world, say_once
+
+
+@among_members
+def gather(
+    value: Any, *, differentiable: bool | None = None, interleave: bool = False, pad: float | None = None
+) -> Any:
+    """Concatenate every rank's tensors along the first dimension, in rank order, on every rank.
+
+    The first dimension may differ between ranks, and be 0; a number or 0-d tensor of each rank becomes one element.
+
+    Args:
+        value: a tensor of shape (n, …), a number, or a nesting of them.
+        differentiable: let gradients flow back to the rank that a row comes from, summed over all ranks, as a
+            contrastive loss over the joint batch needs. All ranks must then call ``backward``. With DDP's average, the
+            gradient is that of one process where each rank computes the loss of the joint batch, or the mean over its
+            own rows. By default they flow where a tensor requires a gradient on every rank.
+        interleave: take a row of each rank in turn. Of the exact share of a loader in order, that is the dataset's
+            order.
+        pad: fill the other dimensions up with this number, at their ends, to the longest over all ranks: for sequences
+            of other lengths a rank. Without it they must be alike.
+
+    Returns:
+        The same nesting with tensors of shape (sum of all n, …), or where they are padded (sum of all n, longest, …);
+        in a single process `value` itself.
+
+    Raises:
+        CollectiveError: the ranks hold different structures, dtypes, trailing shapes (where they are padded, numbers of
+            dimensions) or numbers to pad by, or a tensor's dtype does not hold that number; on every rank.
+        OptionError: `pad` is no number.
+
+    Example:
+        >>> gather(torch.tensor([1.0, 2.0]))
+        tensor([1., 2.])
+    """
+    if pad is not None and not is_number(pad):
+        raise OptionError(f"gather(pad={pad!r}): it must be a number, or None.")
+    if is_alone("gather"):
+        return value
+    _, spec, tensors = tensors_in(value, "gather")
+    tensors = [tensor.reshape(1) if tensor.dim() == 0 else tensor for tensor in tensors]
+    structure = spec if pad is None else f"{spec} padded with {pad}"
+    everyone = everyones(structure, tensors, _cannot_pad(tensors, pad))
+    compare(
+        [
+            (structure, [(dtype, shape[1:] if pad is None else ("any",) * len(shape[1:])) for dtype, shape in rows])
+            for structure, rows, _ in everyone
+        ],
+        "gather",
+    )
+    shares = [everyone[rank] for rank in ranks_of_shares()]
+    if pad is not None:
+        tensors = [_padded(tensor, pad, [rows[i][1] for _, rows, _ in shares]) for i, tensor in enumerate(tensors)]
+    sizes = [[rows[index][1][0] for _, rows, _ in shares] for index in range(len(tensors))]
+    if differentiable is not False and _want_gradients(everyone, refused=differentiable is True):
+        gathered = [_Gathered.apply(leaf, each) for leaf, each in zip(tensors, sizes, strict=True)]  # type: ignore[no-untyped-call]
+    else:
+        gathered = [gather_tensor(leaf.detach(), each) for leaf, each in zip(tensors, sizes, strict=True)]
+    if interleave:
+        gathered = [rows[_in_turn(each).to(rows.device)] for rows, each in zip(gathered, sizes, strict=True)]
+    return tree_unflatten(gathered, spec)
+
+
+def _cannot_pad(tensors: list[torch.Tensor], pad: float | None) -> str:
+    """Return why tensors cannot be filled up with a number; empty where they can."""
+    if pad is None:
+        return ""
+    for tensor in tensors:
+        if not tensor.is_floating_point() and not tensor.is_complex():
+            limits = torch.iinfo(torch.uint8 if tensor.dtype == torch.bool else tensor.dtype)
+            most = 1 if tensor.dtype == torch.bool else limits.max
+            if not (float(pad).is_integer() and limits.min <= pad <= most):
+                return f"gather(pad={pad}): {str(tensor.dtype).removeprefix('torch.')} does not hold this number."
+    return ""
+
+
+def _padded(tensor: torch.Tensor, pad: float, shapes: list[tuple[int, ...]]) -> torch.Tensor:
+    """Return a tensor whose dimensions, but for the first, are the longest of some shapes."""
+    longest = [max(sizes) for sizes in zip(*shapes, strict=True)][1:]
+    if list(tensor.shape[1:]) == longest:
+        return tensor
+    result = tensor.new_full((len(tensor), *longest), pad)
+    result[tuple(map(slice, tensor.shape))] = tensor
+    return result
+
+
+def _in_turn(sizes: list[int]) -> torch.Tensor:
+    """Return where the rows of all ranks are, one after the other, when the ranks take turns."""
+    return torch.cat([torch.arange(size) * len(sizes) + rank for rank, size in enumerate(sizes)]).argsort()
+
+
+def _want_gradients(everyone: list[Description], *, refused: bool) -> bool:
+    """Return whether tensors require a gradient, the same on all ranks; where they differ, say so, or raise."""
+    for rank, (_, _, wanted) in enumerate(everyone):
+        if wanted != everyone[0][2]:
+            which = f"some tensor requires a gradient on rank 0 or {rank} and not on the other"
+            if refused:
+                raise CollectiveError(
+                    f"gather(differentiable=True): {which}, whose backward would wait for it forever."
+                )
+            say_once("gather", f"gather(): {which}, so no gradient flows back through it.")
+            return False
+    return any(everyone[0][2])
+
+
+class _Gathered(torch.autograd.Function):
+    """Gather whose backward sums all ranks' gradients of this rank's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, leaf: torch.Tensor, sizes: list[int]) -> torch.Tensor:
+        ctx.sizes = sizes
+        return gather_tensor(leaf, sizes)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        everyones = reduce_tensor(grad, "sum")
+        share = current_world().layout.rank
+        start = sum(ctx.sizes[:share])
+        return everyones[start : start + ctx.sizes[share]], None
