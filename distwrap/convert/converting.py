@@ -1,0 +1,82 @@
+"""A whole conversion: a script in, the converted text and the list for the user out."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+import libcst as cst
+
+from distwrap.convert.conversion import Conversion, Wishes
+from distwrap.convert.findings import Notes
+from distwrap.convert.imports import without_unused
+from distwrap.convert.script import Script
+from distwrap.convert.sources.plain import convert_plain
+from distwrap.errors import ConversionError
+
+
+@dataclass(frozen=True)
+class Converted:
+    """Result of a conversion.
+
+    Attributes:
+        text: the converted script; the script as it was, where nothing was done.
+        notes: the list for the user.
+        is_result: whether there is a result: a converted script, or one that needs no conversion.
+    """
+
+    text: str
+    notes: Notes
+    is_result: bool
+
+
+def convert(script: Script, wishes: Wishes | None = None) -> Converted:
+    """Convert a script, or leave it as it is and say why.
+
+    Raises:
+        ConversionError: rules want the same piece of text.
+
+    Example:
+        >>> convert(Script("print(3)")).is_result
+        False
+    """
+    conversion = Conversion(script, wishes or Wishes())
+    for statement in (*script.find(cst.ImportFrom), *script.find(cst.Import)):
+        if "distwrap" in script.code(statement).replace(".", " ").split():
+            conversion.left(
+                statement, "converted", "the script uses distwrap already, so it stays as it is",
+                "python -m distwrap check looks for what may be missing",
+            )  # fmt: skip
+            return Converted(script.text, conversion.notes, True)
+    if not conversion.facts.training_loops:
+        conversion.unsure(
+            script.tree, "loop", "there is no training loop that can be read: a for with .backward() and an "
+            "optimizer's .step()", "@distributed, wrap_model and shard_loader by hand",
+        )  # fmt: skip
+        return Converted(script.text, conversion.notes, False)
+    if not convert_plain(conversion):
+        return Converted(script.text, _only_reasons(conversion), False)
+    conversion.helpers.add(conversion.edits, following=conversion.below_imports)
+    text = conversion.edits.apply()
+    _check(text, script.name)
+    text = without_unused(script.text, Script(text, script.name))
+    _check(text, script.name)
+    return Converted(text, conversion.notes, True)
+
+
+def _only_reasons(conversion: Conversion) -> Notes:
+    """Return the list without what would have been done, since nothing was."""
+    notes = Notes(conversion.script.text)
+    for each in conversion.notes.of("left", "unsure"):
+        notes.add(each.line, each.rule, each.why, each.fix, each.outcome)
+    return notes
+
+
+def _check(text: str, name: str) -> None:
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        raise ConversionError(
+            f"{name}: the converted script would not be Python (line {error.lineno}: {error.msg}), so nothing is "
+            f"changed. This is an error of distwrap's: please report it with the script."
+        ) from error
