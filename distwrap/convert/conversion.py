@@ -50,6 +50,7 @@ class Conversion:
         self.below_imports = ""
         self.wrapped: set[str] = set()
         self.sharded: set[cst.Call] = set()
+        self.rank_names: set[str] = set()  # variables that hold a rank, and so may stand for a device
         self.wrapped_expressions: set[cst.CSTNode] = set()
         self.global_batch = wishes.global_batch
         self.entry: Function | None = None  # none: the file's own level

@@ -11,7 +11,10 @@ from distwrap.convert.conversion import Conversion, Wishes
 from distwrap.convert.findings import Notes
 from distwrap.convert.imports import without_unused
 from distwrap.convert.script import Script
+from distwrap.convert.sources.data_parallel import convert_data_parallel, is_data_parallel
+from distwrap.convert.sources.ddp import convert_ddp, is_ddp
 from distwrap.convert.sources.plain import convert_plain
+from distwrap.convert.sources.spawn import convert_spawn, is_spawn
 from distwrap.errors import ConversionError
 
 
@@ -48,13 +51,19 @@ def convert(script: Script, wishes: Wishes | None = None) -> Converted:
                 "python -m distwrap check looks for what may be missing",
             )  # fmt: skip
             return Converted(script.text, conversion.notes, True)
-    if not conversion.facts.training_loops:
+    if is_spawn(conversion):
+        source = convert_spawn
+    elif is_ddp(conversion):
+        source = convert_ddp
+    else:
+        source = convert_data_parallel if is_data_parallel(conversion) else convert_plain
+    if not conversion.facts.training_loops and source not in (convert_spawn, convert_ddp):
         conversion.unsure(
             script.tree, "loop", "there is no training loop that can be read: a for with .backward() and an "
             "optimizer's .step()", "@distributed, wrap_model and shard_loader by hand",
         )  # fmt: skip
         return Converted(script.text, conversion.notes, False)
-    if not convert_plain(conversion):
+    if not source(conversion):
         return Converted(script.text, _only_reasons(conversion), False)
     conversion.helpers.add(conversion.edits, following=conversion.below_imports)
     text = conversion.edits.apply()

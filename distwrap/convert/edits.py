@@ -10,7 +10,7 @@ import libcst as cst
 from distwrap.convert.script import Script
 from distwrap.errors import ConversionError
 
-IMPORTS, HEAD, LINE, WITHIN = range(4)
+IMPORTS, HEAD, LINE, INDENT, WITHIN = range(5)
 
 
 class Edit(NamedTuple):
@@ -21,7 +21,7 @@ class Edit(NamedTuple):
         end: the byte after the last one; the same for an insertion.
         text: what comes instead.
         number: of the edit, in the order in which they were asked for.
-        layer: of what is inserted at one place: what stands above all, whole lines, and text within a line.
+        layer: of what is inserted at one place: what stands above all, whole lines, indentation, text in a line.
     """
 
     start: int
@@ -51,9 +51,9 @@ class Edits:
         """Write text in the place of a node."""
         self.replace_span(*self.script.span(node), text)
 
-    def replace_span(self, start: int, end: int, text: str) -> None:
+    def replace_span(self, start: int, end: int, text: str, layer: int = WITHIN) -> None:
         """Write text in the place of some bytes."""
-        self._edits.append(Edit(start, end, text, len(self._edits)))
+        self._edits.append(Edit(start, end, text, len(self._edits), layer))
 
     def wrap(self, node: cst.CSTNode, before: str, after: str) -> None:
         """Write text around a node, and around the parentheses that it is in."""
@@ -138,7 +138,12 @@ class Edits:
                     f"{self.script.name}, line {line}: two changes want the same text, so none is made. Write the "
                     f"line in simpler parts, and try again."
                 )
-            is_inner = edit.layer == LINE and self.indented_from is not None and edit.start >= self.indented_from
+            is_inner = (
+                edit.layer == LINE
+                and edit.start == edit.end
+                and self.indented_from is not None
+                and edit.start >= self.indented_from
+            )
             result += [data[place : edit.start], (self.script.indent * is_inner + edit.text).encode()]
             place = edit.end
         return b"".join([*result, data[place:]]).decode()
@@ -146,17 +151,7 @@ class Edits:
     def _outermost(self) -> Iterable[Edit]:
         """Return the edits in the order of the text, without those inside of a text that goes altogether."""
         whole = [edit for edit in self._edits if edit.end > edit.start]
-        kept = [
-            edit
-            for edit in self._edits
-            if not any(
-                other.start <= edit.start
-                and edit.end <= other.end
-                and other.end - other.start > edit.end - edit.start
-                and not (edit.start == edit.end and edit.start in (other.start, other.end))
-                for other in whole
-            )
-        ]
+        kept = [edit for edit in self._edits if not any(_is_gone(edit, other) for other in whole)]
         return sorted(
             dict.fromkeys(kept), key=lambda edit: (edit.start, edit.end > edit.start, edit.layer, edit.number)
         )
@@ -212,7 +207,7 @@ class Edits:
             first, last = self.line_start(start), self.line_end(end)
             if isinstance(node, (cst.FunctionDef, cst.ClassDef)):
                 last = self._behind_blank_lines(last)
-            self.replace_span(first, last, "")
+            self.replace_span(first, last, "", LINE)
         else:
             self.replace_span(start, end, "pass")
 
@@ -220,3 +215,12 @@ class Edits:
         while place < len(self.script.data) and not self.script.data[place : self.line_end(place)].strip():
             place = self.line_end(place)
         return place
+
+
+def _is_gone(edit: Edit, other: Edit) -> bool:
+    """Return whether an edit is of text that goes altogether by another."""
+    if edit.layer == INDENT:
+        return other.start < edit.start < other.end or (other.layer == LINE and other.start == edit.start)
+    at_edge = edit.start == edit.end and edit.start in (other.start, other.end)
+    is_longer = other.end - other.start > edit.end - edit.start
+    return other.start <= edit.start and edit.end <= other.end and is_longer and not at_edge

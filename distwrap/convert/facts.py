@@ -197,12 +197,9 @@ class ScriptFacts:
 
     def _whole(self, node: cst.BaseExpression) -> cst.BaseExpression:
         """Return the model of which a part was named, as ``model`` of ``model.head``; of ``model.module`` too."""
-        while isinstance(node, cst.Attribute):
-            inner = path_of(node.value)
-            if inner is None or inner == "self":
+        while isinstance(node, (cst.Attribute, cst.Subscript)):
+            if path_of(node.value) == "self" or isinstance(node.value, cst.Call):
                 break
-            node = node.value
-        while isinstance(node, cst.Subscript):
             node = node.value
         return node
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
-from distwrap.convert.edits import HEAD
+from distwrap.convert.edits import HEAD, INDENT
 from distwrap.convert.script import Script, path_of
 
 _CALLS = {"int", "float", "str", "bool", "len", "max", "min", "tuple", "list", "dict", "set", "range"}
@@ -105,7 +105,7 @@ def _indent(conversion: Conversion, body: Sequence[cst.CSTNode], start: int, nam
     while place < len(script.data):
         line_end = edits.line_end(place)
         if script.data[place:line_end].strip() and not any(low < place < high for low, high in within):
-            edits.insert(place, script.indent)
+            edits.insert(place, script.indent, INDENT)
         place = line_end
     _add_guard(conversion, name)
 
@@ -219,8 +219,11 @@ def _reads(script: Script, definition: cst.CSTNode) -> set[str]:
     found: set[str] = set()
     for function in _functions(script, definition):
         own = {each.name.value for each in script.find(cst.Param, function)}
-        for assigned in script.find(cst.AssignTarget, function):
-            own |= {each.value for each in script.find(cst.Name, assigned.target)}
+        for inner in script.nodes(function):
+            if isinstance(inner, (cst.AssignTarget, cst.AnnAssign, cst.For, cst.CompFor, cst.NamedExpr)):
+                own |= _plain_names(inner.target)
+            elif isinstance(inner, cst.AsName):
+                own |= _plain_names(inner.name)
         for node in script.find(cst.Name, function):
             above = script.parent(node)
             if isinstance(above, cst.Attribute) and above.attr is node:
@@ -230,6 +233,13 @@ def _reads(script: Script, definition: cst.CSTNode) -> set[str]:
             if node.value not in own and node.value not in vars(builtins):
                 found.add(node.value)
     return found
+
+
+def _plain_names(target: cst.CSTNode) -> set[str]:
+    """Return the names in a target, but not those of which an item or attribute is set."""
+    if isinstance(target, (cst.Tuple, cst.List)):
+        return {name for each in target.elements for name in _plain_names(each.value)}
+    return {target.value} if isinstance(target, cst.Name) else set()
 
 
 def _functions(script: Script, definition: cst.CSTNode) -> list[cst.CSTNode]:

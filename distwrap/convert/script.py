@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import tokenize
 from collections.abc import Iterator, Sequence
 from functools import cached_property
@@ -218,6 +219,16 @@ def constant(node: cst.CSTNode | None) -> Any:
     if isinstance(node, cst.Name):
         return {"True": True, "False": False, "None": None}.get(node.value, ...)
     return ...
+
+
+def is_about_rank(text: str) -> bool:
+    """Return whether a condition asks for the rank.
+
+    Example:
+        >>> is_about_rank("rank == 0"), is_about_rank("dist.get_rank() == 0 and x"), is_about_rank("ranking")
+        (True, True, False)
+    """
+    return re.search(r"\b(local_|global_)?(rank|is_main_process|is_master|is_rank_zero|get_rank)\b", text) is not None
 
 
 def read(path: Path) -> tuple[Script, str]:

@@ -156,7 +156,7 @@ class Values:
             function = self.script.function_of(function)
         found = self.bound(node, path)
         if not found:
-            yield None
+            yield from self._attribute(node, depth, returned)
         for binding in found:
             if binding.unpacked is not None and path_of(binding.unpacked.func) in self.functions:
                 yield from self._returns(binding.unpacked, binding.part, depth - 1)
@@ -165,6 +165,22 @@ class Values:
             elif path_of(binding.value) == path or self._is_of_itself(binding.value, path):
                 continue  # model = model.to(device), which changes where it is and not what it is
             else:
+                yield from self.sources(binding.value, depth - 1, returned=returned)
+
+    def _attribute(self, node: cst.CSTNode, depth: int, returned: bool) -> Iterator[cst.BaseExpression | None]:
+        """Yield where an attribute of an object of a class of the file may come from."""
+        owners = list(self.sources(node.value, depth - 1)) if isinstance(node, cst.Attribute) else []
+        names = {path_of(each.func) if isinstance(each, cst.Call) else None for each in owners}
+        name = names.pop() if len(names) == 1 else None
+        found: list[Binding] = []
+        if name in self.classes and isinstance(node, cst.Attribute):
+            found = self.bindings.get((self.classes[name or ""], f"self.{node.attr.value}"), [])
+        if not found:
+            yield None
+        for binding in found:
+            if binding.value is None:
+                yield None
+            elif path_of(binding.value) != path_of(binding.target):
                 yield from self.sources(binding.value, depth - 1, returned=returned)
 
     def _returns(self, call: cst.Call, part: int | None, depth: int) -> Iterator[cst.BaseExpression | None]:

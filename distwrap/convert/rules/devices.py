@@ -57,7 +57,11 @@ def use_own_device(conversion: Conversion) -> None:
         if (
             first is not None
             and conversion.may_change(call)
-            and (type(name) is int or (isinstance(name, str) and name.split(":")[0] in _ACCELERATORS))
+            and (
+                type(name) is int
+                or (isinstance(name, str) and name.split(":")[0] in _ACCELERATORS)
+                or path_of(first.value) in conversion.rank_names
+            )
         ):
             conversion.edits.replace(first.value, conversion.call("device"))
             conversion.done(call, "device", "goes to the rank's own device, which may be the CPU")

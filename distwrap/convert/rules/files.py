@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
-from distwrap.convert.script import argument, constant, path_of
+from distwrap.convert.script import argument, constant, is_about_rank, path_of
 from distwrap.convert.values import root_of
 
 
@@ -23,11 +23,14 @@ def _save(conversion: Conversion, call: cst.Call) -> None:
     script = conversion.script
     state, path = argument(call, "obj", 0), argument(call, "f", 1)
     statement = script.small_statement_of(call)
+    guarded = any(isinstance(each, cst.If) and is_about_rank(script.code(each.test)) for each in script.ancestors(call))
     if state is None or path is None or len(call.args) != 2 or not _is_path(conversion, path):
         conversion.unsure(call, "save", "it does not write to a path", "save(state, path), or under is_rank_zero()")
     elif _is_plain(conversion, state):
         conversion.rename_call(call, "save")
         conversion.done(call, "save", "rank 0 writes it, whole or not at all, and the others wait")
+    elif guarded:
+        conversion.left(call, "save", "one rank alone writes it already", "save(state, path), of plain values")
     elif (
         isinstance(statement, cst.Expr) and statement.value is call and conversion.edits.has_line_of_its_own(statement)
     ):

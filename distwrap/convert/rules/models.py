@@ -25,7 +25,7 @@ def wrap_models(conversion: Conversion) -> bool:
     whole, seen = True, set()
     for optimizer, model in models_of(conversion):
         path = path_of(model)
-        if path is None or path in seen:
+        if path is None or path in seen or path in conversion.wrapped:
             continue
         seen.add(path)
         if path == "self":
@@ -41,7 +41,8 @@ def _wrap_one(conversion: Conversion, optimizer: cst.Call, model: cst.BaseExpres
     made = constructions(conversion, model)
     known = [each for each in made if isinstance(root_of(each), cst.Call)] if None not in made else []  # type: ignore[arg-type]
     done = [each for each in known if each is not None and each in conversion.wrapped_expressions]
-    if known and len(done) == len(known):
+    if any(each in conversion.wrapped_expressions for each in made):
+        conversion.wrapped.add(path)
         return True
     if (
         known
