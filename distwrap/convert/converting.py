@@ -3,19 +3,33 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion, Wishes
 from distwrap.convert.findings import Notes
-from distwrap.convert.imports import without_unused
+from distwrap.convert.imports import used_names, without_unused
 from distwrap.convert.script import Script
+from distwrap.convert.sources.accelerate import convert_accelerate, is_accelerate
 from distwrap.convert.sources.data_parallel import convert_data_parallel, is_data_parallel
 from distwrap.convert.sources.ddp import convert_ddp, is_ddp
+from distwrap.convert.sources.fabric import convert_fabric, is_fabric
+from distwrap.convert.sources.horovod import convert_horovod, is_horovod
 from distwrap.convert.sources.plain import convert_plain
 from distwrap.convert.sources.spawn import convert_spawn, is_spawn
 from distwrap.errors import ConversionError
+
+Source = tuple[Callable[[Conversion], bool], Callable[[Conversion], bool]]
+SOURCES: tuple[Source, ...] = (
+    (is_accelerate, convert_accelerate),
+    (is_fabric, convert_fabric),
+    (is_horovod, convert_horovod),
+    (is_spawn, convert_spawn),
+    (is_ddp, convert_ddp),
+    (is_data_parallel, convert_data_parallel),
+)
 
 
 @dataclass(frozen=True)
@@ -51,12 +65,7 @@ def convert(script: Script, wishes: Wishes | None = None) -> Converted:
                 "python -m distwrap check looks for what may be missing",
             )  # fmt: skip
             return Converted(script.text, conversion.notes, True)
-    if is_spawn(conversion):
-        source = convert_spawn
-    elif is_ddp(conversion):
-        source = convert_ddp
-    else:
-        source = convert_data_parallel if is_data_parallel(conversion) else convert_plain
+    source = next((found for applies, found in SOURCES if applies(conversion)), convert_plain)
     if not conversion.facts.training_loops and source not in (convert_spawn, convert_ddp):
         conversion.unsure(
             script.tree, "loop", "there is no training loop that can be read: a for with .backward() and an "
@@ -65,6 +74,9 @@ def convert(script: Script, wishes: Wishes | None = None) -> Converted:
         return Converted(script.text, conversion.notes, False)
     if not source(conversion):
         return Converted(script.text, _only_reasons(conversion), False)
+    without_import = conversion.edits.apply()
+    _check(without_import, script.name)
+    conversion.helpers.keep(used_names(f"{without_import}\n{conversion.below_imports}\n"))
     conversion.helpers.add(conversion.edits, following=conversion.below_imports)
     text = conversion.edits.apply()
     _check(text, script.name)

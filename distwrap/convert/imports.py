@@ -30,6 +30,10 @@ class Helpers:
             self._names[helper] = f"distwrap_{helper}" if taken else helper
         return self._names[helper]
 
+    def keep(self, used: set[str]) -> None:
+        """Forget the helpers that nothing uses, since the code that would have gone with something else."""
+        self._names = {helper: name for helper, name in self._names.items() if name in used}
+
     def line(self) -> str:
         """Return the import, on one line or in parentheses."""
         names = [helper if name == helper else f"{helper} as {name}" for helper, name in sorted(self._names.items())]

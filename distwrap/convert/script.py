@@ -228,7 +228,13 @@ def is_about_rank(text: str) -> bool:
         >>> is_about_rank("rank == 0"), is_about_rank("dist.get_rank() == 0 and x"), is_about_rank("ranking")
         (True, True, False)
     """
-    return re.search(r"\b(local_|global_)?(rank|is_main_process|is_master|is_rank_zero|get_rank)\b", text) is not None
+    return (
+        re.search(
+            r"\b(local_|global_)?(rank|is_main_process|is_master|is_rank_zero|is_global_zero|process_index|get_rank)\b",
+            text,
+        )
+        is not None
+    )
 
 
 def read(path: Path) -> tuple[Script, str]:

@@ -160,6 +160,10 @@ class Values:
         for binding in found:
             if binding.unpacked is not None and path_of(binding.unpacked.func) in self.functions:
                 yield from self._returns(binding.unpacked, binding.part, depth - 1)
+            elif binding.unpacked is not None and _returns_its_arguments(binding.unpacked):
+                args = binding.unpacked.args
+                if binding.part < len(args) and path_of(args[binding.part].value) != path:
+                    yield from self.sources(args[binding.part].value, depth - 1, returned=returned)
             elif binding.value is None:
                 yield None
             elif path_of(binding.value) == path or self._is_of_itself(binding.value, path):
@@ -215,6 +219,14 @@ class Values:
                 yield None
             else:
                 yield from self.sources(given, depth - 1, returned=returned)
+
+
+# Methods of Accelerate's and Fabric's objects, which return what they are given.
+PREPARES = ("prepare", "setup", "setup_dataloaders", "setup_module", "setup_optimizers")
+
+
+def _returns_its_arguments(call: cst.Call) -> bool:
+    return isinstance(call.func, cst.Attribute) and call.func.attr.value in PREPARES
 
 
 MOVES = ("to", "cuda", "cpu", "train", "eval", "double", "float", "half", "bfloat16", "requires_grad_", "apply", "type")
