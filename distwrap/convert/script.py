@@ -230,7 +230,7 @@ def is_about_rank(text: str) -> bool:
     """
     return (
         re.search(
-            r"\b(local_|global_)?(rank|is_main_process|is_master|is_rank_zero|is_global_zero|process_index|get_rank)\b",
+            r"\b(local_|global_)?(rank|is_main_process|is_master|is_rank_zero|is_global_zero|process_index|get_rank)\b|\bgpu(_id)?\s*==\s*0",
             text,
         )
         is not None

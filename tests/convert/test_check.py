@@ -59,6 +59,8 @@ RIGHT = [
     "sampler = DistributedSampler(data, shuffle=False)",
     "net.module.state_dict()",
     "if rank == 0:\n    print(x)",
+    "if args.gpu == 0:\n    torch.save(x, 'a.pt')",
+    "if args.gpu is not None:\n    dist.barrier()",
     "if world_size > 1:\n    dist.barrier()",
     "if rank == 0:\n    torch.save(x, 'a.pt')",
     "def f():\n    torch.save(x, 'a.pt')\nif is_rank_zero():\n    f()",

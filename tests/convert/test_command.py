@@ -71,6 +71,22 @@ def test_wishes() -> None:
             "not clear which model",
         ),
         (
+            "import torch\nfrom torch.nn.parallel import DistributedDataParallel\n"
+            "model = torch.nn.Linear(1, 1)\n"
+            "if distributed:\n    model = DistributedDataParallel(model)\n"
+            "optimizer = torch.optim.SGD(model.parameters())\nfor x in torch.ones(3, 1):\n    model(x).backward()\n"
+            "    optimizer.step()\n",
+            "trains alone",
+        ),
+        (
+            "from accelerate import Accelerator\nimport torch\naccelerator = Accelerator()\n"
+            "model = torch.nn.Linear(1, 1)\n"
+            "optimizer = torch.optim.SGD(model.parameters())\nfor x in torch.ones(3, 1):\n"
+            "    with accelerator.accumulate(model):\n        accelerator.backward(model(x))\n"
+            "        optimizer.step()\n",
+            "accumulate used in this way has no equal",
+        ),
+        (
             "import torch\ndef count():\n    global steps\n    steps += 1\nsteps = 0\nmodel = torch.nn.Linear(1, 1)\n"
             "optimizer = torch.optim.SGD(model.parameters())\nfor x in torch.ones(3, 1):\n    model(x).backward()\n"
             "    optimizer.step()\n    count()\n    steps = steps + 1\n",

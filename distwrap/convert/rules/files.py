@@ -88,6 +88,11 @@ def _is_plain(conversion: Conversion, node: cst.BaseExpression, depth: int = 4) 
     if found and all(isinstance(each.statement, (cst.For, cst.AugAssign)) for each in found):
         return True
     values = [each.value for each in found if not isinstance(each.statement, (cst.For, cst.AugAssign))]
+    for assign in script.find(cst.Assign, script.function_of(node)):  # state["epoch"] = epoch
+        if any(
+            isinstance(each.target, cst.Subscript) and path_of(each.target.value) == path for each in assign.targets
+        ):
+            values.append(assign.value)
     return bool(values) and all(
         each is not None and (path_of(root_of(each)) == path or _is_plain(conversion, each, depth - 1))
         for each in values

@@ -39,8 +39,30 @@ def convert_ddp(conversion: Conversion) -> bool:
     script = conversion.script
     needs: list[cst.CSTNode] = [*script.calls(*WRAPPER, *INIT, *_RANKS), *conversion.facts.optimizer_calls()]
     needs += [each.loop for each in conversion.facts.training_loops]
+    for call in script.calls(*WRAPPER):
+        if _is_conditional(conversion, call):
+            conversion.unsure(
+                call, "wrap_model", "under this condition some runs do not wrap the model, and a rank whose "
+                "model is not wrapped trains alone", "one path for all: wrap_model, a no-op in one process",
+            )  # fmt: skip
+            return False
     needs = [each for each in needs if not _is_of_helper(conversion, each)] or needs
     return choose_entry(conversion, needs) and convert_body(conversion) and decorate_entry(conversion, needs)
+
+
+def _is_conditional(conversion: Conversion, call: cst.Call) -> bool:
+    """Return whether a model is wrapped under a condition, and not wrapped where it does not hold."""
+    script = conversion.script
+    for each in script.ancestors(call):
+        if isinstance(each, (cst.FunctionDef, cst.ClassDef)):
+            return False
+        if isinstance(each, cst.IfExp):
+            return True
+        if isinstance(each, cst.If):
+            branches: list[cst.CSTNode] = [each.body, *([each.orelse] if each.orelse is not None else [])]
+            if len(branches) < 2 or not all(any(script.calls(*WRAPPER, within=branch)) for branch in branches):
+                return True
+    return False
 
 
 def _is_of_helper(conversion: Conversion, node: cst.CSTNode) -> bool:

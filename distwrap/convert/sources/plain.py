@@ -28,8 +28,7 @@ def convert_plain(conversion: Conversion) -> bool:
     needed = needs(conversion)
     if not choose_entry(conversion, needed):
         return False
-    wrap_models(conversion)
-    if not conversion.wrapped:
+    if not wrap_models(conversion):  # one that is not wrapped would train apart on each rank
         return False
     shard_loaders(conversion)
     use_precision(conversion)
