@@ -21,6 +21,7 @@ DistwrapError
 ├── PrecisionError (RuntimeError)         a step that would be wrong in this precision
 ├── StateDictError (ValueError)           keys collide, or do not fit the model
 ├── CheckpointError (RuntimeError)        a checkpoint could not be written, or holds what is not safe to load
+├── ConversionError (ValueError)          a script cannot be read, or not be converted or checked
 └── ConformanceError (AssertionError)     a strategy does not behave as distwrap's helpers need it
 
 Each leaf is also the builtin error of the same meaning, so code that catches ``ValueError`` goes on working.
@@ -143,6 +144,10 @@ class CheckpointError(DistwrapError, RuntimeError):
     """
 
     is_secondary = False
+
+
+class ConversionError(DistwrapError, ValueError):
+    """A script cannot be read, or not be converted or checked."""
 
 
 class ConformanceError(DistwrapError, AssertionError):

@@ -1,9 +1,9 @@
-"""The command line: ``python -m distwrap doctor``, ``estimate``, ``strip`` and ``convert-checkpoint``."""
+"""The command line: ``python -m distwrap convert``, ``check``, ``doctor`` and others, each in a file of its own."""
 
 import argparse
 from collections.abc import Sequence
 
-from distwrap.cli import convert, doctor, estimate, strip
+from distwrap.cli import check, convert, convert_checkpoint, doctor, estimate, strip
 
 __all__ = ["main"]
 
@@ -16,10 +16,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m distwrap", description="Tools around distributed runs.")
     commands = parser.add_subparsers(metavar="COMMAND")
+    convert.add_arguments(commands)
+    check.add_arguments(commands)
     doctor.add_arguments(commands)
     estimate.add_arguments(commands)
     strip.add_arguments(commands)
-    convert.add_arguments(commands)
+    convert_checkpoint.add_arguments(commands)
     given = parser.parse_args(arguments)
     if "run" not in given:
         parser.print_help()

@@ -1,97 +1,71 @@
-"""``python -m distwrap convert-checkpoint``: writes a checkpoint in another format, tensor by tensor."""
+"""``python -m distwrap convert``: turns a script for one process, or for another library, into one with distwrap."""
 
 import argparse
+import difflib
 import sys
 from pathlib import Path
 from typing import Any
 
-from distwrap.checkpoint.convert import Stored
-from distwrap.checkpoint.formats import CheckpointIO, choose
-from distwrap.checkpoint.safetensors_format import SUFFIX, SafetensorsIO
-from distwrap.cli.strip import refuse_target, strip
-from distwrap.errors import CheckpointError, DistwrapError
-from distwrap.wording import first_line
-
-SUFFIXES = (".pt", ".pth", ".ckpt", ".bin")  # of a file of torch's
-FORMATS = ("file", "safetensors", "sharded")
+from distwrap.convert import require_libcst
+from distwrap.errors import DistwrapError
 
 
 def add_arguments(commands: Any) -> None:
     """Add the command and its options to the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
-        "convert-checkpoint",
-        help="write a checkpoint in another format: .pt, .safetensors, or a folder of parts",
-        description="Reads a .pt or .safetensors file, a folder of .safetensors with an index, or a folder of torch's "
-        "distributed checkpoint, of distwrap, FSDP or torch alone, and writes it in another of these formats, tensor "
-        "by tensor. Exit code: 0 where it is done, 1 where it is not.",
+        "convert",
+        help="convert a training script to distwrap: prints a diff, and what was done and left",
+        description="Reads a training script, and prints a diff and a list of what it did, what it left, and why. It "
+        "never runs the script. Exit code: 0 where it has a result, 1 where it refuses.",
     )
-    parser.add_argument("source", type=Path, metavar="IN", help="the file or folder; it is not changed")
-    parser.add_argument("target", type=Path, metavar="OUT", help="the file or folder to write; must not exist")
-    parser.add_argument("--format", choices=FORMATS, help="of OUT; by default by its suffix: .safetensors, or a file")
-    parser.add_argument("--key", help="convert what is under this key alone, as 'model'; a dot between several")
-    parser.add_argument("--strip", action="store_true", help="remove prefixes such as module. and _orig_mod.")
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of the files in a safetensors folder")
-    parser.add_argument("--force", action="store_true", help="replace OUT where it exists")
+    parser.add_argument("script", type=Path, metavar="SCRIPT.py", help="the script; it is changed with --write alone")
+    place = parser.add_mutually_exclusive_group()
+    place.add_argument("--write", action="store_true", help="change the script itself")
+    place.add_argument("--out", type=Path, metavar="OUT.py", help="write the converted script here; must not exist")
+    parser.add_argument("--strategy", help="for the decorator, as 'fsdp'")
+    parser.add_argument("--nprocs", type=int, help="for the decorator: processes on this node")
+    parser.add_argument(
+        "--global-batch", action="store_true", help="the script's batch size is that of all ranks together"
+    )
     parser.set_defaults(run=run)
 
 
 def run(given: argparse.Namespace) -> int:
-    """Convert a checkpoint; return the exit code."""
+    """Convert a script, print the diff and the list; return the exit code."""
     try:
-        _convert(given)
+        return _convert(given)
     except (DistwrapError, OSError) as error:
-        print(f"distwrap convert-checkpoint: {error}", file=sys.stderr)
+        print(f"distwrap convert: {error}", file=sys.stderr)
         return 1
-    except Exception as error:  # noqa: BLE001 - whatever torch says of a file that is damaged
-        print(f"distwrap convert-checkpoint: cannot convert {given.source}: {first_line(error)}", file=sys.stderr)
+
+
+def _convert(given: argparse.Namespace) -> int:
+    require_libcst()
+    from distwrap.convert.conversion import Wishes
+    from distwrap.convert.converting import convert
+    from distwrap.convert.findings import report
+    from distwrap.convert.script import read
+
+    if given.out is not None and given.out.exists():
+        print(f"distwrap convert: {given.out} is there already: give another name.", file=sys.stderr)
         return 1
+    script, encoding = read(given.script)
+    converted = convert(script, Wishes(given.strategy, given.nprocs, given.global_batch))
+    sys.stdout.writelines(_diff(script.text, converted.text, given.script, given.out))
+    for line in report(converted.notes, given.script.name):
+        print(line)
+    if not converted.is_result:
+        print(f"distwrap convert: {given.script} is left as it is: see the list.", file=sys.stderr)
+        return 1
+    target = given.out or (given.script if given.write and converted.text != script.text else None)
+    if target is not None:
+        target.write_bytes(converted.text.encode(encoding))
+        print(f"written to {target}")
     return 0
 
 
-def _convert(given: argparse.Namespace) -> None:
-    io = _format_of(given)
-    refuse_target(given.source, given.target, force=given.force)
-    stored = Stored(given.source)
-    for key in given.key.split(".") if given.key else ():
-        if not isinstance(stored.state, dict) or key not in stored.state:
-            raise CheckpointError(f"{given.source} has no {key!r}. It has: {_keys(stored.state)}.")
-        stored.state = stored.state[key]
-    renames = 0
-    if given.strip:
-        stored.state, renamed, _ = strip(stored.state)
-        renames = len(renamed)
-    if isinstance(io, SafetensorsIO) and (nested := _nested(stored.state)):
-        raise CheckpointError(
-            f"{SUFFIX} holds the tensors of one model, and {given.source} has {nested} too. Give the model's key by "
-            f"--key, of: {_keys(stored.state)}."
-        )
-    stored.write(given.target, io)
-    print(f"{given.source} written to {given.target}" + (f", {renames} keys renamed" if given.strip else ""))
-
-
-def _format_of(given: argparse.Namespace) -> CheckpointIO:
-    name = given.format or ("safetensors" if given.target.suffix == SUFFIX else "file" if given.target.suffix else None)
-    if given.format is None and given.target.suffix not in ("", SUFFIX, *SUFFIXES):
-        raise CheckpointError(
-            f"{given.target} ends in {given.target.suffix}, which tells no format: use {SUFFIX} or "
-            f"{', '.join(SUFFIXES)}, or say --format."
-        )
-    if name is None:
-        raise CheckpointError(f"{given.target} has no suffix: say --format {', '.join(FORMATS[:-1])} or {FORMATS[-1]}.")
-    if name == "safetensors":
-        return SafetensorsIO(max_shard_size=given.max_shard_size)
-    return choose(name, given.target)
-
-
-def _nested(state: Any) -> str:
-    """Return what is no tensor in a state, in words; empty where it is a dict of tensors."""
-    if not isinstance(state, dict):
-        return f"a {type(state).__name__}"
-    found = [f"{type(value).__name__} {key!r}" for key, value in state.items() if not hasattr(value, "dtype")]
-    return ", ".join(found[:3])
-
-
-def _keys(state: Any) -> str:
-    if not isinstance(state, dict):
-        return f"a {type(state).__name__}"
-    return ", ".join(map(repr, list(state)[:12]))
+def _diff(before: str, after: str, path: Path, out: Path | None) -> list[str]:
+    lines = difflib.unified_diff(
+        before.splitlines(keepends=True), after.splitlines(keepends=True), str(path), str(out or path)
+    )
+    return [line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines]

@@ -1,0 +1,42 @@
+"""``python -m distwrap check``: reads training scripts, and lists what goes wrong on several ranks."""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from distwrap.convert import require_libcst
+from distwrap.errors import DistwrapError
+
+
+def add_arguments(commands: Any) -> None:
+    """Add the command and its options to the command line."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        "check",
+        help="find in a training script what goes wrong on several ranks",
+        description="Reads scripts, never runs them, and lists each finding with its line, why it matters, and what to "
+        "write. A comment '# distwrap: ignore' keeps a line out. Exit code: 0 for no findings, 1 for some, 2 where a "
+        "script cannot be read.",
+    )
+    parser.add_argument("scripts", type=Path, nargs="+", metavar="SCRIPT.py", help="the scripts")
+    parser.set_defaults(run=run)
+
+
+def run(given: argparse.Namespace) -> int:
+    """Check scripts, and print the findings; return the exit code."""
+    try:
+        require_libcst()
+        from distwrap.convert.checking import check
+        from distwrap.convert.script import read
+
+        count = 0
+        for path in given.scripts:
+            script, _ = read(path)
+            for finding in check(script):
+                count += 1
+                print(finding.text(str(path)))
+    except DistwrapError as error:
+        print(f"distwrap check: {error}", file=sys.stderr)
+        return 2
+    print(f"{count} finding{'s' * (count != 1)}")
+    return int(count > 0)

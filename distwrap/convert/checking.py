@@ -1,0 +1,246 @@
+"""A check of a script: what goes wrong on several ranks, with the line, the reason and what to write."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import libcst as cst
+
+from distwrap.convert.facts import ScriptFacts
+from distwrap.convert.findings import Notes
+from distwrap.convert.rules.branches import own_branches
+from distwrap.convert.rules.samplers import SAMPLER
+from distwrap.convert.script import Script, argument, constant, is_about_rank, path_of
+from distwrap.convert.sources.data_parallel import WRAPPER as DATA_PARALLEL
+from distwrap.convert.sources.ddp import INIT, WRAPPER
+from distwrap.convert.values import root_of
+
+_DISTWRAP = "distwrap."
+_COLLECTIVES = {
+    *(f"distwrap.{name}" for name in ("gather", "gather_object", "reduce", "mean", "broadcast", "barrier", "agree")),
+    "distwrap.assert_in_sync", "distwrap.sync_buffers",
+    *(
+        f"torch.distributed.{name}"
+        for name in (
+            "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "reduce", "broadcast", "barrier",
+            "gather", "scatter", "broadcast_object_list", "reduce_scatter", "all_to_all",
+        )
+    ),
+}  # fmt: skip
+_AUGMENTING = ("torchvision.transforms", "albumentations", "kornia.augmentation", "random.", "numpy.random.")
+_SEEDS = ("torch.manual_seed", "torch.cuda.manual_seed_all", "random.seed", "numpy.random.seed")
+
+Rule = Callable[[ScriptFacts, Notes], None]
+
+
+def check(script: Script) -> Notes:
+    """Return what goes wrong where a script runs on several ranks; nothing for one that never does.
+
+    Example:
+        >>> text = "import torch\\nmodel = torch.nn.DataParallel(torch.nn.Linear(1, 1))\\n"
+        >>> [each.rule for each in check(Script(text))]
+        ['data-parallel']
+    """
+    facts, notes = ScriptFacts(script), Notes(script.text)
+    _data_parallel(facts, notes)
+    if any(script.calls(*WRAPPER, *INIT, *SAMPLER)) or _uses_distwrap(script):
+        for rule in RULES:
+            rule(facts, notes)
+    return notes
+
+
+def _uses_distwrap(script: Script) -> bool:
+    return any(name.startswith(_DISTWRAP) for call in script.find(cst.Call) for name in script.names(call.func)) or any(
+        script.is_a(each.decorator, "distwrap.distributed") for each in script.find(cst.Decorator)
+    )
+
+
+def _data_parallel(facts: ScriptFacts, notes: Notes) -> None:
+    for call in facts.script.calls(*DATA_PARALLEL):
+        notes.add(
+            facts.script.line(call), "data-parallel", "DataParallel copies the model at each step, and its threads "
+            "wait for one interpreter", "wrap_model(model) under @distributed; convert does it",
+        )  # fmt: skip
+
+
+def _set_epoch(facts: ScriptFacts, notes: Notes) -> None:
+    script = facts.script
+    if any(script.method_calls("set_epoch")):
+        return
+    for call in script.calls(*SAMPLER):
+        if constant(argument(call, "shuffle", 3)) is not False:
+            notes.add(
+                script.line(call), "set-epoch", "nothing calls set_epoch, so each epoch has the same order",
+                "sampler.set_epoch(epoch) as each epoch begins, or shard_loader, whose epochs advance by themselves",
+            )  # fmt: skip
+
+
+def _module(facts: ScriptFacts, notes: Notes) -> None:
+    script = facts.script
+    for node in script.find(cst.Attribute):
+        if node.attr.value != "module" or path_of(node) is None:
+            continue
+        sources = [each for each in facts.values.sources(node.value) if each is not None]
+        if any(script.is_a(root_of(each), *WRAPPER, "distwrap.wrap_model") for each in sources):
+            notes.add(
+                script.line(node), "module", "without ranks a model may have no .module, and a forward through it "
+                "skips the average", f"{path_of(node.value)} itself, with the model's names; or unwrap_model(...)",
+            )  # fmt: skip
+
+
+def _collective_on_one_rank(facts: ScriptFacts, notes: Notes) -> None:
+    script = facts.script
+    holders = {
+        name
+        for name, function in facts.values.functions.items()
+        if any(script.names(call.func) & _COLLECTIVES for call in script.find(cst.Call, function))
+    }
+    for branch in script.find(cst.If):
+        if not is_about_rank(script.code(branch.test)) or "world_size" in script.code(branch.test):
+            continue
+        for call in script.find(cst.Call, branch.body):
+            if script.names(call.func) & _COLLECTIVES or path_of(call.func) in holders:
+                notes.add(
+                    script.line(call), "one-rank", "only some ranks come to this collective, and wait for the others "
+                    "without end", "call it on every rank, and use its result under the condition",
+                )  # fmt: skip
+
+
+def _save_by_all(facts: ScriptFacts, notes: Notes) -> None:
+    script = facts.script
+    for call in script.calls("torch.save"):
+        guarded = any(
+            isinstance(each, (cst.If, cst.IfExp)) and is_about_rank(script.code(each.test))
+            for each in script.ancestors(call)
+        )
+        function = script.function_of(call)
+        by_caller = function is not None and _is_called_by_one_rank(facts, function)
+        has_rank = is_about_rank(script.code(argument(call, "f", 1) or call))
+        if not guarded and not by_caller and not has_rank:
+            notes.add(
+                script.line(call), "save", "all ranks write one file at a time, and may leave half of it",
+                "save(state, path) of distwrap, on all ranks",
+            )  # fmt: skip
+
+
+def _is_called_by_one_rank(facts: ScriptFacts, function: cst.FunctionDef) -> bool:
+    script = facts.script
+    if any(script.is_a(_called(each.decorator), "distwrap.rank_zero_only") for each in function.decorators):
+        return True
+    calls = facts.values.callers(function)
+    return bool(calls) and all(
+        any(isinstance(each, cst.If) and is_about_rank(script.code(each.test)) for each in script.ancestors(call))
+        for call in calls
+    )
+
+
+def _called(node: cst.BaseExpression) -> cst.BaseExpression:
+    return node.func if isinstance(node, cst.Call) else node
+
+
+def _seeds(facts: ScriptFacts, notes: Notes) -> None:
+    """Note augmentation that all ranks seed alike, and data that each rank draws unseeded."""
+    script = facts.script
+    augments = next(
+        (
+            call
+            for call in script.find(cst.Call)
+            if any(name.startswith(_AUGMENTING) and "Random" in name for name in script.names(call.func))
+        ),
+        None,
+    )
+    seeds = list(script.calls(*_SEEDS))
+    sharded = any(script.calls("distwrap.shard_loader"))
+    if augments is not None and not sharded:
+        for call in seeds:
+            given = call.args[0].value if call.args else None
+            if given is not None and not is_about_rank(script.code(given)):
+                notes.add(
+                    script.line(call), "seed", "all ranks are seeded alike, so their augmentation draws alike",
+                    "@distributed(seed=...) and shard_loader, whose samples have numbers of each rank's own",
+                )  # fmt: skip
+    seeded = seeds or any(script.calls("distwrap.seed_everything"))
+    seeded = seeded or any(argument(call, "seed") is not None for call in script.calls("distwrap.distributed"))
+    for call in script.calls("torch.utils.data.random_split"):
+        if not seeded and argument(call, "generator", 2) is None:
+            notes.add(
+                script.line(call), "seed", "unseeded, each rank draws a split of its own, and trains on what "
+                "others evaluate", "generator=torch.Generator().manual_seed(0), or seed= in the decorator",
+            )  # fmt: skip
+
+
+def _own_sums(facts: ScriptFacts, notes: Notes) -> None:
+    """Note sums of ``.item()`` that a loop makes and nothing adds up over the ranks."""
+    script = facts.script
+    for added in script.find(cst.AugAssign):
+        path, function = path_of(added.target), script.function_of(added)
+        loop = next((each for each in script.ancestors(added) if isinstance(each, cst.For)), None)
+        if path is None or loop is None or not any(script.method_calls("item", added.value)):
+            continue
+        if not _is_shared(facts, loop):
+            continue
+        scope: cst.CSTNode = function or script.tree
+        shared = any(
+            script.names(call.func) & _COLLECTIVES
+            and any(name.value == path for arg in call.args for name in script.find(cst.Name, arg))
+            for call in script.find(cst.Call, scope)
+        )
+        end = script.span(loop)[1]
+        reads = [node for node in script.find(cst.Name, scope) if node.value == path and script.span(node)[0] > end]
+        if reads and not shared:
+            notes.add(
+                script.line(added), "own-sum", f"{path} is the sum of this rank's share alone",
+                f'{path} = reduce({path}, op="sum") after the loop, or mean({path}, count)',
+            )  # fmt: skip
+
+
+def _is_shared(facts: ScriptFacts, loop: cst.For) -> bool:
+    """Return whether a loop goes through this rank's share of a loader."""
+    script = facts.script
+    for source in facts.values.sources(facts.iterated(loop), returned=True):
+        if source is None:
+            continue
+        if script.is_a(source, "distwrap.shard_loader"):
+            return True
+        sampler = argument(source, "sampler") if isinstance(source, cst.Call) else None
+        if sampler is not None and any(script.is_a(each, *SAMPLER) for each in facts.values.sources(sampler)):
+            return True
+    return False
+
+
+def _sampler_and_shuffle(facts: ScriptFacts, notes: Notes) -> None:
+    for call in facts.loaders:
+        if argument(call, "sampler", 3) is not None and constant(argument(call, "shuffle", 2)) is True:
+            notes.add(
+                facts.script.line(call), "shuffle", "torch refuses a loader with both a sampler and shuffle=True",
+                "shuffle=True alone, in shard_loader(...)",
+            )  # fmt: skip
+
+
+def _unshared_training(facts: ScriptFacts, notes: Notes) -> None:
+    script = facts.script
+    for each in facts.training_loops:
+        for source in facts.values.sources(facts.iterated(each.loop), returned=True):
+            if source is not None and source in facts.loaders:
+                plain = not any(argument(source, name) for name in ("sampler", "batch_sampler"))  # type: ignore[arg-type]
+                if plain and not isinstance(script.parent(source), cst.Arg):
+                    notes.add(
+                        script.line(source), "not-sharded", "every rank trains on all of this data, and does the work "
+                        "of one process", "shard_loader(DataLoader(...))",
+                    )  # fmt: skip
+
+
+def _branches(facts: ScriptFacts, notes: Notes) -> None:
+    for leave, test in own_branches(facts.script, facts):
+        what = "skips a batch" if isinstance(leave, cst.Continue) else "leaves the loop"
+        if "agree" not in facts.script.code(test.test):
+            notes.add(
+                facts.script.line(test), "branch", f"a rank that {what} by its own data lets the others wait",
+                f'if agree({facts.script.code(test.test)}, "any"):',
+            )  # fmt: skip
+
+
+RULES: tuple[Rule, ...] = (
+    _set_epoch, _module, _collective_on_one_rank, _save_by_all, _seeds, _own_sums, _sampler_and_shuffle,
+    _unshared_training, _branches,
+)  # fmt: skip

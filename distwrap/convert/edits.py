@@ -1,0 +1,226 @@
+"""Edits of a script's text, which touch nothing but what they name: comments, layout and quotes stay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import libcst as cst
+
+from distwrap.convert.script import Script
+from distwrap.errors import ConversionError
+
+IMPORTS, HEAD, LINE, INDENT, WITHIN = range(5)
+
+
+class Edit(NamedTuple):
+    """A piece of text in the place of another.
+
+    Attributes:
+        start: the first byte that goes.
+        end: the byte after the last one; the same for an insertion.
+        text: what comes instead.
+        number: of the edit, in the order in which they were asked for.
+        layer: of what is inserted at one place: what stands above all, whole lines, indentation, text in a line.
+    """
+
+    start: int
+    end: int
+    text: str
+    number: int
+    layer: int = WITHIN
+
+
+class Edits:
+    """Changes to one script, collected and then made at once."""
+
+    def __init__(self, script: Script) -> None:
+        self.script = script
+        self._edits: list[Edit] = []
+        self._removed: dict[cst.CSTNode, None] = {}
+        self.indented_from: int | None = None  # where a function was put around the rest of the file
+
+    def __bool__(self) -> bool:
+        return bool(self._edits or self._removed)
+
+    def insert(self, place: int, text: str, layer: int = WITHIN) -> None:
+        """Insert text before a byte."""
+        self._edits.append(Edit(place, place, text, len(self._edits), layer))
+
+    def replace(self, node: cst.CSTNode, text: str) -> None:
+        """Write text in the place of a node."""
+        self.replace_span(*self.script.span(node), text)
+
+    def replace_span(self, start: int, end: int, text: str, layer: int = WITHIN) -> None:
+        """Write text in the place of some bytes."""
+        self._edits.append(Edit(start, end, text, len(self._edits), layer))
+
+    def wrap(self, node: cst.CSTNode, before: str, after: str) -> None:
+        """Write text around a node, and around the parentheses that it is in."""
+        start, end = self.script.span(node)
+        self.insert(start, before)
+        self.insert(end, after)
+
+    def line_start(self, place: int) -> int:
+        """Return the first byte of a line."""
+        return self.script.data.rfind(b"\n", 0, place) + 1
+
+    def line_end(self, place: int) -> int:
+        """Return the byte after the end of a line."""
+        found = self.script.data.find(b"\n", place)
+        return len(self.script.data) if found < 0 else found + 1
+
+    def indent_of(self, node: cst.CSTNode) -> str:
+        """Return what is before a statement on its line."""
+        start = self.script.span(node)[0]
+        before = self.script.data[self.line_start(start) : start].decode()
+        return before[: len(before) - len(before.lstrip())]
+
+    def line_before(self, statement: cst.CSTNode, text: str) -> None:
+        """Write a line above a statement, indented as it is."""
+        start = self.line_start(self.script.span(statement)[0])
+        self.insert(start, f"{self.indent_of(statement)}{text}{self.script.newline}", LINE)
+
+    def line_after(self, statement: cst.CSTNode, text: str) -> None:
+        """Write a line below a statement, indented as it is."""
+        end = self.line_end(self.script.span(statement)[1])
+        broken = "" if self.script.data[:end].endswith(b"\n") else self.script.newline
+        self.insert(end, f"{broken}{self.indent_of(statement)}{text}{self.script.newline}", LINE)
+
+    def has_line_of_its_own(self, statement: cst.CSTNode) -> bool:
+        """Return whether a statement begins its line, so that text can go before it, and shares the line with none."""
+        line = self.script.parent(statement) if isinstance(statement, cst.BaseSmallStatement) else statement
+        if isinstance(line, cst.SimpleStatementLine) and len(line.body) > 1:
+            return False
+        return line is not None and isinstance(self.script.parent(line), (cst.IndentedBlock, cst.Module))
+
+    def remove(self, node: cst.CSTNode) -> None:
+        """Remove a statement; a block that loses all its statements goes with what heads it."""
+        self._removed[node] = None
+
+    def is_removed(self, node: cst.CSTNode) -> bool:
+        """Return whether a node goes, by itself or with what it is in."""
+        return any(each in self._removed for each in (node, *self.script.ancestors(node)))
+
+    def remove_argument(self, call: cst.Call, arg: cst.Arg) -> None:
+        """Remove an argument of a call, with the comma that it leaves over."""
+        index = next(number for number, each in enumerate(call.args) if each is arg)
+        start, end = self.script.span(arg)
+        if index + 1 < len(call.args):
+            end = self.script.span(call.args[index + 1])[0]
+        elif index > 0:
+            start = self.script.span(call.args[index - 1].value)[1]
+            end = self.script.span(arg.value)[1]
+        self.replace_span(start, end, "")
+
+    def add_argument(self, call: cst.Call, text: str) -> None:
+        """Add an argument to a call, behind those that it has."""
+        if not call.args:
+            self.insert(self.script.span(call)[1] - 1, text)
+            return
+        last = self.script.span(call.args[-1].value)[1]
+        between = self.script.data[last : self.script.span(call)[1] - 1]
+        place = last + len(between) - len(between.lstrip(b") \t\r\n"))  # behind the parentheses around the last one
+        self.insert(place if between[: place - last].strip() else last, f", {text}")
+
+    def apply(self) -> str:
+        """Return the changed text.
+
+        Raises:
+            ConversionError: two edits want the same text.
+        """
+        self._settle_removals()
+        data, result, place = self.script.data, [], 0
+        for edit in self._outermost():
+            if edit.start < place:
+                line = data.count(b"\n", 0, edit.start) + 1
+                raise ConversionError(
+                    f"{self.script.name}, line {line}: two changes want the same text, so none is made. Write the "
+                    f"line in simpler parts, and try again."
+                )
+            is_inner = (
+                edit.layer == LINE
+                and edit.start == edit.end
+                and self.indented_from is not None
+                and edit.start >= self.indented_from
+            )
+            result += [data[place : edit.start], (self.script.indent * is_inner + edit.text).encode()]
+            place = edit.end
+        return b"".join([*result, data[place:]]).decode()
+
+    def _outermost(self) -> Iterable[Edit]:
+        """Return the edits in the order of the text, without those inside of a text that goes altogether."""
+        whole = [edit for edit in self._edits if edit.end > edit.start]
+        kept = [edit for edit in self._edits if not any(_is_gone(edit, other) for other in whole)]
+        return sorted(
+            dict.fromkeys(kept), key=lambda edit: (edit.start, edit.end > edit.start, edit.layer, edit.number)
+        )
+
+    def _settle_removals(self) -> None:
+        pending, self._removed = self._removed, {}
+        gone = dict(pending)
+        changed = True
+        while changed:  # a block without statements takes what heads it along
+            changed = False
+            for node in list(gone):
+                line = self.script.parent(node) if isinstance(node, cst.BaseSmallStatement) else node
+                if line not in gone and isinstance(line, cst.SimpleStatementLine):
+                    if all(each in gone for each in line.body):
+                        gone[line] = None
+                        changed = True
+                    continue
+                block = self.script.parent(line) if line is not None else None
+                head = self.script.parent(block) if isinstance(block, cst.IndentedBlock) else None
+                if (
+                    isinstance(block, cst.IndentedBlock)
+                    and isinstance(head, (cst.If, cst.With, cst.For))
+                    and not (isinstance(head, (cst.If, cst.For)) and head.orelse is not None)
+                    and not isinstance(self.script.parent(head), cst.If)
+                    and head not in gone
+                    and all(each in gone for each in block.body)
+                ):
+                    gone[head] = None
+                    changed = True
+        for node in gone:
+            if not any(each in gone for each in self.script.ancestors(node)):
+                self._remove_text(node, gone)
+
+    def _remove_text(self, node: cst.CSTNode, gone: dict[cst.CSTNode, None]) -> None:
+        start, end = self.script.span(node)
+        if isinstance(node, cst.BaseSmallStatement):  # one of several on its line
+            line = self.script.parent(node)
+            assert isinstance(line, cst.SimpleStatementLine)
+            index = next(number for number, each in enumerate(line.body) if each is node)
+            if index + 1 < len(line.body):
+                end = self.script.span(line.body[index + 1])[0]
+            else:
+                start = self.script.span(line.body[index - 1])[1]
+            self.replace_span(start, end, "")
+            return
+        block = self.script.parent(node)
+        if isinstance(node, (cst.FunctionDef, cst.ClassDef)) and node.decorators:
+            start = self.script.span(node.decorators[0])[0]
+        only = isinstance(block, cst.IndentedBlock) and all(each in gone for each in block.body)
+        if only and isinstance(block, cst.IndentedBlock) and block.body[0] is node:
+            self.replace_span(start, end, "pass")
+        elif isinstance(block, (cst.IndentedBlock, cst.Module)):
+            first, last = self.line_start(start), self.line_end(end)
+            if isinstance(node, (cst.FunctionDef, cst.ClassDef)):
+                last = self._behind_blank_lines(last)
+            self.replace_span(first, last, "", LINE)
+        else:
+            self.replace_span(start, end, "pass")
+
+    def _behind_blank_lines(self, place: int) -> int:
+        while place < len(self.script.data) and not self.script.data[place : self.line_end(place)].strip():
+            place = self.line_end(place)
+        return place
+
+
+def _is_gone(edit: Edit, other: Edit) -> bool:
+    """Return whether an edit is of text that goes altogether by another."""
+    if edit.layer == INDENT:
+        return other.start < edit.start < other.end or (other.layer == LINE and other.start == edit.start)
+    at_edge = edit.start == edit.end and edit.start in (other.start, other.end)
+    is_longer = other.end - other.start > edit.end - edit.start
+    return other.start <= edit.start and edit.end <= other.end and is_longer and not at_edge

@@ -1,0 +1,255 @@
+"""Facts of a script: its training loops, what their optimizers train, what feeds them, and where it all begins."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import libcst as cst
+
+from distwrap.convert.script import Function, Script, argument, path_of
+from distwrap.convert.values import Values, root_of
+
+LOADER = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
+_SAME_ITEMS = ("builtins.enumerate", "builtins.iter", "tqdm.tqdm", "tqdm.auto.tqdm", "tqdm.notebook.tqdm")
+_SCHEDULERS = ("torch.optim.lr_scheduler.",)
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingLoop:
+    """A ``for`` in whose body a loss goes backward and an optimizer steps.
+
+    Attributes:
+        loop: the ``for``.
+        step: the last call that steps.
+        optimizers: the expressions for what steps.
+        body: where the step is: the loop itself, or a function that it calls.
+    """
+
+    loop: cst.For
+    step: cst.Call
+    optimizers: list[cst.BaseExpression]
+    body: cst.CSTNode
+
+
+class ScriptFacts:
+    """Reading of a script as one that trains."""
+
+    def __init__(self, script: Script) -> None:
+        self.script, self.values = script, Values(script)
+
+    # Loops
+
+    @cached_property
+    def training_loops(self) -> list[TrainingLoop]:
+        """The innermost loops that train, in the order of the text."""
+        found: dict[int, TrainingLoop] = {}
+        for call, attribute in self.script.method_calls("step"):
+            if self.is_scheduler(attribute.value):
+                continue
+            optimizer = self._scaled(call) or attribute.value
+            for loop, body in self._loops_around(call):
+                if any(self.script.method_calls("backward", body)) or self._has_manual_backward(body):
+                    others = found[id(loop)].optimizers if id(loop) in found else []
+                    found[id(loop)] = TrainingLoop(loop, call, [*others, optimizer], body)
+                    break
+        return sorted(found.values(), key=lambda each: self.script.span(each.loop))
+
+    def _has_manual_backward(self, body: cst.CSTNode) -> bool:
+        return any(
+            path_of(call.func) in ("accelerator.backward", "fabric.backward")
+            for call in self.script.find(cst.Call, body)
+        )
+
+    def _scaled(self, call: cst.Call) -> cst.BaseExpression | None:
+        """Return the optimizer of ``scaler.step(optimizer)``."""
+        assert isinstance(call.func, cst.Attribute)
+        sources = [each for each in self.values.sources(call.func.value) if each is not None]
+        if call.args and any(
+            isinstance(each, cst.Call) and (path_of(each.func) or "").split(".")[-1] == "GradScaler" for each in sources
+        ):
+            return call.args[0].value
+        return None
+
+    def is_scheduler(self, node: cst.CSTNode) -> bool:
+        """Return whether what steps is a scheduler of the learning rate, and no optimizer."""
+        for each in self.values.sources(node):
+            if isinstance(each, cst.Call):
+                names = self.script.names(each.func)
+                if any("lr_scheduler" in name or name.endswith(("LR", "Scheduler", "_schedule")) for name in names):
+                    return True
+                if "optim" in (path_of(each.func) or "") and "sched" in (path_of(each.func) or "").lower():
+                    return True
+        return "sched" in (path_of(node) or "").lower()
+
+    def _loops_around(self, node: cst.CSTNode) -> Iterator[tuple[cst.For, cst.CSTNode]]:
+        """Yield the loops around a step, and those around the calls of the function that takes it."""
+        for each in self.script.ancestors(node):
+            if isinstance(each, cst.For):
+                yield each, each
+            if isinstance(each, cst.FunctionDef):
+                for call in self.values.callers(each):
+                    if self.script.function_of(call) is not each:
+                        for loop in self.script.ancestors(call):
+                            if isinstance(loop, cst.For):
+                                yield loop, each
+                return
+
+    # Loaders
+
+    def iterated(self, loop: cst.For) -> cst.BaseExpression:
+        """Return what a loop goes through, without ``enumerate`` and a progress bar around it."""
+        node: cst.BaseExpression = loop.iter
+        while isinstance(node, cst.Call) and node.args:
+            if not self.script.is_a(node, *_SAME_ITEMS) and not self._is_bar(node):
+                break
+            node = node.args[0].value
+        return node
+
+    def _is_bar(self, node: cst.Call) -> bool:
+        return any(name.split(".")[0] == "tqdm" for name in self.script.names(node.func))
+
+    def loader_of(self, node: cst.CSTNode) -> list[cst.Call | None]:
+        """Return the calls of ``DataLoader`` from which a value may come; none among them for anything else."""
+        found: list[cst.Call | None] = []
+        for each in self.values.sources(node, returned=True):
+            while (
+                isinstance(each, cst.Call)
+                and each.args
+                and (self.script.is_a(each, *_SAME_ITEMS) or self._is_bar(each))
+            ):
+                inner = list(self.values.sources(each.args[0].value, returned=True))
+                each = inner[0] if len(inner) == 1 else None
+            found.append(each if isinstance(each, cst.Call) and self.script.is_a(each, *LOADER) else None)
+        return found
+
+    @cached_property
+    def loaders(self) -> list[cst.Call]:
+        """All calls of ``DataLoader``."""
+        return list(self.script.calls(*LOADER))
+
+    @cached_property
+    def training_loaders(self) -> set[cst.Call]:
+        """The calls of ``DataLoader`` that feed a training loop."""
+        return {
+            call
+            for each in self.training_loops
+            for call in self.loader_of(self.iterated(each.loop))
+            if call is not None
+        }
+
+    def loops_over(self, loader: cst.Call) -> list[cst.For]:
+        """Return the loops that go through a loader."""
+        return [loop for loop in self.script.find(cst.For) if loader in self.loader_of(self.iterated(loop))]
+
+    def mentions(self, loader: cst.Call) -> Iterator[cst.BaseExpression]:
+        """Yield the names and attributes that may stand for a loader, where they are read."""
+        known: dict[tuple[object, str], bool] = {}
+        for node in self.script.expressions():
+            path = path_of(node)
+            above = self.script.parent(node)
+            if path is None or isinstance(above, (cst.AssignTarget, cst.Param, cst.ImportAlias)):
+                continue
+            if isinstance(above, cst.Attribute) and not (above.value is node and isinstance(node, cst.Name)):
+                continue
+            if isinstance(above, cst.Arg) and above.keyword is node:
+                continue
+            key = (self.script.function_of(node), path)
+            if key not in known:
+                known[key] = loader in self.loader_of(node)
+            if known[key]:
+                yield node
+
+    # Models
+
+    def optimizer_calls(self) -> list[cst.Call]:
+        """Return the calls that make the optimizers of the training loops."""
+        found: dict[cst.Call, None] = {}
+        for each in self.training_loops:
+            for source in [one for optimizer in each.optimizers for one in self.values.sources(optimizer)]:
+                source = source if source is None else root_of(source)  # type: ignore[assignment]
+                if isinstance(source, cst.Call) and list(self.trained_by(source)):
+                    found[source] = None
+        return list(found)
+
+    def trained_by(self, optimizer: cst.Call, depth: int = 3) -> Iterator[cst.BaseExpression]:
+        """Yield the expressions for the models whose parameters an optimizer is given, without repeats."""
+        seen = set()
+        waiting: list[cst.CSTNode] = [arg.value for arg in optimizer.args]
+        for _ in range(depth):
+            following: list[cst.CSTNode] = []
+            for node in waiting:
+                for call in self.script.find(cst.Call, node):
+                    if isinstance(call.func, cst.Attribute) and call.func.attr.value in (
+                        "parameters",
+                        "named_parameters",
+                    ):
+                        model = self._whole(call.func.value)
+                        key = path_of(model)
+                        if key is not None and key not in seen:
+                            seen.add(key)
+                            yield model
+                path = path_of(node)
+                if path is not None:
+                    following += [each for each in self.values.sources(node) if each is not None]
+            waiting = following
+
+    def _whole(self, node: cst.BaseExpression) -> cst.BaseExpression:
+        """Return the model of which a part was named, as ``model`` of ``model.head``; of ``model.module`` too."""
+        while isinstance(node, (cst.Attribute, cst.Subscript)):
+            if path_of(node.value) == "self" or isinstance(node.value, cst.Call):
+                break
+            node = node.value
+        return node
+
+    # Where it begins
+
+    def reached(self, start: cst.CSTNode) -> set[Function]:
+        """Return the functions that a piece of code may call, through others too; of a class all its methods."""
+        found: set[Function] = set()
+        waiting: list[cst.CSTNode] = [start]
+        while waiting:
+            node = waiting.pop()
+            for name in self.script.find(cst.Name, node):
+                function = self.values.functions.get(name.value)
+                each: list[Function] = [function] if function is not None else []
+                owner = self.values.classes.get(name.value)
+                if owner is not None and not self.script.inside(node, owner):
+                    each += list(self.script.find(cst.FunctionDef, owner))
+                for one in each:
+                    if one not in found and one is not start:
+                        found.add(one)
+                        waiting.append(one)
+            for inner in self.script.find(cst.FunctionDef, node):
+                if inner is not start:
+                    found.add(inner)
+        return found
+
+    def holds(self, start: Function, node: cst.CSTNode) -> bool:
+        """Return whether a node is run by a function, or by those that it calls."""
+        return self.script.inside(node, start) or any(self.script.inside(node, each) for each in self.reached(start))
+
+    @cached_property
+    def guard(self) -> cst.If | None:
+        """The script's ``if __name__ == "__main__":``, if it has one."""
+        for each in self.script.tree.body:
+            if isinstance(each, cst.If) and self.script.code(each.test).replace("'", '"') in (
+                '__name__ == "__main__"',
+                '"__main__" == __name__',
+            ):
+                return each
+        return None
+
+    def top_level_calls(self, name: str) -> list[cst.Call]:
+        """Return the calls of a function from outside of all functions."""
+        return [
+            call
+            for call in self.script.find(cst.Call)
+            if path_of(call.func) == name and self.script.function_of(call) is None
+        ]
+
+    def given(self, call: cst.Call, keyword: str, position: int | None = None) -> str | None:
+        """Return the text of an argument, or none where it is not given."""
+        found = argument(call, keyword, position)
+        return None if found is None else self.script.code(found)

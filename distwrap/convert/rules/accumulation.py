@@ -1,0 +1,92 @@
+"""Gradient accumulation: windows of micro-batches, after each of which gradients are exchanged once."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from distwrap.convert.conversion import Conversion
+from distwrap.convert.facts import TrainingLoop
+from distwrap.convert.script import constant, path_of
+
+
+def accumulate_in_windows(conversion: Conversion) -> None:
+    """Let loops that step every few batches exchange gradients at these steps alone."""
+    for each in conversion.facts.training_loops:
+        every = _every(conversion, each)
+        if every is None or not conversion.may_change(each.loop):
+            continue
+        model = _model_called(conversion, each)
+        if model is None or not _take_windows(conversion, each.loop, every, model):
+            conversion.left(
+                each.loop, "accumulate", f"it steps every {every} batches, and exchanges gradients in each, which "
+                f"is right but slower", f"for batch, window in accumulate(loader, {every}, model)",
+            )  # fmt: skip
+
+
+def _every(conversion: Conversion, loop: TrainingLoop) -> str | None:
+    """Return after how many batches a loop steps, as text, where it steps ``if (i + 1) % n == 0``."""
+    script = conversion.script
+    target, call = loop.loop.target, loop.loop.iter
+    if (
+        not isinstance(target, cst.Tuple)
+        or not isinstance(call, cst.Call)
+        or not script.is_a(call, "builtins.enumerate")
+    ):
+        return None
+    index = path_of(target.elements[0].value)
+    start = "1" if len(call.args) == 2 and constant(call.args[1].value) == 1 else "0"
+    for branch in script.ancestors(loop.step):
+        if branch is loop.loop:
+            break
+        if not isinstance(branch, cst.If):
+            continue
+        for node in script.find(cst.Comparison, branch.test):
+            left = node.left
+            if (
+                isinstance(left, cst.BinaryOperation)
+                and isinstance(left.operator, cst.Modulo)
+                and len(node.comparisons) == 1
+                and isinstance(node.comparisons[0].operator, cst.Equal)
+                and constant(node.comparisons[0].comparator) == 0
+                and script.code(left.left).replace(" ", "") == (index if start == "1" else f"{index}+1")
+                and (isinstance(left.right, cst.Integer) or path_of(left.right) is not None)
+            ):
+                return script.code(left.right)
+    return None
+
+
+def _model_called(conversion: Conversion, loop: TrainingLoop) -> str | None:
+    """Return the one wrapped model that a loop calls, by its name there."""
+    found = {
+        path
+        for call in conversion.script.find(cst.Call, loop.loop.body)
+        if (path := path_of(call.func)) is not None
+        and (
+            path in conversion.wrapped
+            or any(each in conversion.wrapped_expressions for each in conversion.facts.values.sources(call.func))
+        )
+    }
+    return found.pop() if len(found) == 1 else None
+
+
+def _take_windows(conversion: Conversion, loop: cst.For, every: str, model: str) -> bool:
+    script = conversion.script
+    iterated = conversion.facts.iterated(loop)
+    assert isinstance(loop.target, cst.Tuple)
+    assert isinstance(loop.iter, cst.Call)
+    if len(loop.target.elements) != 2 or loop.iter.args[0].value is not iterated:
+        return False
+    window = "window" if "window" not in script.bound_names else "distwrap_window"
+    batch = loop.target.elements[1].value
+    start, end = script.span(batch)
+    text = script.data[start:end].decode()
+    if isinstance(batch, cst.Tuple):
+        above = [start, end]
+        if batch.lpar:
+            above = [script.data.rfind(b"(", 0, start), script.data.find(b")", end) + 1]
+            text = script.data[above[0] : above[1]].decode()
+        start, end = above
+    conversion.edits.replace_span(start, end, f"({text}, {window})")
+    conversion.edits.wrap(iterated, f"{conversion.helpers.name('accumulate')}(", f", {every}, {model})")
+    conversion.done(loop, "accumulate", "gradients are exchanged once a window, at the step")
+    return True

@@ -1,0 +1,153 @@
+"""Devices: whatever a script calls its device becomes that of the rank."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from distwrap.convert.conversion import Conversion
+from distwrap.convert.script import argument, constant, path_of
+
+_DEVICE = "torch.device"
+_ACCELERATORS = ("cuda", "mps", "xpu", "npu")
+
+
+def use_own_device(conversion: Conversion) -> None:
+    """Let devices be the rank's own; a device that is always the CPU stays."""
+    script = conversion.script
+    for node in list(script.find(cst.SimpleString)):
+        if not conversion.on_ranks(node) and conversion.may_change(node) and _is_first_device(constant(node)):
+            conversion.edits.replace(node, script.code(node).replace(":0", ""))
+            conversion.done(
+                node, "device", "without a number it is each rank's own; this is read before there are ranks"
+            )
+    for call in list(script.calls(_DEVICE)):
+        if (
+            conversion.may_change(call)
+            and conversion.on_ranks(call)
+            and _is_accelerator(conversion, call)
+            and not _is_within(conversion, call)
+        ):
+            _replace(conversion, _outermost(conversion, call))
+    for choice in list(script.find(cst.IfExp)):
+        above = script.parent(choice)
+        if constant(choice.orelse) == "cpu" and not (
+            isinstance(above, cst.Arg) and script.is_a(script.parent(above), _DEVICE)
+        ):
+            if isinstance(above, cst.IfExp) or not conversion.may_change(choice) or not conversion.on_ranks(choice):
+                continue
+            if _only_places(conversion, choice):
+                _replace(conversion, choice)
+            else:
+                conversion.unsure(
+                    choice, "device", "it is used as text too", "device(), and device().type where text is wanted"
+                )
+    for call, attribute in list(script.method_calls("cuda")):
+        if (
+            not conversion.may_change(call)
+            or not isinstance(attribute.value, cst.BaseExpression)
+            or script.names(call.func)
+        ):
+            continue
+        start = script.span(attribute.value)[1]
+        conversion.edits.replace_span(start, script.span(call)[1], f".to({_arguments(conversion, call)})")
+        conversion.done(call, "device", "goes to the rank's own device, which may be the CPU")
+    for call, _ in list(script.method_calls("to")):
+        first = call.args[0] if call.args else None
+        name = constant(first.value) if first is not None else ...
+        if (
+            first is not None
+            and conversion.may_change(call)
+            and (
+                type(name) is int
+                or (isinstance(name, str) and name.split(":")[0] in _ACCELERATORS)
+                or path_of(first.value) in conversion.rank_names
+            )
+        ):
+            conversion.edits.replace(first.value, conversion.call("device"))
+            conversion.done(call, "device", "goes to the rank's own device, which may be the CPU")
+
+
+def _is_first_device(value: object) -> bool:
+    return isinstance(value, str) and value in {f"{name}:0" for name in _ACCELERATORS}
+
+
+def _arguments(conversion: Conversion, call: cst.Call) -> str:
+    kept = [
+        conversion.script.code(arg) for arg in call.args if arg.keyword is not None and arg.keyword.value != "device"
+    ]
+    return ", ".join([conversion.call("device"), *kept])
+
+
+def _replace(conversion: Conversion, node: cst.CSTNode) -> None:
+    conversion.edits.replace(node, conversion.call("device"))
+    conversion.done(node, "device", "is the rank's own device")
+
+
+def _is_accelerator(conversion: Conversion, call: cst.Call) -> bool:
+    """Return whether a ``torch.device(...)`` is an accelerator, perhaps under a condition."""
+    first = argument(call, "type", 0)
+    if first is None:
+        first = argument(call, "device", 0)
+    return first is not None and _names_accelerator(conversion, first)
+
+
+def _names_accelerator(conversion: Conversion, node: cst.BaseExpression) -> bool:
+    if isinstance(node, cst.IfExp):
+        return _names_accelerator(conversion, node.body) or _names_accelerator(conversion, node.orelse)
+    if isinstance(node, cst.FormattedString):
+        return conversion.script.code(node).lstrip("fF\"'").startswith(_ACCELERATORS)
+    value = constant(node)
+    if value is ...:
+        return "accelerator" in (path_of(getattr(node, "value", None)) or conversion.script.code(node))
+    return type(value) is int or (isinstance(value, str) and value.split(":")[0] in _ACCELERATORS)
+
+
+def _outermost(conversion: Conversion, call: cst.Call) -> cst.CSTNode:
+    """Return the choice between this device and the CPU, or the device itself."""
+    node: cst.CSTNode = call
+    while isinstance(conversion.script.parent(node), cst.IfExp):
+        node = conversion.script.parent(node) or node
+    return node
+
+
+def _is_within(conversion: Conversion, call: cst.Call) -> bool:
+    """Return whether an earlier device of the same choice is replaced with it."""
+    above = conversion.script.parent(call)
+    if not isinstance(above, cst.IfExp):
+        return False
+    outermost = _outermost(conversion, call)
+    first = next(
+        each for each in conversion.script.calls(_DEVICE, within=outermost) if _is_accelerator(conversion, each)
+    )
+    return first is not call
+
+
+def _only_places(conversion: Conversion, choice: cst.IfExp) -> bool:
+    """Return whether the name of a device is used for nothing but to place tensors."""
+    script, values = conversion.script, conversion.facts.values
+    if not _names_accelerator(conversion, choice):
+        return False
+    statement = script.parent(choice)
+    if isinstance(statement, cst.Arg):
+        call = script.parent(statement)
+        return isinstance(call, cst.Call) and isinstance(call.func, cst.Attribute) and call.func.attr.value == "to"
+    paths = {path_of(each.target) for found in values.bindings.values() for each in found if each.value is choice}
+    if len(paths) != 1 or None in paths:
+        return False
+    for node in script.find(cst.Name):
+        above = script.parent(node)
+        if node.value not in paths or isinstance(above, cst.AssignTarget):
+            continue
+        if isinstance(above, (cst.FormattedStringExpression, cst.Param)):
+            continue
+        call = script.parent(above) if isinstance(above, cst.Arg) else None
+        if not isinstance(call, cst.Call) or not isinstance(above, cst.Arg):
+            return False
+        keyword = above.keyword.value if above.keyword is not None else ""
+        places = isinstance(call.func, cst.Attribute) and call.func.attr.value == "to"
+        handed = path_of(call.func) in values.functions or path_of(call.func) in values.classes
+        if not (
+            places or handed or keyword in ("device", "map_location") or script.is_a(call, "builtins.print", _DEVICE)
+        ):
+            return False
+    return True

@@ -1,0 +1,80 @@
+"""The function that the ranks run: found and decorated, or made of the file's own level."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import libcst as cst
+
+from distwrap.convert.conversion import Conversion
+from distwrap.convert.main_guard import decorator, make_main, region_of
+from distwrap.convert.script import Function, path_of
+
+
+def choose_entry(conversion: Conversion, needs: Sequence[cst.CSTNode]) -> bool:
+    """Find out what the ranks will run.
+
+    Args:
+        conversion: under way.
+        needs: the code that the ranks have to run.
+
+    Returns:
+        Whether there is such a function, or one can be made; otherwise the list says why not.
+    """
+    script, facts = conversion.script, conversion.facts
+    conversion.entry = find_entry(conversion, needs)
+    if conversion.entry is not None:
+        return True
+    if any(script.function_of(each) is None for each in needs):
+        conversion.region = region_of(conversion)
+        return True
+    loop = facts.training_loops[0].loop if facts.training_loops else needs[0]
+    conversion.unsure(
+        loop, "entry", "no function of this file holds the whole training: the model, the optimizer, the loader and "
+        "the loop", "put them into one function, and @distributed on it",
+    )  # fmt: skip
+    return False
+
+
+def decorate_entry(conversion: Conversion, needs: Sequence[cst.CSTNode]) -> bool:
+    """Put ``@distributed`` on the function that was chosen, or make one; return whether it was done."""
+    if conversion.entry is not None:
+        return decorate(conversion, conversion.entry)
+    return make_main(conversion, needs) is not None
+
+
+def find_entry(conversion: Conversion, needs: Sequence[cst.CSTNode]) -> Function | None:
+    """Return the function that holds all of the training: one that the file's own level starts, if there is one."""
+    script, facts = conversion.script, conversion.facts
+    holding = [each for each in facts.values.functions.values() if all(facts.holds(each, need) for need in needs)]
+    started = [each for each in holding if _is_started(conversion, each)]
+    if started:
+        return started[0]
+    if any(script.function_of(each) is None for each in needs):
+        return None
+    called = {other for each in holding for other in facts.reached(each)}
+    outermost = [each for each in holding if each not in called]
+    return outermost[0] if len(outermost) == 1 else None
+
+
+def _is_started(conversion: Conversion, function: Function) -> bool:
+    """Return whether the file's own level calls a function, or hands it to what does."""
+    script = conversion.script
+    return any(
+        path_of(node) == function.name.value
+        and script.function_of(node) is None
+        and not isinstance(script.parent(node), (cst.FunctionDef, cst.Attribute))
+        for node in script.find(cst.Name)
+    )
+
+
+def decorate(conversion: Conversion, entry: Function) -> bool:
+    """Put the decorator right above a function, below those that it has."""
+    script = conversion.script
+    is_generator = any(script.function_of(each) is entry for each in script.find(cst.Yield, entry))
+    if entry.asynchronous is not None or is_generator:
+        conversion.unsure(entry, "entry", "an async function or a generator cannot be run by ranks", "a plain function")
+        return False
+    conversion.edits.line_before(entry, decorator(conversion))
+    conversion.done(entry, "entry", f"each rank runs {entry.name.value}(); a call returns rank 0's value")
+    return True

@@ -1,0 +1,144 @@
+"""Checkpoints: written once, whole or not at all, and read by the safe loader."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from distwrap.convert.conversion import Conversion
+from distwrap.convert.script import argument, constant, is_about_rank, path_of
+from distwrap.convert.values import root_of
+
+
+def save_and_load(conversion: Conversion) -> None:
+    """Convert ``torch.save`` and ``torch.load`` where what they write or read is plain."""
+    for call in list(conversion.script.calls("torch.save")):
+        if conversion.may_change(call) and conversion.on_ranks(call):
+            _save(conversion, call)
+    for call in list(conversion.script.calls("torch.load")):
+        if conversion.may_change(call) and conversion.on_ranks(call):
+            _load(conversion, call)
+
+
+def _save(conversion: Conversion, call: cst.Call) -> None:
+    script = conversion.script
+    state, path = argument(call, "obj", 0), argument(call, "f", 1)
+    statement = script.small_statement_of(call)
+    guarded = any(isinstance(each, cst.If) and is_about_rank(script.code(each.test)) for each in script.ancestors(call))
+    if state is None or path is None or len(call.args) != 2 or not _is_path(conversion, path):
+        conversion.unsure(call, "save", "it does not write to a path", "save(state, path), or under is_rank_zero()")
+    elif _is_plain(conversion, state):
+        conversion.rename_call(call, "save")
+        conversion.done(call, "save", "rank 0 writes it, whole or not at all, and the others wait")
+    elif guarded:
+        conversion.left(call, "save", "one rank alone writes it already", "save(state, path), of plain values")
+    elif (
+        isinstance(statement, cst.Expr) and statement.value is call and conversion.edits.has_line_of_its_own(statement)
+    ):
+        conversion.edits.insert(script.span(statement)[0], f"if {conversion.call('is_rank_zero')}: ")
+        conversion.done(call, "save", "rank 0 alone writes it; what it holds may be more than the safe loader takes")
+    else:
+        conversion.unsure(call, "save", "all ranks would write one file", "save(state, path)")
+
+
+def _is_path(conversion: Conversion, node: cst.BaseExpression) -> bool:
+    """Return whether a file is given by its path, and not as an object."""
+    script = conversion.script
+    for source in conversion.facts.values.sources(node):
+        if source is None and isinstance(node, cst.Name):
+            found = conversion.facts.values.bound(node)
+            if any(isinstance(each.statement, cst.With) for each in found):
+                return False
+        if isinstance(source, cst.Call) and script.is_a(source, "io.BytesIO", "builtins.open"):
+            return False
+    return True
+
+
+def _is_plain(conversion: Conversion, node: cst.BaseExpression, depth: int = 4) -> bool:
+    """Return whether a state is certainly of tensors and plain values, and has no whole model in it."""
+    script = conversion.script
+    if depth == 0:
+        return False
+    if isinstance(node, (cst.Dict,)):
+        return all(
+            isinstance(each, cst.DictElement) and _is_plain(conversion, each.value, depth - 1) for each in node.elements
+        )
+    if isinstance(node, (cst.List, cst.Tuple)):
+        return all(_is_plain(conversion, each.value, depth - 1) for each in node.elements)
+    if constant(node) is not ... or isinstance(node, (cst.FormattedString, cst.BinaryOperation, cst.Comparison)):
+        return True
+    if isinstance(node, cst.Call):
+        if isinstance(node.func, cst.Attribute) and node.func.attr.value in (
+            "state_dict",
+            "item",
+            "tolist",
+            "detach",
+            "cpu",
+        ):
+            return True
+        if script.is_a(node, "builtins.dict"):
+            return all(arg.keyword is not None and _is_plain(conversion, arg.value, depth - 1) for arg in node.args)
+        return script.is_a(
+            node, "builtins.float", "builtins.int", "builtins.str", "builtins.len", "torch.get_rng_state", "torch.cat",
+            "torch.tensor", "torch.zeros",
+        )  # fmt: skip
+    path = path_of(node)
+    if path is None:
+        return False
+    found = conversion.facts.values.bound(node)
+    if found and all(isinstance(each.statement, (cst.For, cst.AugAssign)) for each in found):
+        return True
+    values = [each.value for each in found if not isinstance(each.statement, (cst.For, cst.AugAssign))]
+    for assign in script.find(cst.Assign, script.function_of(node)):  # state["epoch"] = epoch
+        if any(
+            isinstance(each.target, cst.Subscript) and path_of(each.target.value) == path for each in assign.targets
+        ):
+            values.append(assign.value)
+    return bool(values) and all(
+        each is not None and (path_of(root_of(each)) == path or _is_plain(conversion, each, depth - 1))
+        for each in values
+    )
+
+
+def _load(conversion: Conversion, call: cst.Call) -> None:
+    keywords = {arg.keyword.value for arg in call.args[1:] if arg.keyword is not None}
+    if len(call.args) - 1 == len(keywords) and keywords <= {"map_location"} and _is_state(conversion, call):
+        if "map_location" not in keywords:
+            conversion.done(
+                call, "load", "read by the safe loader, onto the CPU, so that ranks do not crowd one device"
+            )
+        else:
+            conversion.done(call, "load", "read by the safe loader")
+        conversion.rename_call(call, "load")
+        return
+    conversion.left(
+        call, "load", "every rank reads it by itself, to where it was saved", "load(path), if it holds plain values",
+    )  # fmt: skip
+
+
+def _is_state(conversion: Conversion, call: cst.Call) -> bool:
+    """Return whether what is read is a state, since it is handed to ``load_state_dict`` or its keys are asked for."""
+    script = conversion.script
+    above = script.parent(call)
+    if isinstance(above, cst.Arg):
+        holder = script.parent(above)
+        return isinstance(holder, cst.Call) and (path_of(holder.func) or "").endswith("load_state_dict")
+    statement = script.small_statement_of(call)
+    if not isinstance(statement, cst.Assign) or statement.value is not call or len(statement.targets) != 1:
+        return False
+    path = path_of(statement.targets[0].target)
+    reads = [
+        script.parent(node)
+        for node in script.find(cst.Name)
+        if node.value == path and script.span(node)[0] > script.span(statement)[1]
+    ]
+    return bool(reads) and all(
+        isinstance(each, (cst.Subscript, cst.ComparisonTarget))
+        or (isinstance(each, cst.Attribute) and each.attr.value in ("get", "keys", "items"))
+        or (isinstance(each, cst.Arg) and _is_state_dict_call(conversion, each))
+        for each in reads
+    )
+
+
+def _is_state_dict_call(conversion: Conversion, arg: cst.Arg) -> bool:
+    holder = conversion.script.parent(arg)
+    return isinstance(holder, cst.Call) and (path_of(holder.func) or "").endswith("load_state_dict")

@@ -1,0 +1,122 @@
+"""Loaders: those of training are shared by the ranks, and those of evaluations whose sums are understood."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from distwrap.convert.conversion import Conversion
+from distwrap.convert.rules.metrics import Reading, read_loop, rewrite
+from distwrap.convert.script import path_of
+
+_RANDOM = (
+    "torch.utils.data.random_split", "torch.randperm", "torch.randn", "torch.rand", "torch.randint",
+    "numpy.random.permutation", "numpy.random.randn", "numpy.random.rand", "numpy.random.shuffle", "random.shuffle",
+)  # fmt: skip
+_SEEDS = ("torch.manual_seed", "numpy.random.seed", "random.seed", "pytorch_lightning.seed_everything")
+
+
+def shard_loaders(conversion: Conversion) -> None:
+    """Give each rank its share of the training data, and of the data of evaluations that can be added up."""
+    facts = conversion.facts
+    training = [each for each in facts.loaders if each in facts.training_loaders and conversion.may_change(each)]
+    readings = {
+        loop: read_loop(conversion, loop, is_training=any(each.loop is loop for each in facts.training_loops))
+        for loader in facts.loaders
+        for loop in facts.loops_over(loader)
+    }
+    sharded = _sharded(conversion, training, readings)
+    for loader in facts.loaders:
+        if loader in sharded:
+            _shard(conversion, loader, is_training=loader in training)
+        elif loader not in facts.training_loaders:
+            _leave(conversion, loader, readings)
+    for loop, reading in readings.items():
+        sources = facts.loader_of(facts.iterated(loop))
+        if any(each in sharded for each in sources if each is not None):
+            rewrite(conversion, reading, all_shared=all(each in sharded for each in sources))
+    for each in facts.training_loops:
+        if not [loader for loader in facts.loader_of(facts.iterated(each.loop)) if loader is not None]:
+            conversion.left(
+                each.loop, "shard_loader", "no DataLoader that can be seen feeds this loop, so every rank trains on "
+                "all that it goes through", "shard_loader(DataLoader(...)), or a part by rank() and world_size()",
+            )  # fmt: skip
+    _look_at_seeds(conversion)
+
+
+def _sharded(conversion: Conversion, training: list[cst.Call], readings: dict[cst.For, Reading]) -> set[cst.Call]:
+    """Return the loaders that can be shared: those of training, and those whose loops are all clear."""
+    facts = conversion.facts
+    sharded = {
+        each for each in facts.loaders if conversion.may_change(each) and conversion.on_ranks(each)
+    } - facts.training_loaders
+    sharded |= set(training)
+    changed = True
+    while changed:
+        changed = False
+        for loader in sorted(sharded - set(training), key=conversion.script.span):
+            loops = facts.loops_over(loader)
+            shared = all(each in sharded for loop in loops for each in facts.loader_of(facts.iterated(loop)))
+            if (
+                not loops
+                or not shared
+                or not all(readings[loop].is_clear for loop in loops)
+                or _other_use(conversion, loader)
+            ):
+                sharded.discard(loader)
+                changed = True
+    return sharded
+
+
+def _other_use(conversion: Conversion, loader: cst.Call) -> bool:
+    """Return whether a loader's name is used for more than loops, its length, its dataset, and to be handed on."""
+    script, values = conversion.script, conversion.facts.values
+    for node in conversion.facts.mentions(loader):
+        above = script.parent(node)
+        if isinstance(above, cst.Attribute):
+            if above.attr.value != "dataset":
+                return True
+        elif isinstance(above, cst.Arg):
+            call = script.parent(above)
+            name = path_of(call.func) if isinstance(call, cst.Call) else None
+            is_method = (name or "").startswith("self.") or "." in (name or "")
+            known = name in values.functions or name in values.classes or is_method
+            if not known and not script.is_a(call, "builtins.len", "builtins.enumerate", "tqdm.tqdm", "tqdm.auto.tqdm"):
+                return True
+        elif not isinstance(above, (cst.For, cst.Assign, cst.Return, cst.Element, cst.AnnAssign)):
+            return True
+    return False
+
+
+def _shard(conversion: Conversion, loader: cst.Call, *, is_training: bool) -> None:
+    conversion.sharded.add(loader)
+    conversion.wrap(loader, "shard_loader", ', batch_size="global"' if conversion.global_batch else "")
+    if not is_training:
+        why = "each rank evaluates its share, each sample once, and the sums are added up over the ranks"
+    elif conversion.global_batch:
+        why = "each rank trains on its share; the batch size is that of all ranks together, so the learning rate stays"
+    else:
+        why = (
+            "each rank trains on its share, with batches of this size: a step sees as many times more samples as there "
+            "are ranks, so look at the learning rate, or convert with --global-batch"
+        )
+    conversion.done(loader, "shard_loader", why)
+
+
+def _leave(conversion: Conversion, loader: cst.Call, readings: dict[cst.For, Reading]) -> None:
+    loops = conversion.facts.loops_over(loader)
+    why = next((readings[loop].why for loop in loops if readings[loop].why), "its use is not clear")
+    conversion.left(
+        loader, "shard_loader", f"every rank goes through all of it, which is right but takes as long as in one "
+        f"process: {why}", "shard_loader(...) here, and gather, mean or reduce for what its loop computes",
+    )  # fmt: skip
+
+
+def _look_at_seeds(conversion: Conversion) -> None:
+    """Seed the ranks alike where a script draws its data or a split without a seed."""
+    script = conversion.script
+    if "seed" in conversion.options or any(script.calls(*_SEEDS)):
+        return
+    drawn = next(script.calls(*_RANDOM), None)
+    if drawn is not None and not any(arg.keyword and arg.keyword.value == "generator" for arg in drawn.args):
+        conversion.options["seed"] = "0"
+        conversion.done(drawn, "seed", "unseeded, each rank would draw data of its own; seed=0 lets them draw alike")

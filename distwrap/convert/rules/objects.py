@@ -1,0 +1,193 @@
+"""Objects of other libraries, whose methods and attributes become distwrap's functions by a table of names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import libcst as cst
+
+from distwrap.convert.conversion import Conversion
+from distwrap.convert.script import argument, constant, path_of
+from distwrap.convert.values import PREPARES, root_of
+
+Special = Callable[[Conversion, cst.Call], bool]
+
+
+def names_of(conversion: Conversion, made: tuple[str, ...]) -> tuple[list[cst.Call], set[str]] | None:
+    """Return the calls that make an object, and the names that hold it; none where it is handed on, or not plain."""
+    script = conversion.script
+    calls, names = list(script.calls(*made)), set()
+    for call in calls:
+        statement = script.small_statement_of(call)
+        if not isinstance(statement, cst.Assign) or statement.value is not call or len(statement.targets) != 1:
+            conversion.unsure(call, "object", "it is not simply given a name", "wrap_model and shard_loader by hand")
+            return None
+        names.add(path_of(statement.targets[0].target) or "")
+    for node in script.find(cst.Name):
+        above = script.parent(node)
+        if node.value not in names or isinstance(above, cst.AssignTarget):
+            continue
+        if isinstance(above, cst.Attribute) and (above.value is node or above.attr is node):
+            continue
+        if isinstance(above, cst.Arg) and above.keyword is node:
+            continue
+        conversion.unsure(node, "object", "it is handed on, so not all of its uses can be seen", "one function for all")
+        return None
+    return calls, names
+
+
+def convert_uses(
+    conversion: Conversion,
+    names: set[str],
+    *,
+    calls: Mapping[str, str | Special],
+    values: Mapping[str, str],
+    removed: tuple[str, ...],
+    words: tuple[str, ...] = (),
+) -> bool:
+    """Convert each use of an object, or of a module.
+
+    Args:
+        conversion: under way.
+        names: that hold it.
+        calls: the helper for each method, or what converts its call.
+        values: the text for each attribute, a helper's call in braces.
+        removed: methods whose calls go.
+        words: attributes that only say something to a call, and go with it.
+
+    Returns:
+        Whether all uses have an equal; otherwise the list names those that have none.
+    """
+    script, whole = conversion.script, True
+    for node in list(script.find(cst.Attribute)):
+        if path_of(node.value) not in names or not isinstance(node.value, cst.Name) or node.attr.value in words:
+            continue
+        name, above = node.attr.value, script.parent(node)
+        call = above if isinstance(above, cst.Call) and above.func is node else None
+        statement = script.small_statement_of(node)
+        fits = False
+        if call is not None and name in removed:
+            fits = isinstance(statement, cst.Expr) and statement.value is call
+            if fits:
+                conversion.edits.remove(statement)
+        elif call is not None and name in calls:
+            rule = calls[name]
+            if isinstance(rule, str):
+                conversion.rename_call(call, rule)
+                fits = True
+            else:
+                fits = rule(conversion, call)
+        elif call is None and name in values:
+            helper, _, more = values[name].partition("()")
+            conversion.edits.replace(node, conversion.call(helper) + more)
+            fits = True
+        if fits:
+            conversion.done(node, "object", f"{name}, in the words of distwrap")
+        else:
+            conversion.unsure(node, "object", f"{name} used in this way has no equal in the table", "see docs/model.md")
+            whole = False
+    return whole
+
+
+def prepare(conversion: Conversion, call: cst.Call) -> bool:
+    """Wrap and shard what a call prepares, each by its kind, and leave optimizers and schedulers as they are."""
+    script = conversion.script
+    texts = []
+    for arg in call.args:
+        if arg.keyword is not None or arg.star:
+            return False
+        text, kind = script.code(arg.value), kind_of(conversion, arg.value)
+        if kind is None:
+            return False
+        if kind == "model":
+            text = conversion.call("wrap_model", text)
+            conversion.wrapped.add(path_of(arg.value) or "")
+        elif kind == "loader":
+            text = conversion.call("shard_loader", text)
+        elif kind == "scheduler":
+            conversion.left(
+                call, "scheduler", "it steps once a step of the optimizer here, not once for each rank",
+                "a schedule over the steps of one rank",
+            )  # fmt: skip
+        texts.append(text)
+    replace_or_drop(conversion, call, texts)
+    return bool(texts)
+
+
+def replace_or_drop(conversion: Conversion, call: cst.Call, texts: list[str]) -> None:
+    """Write values in the place of a call; an assignment of them to their own names goes."""
+    statement = conversion.script.small_statement_of(call)
+    is_plain = isinstance(statement, cst.Assign) and len(statement.targets) == 1 and statement.value is call
+    target = statement.targets[0].target if is_plain and isinstance(statement, cst.Assign) else None
+    if target is not None and conversion.script.code(target) == ", ".join(texts):
+        conversion.edits.remove(statement)
+    else:
+        conversion.edits.replace(call, ", ".join(texts))
+
+
+def kind_of(conversion: Conversion, node: cst.BaseExpression) -> str | None:
+    """Return whether something is a model, a loader, an optimizer or a scheduler; none where it is not known."""
+    facts = conversion.facts
+    if facts.is_scheduler(node):
+        return "scheduler"
+    sources = [each for each in facts.values.sources(node, returned=True) if each is None or not _prepares(each)]
+    roots = [None if each is None else root_of(each) for each in sources]
+    if roots and all(each in facts.loaders for each in roots):
+        return "loader"
+    trained = {path_of(model) for call in conversion.script.find(cst.Call) for model in facts.trained_by(call)}
+    if path_of(node) in trained:
+        return "model"
+    if roots and all(isinstance(each, cst.Call) and list(facts.trained_by(each)) for each in roots):
+        return "optimizer"
+    return None
+
+
+def _prepares(node: cst.BaseExpression) -> bool:
+    return isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute) and node.func.attr.value in (
+        *PREPARES, "DistributedOptimizer",
+    )  # fmt: skip
+
+
+def reduction(keyword: str, default: str) -> Special:
+    """Return what converts a reduction, whose kind a keyword says."""
+
+    def convert(conversion: Conversion, call: cst.Call) -> bool:
+        kind = argument(call, keyword, 1)
+        op = default if kind is None else constant(kind)
+        others = [arg for arg in call.args[1:] if arg.keyword is None or arg.keyword.value not in (keyword, "name")]
+        if op not in ("sum", "mean", "min", "max") or not call.args or (others and kind is not others[0].value):
+            return False
+        value = conversion.script.code(call.args[0].value)
+        extra = "" if op == "mean" else f', op="{op}"'
+        conversion.edits.replace(call, conversion.call("reduce", value + extra))
+        return True
+
+    return convert
+
+
+def first_alone(helper: str) -> Special:
+    """Return what converts a call that has one argument alone."""
+
+    def convert(conversion: Conversion, call: cst.Call) -> bool:
+        if len(call.args) == 1 and call.args[0].keyword is None:
+            conversion.rename_call(call, helper)
+            return True
+        return False
+
+    return convert
+
+
+def print_once(conversion: Conversion, call: cst.Call) -> bool:
+    """Convert a print of one rank alone."""
+    conversion.edits.replace(call.func, f"{conversion.call('rank_zero_only', 'print')}")
+    return True
+
+
+def clip(conversion: Conversion, call: cst.Call) -> bool:
+    """Convert the clip of gradients, which are no scaled ones."""
+    if "fp16" in conversion.options.get("precision", "") or "16-mixed" in conversion.options.get("precision", ""):
+        return False
+    if "torch" not in conversion.script.bound_names:
+        return False
+    conversion.edits.replace(call.func, "torch.nn.utils.clip_grad_norm_")
+    return True

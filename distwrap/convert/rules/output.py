@@ -1,0 +1,101 @@
+"""What a script shows: printed, logged and drawn by rank 0 alone."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from distwrap.convert.conversion import Conversion
+from distwrap.convert.script import path_of
+
+_BARS = ("tqdm.tqdm", "tqdm.auto.tqdm", "tqdm.notebook.tqdm", "tqdm.std.tqdm")
+_RANGES = ("tqdm.trange", "tqdm.auto.trange")
+_WRITERS = (
+    "torch.utils.tensorboard.SummaryWriter", "torch.utils.tensorboard.writer.SummaryWriter",
+    "tensorboardX.SummaryWriter", "wandb.init",
+)  # fmt: skip
+_ONCE = ("wandb.log", "wandb.finish", "wandb.watch", "mlflow.log_metric", "mlflow.log_metrics", "mlflow.log_params")
+_LEVELS = ("debug", "info", "warning", "error", "critical")
+
+
+def show_once(conversion: Conversion) -> None:
+    """Let rank 0 alone print, log and show progress."""
+    _prints(conversion)
+    _bars(conversion)
+    for call in list(conversion.script.calls(*_WRITERS)):
+        if conversion.may_change(call) and conversion.on_ranks(call):
+            conversion.wrap(call, "on_rank_zero", "")
+            conversion.edits.insert(conversion.script.span(call)[0], "lambda: ")
+            conversion.done(call, "on_rank_zero", "one run and not one a rank; elsewhere it takes any call")
+    for call in list(conversion.script.calls(*_ONCE)):
+        _under_rank_zero(conversion, call)
+    for call, attribute in [each for level in _LEVELS for each in conversion.script.method_calls(level)]:
+        is_logger = conversion.script.is_a(call, f"logging.{attribute.attr.value}") or any(
+            source is not None and conversion.script.is_a(source, "logging.getLogger")
+            for source in conversion.facts.values.sources(attribute.value)
+        )
+        if is_logger and attribute.attr.value in ("debug", "info"):
+            _under_rank_zero(conversion, call)
+
+
+def _prints(conversion: Conversion) -> None:
+    script = conversion.script
+    prints = [
+        call for call in script.calls("builtins.print") if conversion.may_change(call) and conversion.on_ranks(call)
+    ]
+    handed = any(
+        isinstance(script.parent(node), (cst.AssignTarget, cst.Param, cst.ImportAlias)) and node.value == "print"
+        for node in script.find(cst.Name)
+    )
+    if prints and not handed:
+        conversion.below_imports = f"print = {conversion.helpers.name('rank_zero_only')}(print)"
+        conversion.done(prints[0], "print", f"rank 0 alone prints, here and at {len(prints) - 1} other place(s)")
+
+
+def _bars(conversion: Conversion) -> None:
+    script = conversion.script
+    for call in list(script.calls(*_BARS, *_RANGES)):
+        if not conversion.may_change(call) or not conversion.on_ranks(call):
+            continue
+        above = script.parent(call)
+        holder = script.parent(above) if isinstance(above, cst.Arg) else above
+        is_iterated = (isinstance(holder, cst.For) and holder.iter is call) or (
+            isinstance(holder, cst.Call) and script.is_a(holder, "builtins.enumerate")
+        )
+        if is_iterated and script.is_a(call, *_BARS) and call.args and call.args[0].keyword is None:
+            if len(call.args) > 1 and call.args[1].keyword is None:
+                conversion.unsure(call, "progress", "its second argument has no keyword", "progress(loader, desc=...)")
+                continue
+            conversion.rename_call(call, "progress")
+            conversion.done(call, "progress", "rank 0 alone shows it")
+        elif not any(arg.keyword is not None and arg.keyword.value == "disable" for arg in call.args):
+            conversion.edits.add_argument(call, f"disable=not {conversion.call('is_rank_zero')}")
+            conversion.done(call, "progress", "rank 0 alone shows it; it is used as an object, so it stays tqdm's")
+        else:
+            conversion.left(call, "progress", "every rank may show it", "disable=... or not is_rank_zero()")
+
+
+def _under_rank_zero(conversion: Conversion, call: cst.Call) -> None:
+    """Put a call behind ``if is_rank_zero():``, where its arguments call nothing that the other ranks need to call."""
+    script = conversion.script
+    statement = script.small_statement_of(call)
+    if not conversion.may_change(call) or not conversion.on_ranks(call):
+        return
+    if any(isinstance(each, cst.If) and "rank" in script.code(each.test) for each in script.ancestors(call)):
+        return
+    own = any(
+        path_of(inner.func) in conversion.facts.values.functions
+        for arg in call.args
+        for inner in script.find(cst.Call, arg)
+    )
+    if (
+        not own
+        and isinstance(statement, cst.Expr)
+        and statement.value is call
+        and conversion.edits.has_line_of_its_own(statement)
+    ):
+        conversion.edits.insert(script.span(statement)[0], f"if {conversion.call('is_rank_zero')}: ")
+        conversion.done(call, "log", "rank 0 alone logs it")
+    else:
+        conversion.left(
+            call, "log", "every rank logs it", "the value in a line of its own, then if is_rank_zero(): ..."
+        )

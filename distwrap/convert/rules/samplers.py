@@ -1,0 +1,148 @@
+"""torch's DistributedSampler, which `shard_loader` makes needless, and its forgotten set_epoch impossible."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from distwrap.convert.conversion import Conversion
+from distwrap.convert.facts import LOADER
+from distwrap.convert.script import argument, argument_node, constant, path_of
+
+SAMPLER = ("torch.utils.data.distributed.DistributedSampler", "torch.utils.data.DistributedSampler")
+
+
+def shard_instead_of_sampling(conversion: Conversion) -> None:
+    """Shard the loaders that have a DistributedSampler; their samplers go where nothing else needs them."""
+    script, facts = conversion.script, conversion.facts
+    for loader in list(script.calls(*LOADER)):
+        given = argument_node(loader, "sampler", 3)
+        if given is None or not conversion.may_change(loader):
+            continue
+        sources = list(facts.values.sources(given.value))
+        samplers = [each for each in sources if isinstance(each, cst.Call) and script.is_a(each, *SAMPLER)]
+        if not samplers:
+            continue
+        if len(sources) != 1 or not _is_plain(conversion, samplers[0], loader):
+            conversion.left(
+                loader, "sampler", "the loader stays with its DistributedSampler, which fails in one process",
+                "shard_loader(DataLoader(..., shuffle=True)), without a sampler",
+            )  # fmt: skip
+            continue
+        _shard(conversion, loader, given, samplers[0])
+
+
+def _is_plain(conversion: Conversion, sampler: cst.Call, loader: cst.Call) -> bool:
+    """Return whether a sampler can go: it only shuffles, and is used for nothing but ``set_epoch`` from 0."""
+    script = conversion.script
+    keywords = {arg.keyword.value for arg in sampler.args if arg.keyword is not None}
+    if not keywords <= {"shuffle", "num_replicas", "rank", "seed", "drop_last", "dataset"}:
+        return False
+    if ("shuffle" in keywords and constant(argument(sampler, "shuffle")) is ...) or constant(
+        argument(sampler, "drop_last")
+    ) not in (..., True, False):
+        return False
+    binding = _binding(conversion, sampler)
+    if binding is None:  # made within the loader's call
+        return conversion.script.inside(sampler, loader) and all(
+            _counts_from_zero(conversion, call) for call in _set_epochs(conversion, None, loader)
+        )
+    path = path_of(binding.targets[0].target)
+    loaders = [each for each in script.calls(*LOADER) if path_of(argument(each, "sampler", 3)) == path]
+    for node in script.find(cst.Name):
+        above = script.parent(node)
+        if node.value != path or isinstance(above, cst.AssignTarget) or _is_label(conversion, node):
+            continue
+        call = script.parent(above) if isinstance(above, (cst.Arg, cst.Attribute)) else None
+        if isinstance(above, cst.Attribute) and above.attr.value == "set_epoch":
+            if not isinstance(call, cst.Call) or not _counts_from_zero(conversion, call):
+                return False
+        elif call not in loaders:
+            return False
+    return len(loaders) == 1 and all(
+        _counts_from_zero(conversion, call) for call in _set_epochs(conversion, path, loader)
+    )
+
+
+def _is_label(conversion: Conversion, node: cst.Name) -> bool:
+    above = conversion.script.parent(node)
+    return (isinstance(above, cst.Arg) and above.keyword is node) or (
+        isinstance(above, cst.Attribute) and above.attr is node
+    )
+
+
+def _binding(conversion: Conversion, sampler: cst.Call) -> cst.Assign | None:
+    statement = conversion.script.small_statement_of(sampler)
+    fits = isinstance(statement, cst.Assign) and statement.value is sampler and len(statement.targets) == 1
+    return statement if fits and isinstance(statement, cst.Assign) else None
+
+
+def _set_epochs(conversion: Conversion, path: str | None, loader: cst.Call) -> list[cst.Call]:
+    """Return the calls of ``sampler.set_epoch`` and ``loader.sampler.set_epoch``."""
+    found = []
+    for call, attribute in conversion.script.method_calls("set_epoch"):
+        of = attribute.value
+        is_loaders = isinstance(of, cst.Attribute) and of.attr.value in ("sampler", "batch_sampler")
+        if (path is not None and path_of(of) == path) or (
+            is_loaders and isinstance(of, cst.Attribute) and loader in conversion.facts.loader_of(of.value)
+        ):
+            found.append(call)
+    return found
+
+
+def _counts_from_zero(conversion: Conversion, call: cst.Call) -> bool:
+    """Return whether the epoch that is set is the number of a loop from 0, as a sharded loader counts by itself."""
+    given = call.args[0].value if len(call.args) == 1 else None
+    return given is not None and _is_count(conversion, given)
+
+
+def _is_count(conversion: Conversion, given: cst.BaseExpression) -> bool:
+    """Return whether an expression is the number of a loop from 0, perhaps handed on."""
+    script, values = conversion.script, conversion.facts.values
+    path, function = path_of(given), script.function_of(given)
+    position = values.parameter(function, path or "")
+    if function is not None and position is not None:
+        position -= script.class_of(function) is not None
+        handed = [argument(each, path or "", position) for each in values.callers(function)]
+        return bool(handed) and all(each is not None and _is_count(conversion, each) for each in handed)
+    for each in script.ancestors(given):
+        if isinstance(each, cst.For) and path is not None and path_of(each.target) == path:
+            ranges = each.iter
+            if not isinstance(ranges, cst.Call) or not script.is_a(ranges, "builtins.range"):
+                return False
+            return len(ranges.args) == 1 or (len(ranges.args) == 2 and constant(ranges.args[0].value) == 0)
+    return False
+
+
+def _shard(conversion: Conversion, loader: cst.Call, given: cst.Arg, sampler: cst.Call) -> None:
+    script, edits = conversion.script, conversion.edits
+    shuffles = constant(argument(sampler, "shuffle", 3)) is not False
+    old = argument_node(loader, "shuffle", 2)
+    if old is not None:
+        edits.remove_argument(loader, old)
+    if shuffles:
+        edits.replace(given, "shuffle=True" + ("," if script.code(given).rstrip().endswith(",") else ""))
+    else:
+        edits.remove_argument(loader, given)
+    options = ""
+    seed = argument(sampler, "seed")
+    if seed is not None:
+        options += f", seed={script.code(seed)}"
+    if constant(argument(sampler, "drop_last")) is True:
+        options += ', mode="drop"'
+    elif not shuffles:
+        options += ', mode="pad"'
+    if conversion.global_batch:
+        options += ', batch_size="global"'
+    conversion.wrap(loader, "shard_loader", options)
+    conversion.sharded.add(loader)
+    conversion.done(loader, "shard_loader", "each rank gets its share, in the same order as of DistributedSampler")
+    binding = _binding(conversion, sampler)
+    path = path_of(binding.targets[0].target) if binding is not None else None
+    for call in _set_epochs(conversion, path, loader):
+        edits.remove(script.small_statement_of(call))
+        conversion.done(call, "set-epoch", "epochs advance by themselves")
+    if binding is not None:
+        edits.remove(binding)
+        conversion.done(binding, "sampler", "the loader shuffles and shares by itself")
+    if binding is not None and not _set_epochs(conversion, path, loader) and shuffles:
+        conversion.done(loader, "set-epoch", "set_epoch was forgotten, so each epoch had one order; now they differ")

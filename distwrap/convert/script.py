@@ -1,0 +1,252 @@
+"""A parsed script: its text, the place of each piece of code in it, and what names mean."""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import libcst as cst
+from libcst.metadata import (
+    ByteSpanPositionProvider,
+    MetadataWrapper,
+    ParentNodeProvider,
+    QualifiedNameProvider,
+    QualifiedNameSource,
+)
+
+from distwrap.errors import ConversionError
+
+Node = TypeVar("Node", bound=cst.CSTNode)
+Function = cst.FunctionDef
+
+
+class Script:
+    """A script as text and as a tree; it is never run.
+
+    Attributes:
+        name: of the file, for messages.
+        data: the text in UTF-8, whose bytes are counted by `span`.
+        tree: the tree of the whole file.
+    """
+
+    def __init__(self, text: str, name: str = "<script>") -> None:
+        self.name, self.text, self.data = name, text, text.encode()
+        try:
+            wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
+        except cst.ParserSyntaxError as error:
+            raise ConversionError(
+                f"{name}, line {error.raw_line}: this is no Python that can be read. Mend it, and try again."
+            ) from error
+        self.tree = wrapper.module
+        self._spans: Any = wrapper.resolve(ByteSpanPositionProvider)
+        self._parents: Any = wrapper.resolve(ParentNodeProvider)
+        self._names: Any = wrapper.resolve(QualifiedNameProvider)
+        self._nodes = list(_all_nodes(self.tree))
+
+    @cached_property
+    def newline(self) -> str:
+        """The end of a line in this file."""
+        return self.tree.default_newline
+
+    @cached_property
+    def indent(self) -> str:
+        """The indentation of a block in this file."""
+        return self.tree.default_indent
+
+    def find(self, kind: type[Node], within: cst.CSTNode | None = None) -> Iterator[Node]:
+        """Yield the nodes of a kind, in the order of the text."""
+        for node in self.nodes(within):
+            if isinstance(node, kind):
+                yield node
+
+    def nodes(self, within: cst.CSTNode | None = None) -> Iterator[cst.CSTNode]:
+        """Yield all nodes, in the order of the text."""
+        yield from self._nodes if within is None else _all_nodes(within)
+
+    def expressions(self, within: cst.CSTNode | None = None) -> Iterator[cst.BaseExpression]:
+        """Yield all expressions, in the order of the text."""
+        for node in self.nodes(within):
+            if isinstance(node, cst.BaseExpression):
+                yield node
+
+    def span(self, node: cst.CSTNode) -> tuple[int, int]:
+        """Return the first byte of a node, and the one after its last."""
+        place = self._spans[node]
+        return place.start, place.start + place.length
+
+    def code(self, node: cst.CSTNode) -> str:
+        """Return a node's text as it is in the file."""
+        start, end = self.span(node)
+        return self.data[start:end].decode()
+
+    def line(self, node: cst.CSTNode) -> int:
+        """Return the number of a node's first line."""
+        return self.data.count(b"\n", 0, self.span(node)[0]) + 1
+
+    def parent(self, node: cst.CSTNode) -> cst.CSTNode | None:
+        """Return the node that holds another; none holds the file."""
+        found: cst.CSTNode | None = self._parents.get(node)
+        return found
+
+    def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+        """Yield what holds a node, from within."""
+        above = self.parent(node)
+        while above is not None:
+            yield above
+            above = self.parent(above)
+
+    def function_of(self, node: cst.CSTNode) -> Function | None:
+        """Return the function in whose body, parameters or decorators a node is, or none for the file's own level."""
+        return next((each for each in self.ancestors(node) if isinstance(each, cst.FunctionDef)), None)
+
+    def class_of(self, node: cst.CSTNode) -> cst.ClassDef | None:
+        """Return the innermost class around a node, or none."""
+        return next((each for each in self.ancestors(node) if isinstance(each, cst.ClassDef)), None)
+
+    def statement_of(self, node: cst.CSTNode) -> cst.BaseStatement:
+        """Return the statement, with a line of its own, that holds a node."""
+        for each in (node, *self.ancestors(node)):
+            if isinstance(each, cst.BaseStatement):
+                return each
+        raise ConversionError(f"{self.name}, line {self.line(node)}: there is no statement.")
+
+    def small_statement_of(self, node: cst.CSTNode) -> cst.CSTNode:
+        """Return the statement that holds a node: one of several on a line, or the whole compound one."""
+        for each in (node, *self.ancestors(node)):
+            if isinstance(each, (cst.BaseSmallStatement, cst.BaseStatement)):
+                return each
+        return node
+
+    def siblings(self, statement: cst.CSTNode) -> Sequence[cst.CSTNode]:
+        """Return the statements of the block in which a statement is."""
+        above = self.parent(statement)
+        if isinstance(above, (cst.IndentedBlock, cst.Module)):
+            return above.body
+        return [statement]
+
+    def names(self, node: cst.CSTNode) -> set[str]:
+        """Return the full names that an expression has by imports or as a builtin, as ``"torch.nn.Linear"``."""
+        found = self._names.get(node) or set()
+        found = found() if callable(found) else found
+        kinds = (QualifiedNameSource.IMPORT, QualifiedNameSource.BUILTIN)
+        return {each.name for each in found if each.source in kinds}
+
+    def is_a(self, node: cst.CSTNode | None, *names: str) -> bool:
+        """Return whether an expression, or the function of a call, is one of some full names."""
+        if isinstance(node, cst.Call):
+            node = node.func
+        return node is not None and bool(self.names(node) & set(names))
+
+    def calls(self, *names: str, within: cst.CSTNode | None = None) -> Iterator[cst.Call]:
+        """Yield the calls of some full names."""
+        for call in self.find(cst.Call, within):
+            if self.is_a(call, *names):
+                yield call
+
+    def method_calls(self, method: str, within: cst.CSTNode | None = None) -> Iterator[tuple[cst.Call, cst.Attribute]]:
+        """Yield the calls of a method by its name, whatever it is a method of, with the attribute that is called."""
+        for call in self.find(cst.Call, within):
+            if isinstance(call.func, cst.Attribute) and call.func.attr.value == method:
+                yield call, call.func
+
+    def inside(self, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
+        """Return whether a node is a part of another, or it."""
+        start, end = self.span(node)
+        first, last = self.span(outer)
+        return first <= start and end <= last
+
+    @cached_property
+    def bound_names(self) -> set[str]:
+        """All names that the script uses for anything but attributes and keywords."""
+        found = set()
+        for node in self.find(cst.Name):
+            above = self.parent(node)
+            is_attribute = isinstance(above, cst.Attribute) and above.attr is node
+            if not is_attribute and not (isinstance(above, cst.Arg) and above.keyword is node):
+                found.add(node.value)
+        return found
+
+
+def _all_nodes(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
+    yield node
+    for child in node.children:
+        yield from _all_nodes(child)
+
+
+def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.BaseExpression | None:
+    """Return the value that a call gives for a parameter, by its keyword or position; none where it gives none."""
+    found = argument_node(call, keyword, position)
+    return None if found is None else found.value
+
+
+def argument_node(call: cst.Call, keyword: str, position: int | None = None) -> cst.Arg | None:
+    """Return the argument that a call gives for a parameter, by its keyword or position; none where it gives none."""
+    for index, arg in enumerate(call.args):
+        if arg.keyword is not None:
+            if arg.keyword.value == keyword:
+                return arg
+        elif arg.star:
+            return None
+        elif index == position:
+            return arg
+    return None
+
+
+def path_of(node: cst.CSTNode | None) -> str | None:
+    """Return a name or a chain of attributes as text, as ``"self.model"``; none for anything else.
+
+    Example:
+        >>> path_of(cst.parse_expression("self.model")), path_of(cst.parse_expression("f().x"))
+        ('self.model', None)
+    """
+    if isinstance(node, cst.Name):
+        return node.value
+    if isinstance(node, cst.Attribute):
+        above = path_of(node.value)
+        return None if above is None else f"{above}.{node.attr.value}"
+    return None
+
+
+def constant(node: cst.CSTNode | None) -> Any:
+    """Return the value of a number, string, truth value or None as it is written; ``...`` for anything else."""
+    if isinstance(node, (cst.Integer, cst.Float, cst.SimpleString)):
+        return node.evaluated_value
+    if isinstance(node, cst.Name):
+        return {"True": True, "False": False, "None": None}.get(node.value, ...)
+    return ...
+
+
+def is_about_rank(text: str) -> bool:
+    """Return whether a condition asks for the rank.
+
+    Example:
+        >>> is_about_rank("rank == 0"), is_about_rank("dist.get_rank() == 0 and x"), is_about_rank("ranking")
+        (True, True, False)
+    """
+    return (
+        re.search(
+            r"\b(local_|global_)?(rank|is_main_process|is_master|is_rank_zero|is_global_zero|process_index|get_rank)\b|\bgpu(_id)?\s*==\s*0",
+            text,
+        )
+        is not None
+    )
+
+
+def read(path: Path) -> tuple[Script, str]:
+    """Read a script, and return it with the file's encoding.
+
+    Raises:
+        ConversionError: it cannot be read, or is no Python.
+    """
+    try:
+        data = path.read_bytes()
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        text = data.decode(encoding)
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise ConversionError(f"{path} cannot be read: {error}. Give a script in Python.") from error
+    return Script(text, str(path)), encoding

@@ -1,0 +1,90 @@
+"""A loop with Horovod's functions, by a table of names.
+
+Source: https://horovod.readthedocs.io/en/stable/pytorch.html
+"""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from distwrap.convert.conversion import Conversion
+from distwrap.convert.rules.devices import use_own_device
+from distwrap.convert.rules.entry import choose_entry, decorate_entry
+from distwrap.convert.rules.files import save_and_load
+from distwrap.convert.rules.models import wrap_models
+from distwrap.convert.rules.objects import Special, convert_uses, first_alone
+from distwrap.convert.rules.samplers import shard_instead_of_sampling
+from distwrap.convert.script import argument, path_of
+
+MODULE = "horovod.torch"
+
+
+def _optimizer(conversion: Conversion, call: cst.Call) -> bool:
+    """Let an optimizer be itself again; the models that it trains are wrapped."""
+    names = {arg.keyword.value for arg in call.args[1:] if arg.keyword is not None}
+    if not call.args or not names <= {"named_parameters"} or len(names) < len(call.args) - 1:
+        return False
+    statement = conversion.script.small_statement_of(call)
+    path = path_of(call.args[0].value)
+    if isinstance(statement, cst.Assign) and [path_of(each.target) for each in statement.targets] == [path]:
+        conversion.edits.remove(statement)
+    else:
+        conversion.edits.replace(call, conversion.script.code(call.args[0].value))
+    return True
+
+
+def _all_reduce(conversion: Conversion, call: cst.Call) -> bool:
+    """Convert ``hvd.allreduce``, which averages unless ``op=`` says otherwise."""
+    names = {arg.keyword.value for arg in call.args[1:] if arg.keyword is not None}
+    if not call.args or not names <= {"name", "op"} or len(names) < len(call.args) - 1:
+        return False
+    kind = argument(call, "op")
+    op = "Average" if kind is None else (path_of(kind) or "").split(".")[-1]
+    ops = {"Average": "", "Sum": ', op="sum"', "Min": ', op="min"', "Max": ', op="max"'}
+    if op not in ops:
+        return False
+    value = conversion.script.code(call.args[0].value)
+    conversion.edits.replace(call, conversion.call("reduce", value + ops[op]))
+    return True
+
+
+CALLS: dict[str, str | Special] = {
+    "rank": "rank",
+    "size": "world_size",
+    "local_rank": "local_rank",
+    "local_size": "local_world_size",
+    "DistributedOptimizer": _optimizer,
+    "allreduce": _all_reduce,
+    "allgather": first_alone("gather"),
+    "broadcast_object": first_alone("broadcast"),
+}
+REMOVED = ("init", "shutdown", "broadcast_parameters", "broadcast_optimizer_state")
+
+
+def is_horovod(conversion: Conversion) -> bool:
+    """Return whether a script joins Horovod's ranks."""
+    return any(conversion.script.calls(f"{MODULE}.init"))
+
+
+def convert_horovod(conversion: Conversion) -> bool:
+    """Convert a script with Horovod; return whether it was done."""
+    script = conversion.script
+    names = {
+        node.value
+        for node in script.find(cst.Name)
+        if MODULE in script.names(node) and not isinstance(script.parent(node), cst.ImportAlias)
+    }
+    needs: list[cst.CSTNode] = [*script.calls(f"{MODULE}.init"), *conversion.facts.optimizer_calls()]
+    needs += [each.loop for each in conversion.facts.training_loops]
+    if not choose_entry(conversion, needs):
+        return False
+    shard_instead_of_sampling(conversion)
+    if not wrap_models(conversion) or not convert_uses(
+        conversion, names, calls=CALLS, values={}, removed=REMOVED, words=("Sum", "Average", "Min", "Max")
+    ):
+        return False
+    for call in list(script.calls("torch.cuda.set_device")):
+        conversion.edits.remove(script.small_statement_of(call))
+    use_own_device(conversion)
+    save_and_load(conversion)
+    return decorate_entry(conversion, needs)

@@ -1,0 +1,56 @@
+"""A plain loop for one process."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from distwrap.convert.conversion import Conversion
+from distwrap.convert.rules.accumulation import accumulate_in_windows
+from distwrap.convert.rules.branches import note_branches
+from distwrap.convert.rules.devices import use_own_device
+from distwrap.convert.rules.entry import choose_entry, decorate_entry
+from distwrap.convert.rules.files import save_and_load
+from distwrap.convert.rules.loaders import shard_loaders
+from distwrap.convert.rules.models import constructions, models_of, wrap_models
+from distwrap.convert.rules.output import show_once
+from distwrap.convert.rules.precision import use_precision
+
+
+def convert_plain(conversion: Conversion) -> bool:
+    """Convert a plain loop; return whether it was done."""
+    if not conversion.facts.optimizer_calls():
+        loops = conversion.facts.training_loops
+        conversion.unsure(
+            loops[0].step, "wrap_model", "it is not clear which model this optimizer trains",
+            "wrap_model(model), shard_loader(loader) and @distributed by hand",
+        )  # fmt: skip
+        return False
+    needed = needs(conversion)
+    if not choose_entry(conversion, needed):
+        return False
+    if not wrap_models(conversion):  # one that is not wrapped would train apart on each rank
+        return False
+    shard_loaders(conversion)
+    use_precision(conversion)
+    accumulate_in_windows(conversion)
+    use_own_device(conversion)
+    save_and_load(conversion)
+    if not decorate_entry(conversion, needed):
+        return False
+    show_once(conversion)
+    note_branches(conversion)
+    return True
+
+
+def needs(conversion: Conversion) -> list[cst.CSTNode]:
+    """Return the code that has to run on the ranks: loops, optimizers, models and loaders."""
+    facts = conversion.facts
+    made = [each for _, model in models_of(conversion) for each in constructions(conversion, model) if each is not None]
+    return list(
+        dict.fromkeys([
+            *(each.loop for each in facts.training_loops),
+            *facts.optimizer_calls(),
+            *made,
+            *sorted(facts.training_loaders, key=conversion.script.span),
+        ])
+    )  # fmt: skip

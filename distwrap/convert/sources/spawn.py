@@ -1,0 +1,92 @@
+"""A loop whose ranks ``torch.multiprocessing.spawn`` starts."""
+
+from __future__ import annotations
+
+import libcst as cst
+
+from distwrap.convert.conversion import Conversion
+from distwrap.convert.rules.entry import decorate
+from distwrap.convert.script import Function, argument, path_of
+from distwrap.convert.sources.ddp import convert_body
+
+SPAWN = ("torch.multiprocessing.spawn", "torch.multiprocessing.spawn.spawn")
+
+
+def is_spawn(conversion: Conversion) -> bool:
+    """Return whether a script starts its ranks by ``mp.spawn``."""
+    return any(conversion.script.calls(*SPAWN))
+
+
+def convert_spawn(conversion: Conversion) -> bool:
+    """Convert a script that spawns its ranks; return whether it was done."""
+    script, facts = conversion.script, conversion.facts
+    calls = list(script.calls(*SPAWN))
+    given = {path_of(argument(call, "fn", 0)) for call in calls}
+    name = given.pop() if len(given) == 1 else None
+    function = facts.values.functions.get(name or "")
+    others = [
+        node
+        for node in script.find(cst.Name)
+        if node.value == name
+        and script.parent(node) is not function
+        and not any(script.inside(node, call) for call in calls)
+    ]
+    if function is None or others or not function.params.params:
+        conversion.unsure(
+            calls[0], "spawn", "the function that it starts is not one of this file, or is called elsewhere too",
+            "@distributed(nprocs=...) on the function, and a plain call",
+        )  # fmt: skip
+        return False
+    if any(not isinstance(script.small_statement_of(call), cst.Expr) for call in calls) or not all(
+        _can_replace(conversion, call) for call in calls
+    ):
+        conversion.unsure(calls[0], "spawn", "its arguments or its value are not plain", "a plain call of the function")
+        return False
+    conversion.entry = function
+    first = function.params.params[0].name.value
+    conversion.rank_names.add(first)
+    for call in calls:
+        _call_plainly(conversion, call, function)
+    _drop_parameter(conversion, function, first)
+    return convert_body(conversion) and decorate(conversion, function)
+
+
+def _can_replace(conversion: Conversion, call: cst.Call) -> bool:
+    keywords = {arg.keyword.value for arg in call.args if arg.keyword is not None}
+    return keywords <= {"fn", "args", "nprocs", "join"} and not any(arg.star for arg in call.args)
+
+
+def _call_plainly(conversion: Conversion, call: cst.Call, function: Function) -> None:
+    script = conversion.script
+    nprocs, args = argument(call, "nprocs", 2), argument(call, "args", 1)
+    if args is None:
+        arguments = ""
+    elif isinstance(args, cst.Tuple):
+        arguments = ", ".join(script.code(each.value) for each in args.elements)
+    else:
+        arguments = f"*{script.code(args)}"
+    options = f".options(nprocs={script.code(nprocs)})" if nprocs is not None else ".options(nprocs=1)"
+    conversion.edits.replace(call, f"{function.name.value}{options}({arguments})")
+    conversion.done(call, "spawn", "starts the ranks, and brings back rank 0's value, and any rank's exception")
+
+
+def _drop_parameter(conversion: Conversion, function: Function, first: str) -> None:
+    script = conversion.script
+    params = function.params.params
+    start = script.span(params[0])[0]
+    end = script.span(params[1])[0] if len(params) > 1 else script.span(params[0])[1]
+    conversion.edits.replace_span(start, end, "")
+    body = function.body.body
+    used = any(node.value == first for line in body for node in script.find(cst.Name, line))
+    index = 1 if _is_docstring(body[0]) and len(body) > 1 else 0
+    if used:
+        conversion.edits.line_before(body[index], f"{first} = {conversion.call('rank')}")
+    conversion.done(function, "spawn", f"{first} is no argument any more, since each rank knows its own")
+
+
+def _is_docstring(line: cst.CSTNode) -> bool:
+    return (
+        isinstance(line, cst.SimpleStatementLine)
+        and isinstance(line.body[0], cst.Expr)
+        and isinstance(line.body[0].value, (cst.SimpleString, cst.ConcatenatedString))
+    )

@@ -1,0 +1,71 @@
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel as DDP
+from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data.distributed import DistributedSampler
+
+SNAPSHOT = os.environ["OUT"] + ".snapshot"
+
+
+class Trainer:
+    def __init__(self, model, data, optimizer):
+        self.gpu_id = int(os.environ["LOCAL_RANK"])
+        self.model = model
+        self.data = data
+        self.optimizer = optimizer
+        self.epochs_run = 0
+        self.model = DDP(self.model)
+
+    def _run_batch(self, source, targets):
+        self.optimizer.zero_grad()
+        loss = nn.functional.mse_loss(self.model(source), targets)
+        loss.backward()
+        self.optimizer.step()
+
+    def _run_epoch(self, epoch):
+        self.data.sampler.set_epoch(epoch)
+        for source, targets in self.data:
+            self._run_batch(source, targets)
+
+    def _save_snapshot(self, epoch):
+        snapshot = {"MODEL_STATE": self.model.module.state_dict(), "EPOCHS_RUN": epoch}
+        torch.save(snapshot, SNAPSHOT)
+        print(f"Epoch {epoch} | Training snapshot saved at {SNAPSHOT}")
+
+    def train(self, max_epochs: int):
+        for epoch in range(max_epochs):
+            self._run_epoch(epoch)
+            if self.gpu_id == 0 and epoch % 2 == 0:
+                self._save_snapshot(epoch)
+
+
+def load_train_objs():
+    torch.manual_seed(0)
+    x = torch.randn(32, 3)
+    train_set = TensorDataset(x, x[:, :1])
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return train_set, model, optimizer
+
+
+def prepare_dataloader(dataset, batch_size: int):
+    return DataLoader(dataset, batch_size=batch_size, pin_memory=False, shuffle=False, sampler=DistributedSampler(dataset))
+
+
+def main(total_epochs: int, batch_size: int):
+    dist.init_process_group(backend="gloo")
+    torch.set_default_dtype(torch.float64)
+    dataset, model, optimizer = load_train_objs()
+    train_data = prepare_dataloader(dataset, batch_size)
+    trainer = Trainer(model, train_data, optimizer)
+    trainer.train(total_epochs)
+    if dist.get_rank() == 0:
+        torch.save(trainer.model.module.state_dict(), os.environ["OUT"])
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(3, int(os.environ["BATCH"]))

@@ -1,0 +1,40 @@
+import os
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Meter:
+    def __init__(self):
+        self.values = []
+
+    def update(self, value):
+        self.values.append(value)
+
+
+def main():
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    loader = DataLoader(TensorDataset(torch.randn(32, 3)), batch_size=int(os.environ["BATCH"]))
+    test_loader = DataLoader(TensorDataset(torch.randn(8, 3)), batch_size=4)
+    model = torch.nn.Linear(3, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    losses = []
+    for epoch in range(2):
+        for (x,) in loader:
+            loss = model(x).square().mean()
+            if torch.isnan(loss):
+                continue
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+    meter = Meter()
+    for (x,) in test_loader:
+        meter.update(model(x).sum().item())
+    print(len(losses), loss.item(), f"{sum(meter.values):.6f}")
+    torch.save(model.state_dict(), os.environ["OUT"])
+
+
+if __name__ == "__main__":
+    main()

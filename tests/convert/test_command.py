@@ -1,0 +1,173 @@
+"""``python -m distwrap convert``: diff, list, files, exit codes, and what it leaves alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from distwrap.cli import main
+from distwrap.convert.conversion import Wishes
+from distwrap.convert.converting import convert
+from distwrap.convert.script import Script
+
+CASE = Path(__file__).parent / "cases" / "plain" / "main_function.py"
+AFTER = CASE.with_suffix(".after.py").read_text()
+
+
+def test_a_diff_and_a_list(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """By default nothing is written: the diff and the list are printed."""
+    script = tmp_path / "train.py"
+    script.write_text(CASE.read_text())
+    assert main(["convert", str(script)]) == 0
+    out = capsys.readouterr().out
+    assert "+    model = wrap_model(nn.Linear(3, 1))  # the smallest model\n" in out
+    assert "done:" in out
+    assert "train.py:17: wrap_model: model = nn.Linear(3, 1)  # the smallest model" in out
+    assert script.read_text() == CASE.read_text()
+
+
+def test_writing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--out writes beside and refuses what is there; --write changes the script, and then has nothing more to do."""
+    script, other = tmp_path / "train.py", tmp_path / "new.py"
+    script.write_text(CASE.read_text())
+    assert main(["convert", str(script), "--out", str(other)]) == 0
+    assert other.read_text() == AFTER
+    assert script.read_text() == CASE.read_text()
+    assert main(["convert", str(script), "--out", str(other)]) == 1
+    assert main(["convert", str(script), "--write"]) == 0
+    assert main(["convert", str(script), "--write"]) == 0
+    assert script.read_text() == AFTER
+    assert "uses distwrap already" in capsys.readouterr().out
+
+
+def test_the_encoding_stays(tmp_path: Path) -> None:
+    """A file is written in its own encoding."""
+    script = tmp_path / "train.py"
+    script.write_bytes(b"# coding: latin-1\n# \xe9\n" + CASE.read_bytes())
+    assert main(["convert", str(script), "--write"]) == 0
+    assert script.read_bytes().startswith(b"# coding: latin-1\n# \xe9\n")
+
+
+def test_wishes() -> None:
+    """Strategy, number of processes and the meaning of the batch size go into the script."""
+    text = convert(Script(CASE.read_text()), Wishes("fsdp", 4, global_batch=True)).text
+    assert '@distributed(strategy="fsdp", nprocs=4)\ndef main(' in text
+    assert 'batch_size=int(os.environ["BATCH"])), batch_size="global")' in text
+
+
+@pytest.mark.parametrize(
+    ("code", "why"),
+    [
+        ("x = 3\n", "there is no training loop"),
+        ("def f(:\n", "this is no Python"),
+        (
+            "from elsewhere import optimizer, model\nfor x in range(3):\n    model(x).backward()\n"
+            "    optimizer.step()\n",
+            "not clear which model",
+        ),
+        (
+            "import torch\nfrom torch.nn.parallel import DistributedDataParallel\n"
+            "model = torch.nn.Linear(1, 1)\n"
+            "if distributed:\n    model = DistributedDataParallel(model)\n"
+            "optimizer = torch.optim.SGD(model.parameters())\nfor x in torch.ones(3, 1):\n    model(x).backward()\n"
+            "    optimizer.step()\n",
+            "trains alone",
+        ),
+        (
+            "from accelerate import Accelerator\nimport torch\naccelerator = Accelerator()\n"
+            "model = torch.nn.Linear(1, 1)\n"
+            "optimizer = torch.optim.SGD(model.parameters())\nfor x in torch.ones(3, 1):\n"
+            "    with accelerator.accumulate(model):\n        accelerator.backward(model(x))\n"
+            "        optimizer.step()\n",
+            "accumulate used in this way has no equal",
+        ),
+        (
+            "import torch\ndef count():\n    global steps\n    steps += 1\nsteps = 0\nmodel = torch.nn.Linear(1, 1)\n"
+            "optimizer = torch.optim.SGD(model.parameters())\nfor x in torch.ones(3, 1):\n    model(x).backward()\n"
+            "    optimizer.step()\n    count()\n    steps = steps + 1\n",
+            "'global' would miss it",
+        ),
+    ],
+)
+def test_what_is_not_clear_is_refused(code: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where it is not sure, nothing is changed, the exit code is 1, and the list says why."""
+    script = tmp_path / "train.py"
+    script.write_text(code)
+    assert main(["convert", str(script), "--write"]) == 1
+    told = capsys.readouterr()
+    assert why in told.out + told.err
+    assert script.read_text() == code
+
+
+def test_an_ignored_line_stays() -> None:
+    """A line with ``# distwrap: ignore`` is not changed."""
+    before = CASE.read_text().replace("batch_size=4)", "batch_size=4)  # distwrap: ignore")
+    text = convert(Script(before)).text
+    assert "    test_loader = DataLoader(test_set, batch_size=4)  # distwrap: ignore\n" in text
+    assert "train_loader = shard_loader(" in text
+
+
+def test_it_never_runs_the_script(tmp_path: Path) -> None:
+    """Nothing in a script is executed, neither by convert nor by check."""
+    script = tmp_path / "train.py"
+    script.write_text("raise SystemExit(7)\n" + CASE.read_text())
+    assert main(["convert", str(script)]) == 0
+    assert main(["check", str(script)]) == 0
+
+
+def test_it_starts_its_own_ranks(tmp_path: Path) -> None:
+    """A converted script that is simply run starts as many ranks as it is told, and trains as before."""
+    out = {}
+    for script, ranks, batch in ((CASE, 1, 8), (CASE.with_suffix(".after.py"), 2, 4)):
+        out[ranks] = tmp_path / f"{ranks}.pt"
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            check=False,
+            env={
+                **os.environ,
+                "PYTHONPATH": str(Path(__file__).parents[2]),
+                "DISTWRAP_NPROCS": str(ranks),
+                "BATCH": str(batch),
+                "OUT": str(out[ranks]),
+            },
+        )
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("epoch 0: loss") == 1
+        assert "of 16" in done.stdout
+    first, second = (torch.load(path, weights_only=True) for path in out.values())
+    assert all(torch.allclose(first[key], second[key], rtol=0, atol=1e-6) for key in first)
+
+
+WITHOUT = """
+import sys
+sys.modules["libcst"] = None
+import importlib.util
+found = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *more: None if name == "libcst" else found(name, *more)
+from distwrap.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("command", "code"), [("convert", 1), ("check", 2)])
+def test_without_libcst(command: str, code: int) -> None:
+    """distwrap and its command line need no libcst, and these commands say how to install it."""
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT, command, str(CASE)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
+    )
+    assert done.returncode == code
+    assert "pip install 'distwrap[convert]'" in done.stderr
