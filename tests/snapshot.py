@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from dataclasses import dataclass, fields
+from pathlib import Path
 from typing import Any
 
 import numpy
@@ -57,7 +58,15 @@ class Snapshot:
             f"{field.name}: was {getattr(self, field.name)!r}, is {getattr(now, field.name)!r}"
             for field in fields(self)
             if getattr(self, field.name) != getattr(now, field.name)
-        ]
+        ] + [f"{child} is {_command(child)}" for child in now.children - self.children]
+
+
+def _command(pid: int) -> str:
+    """Return what a process runs, and whether it waits to be reaped."""
+    with contextlib.suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return f"{Path(f'/proc/{pid}/cmdline').read_bytes().replace(bytes(1), b' ').decode()[:300]!r} in state {state}"
+    return "gone"
 
 
 def random_state() -> tuple[Any, ...]:
