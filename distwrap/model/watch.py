@@ -74,7 +74,7 @@ class Watch:
 
     @property
     def era(self) -> int:
-        """How often the averages were counted anew."""
+        """Number of times that the averages were counted anew."""
         return self._era
 
     def end(self) -> None:

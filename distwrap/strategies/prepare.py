@@ -92,6 +92,7 @@ def wrap_model(
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     check_forward_methods(model, forward_methods)
     _refuse_divided(model, world)
+    world.part(Unwrapped).local.discard(model)
     precision = precision if precision is not None else world.options.precision
     run = replace(world.options, strategy=chosen, precision=precision, comm=algorithm)
     if strategy is not None:

@@ -203,7 +203,7 @@ def test_staging_is_used_again_and_keeps_shared_memory(tmp_path: Path) -> None:
 
 def everything(seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30))
+    model = dw.local_model(nn.Sequential(nn.Linear(40, 30), nn.BatchNorm1d(30)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.randn(4, 40)).pow(3).sum().backward()
     optimizer.step()

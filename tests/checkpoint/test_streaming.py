@@ -46,7 +46,7 @@ def state_of(thing: Any) -> dict[str, Any]:
 
 def made() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
-    model = dw.wrap_model(Net(), strategy="fsdp")
+    model = dw.wrap_model(Net(), strategy="fsdp", same_inputs=True)
     return model, torch.optim.AdamW([each for each in model.parameters() if each.requires_grad], lr=0.1)
 
 

@@ -243,6 +243,21 @@ def test_local_model_of_a_wrapped_one() -> None:
     run_ranks(on_rank, 2)
 
 
+def test_a_local_model_is_wrapped_later() -> None:
+    """What a rank has trained by itself may be wrapped, and is then trained together."""
+
+    def on_rank() -> list[float]:
+        net = dw.local_model(Net())
+        steps(net, torch.optim.SGD(net.parameters(), lr=0.1))
+        model = dw.wrap_model(dw.unwrap_model(net))
+        found = steps(model, torch.optim.SGD(model.parameters(), lr=0.1))
+        dw.assert_in_sync(model)
+        return found
+
+    one, other = run_ranks(on_rank, 2)
+    assert one == other
+
+
 def test_local_model_in_one_process() -> None:
     """It is a no-op."""
     net = Net()
