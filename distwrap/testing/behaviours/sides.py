@@ -76,6 +76,7 @@ class OneProcess:
 
     def step(self, optimizer: Optimizer, max_norm: float | None = None) -> Step:
         """Clip and step; return whether the step was taken, and the norm before the clip."""
+        self.prepare(optimizer)
         scale = None if self.scaler is None else self.scaler.get_scale()
         if self.scaler is not None:
             self.scaler.unscale_(optimizer)
