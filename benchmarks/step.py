@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
-from distwrap import distributed, shard_loader, wrap_model
+from distwrap import distributed, rank, rank_generator, shard_loader, wrap_model
 from distwrap.group.world import current_world
 from distwrap.model import in_sync
 from distwrap.model.optimizers import Optimizers
@@ -132,7 +132,7 @@ def wrapped_copies(model: nn.Module) -> dict[str, nn.Module]:
 
 def forward_with_grad(rounds: int, calls: int) -> dict[str, Samples]:
     """Time forwards alone, since a backward with its all-reduce takes so much longer that it would hide them."""
-    x = torch.ones(1, 1)
+    x = torch.full((1, 1), 1.0 + rank())  # or the ranks would go on looking whether they have other data
 
     def timed(model: nn.Module) -> Callable[[], float]:
         def forwards() -> float:
@@ -164,7 +164,7 @@ def forward_without_grad(rounds: int, calls: int) -> dict[str, Samples]:
 def training_step(rounds: int, calls: int) -> dict[str, Samples]:
     """Time forward, backward with its all-reduce, and the optimizer."""
     models = wrapped_copies(nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 10)))
-    x, y = torch.randn(BATCH, 256), torch.randint(10, (BATCH,))
+    x, y = torch.randn(BATCH, 256, generator=rank_generator(0)), torch.randint(10, (BATCH,))
     ways = {name: per_call(_step(model, x, y), calls) for name, model in models.items()}
     in_turns(ways, 1 if rounds < 10 else 6)  # until what looks at the first steps is gone
     return in_turns(ways, rounds)
@@ -200,7 +200,7 @@ def loading(rounds: int) -> dict[str, Samples]:
 def compared_step(rounds: int, calls: int) -> dict[str, Samples]:
     """Time steps, and what the comparison of weights does in each of them; whole steps vary by more than that."""
     model: Any = wrap_model(nn.Linear(100, 100, bias=False))
-    x, y = torch.randn(BATCH, 100), torch.randint(100, (BATCH,))
+    x, y = torch.randn(BATCH, 100, generator=rank_generator(0)), torch.randint(100, (BATCH,))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     step = _step(model, x, y, optimizer)
     step()  # at its first step an optimizer is looked at
@@ -223,7 +223,7 @@ def compared_step(rounds: int, calls: int) -> dict[str, Samples]:
 def look(rounds: int) -> dict[str, Samples]:
     """Time what one comparison of 10^8 weights costs, beside a step of them."""
     model: Any = wrap_model(nn.Linear(10_000, 10_000, bias=False))
-    x, y = torch.randn(BATCH, 10_000), torch.randint(10_000, (BATCH,))
+    x, y = torch.randn(BATCH, 10_000, generator=rank_generator(0)), torch.randint(10_000, (BATCH,))
     watch = model._distwrap.gradients.watch
 
     def one() -> None:

@@ -119,7 +119,7 @@ class Net(nn.Module):
 def body(cell: DividedCell) -> str:
     """Train."""
     Now.cell, Now.step = cell, -1
-    model: Any = dw.wrap_model(Net())
+    model: Any = dw.wrap_model(Net(), same_inputs=True)
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     state = {"model": model, "optimizer": optimizer}
     for Now.step in range(STEPS):
