@@ -52,6 +52,7 @@ class Conversion:
         self.wrapped: set[str] = set()
         self.sharded: set[cst.Call] = set()
         self.fed: set[cst.CSTNode] = set()
+        self.split: set[cst.CSTNode] = set()  # those of them whose batch is divided
         self.seeded_apart: set[cst.CSTNode] = set()  # statements before which each rank gets numbers of its own
         self.averaged: set[cst.CSTNode] = set()  # calls whose results are averaged already
         self.rank_names: set[str] = set()  # variables that hold a rank, and so may stand for a device

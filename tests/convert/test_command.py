@@ -104,6 +104,14 @@ def test_what_is_not_clear_is_refused(code: str, why: str, tmp_path: Path, capsy
     assert script.read_text() == code
 
 
+def test_a_sum_over_a_divided_batch_is_said() -> None:
+    """Gradients of a loss that is a sum become less where the batch size is that of all ranks: the list says so."""
+    before = (CASE.parents[2] / "programs" / "vae.py").read_text()
+    rules = {each: {note.rule for note in convert(Script(before), Wishes(global_batch=each)).notes} for each in (0, 1)}
+    assert "sum" in rules[1]
+    assert "sum" not in rules[0]
+
+
 def test_an_ignored_line_stays() -> None:
     """A line with ``# distwrap: ignore`` is not changed."""
     before = CASE.read_text().replace("batch_size=4)", "batch_size=4)  # distwrap: ignore")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Sequence
+from difflib import unified_diff
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +60,19 @@ def test_the_text(path: Path) -> None:
 def test_check_finds_nothing(path: Path) -> None:
     """Neither the program for one process nor the converted one has a fault."""
     assert [each.text(path.name) for each in (*check(read(path)[0]), *check(read(after(path))[0]))] == []
+
+
+def test_the_table_counts_right() -> None:
+    """The page about the conversion has a row for each program here, with its lines and those that were written."""
+    page = (Path(__file__).parents[2] / "docs" / "convert.md").read_text()
+    for path in ALL:
+        row = re.search(rf"programs/{path.name}\) \|.*?\| (\d+) \| (\d+) \| 0 \|", page)
+        assert row is not None, path.name
+        old, new = (
+            [line.strip() for line in each.read_text().splitlines() if line.strip()] for each in (path, after(path))
+        )
+        written = sum(line[0] == "+" for line in list(unified_diff(old, new, n=0))[2:])
+        assert (int(row[1]), int(row[2])) == (len(path.read_text().splitlines()), written), path.name
 
 
 @pytest.mark.parametrize("name", COMPARED)

@@ -20,7 +20,10 @@ def share_own_batches(conversion: Conversion) -> None:
         ranges = conversion.facts.iterated(each.loop)
         if not isinstance(ranges, cst.Call) or not conversion.script.is_a(ranges, "builtins.range"):
             continue
-        if _split_slices(conversion, each, ranges) or _take_columns(conversion, ranges):
+        if _split_slices(conversion, each, ranges):
+            conversion.split.add(each.loop)
+            conversion.fed.add(each.loop)
+        elif _take_columns(conversion, ranges):
             conversion.fed.add(each.loop)
 
 
@@ -134,3 +137,38 @@ def _transposed(node: cst.BaseExpression) -> cst.BaseExpression | None:
         if (name == "t" and not more) or (name == "transpose" and more == 2):
             return node.func.value
     return None
+
+
+def note_sums(conversion: Conversion) -> None:
+    """Note losses that are sums, where the batch is that of all ranks together: their gradients become N times less."""
+    script = conversion.script
+    for each in conversion.facts.training_loops:
+        if not conversion.global_batch and each.loop not in conversion.split:
+            continue
+        for call, attribute in script.method_calls("backward", each.body):
+            sources = list(conversion.facts.values.sources(attribute.value, returned=True))
+            if any(source is not None and _has_sum(conversion, source) for source in sources):
+                conversion.left(
+                    call, "sum", "the loss is a sum over a rank's part of the batch, and gradients are averaged over "
+                    "the ranks, so they are as many times less as there are ranks",
+                    f"({script.code(attribute.value)} * world_size()).backward()",
+                )  # fmt: skip
+
+
+def _has_sum(conversion: Conversion, node: cst.BaseExpression, depth: int = 3) -> bool:
+    """Return whether a loss is a sum over its batch, or made of such sums."""
+    script = conversion.script
+    if isinstance(node, cst.BinaryOperation):
+        parts = [
+            one for side in (node.left, node.right) for one in conversion.facts.values.sources(side, returned=True)
+        ]
+        return depth > 0 and any(each is not None and _has_sum(conversion, each, depth - 1) for each in parts)
+    if not isinstance(node, cst.Call):
+        return False
+    reductions = [arg.value for arg in node.args if arg.keyword is not None and arg.keyword.value == "reduction"]
+    is_method = isinstance(node.func, cst.Attribute) and node.func.attr.value == "sum"
+    return (
+        any(script.code(each).strip("\"'") == "sum" for each in reductions)
+        or (is_method and not node.args)
+        or (script.is_a(node, "torch.sum") and len(node.args) == 1)
+    )

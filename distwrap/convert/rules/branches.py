@@ -54,6 +54,14 @@ def _is_count(statement: cst.AugAssign) -> bool:
 def agree_on_branches(conversion: Conversion) -> None:
     """Let all ranks together leave a training loop, or skip a batch, where each would do so by its own data."""
     script = conversion.script
+    for each in conversion.facts.training_loops:
+        if isinstance(each.loop, cst.While):
+            own = _own_names(script, conversion.facts, each.loop)
+            if {node.value for node in script.find(cst.Name, each.loop.test)} & own:
+                conversion.left(
+                    each.loop, "branch", "a rank whose loop ends by its own data takes fewer steps than the others, "
+                    "which then wait for it", f'while agree({script.code(each.loop.test)}, "all"):',
+                )  # fmt: skip
     for test in dict.fromkeys(test for _, test in own_branches(script, conversion.facts)):
         leaves = [each for each, other in own_branches(script, conversion.facts) if other is test]
         skips = all(isinstance(each, cst.Continue) for each in leaves)

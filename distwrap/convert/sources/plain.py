@@ -6,7 +6,7 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.rules.accumulation import accumulate_in_windows
-from distwrap.convert.rules.batches import share_own_batches
+from distwrap.convert.rules.batches import note_sums, share_own_batches
 from distwrap.convert.rules.branches import agree_on_branches
 from distwrap.convert.rules.devices import use_own_device
 from distwrap.convert.rules.draws import draw_apart
@@ -35,6 +35,7 @@ def convert_plain(conversion: Conversion) -> bool:
     share_own_batches(conversion)
     draw_apart(conversion)
     shard_loaders(conversion)
+    note_sums(conversion)
     use_precision(conversion)
     accumulate_in_windows(conversion)
     use_own_device(conversion)
