@@ -39,10 +39,13 @@ def make_main(conversion: Conversion, needs: Sequence[cst.CSTNode]) -> str | Non
         conversion.unsure(guard, "main", "some of the training is in the guard, and some outside", "put all into one")
         return None
     region = body[start:]
-    problem = _problem(script, region)
+    problem = _problem(script, region, inner=True)
     if problem is not None:
         conversion.unsure(*problem)
         return None
+    for node in _globals(script, region):
+        if any(script.inside(node, each) for each in region):
+            conversion.edits.replace(node, script.code(node).replace("global", "nonlocal", 1))
     if guard is not None:
         _open_guard(conversion, guard)
     _indent(conversion, body, start, name)
@@ -262,12 +265,26 @@ def _functions(script: Script, definition: cst.CSTNode) -> list[cst.CSTNode]:
     return [*inner, *([definition] if isinstance(definition, cst.ClassDef) else [])] if inner else [definition]
 
 
-def _problem(script: Script, region: Sequence[cst.CSTNode]) -> tuple[cst.CSTNode, str, str, str] | None:
-    """Return what forbids to put statements into a function, and what to do."""
+def _globals(script: Script, region: Sequence[cst.CSTNode]) -> list[cst.Global]:
+    """Return each ``global`` that means a name which statements of the file's own level give a value."""
     bound = _bound(script, region)
-    for node in script.find(cst.Global):
+    return [node for node in script.find(cst.Global) if {each.name.value for each in node.names} & bound]
+
+
+def _problem(
+    script: Script, region: Sequence[cst.CSTNode], *, inner: bool = False
+) -> tuple[cst.CSTNode, str, str, str] | None:
+    """Return what forbids to put statements into a function, and what to do.
+
+    Args:
+        script: of the statements.
+        region: the statements.
+        inner: whether the functions among them will be inner ones, whose ``global`` can become ``nonlocal``.
+    """
+    bound = _bound(script, region)
+    for node in _globals(script, region):
         names = {each.name.value for each in node.names}
-        if names & bound:
+        if not (inner and names <= bound and any(script.inside(node, each) for each in region)):
             return (
                 node, "main", f"{', '.join(sorted(names))} would be a function's own, and 'global' would miss it",
                 "pass it as an argument and return it, or write the main function by hand",

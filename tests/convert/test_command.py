@@ -87,7 +87,8 @@ def test_wishes() -> None:
             "accumulate used in this way has no equal",
         ),
         (
-            "import torch\ndef count():\n    global steps\n    steps += 1\nsteps = 0\nmodel = torch.nn.Linear(1, 1)\n"
+            "import torch\nother = 0\ndef count():\n    global steps, other\n    steps += 1\nsteps = 0\n"
+            "model = torch.nn.Linear(1, 1)\n"
             "optimizer = torch.optim.SGD(model.parameters())\nfor x in torch.ones(3, 1):\n    model(x).backward()\n"
             "    optimizer.step()\n    count()\n    steps = steps + 1\n",
             "'global' would miss it",

@@ -134,6 +134,14 @@ def test_ranks_play_episodes_of_their_own(as_torchrun: bool, runner: Runner, tmp
     assert all(math.isfinite(each.sum()) for each in torch.load(tmp_path / "run" / "policy.pt").values())
 
 
+@pytest.mark.parametrize("as_torchrun", [False, True], ids=["decorator", "torchrun"])
+def test_ranks_learn_from_memories_of_their_own(as_torchrun: bool, runner: Runner, tmp_path: Path) -> None:
+    """Episodes end on all ranks together, since the optimizer steps within them."""
+    said = run(runner, after(PROGRAMS / "dqn.py"), tmp_path / "run", [], ranks=2, as_torchrun=as_torchrun)
+    assert said.count("episode") == 10
+    assert all(math.isfinite(each.sum()) for each in torch.load(tmp_path / "run" / "dqn.pt").values())
+
+
 def evaluations(said: str) -> list[float]:
     """Return the numbers that a program has printed of its evaluations."""
     found = re.findall(r"(?:Test set: Average loss:|Test set loss:|val loss|valid loss|test loss) +([\d.]+)", said)

@@ -153,7 +153,8 @@ def _average_estimates(conversion: Conversion, names: set[str]) -> None:
     for function in facts.values.functions.values():
         returns = [each for each in script.find(cst.Return, function) if script.function_of(each) is function]
         reached = {each.name.value for each in facts.reached(function)} | {function.name.value}
-        if not _is_without_gradients(conversion, function) or not reached & names or not returns:
+        evaluates = any(script.method_calls("eval", function))  # and does not choose actions, say
+        if not evaluates or not _is_without_gradients(conversion, function) or not reached & names or not returns:
             continue
         for call in facts.values.callers(function):
             if isinstance(script.parent(call), cst.Expr) or not conversion.may_change(call):
