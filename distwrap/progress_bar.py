@@ -33,10 +33,27 @@ def progress(iterable: Iterable[Item], *, desc: str | None = None, **tqdm_option
         class Bar(tqdm):  # type: ignore[misc]
             monitor_interval = 0  # tqdm's monitor is a thread that outlives the bar, and forbids to fork
 
-        return Bar(iterable, desc=desc, **tqdm_options)
+            def __init__(self) -> None:
+                super().__init__(_OfLength(iterable), desc=desc, **tqdm_options)
+                self.iterable = iterable  # tqdm.auto asks at once for an iterator, for which a loader starts workers
+
+        return Bar()
     if tqdm_options.get("disable"):
         return iterable
     return _InText(iterable, desc or "progress")
+
+
+class _OfLength(Iterable[Item]):
+    """Stand-in for an iterable, which nothing begins to iterate over."""
+
+    def __init__(self, iterable: Iterable[Item]) -> None:
+        self._of = iterable
+
+    def __iter__(self) -> Iterator[Item]:
+        yield from self._of
+
+    def __len__(self) -> int:
+        return len(self._of)  # type: ignore[arg-type]
 
 
 class _InText(Iterable[Item]):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 from tqdm.auto import tqdm
@@ -34,6 +35,25 @@ def test_options_go_to_tqdm(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert "2/2" in capsys.readouterr().err
     assert list(dw.progress("ab", disable=True)) == ["a", "b"]
     assert capsys.readouterr().err == ""
+
+
+def test_a_bar_asks_for_one_iterator() -> None:
+    """A loop under a bar begins once, so that a loader starts its workers once, and draws one seed for them."""
+    begun = []
+
+    class Loader:
+        def __iter__(self) -> Iterator[int]:
+            begun.append(True)
+            return iter([3, 4])
+
+        def __len__(self) -> int:
+            return 2
+
+    bar = dw.progress(Loader(), leave=False)
+    assert not begun
+    assert len(bar) == 2  # type: ignore[arg-type]
+    assert list(bar) == [3, 4]
+    assert len(begun) == 1
 
 
 WITHOUT_TQDM = """

@@ -27,7 +27,7 @@ _COLLECTIVES = {
         )
     ),
 }  # fmt: skip
-_AUGMENTING = ("torchvision.transforms", "albumentations", "kornia.augmentation", "random.", "numpy.random.")
+_AUGMENTING = ("torchvision.transforms", "albumentations", "kornia.augmentation")
 _SEEDS = ("torch.manual_seed", "torch.cuda.manual_seed_all", "random.seed", "numpy.random.seed")
 
 Rule = Callable[[ScriptFacts, Notes], None]

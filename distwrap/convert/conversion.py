@@ -40,6 +40,7 @@ class Conversion:
         options: of the decorator, as text.
         wrapped: the paths of variables that hold wrapped models, for rules that come later.
         sharded: the calls of ``DataLoader`` whose loaders each rank has its share of.
+        fed: the training loops without a loader, whose batches each rank has of its own.
     """
 
     def __init__(self, script: Script, wishes: Wishes) -> None:
@@ -50,6 +51,10 @@ class Conversion:
         self.below_imports = ""
         self.wrapped: set[str] = set()
         self.sharded: set[cst.Call] = set()
+        self.fed: set[cst.CSTNode] = set()
+        self.split: set[cst.CSTNode] = set()  # those of them whose batch is divided
+        self.seeded_apart: set[cst.CSTNode] = set()  # statements before which each rank gets numbers of its own
+        self.averaged: set[cst.CSTNode] = set()  # calls whose results are averaged already
         self.rank_names: set[str] = set()  # variables that hold a rank, and so may stand for a device
         self.wrapped_expressions: set[cst.CSTNode] = set()
         self.global_batch = wishes.global_batch

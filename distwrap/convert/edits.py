@@ -39,6 +39,7 @@ class Edits:
         self._edits: list[Edit] = []
         self._removed: dict[cst.CSTNode, None] = {}
         self.indented_from: int | None = None  # where a function was put around the rest of the file
+        self.indented_already = (0, 0)  # the part of it whose lines stay, since they lose what headed them
 
     def __bool__(self) -> bool:
         return bool(self._edits or self._removed)
@@ -94,6 +95,10 @@ class Edits:
             return False
         return line is not None and isinstance(self.script.parent(line), (cst.IndentedBlock, cst.Module))
 
+    def is_indented_already(self, place: int) -> bool:
+        """Return whether a byte is where lines stay as far in as they are."""
+        return self.indented_already[0] <= place < self.indented_already[1]
+
     def remove(self, node: cst.CSTNode) -> None:
         """Remove a statement; a block that loses all its statements goes with what heads it."""
         self._removed[node] = None
@@ -143,6 +148,7 @@ class Edits:
                 and edit.start == edit.end
                 and self.indented_from is not None
                 and edit.start >= self.indented_from
+                and not self.is_indented_already(edit.start)
             )
             result += [data[place : edit.start], (self.script.indent * is_inner + edit.text).encode()]
             place = edit.end

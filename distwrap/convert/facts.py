@@ -13,22 +13,22 @@ from distwrap.convert.values import Values, root_of
 
 LOADER = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _SAME_ITEMS = ("builtins.enumerate", "builtins.iter", "tqdm.tqdm", "tqdm.auto.tqdm", "tqdm.notebook.tqdm")
-_SCHEDULERS = ("torch.optim.lr_scheduler.",)
+Loop = cst.For | cst.While
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingLoop:
-    """A ``for`` in whose body a loss goes backward and an optimizer steps.
+    """A loop in whose body a loss goes backward and an optimizer steps, or the loop itself changes the weights.
 
     Attributes:
-        loop: the ``for``.
-        step: the last call that steps.
-        optimizers: the expressions for what steps.
+        loop: the ``for`` or ``while``.
+        step: the last piece of code that steps.
+        optimizers: the expressions for what steps; ``model.parameters()`` where the loop steps by hand.
         body: where the step is: the loop itself, or a function that it calls.
     """
 
-    loop: cst.For
-    step: cst.Call
+    loop: Loop
+    step: cst.CSTNode
     optimizers: list[cst.BaseExpression]
     body: cst.CSTNode
 
@@ -45,16 +45,26 @@ class ScriptFacts:
     def training_loops(self) -> list[TrainingLoop]:
         """The innermost loops that train, in the order of the text."""
         found: dict[int, TrainingLoop] = {}
-        for call, attribute in self.script.method_calls("step"):
-            if self.is_scheduler(attribute.value):
-                continue
-            optimizer = self._scaled(call) or attribute.value
+        for call, optimizer in self._steps():
             for loop, body in self._loops_around(call):
                 if any(self.script.method_calls("backward", body)) or self._has_manual_backward(body):
                     others = found[id(loop)].optimizers if id(loop) in found else []
                     found[id(loop)] = TrainingLoop(loop, call, [*others, optimizer], body)
                     break
         return sorted(found.values(), key=lambda each: self.script.span(each.loop))
+
+    def _steps(self) -> Iterator[tuple[cst.CSTNode, cst.BaseExpression]]:
+        """Yield what steps, with the expression for its optimizer, or for the parameters that a loop steps by hand."""
+        for call, attribute in self.script.method_calls("step"):
+            if not self.is_scheduler(attribute.value):
+                yield call, self._scaled(call) or attribute.value
+        for loop in self.script.find(cst.For):
+            given = loop.iter
+            if isinstance(given, cst.Call) and isinstance(given.func, cst.Attribute) and is_parameters(given):
+                name = path_of(loop.target)
+                changed = next((each for each in _changes(self.script, loop) if _of_gradient(self.script, each)), None)
+                if changed is not None and name is not None:
+                    yield changed, given
 
     def _has_manual_backward(self, body: cst.CSTNode) -> bool:
         return any(
@@ -83,23 +93,25 @@ class ScriptFacts:
                     return True
         return "sched" in (path_of(node) or "").lower()
 
-    def _loops_around(self, node: cst.CSTNode) -> Iterator[tuple[cst.For, cst.CSTNode]]:
+    def _loops_around(self, node: cst.CSTNode) -> Iterator[tuple[Loop, cst.CSTNode]]:
         """Yield the loops around a step, and those around the calls of the function that takes it."""
         for each in self.script.ancestors(node):
-            if isinstance(each, cst.For):
+            if isinstance(each, (cst.For, cst.While)):
                 yield each, each
             if isinstance(each, cst.FunctionDef):
                 for call in self.values.callers(each):
                     if self.script.function_of(call) is not each:
                         for loop in self.script.ancestors(call):
-                            if isinstance(loop, cst.For):
+                            if isinstance(loop, (cst.For, cst.While)):
                                 yield loop, each
                 return
 
     # Loaders
 
-    def iterated(self, loop: cst.For) -> cst.BaseExpression:
-        """Return what a loop goes through, without ``enumerate`` and a progress bar around it."""
+    def iterated(self, loop: Loop) -> cst.BaseExpression:
+        """Return what a loop goes through, without ``enumerate`` and a progress bar around it; a ``while``'s test."""
+        if isinstance(loop, cst.While):
+            return loop.test
         node: cst.BaseExpression = loop.iter
         while isinstance(node, cst.Call) and node.args:
             if not self.script.is_a(node, *_SAME_ITEMS) and not self._is_bar(node):
@@ -175,6 +187,9 @@ class ScriptFacts:
 
     def trained_by(self, optimizer: cst.Call, depth: int = 3) -> Iterator[cst.BaseExpression]:
         """Yield the expressions for the models whose parameters an optimizer is given, without repeats."""
+        if self._makes_its_optimizer(optimizer) and isinstance(optimizer.func, cst.Attribute):
+            yield self._whole(optimizer.func.value)
+            return
         seen = set()
         waiting: list[cst.CSTNode] = [arg.value for arg in optimizer.args]
         for _ in range(depth):
@@ -194,6 +209,28 @@ class ScriptFacts:
                 if path is not None:
                     following += [each for each in self.values.sources(node) if each is not None]
             waiting = following
+
+    def _makes_its_optimizer(self, call: cst.Call) -> bool:
+        """Return whether a call is of a method by which a model makes its optimizer, or gives its parameters."""
+        if not isinstance(call.func, cst.Attribute):
+            return False
+        name = call.func.attr.value
+        methods = [
+            each
+            for owner in self.values.classes.values()
+            for each in self.script.find(cst.FunctionDef, owner)
+            if each.name.value == name
+        ]
+        return (
+            is_parameters(call)
+            or name in ("configure_optimizers", "configure_optimizer")
+            or any(
+                other.startswith("torch.optim.") and "lr_scheduler" not in other
+                for method in methods
+                for inner in self.script.find(cst.Call, method)
+                for other in self.script.names(inner.func)
+            )
+        )
 
     def _whole(self, node: cst.BaseExpression) -> cst.BaseExpression:
         """Return the model of which a part was named, as ``model`` of ``model.head``; of ``model.module`` too."""
@@ -253,3 +290,25 @@ class ScriptFacts:
         """Return the text of an argument, or none where it is not given."""
         found = argument(call, keyword, position)
         return None if found is None else self.script.code(found)
+
+
+def is_parameters(call: cst.Call) -> bool:
+    """Return whether a call asks a model for its parameters."""
+    return isinstance(call.func, cst.Attribute) and call.func.attr.value in ("parameters", "named_parameters")
+
+
+def _changes(script: Script, loop: cst.For) -> Iterator[cst.CSTNode]:
+    """Yield what may change a parameter in place."""
+    yield from script.find(cst.AugAssign, loop.body)
+    for method in ("add_", "sub_", "copy_"):
+        yield from (call for call, _ in script.method_calls(method, loop.body))
+
+
+def _of_gradient(script: Script, node: cst.CSTNode) -> bool:
+    """Return whether a parameter changes by its gradient: ``p.data.add_(p.grad, alpha=-lr)``, ``p -= lr * p.grad``."""
+    given: list[cst.CSTNode] = [node.value] if isinstance(node, cst.AugAssign) else []
+    given += [arg.value for arg in node.args] if isinstance(node, cst.Call) else []
+    changed = node.target if isinstance(node, cst.AugAssign) else getattr(node, "func", node)
+    return ".grad" not in script.code(changed) and any(
+        inner.attr.value == "grad" for each in given for inner in script.find(cst.Attribute, each)
+    )

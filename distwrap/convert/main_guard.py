@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
-from distwrap.convert.edits import HEAD, INDENT
+from distwrap.convert.edits import HEAD, INDENT, LINE
 from distwrap.convert.script import Script, path_of
 
 _CALLS = {"int", "float", "str", "bool", "len", "max", "min", "tuple", "list", "dict", "set", "range"}
@@ -31,18 +31,23 @@ def make_main(conversion: Conversion, needs: Sequence[cst.CSTNode]) -> str | Non
     of_file = [each for each in needs if script.function_of(each) is None]
     if guard is not None and all(script.inside(each, guard) for each in of_file):
         return _of_guard(conversion, guard, name)
-    if guard is not None:
-        conversion.unsure(guard, "main", "some of the training is in the guard, and some outside", "put all into one")
-        return None
     start = _start_of_region(script)
     if start is None:
         return None
     body = script.tree.body
+    if guard is not None and (guard is not body[-1] or guard.orelse is not None):
+        conversion.unsure(guard, "main", "some of the training is in the guard, and some outside", "put all into one")
+        return None
     region = body[start:]
-    problem = _problem(script, region)
+    problem = _problem(script, region, inner=True)
     if problem is not None:
         conversion.unsure(*problem)
         return None
+    for node in _globals(script, region):
+        if any(script.inside(node, each) for each in region):
+            conversion.edits.replace(node, script.code(node).replace("global", "nonlocal", 1))
+    if guard is not None:
+        _open_guard(conversion, guard)
     _indent(conversion, body, start, name)
     conversion.done(body[start], "main", f"what runs at the file's own level became {name}(), behind a main guard")
     return name
@@ -75,6 +80,18 @@ def _of_guard(conversion: Conversion, guard: cst.If, name: str) -> str | None:
     return name
 
 
+def _open_guard(conversion: Conversion, guard: cst.If) -> None:
+    """Take the guard away from its block, which becomes the end of the function: ranks may import the file."""
+    script, edits = conversion.script, conversion.edits
+    start, end = script.span(guard)
+    if not isinstance(guard.body, cst.IndentedBlock):
+        edits.replace_span(start, script.span(guard.body)[0], "")
+        return
+    header_end = edits.line_end(script.span(guard.test)[1])
+    edits.replace_span(start, header_end, "", LINE)
+    edits.indented_already = (header_end, max(end, len(script.data)))
+
+
 def _add_guard(conversion: Conversion, name: str) -> None:
     script, end = conversion.script, conversion.script.newline
     broken = "" if script.text.endswith("\n") or not script.text else end
@@ -104,7 +121,8 @@ def _indent(conversion: Conversion, body: Sequence[cst.CSTNode], start: int, nam
     place = first
     while place < len(script.data):
         line_end = edits.line_end(place)
-        if script.data[place:line_end].strip() and not any(low < place < high for low, high in within):
+        is_text = any(low < place < high for low, high in within)
+        if script.data[place:line_end].strip() and not is_text and not edits.is_indented_already(place):
             edits.insert(place, script.indent, INDENT)
         place = line_end
     _add_guard(conversion, name)
@@ -135,10 +153,10 @@ def _blank_lines(data: bytes) -> int:
     return count
 
 
-def region_of(conversion: Conversion) -> tuple[int, int]:
+def region_of(conversion: Conversion, needs: Sequence[cst.CSTNode]) -> tuple[int, int]:
     """Return the first byte, and the one after the last, of what `make_main` would put into the function."""
     script, guard = conversion.script, conversion.facts.guard
-    if guard is not None:
+    if guard is not None and all(script.inside(each, guard) for each in needs if script.function_of(each) is None):
         return script.span(guard)
     start = _start_of_region(script)
     return (len(script.data) if start is None else _first_byte(script, script.tree.body, start)), len(script.data)
@@ -247,12 +265,26 @@ def _functions(script: Script, definition: cst.CSTNode) -> list[cst.CSTNode]:
     return [*inner, *([definition] if isinstance(definition, cst.ClassDef) else [])] if inner else [definition]
 
 
-def _problem(script: Script, region: Sequence[cst.CSTNode]) -> tuple[cst.CSTNode, str, str, str] | None:
-    """Return what forbids to put statements into a function, and what to do."""
+def _globals(script: Script, region: Sequence[cst.CSTNode]) -> list[cst.Global]:
+    """Return each ``global`` that means a name which statements of the file's own level give a value."""
     bound = _bound(script, region)
-    for node in script.find(cst.Global):
+    return [node for node in script.find(cst.Global) if {each.name.value for each in node.names} & bound]
+
+
+def _problem(
+    script: Script, region: Sequence[cst.CSTNode], *, inner: bool = False
+) -> tuple[cst.CSTNode, str, str, str] | None:
+    """Return what forbids to put statements into a function, and what to do.
+
+    Args:
+        script: of the statements.
+        region: the statements.
+        inner: whether the functions among them will be inner ones, whose ``global`` can become ``nonlocal``.
+    """
+    bound = _bound(script, region)
+    for node in _globals(script, region):
         names = {each.name.value for each in node.names}
-        if names & bound:
+        if not (inner and names <= bound and any(script.inside(node, each) for each in region)):
             return (
                 node, "main", f"{', '.join(sorted(names))} would be a function's own, and 'global' would miss it",
                 "pass it as an argument and return it, or write the main function by hand",

@@ -87,7 +87,8 @@ def test_wishes() -> None:
             "accumulate used in this way has no equal",
         ),
         (
-            "import torch\ndef count():\n    global steps\n    steps += 1\nsteps = 0\nmodel = torch.nn.Linear(1, 1)\n"
+            "import torch\nother = 0\ndef count():\n    global steps, other\n    steps += 1\nsteps = 0\n"
+            "model = torch.nn.Linear(1, 1)\n"
             "optimizer = torch.optim.SGD(model.parameters())\nfor x in torch.ones(3, 1):\n    model(x).backward()\n"
             "    optimizer.step()\n    count()\n    steps = steps + 1\n",
             "'global' would miss it",
@@ -102,6 +103,14 @@ def test_what_is_not_clear_is_refused(code: str, why: str, tmp_path: Path, capsy
     told = capsys.readouterr()
     assert why in told.out + told.err
     assert script.read_text() == code
+
+
+def test_a_sum_over_a_divided_batch_is_said() -> None:
+    """Gradients of a loss that is a sum become less where the batch size is that of all ranks: the list says so."""
+    before = (CASE.parents[2] / "programs" / "vae.py").read_text()
+    rules = {each: {note.rule for note in convert(Script(before), Wishes(global_batch=each)).notes} for each in (0, 1)}
+    assert "sum" in rules[1]
+    assert "sum" not in rules[0]
 
 
 def test_an_ignored_line_stays() -> None:

@@ -13,7 +13,7 @@ def accumulate_in_windows(conversion: Conversion) -> None:
     """Let loops that step every few batches exchange gradients at these steps alone."""
     for each in conversion.facts.training_loops:
         every = _every(conversion, each)
-        if every is None or not conversion.may_change(each.loop):
+        if every is None or not isinstance(each.loop, cst.For) or not conversion.may_change(each.loop):
             continue
         model = _model_called(conversion, each)
         if model is None or not _take_windows(conversion, each.loop, every, model):
@@ -26,6 +26,8 @@ def accumulate_in_windows(conversion: Conversion) -> None:
 def _every(conversion: Conversion, loop: TrainingLoop) -> str | None:
     """Return after how many batches a loop steps, as text, where it steps ``if (i + 1) % n == 0``."""
     script = conversion.script
+    if not isinstance(loop.loop, cst.For):
+        return None
     target, call = loop.loop.target, loop.loop.iter
     if (
         not isinstance(target, cst.Tuple)

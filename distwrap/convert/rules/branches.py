@@ -5,8 +5,10 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
-from distwrap.convert.facts import ScriptFacts
+from distwrap.convert.facts import Loop, ScriptFacts
 from distwrap.convert.script import Script, path_of
+
+_COUNTED = ("builtins.enumerate",)
 
 
 def own_branches(script: Script, facts: ScriptFacts) -> list[tuple[cst.CSTNode, cst.If]]:
@@ -27,11 +29,13 @@ def own_branches(script: Script, facts: ScriptFacts) -> list[tuple[cst.CSTNode, 
     return found
 
 
-def _own_names(script: Script, facts: ScriptFacts, loop: cst.For) -> set[str]:
+def _own_names(script: Script, facts: ScriptFacts, loop: Loop) -> set[str]:
     """Return the names to which a loop gives values, but for its index, which is the same on all ranks."""
     index = None
-    if isinstance(loop.target, cst.Tuple) and script.is_a(loop.iter, "builtins.enumerate"):
+    if isinstance(loop, cst.For) and isinstance(loop.target, cst.Tuple) and script.is_a(loop.iter, *_COUNTED):
         index = path_of(loop.target.elements[0].value)
+    elif isinstance(loop, cst.For) and script.is_a(facts.iterated(loop), "builtins.range", "itertools.count"):
+        index = path_of(loop.target)
     function = script.function_of(loop)
     return {
         name
@@ -47,11 +51,33 @@ def _is_count(statement: cst.AugAssign) -> bool:
     return isinstance(statement.value, cst.Integer)
 
 
-def note_branches(conversion: Conversion) -> None:
-    """Note where ranks may leave a training loop, or skip a batch, on their own, and then wait for each other."""
-    for leave, test in own_branches(conversion.script, conversion.facts):
-        what = "skips a batch" if isinstance(leave, cst.Continue) else "leaves the loop"
-        conversion.left(
-            test, "branch", f"a rank that {what} by its own data lets the others wait in the next exchange",
-            f'if agree({conversion.script.code(test.test)}, "any"):',
-        )  # fmt: skip
+def agree_on_branches(conversion: Conversion) -> None:
+    """Let all ranks together leave a training loop, or skip a batch, where each would do so by its own data."""
+    script = conversion.script
+    for each in conversion.facts.training_loops:
+        if isinstance(each.loop, cst.While):
+            own = _own_names(script, conversion.facts, each.loop)
+            if {node.value for node in script.find(cst.Name, each.loop.test)} & own:
+                conversion.left(
+                    each.loop, "branch", "a rank whose loop ends by its own data takes fewer steps than the others, "
+                    "which then wait for it", f'while agree({script.code(each.loop.test)}, "all"):',
+                )  # fmt: skip
+    for test in dict.fromkeys(test for _, test in own_branches(script, conversion.facts)):
+        leaves = [each for each, other in own_branches(script, conversion.facts) if other is test]
+        skips = all(isinstance(each, cst.Continue) for each in leaves)
+        what = "skips a batch" if skips else "leaves the loop"
+        if _comes_on_all_ranks(conversion, test) and conversion.may_change(test):
+            conversion.wrap(test.test, "agree", ', "any"')
+            conversion.done(test, "branch", f"all ranks together: each {what} where any of them does")
+        else:
+            conversion.left(
+                test, "branch", f"a rank that {what} by its own data lets the others wait in the next exchange",
+                f'if agree({script.code(test.test)}, "any"):',
+            )  # fmt: skip
+
+
+def _comes_on_all_ranks(conversion: Conversion, test: cst.If) -> bool:
+    """Return whether each rank comes to a test in each turn of its loop, since the test stands in the loop's block."""
+    script = conversion.script
+    block = script.parent(test)
+    return isinstance(block, cst.IndentedBlock) and isinstance(script.parent(block), (cst.For, cst.While))

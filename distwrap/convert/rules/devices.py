@@ -37,6 +37,8 @@ def use_own_device(conversion: Conversion) -> None:
                 continue
             if _only_places(conversion, choice):
                 _replace(conversion, choice)
+            elif _is_each_ranks(conversion, choice):
+                conversion.left(choice, "device", "without a number it is each rank's own device already")
             else:
                 conversion.unsure(
                     choice, "device", "it is used as text too", "device(), and device().type where text is wanted"
@@ -65,6 +67,13 @@ def use_own_device(conversion: Conversion) -> None:
         ):
             conversion.edits.replace(first.value, conversion.call("device"))
             conversion.done(call, "device", "goes to the rank's own device, which may be the CPU")
+
+
+def _is_each_ranks(conversion: Conversion, choice: cst.IfExp) -> bool:
+    """Return whether a choice is between the CPU and names of devices without a number."""
+    words = [constant(each) for each in conversion.script.find(cst.SimpleString, choice.body)]
+    words += [constant(choice.orelse)]
+    return isinstance(choice.body, cst.SimpleString) and all(each in (*_ACCELERATORS, "cpu") for each in words)
 
 
 def _is_first_device(value: object) -> bool:

@@ -26,7 +26,7 @@ def choose_entry(conversion: Conversion, needs: Sequence[cst.CSTNode]) -> bool:
     if conversion.entry is not None:
         return True
     if any(script.function_of(each) is None for each in needs):
-        conversion.region = region_of(conversion)
+        conversion.region = region_of(conversion, needs)
         return True
     loop = facts.training_loops[0].loop if facts.training_loops else needs[0]
     conversion.unsure(

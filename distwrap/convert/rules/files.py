@@ -24,7 +24,11 @@ def _save(conversion: Conversion, call: cst.Call) -> None:
     state, path = argument(call, "obj", 0), argument(call, "f", 1)
     statement = script.small_statement_of(call)
     guarded = any(isinstance(each, cst.If) and is_about_rank(script.code(each.test)) for each in script.ancestors(call))
-    if state is None or path is None or len(call.args) != 2 or not _is_path(conversion, path):
+    block = _block_of(conversion, call)
+    is_alone = isinstance(script.parent(call), cst.Expr)
+    if block is not None and is_alone and state is not None and path is not None and len(call.args) == 2:
+        _save_to_open_file(conversion, call, block, state)
+    elif state is None or path is None or len(call.args) != 2 or not _is_path(conversion, path):
         conversion.unsure(call, "save", "it does not write to a path", "save(state, path), or under is_rank_zero()")
     elif _is_plain(conversion, state):
         conversion.rename_call(call, "save")
@@ -38,6 +42,39 @@ def _save(conversion: Conversion, call: cst.Call) -> None:
         conversion.done(call, "save", "rank 0 alone writes it; what it holds may be more than the safe loader takes")
     else:
         conversion.unsure(call, "save", "all ranks would write one file", "save(state, path)")
+
+
+def _block_of(conversion: Conversion, call: cst.Call) -> cst.With | None:
+    """Return the ``with open(path, "wb") as f:`` that holds nothing but a statement that writes or reads ``f``."""
+    script = conversion.script
+    line = script.statement_of(call)
+    block = script.parent(script.parent(line) or line)
+    if not isinstance(block, cst.With) or len(block.items) != 1 or len(block.body.body) != 1:
+        return None
+    opened, name = block.items[0].item, block.items[0].asname
+    fits = (
+        isinstance(opened, cst.Call)
+        and script.is_a(opened, "builtins.open")
+        and len(opened.args) == 2
+        and name is not None
+        and path_of(name.name) == path_of(argument(call, "f", len(call.args) - 1)) is not None
+        and isinstance(line, cst.SimpleStatementLine)
+        and len(line.body) == 1
+    )
+    return block if fits and conversion.edits.has_line_of_its_own(block) else None
+
+
+def _save_to_open_file(conversion: Conversion, call: cst.Call, block: cst.With, state: cst.BaseExpression) -> None:
+    script, opened = conversion.script, block.items[0].item
+    assert isinstance(opened, cst.Call)
+    where = script.code(opened.args[0].value)
+    if _is_plain(conversion, state):
+        written = conversion.call("save", f"{script.code(state)}, {where}")
+        conversion.done(block, "save", "rank 0 writes it, whole or not at all, and the others wait")
+    else:
+        written = f"if {conversion.call('is_rank_zero')}: torch.save({script.code(state)}, {where})"
+        conversion.done(block, "save", "rank 0 alone writes it, whatever the safe loader may think of it")
+    conversion.edits.replace_span(script.span(block)[0], script.span(call)[1], written)
 
 
 def _is_path(conversion: Conversion, node: cst.BaseExpression) -> bool:
@@ -100,6 +137,18 @@ def _is_plain(conversion: Conversion, node: cst.BaseExpression, depth: int = 4) 
 
 
 def _load(conversion: Conversion, call: cst.Call) -> None:
+    path = argument(call, "f", 0)
+    if path is None or not _is_path(conversion, path):
+        block = _block_of(conversion, call)
+        if block is None or path is None or not _is_state(conversion, call):
+            conversion.left(call, "load", "every rank reads it by itself, from a file that is open already")
+            return
+        opened = block.items[0].item
+        assert isinstance(opened, cst.Call)
+        conversion.edits.replace_span(
+            conversion.script.span(block)[0], conversion.script.span(block.body.body[0])[0], ""
+        )
+        conversion.edits.replace(path, conversion.script.code(opened.args[0].value))
     keywords = {arg.keyword.value for arg in call.args[1:] if arg.keyword is not None}
     if len(call.args) - 1 == len(keywords) and keywords <= {"map_location"} and _is_state(conversion, call):
         if "map_location" not in keywords:

@@ -35,10 +35,11 @@ def shard_loaders(conversion: Conversion) -> None:
         if any(each in sharded for each in sources if each is not None):
             rewrite(conversion, reading, all_shared=all(each in sharded for each in sources))
     for each in facts.training_loops:
-        if not [loader for loader in facts.loader_of(facts.iterated(each.loop)) if loader is not None]:
+        fed = each.loop in conversion.fed or any(facts.loader_of(facts.iterated(each.loop)))
+        if not fed:
             conversion.left(
-                each.loop, "shard_loader", "no DataLoader that can be seen feeds this loop, so every rank trains on "
-                "all that it goes through", "shard_loader(DataLoader(...)), or a part by rank() and world_size()",
+                each.loop, "shard_loader", "no DataLoader that can be seen feeds this loop; where every rank trains on "
+                "the same, the run ends with an error", "shard_loader(DataLoader(...)), or split(batch)",
             )  # fmt: skip
     _look_at_seeds(conversion)
 

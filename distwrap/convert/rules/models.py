@@ -5,6 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
+from distwrap.convert.facts import is_parameters
 from distwrap.convert.script import path_of
 from distwrap.convert.values import MOVES, root_of
 
@@ -61,6 +62,7 @@ def _wrap_one(conversion: Conversion, optimizer: cst.Call, model: cst.BaseExpres
     is_own = bool(values.bindings.get((values.scope(model, path), path)))
     calls = values.callers(function) if function is not None else []
     may_stand = conversion.edits.has_line_of_its_own(statement) and (is_own or len(calls) <= 1)
+    may_stand = may_stand and not isinstance(statement, cst.For)  # which steps by hand, batch after batch
     if may_stand and _first_use(conversion, optimizer, path, statement):
         return True
     conversion.unsure(
@@ -100,14 +102,40 @@ def _is_touched(conversion: Conversion, made: cst.BaseExpression, optimizer: cst
     if path is None:
         return False
     scope = script.function_of(made) or script.tree
-    end = script.span(optimizer)[0]
+    end = script.span(_outermost_loop(conversion, optimizer) if is_parameters(optimizer) else optimizer)[0]
     if not script.inside(optimizer, scope) or script.function_of(optimizer) is not script.function_of(made):
         end = _first_call_to(conversion, script.function_of(optimizer), scope, script.span(statement)[1])
+    begin, own = script.span(statement)[1], script.function_of(made)
+    called = _called_between(conversion, scope, begin, end)
     for node in script.nodes(scope):
-        start = script.span(node)[0] if path_of(node) == path else -1
-        if script.span(statement)[1] <= start < end and not _is_harmless(conversion, node, path):
+        if path_of(node) != path or _is_harmless(conversion, node, path):
+            continue
+        function = script.function_of(node)
+        if begin <= script.span(node)[0] < end if function is own else function in called:
             return True
     return False
+
+
+def _outermost_loop(conversion: Conversion, node: cst.CSTNode) -> cst.CSTNode:
+    """Return the outermost loop around a piece of code, in its function."""
+    found = node
+    for each in conversion.script.ancestors(node):
+        if isinstance(each, cst.FunctionDef):
+            break
+        found = each if isinstance(each, (cst.For, cst.While)) else found
+    return found
+
+
+def _called_between(conversion: Conversion, scope: cst.CSTNode, begin: int, end: int) -> set[cst.FunctionDef]:
+    """Return the functions that a part of a scope calls, through others too."""
+    script, facts = conversion.script, conversion.facts
+    found: set[cst.FunctionDef] = set()
+    own = scope if isinstance(scope, cst.FunctionDef) else None
+    for call in script.find(cst.Call, scope):
+        function = facts.values.functions.get(path_of(call.func) or "")
+        if function is not None and begin <= script.span(call)[0] < end and script.function_of(call) is own:
+            found |= {function} | facts.reached(function)
+    return found
 
 
 def _first_call_to(conversion: Conversion, function: cst.FunctionDef | None, scope: cst.CSTNode, start: int) -> int:

@@ -6,8 +6,10 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.rules.accumulation import accumulate_in_windows
-from distwrap.convert.rules.branches import note_branches
+from distwrap.convert.rules.batches import note_sums, share_own_batches
+from distwrap.convert.rules.branches import agree_on_branches
 from distwrap.convert.rules.devices import use_own_device
+from distwrap.convert.rules.draws import draw_apart
 from distwrap.convert.rules.entry import choose_entry, decorate_entry
 from distwrap.convert.rules.files import save_and_load
 from distwrap.convert.rules.loaders import shard_loaders
@@ -30,7 +32,10 @@ def convert_plain(conversion: Conversion) -> bool:
         return False
     if not wrap_models(conversion):  # one that is not wrapped would train apart on each rank
         return False
+    share_own_batches(conversion)
+    draw_apart(conversion)
     shard_loaders(conversion)
+    note_sums(conversion)
     use_precision(conversion)
     accumulate_in_windows(conversion)
     use_own_device(conversion)
@@ -38,7 +43,7 @@ def convert_plain(conversion: Conversion) -> bool:
     if not decorate_entry(conversion, needed):
         return False
     show_once(conversion)
-    note_branches(conversion)
+    agree_on_branches(conversion)
     return True
 
 

@@ -1,14 +1,14 @@
 import os
 
 import torch
-from distwrap import distributed, is_rank_zero, save, wrap_model
+from distwrap import distributed, is_rank_zero, save, split, wrap_model
 
 
 def fit(model, x, y):
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for epoch in range(2):
         for start in range(0, len(x), 8):
-            loss = (model(x[start : start + 8]) - y[start : start + 8]).square().mean()
+            loss = (model(split(x[start : start + 8])) - split(y[start : start + 8])).square().mean()
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()

@@ -2,7 +2,7 @@ import os
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from distwrap import distributed, rank_zero_only, save, shard_loader, wrap_model
+from distwrap import agree, distributed, rank_zero_only, save, shard_loader, wrap_model
 
 print = rank_zero_only(print)
 
@@ -27,7 +27,7 @@ def main():
     for epoch in range(2):
         for (x,) in loader:
             loss = model(x).square().mean()
-            if torch.isnan(loss):
+            if agree(torch.isnan(loss), "any"):
                 continue
             loss.backward()
             optimizer.step()

@@ -1,0 +1,174 @@
+"""Batches that a loop cuts from a tensor by itself, which each rank takes a part of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from distwrap.convert.conversion import Conversion
+from distwrap.convert.facts import TrainingLoop
+from distwrap.convert.rules.metrics import read_loop
+from distwrap.convert.script import path_of
+
+
+def share_own_batches(conversion: Conversion) -> None:
+    """Give each rank its part of the slices that a training loop takes, or its columns of a text in columns."""
+    for each in conversion.facts.training_loops:
+        if not isinstance(each.loop, cst.For) or not conversion.may_change(each.loop):
+            continue
+        ranges = conversion.facts.iterated(each.loop)
+        if not isinstance(ranges, cst.Call) or not conversion.script.is_a(ranges, "builtins.range"):
+            continue
+        if _split_slices(conversion, each, ranges):
+            conversion.split.add(each.loop)
+            conversion.fed.add(each.loop)
+        elif _take_columns(conversion, ranges):
+            conversion.fed.add(each.loop)
+
+
+def _split_slices(conversion: Conversion, training: TrainingLoop, ranges: cst.Call) -> bool:
+    """Split each ``x[i : i + n]`` of a loop over ``range(0, len(x), n)``."""
+    script, loop = conversion.script, training.loop
+    assert isinstance(loop, cst.For)
+    target: cst.BaseExpression = loop.target
+    if isinstance(target, cst.Tuple) and len(target.elements) == 2:  # enumerate(range(...))
+        target = target.elements[1].value
+    if len(ranges.args) != 3 or not isinstance(target, cst.Name):
+        return False
+    index, step = target.value, script.code(ranges.args[2].value)
+    found: dict[cst.Subscript, None] = {}
+    for name in script.find(cst.Name, loop.body):
+        if name.value == index:
+            cut = next((each for each in script.ancestors(name) if isinstance(each, cst.Subscript)), None)
+            if cut is None or not script.inside(cut, loop):
+                continue  # as in a condition, or in what is printed
+            if not _is_slice(conversion, cut, index, step) or not conversion.may_change(cut):
+                return False
+            found[cut] = None
+    for cut in found:
+        conversion.wrap(cut, "split")
+        conversion.done(
+            cut, "split", "each rank takes its part of this batch, whose size is that of all ranks together; where a "
+            "last batch may have fewer samples than there are ranks, leave it out",
+        )  # fmt: skip
+    if found:
+        for total in read_loop(conversion, loop, is_training=True).sums:
+            conversion.left(
+                loop, "metric", f"{total} is what rank 0 has seen, of its parts of the batches",
+                f"mean({total}, count), or reduce({total}, op=\"sum\"), where a number of all ranks is wanted",
+            )  # fmt: skip
+    return bool(found)
+
+
+def _is_slice(conversion: Conversion, cut: cst.Subscript, index: str, step: str) -> bool:
+    part = cut.slice[0].slice if len(cut.slice) == 1 else None
+    if not isinstance(part, cst.Slice) or path_of(part.lower) != index or part.step is not None:
+        return False
+    upper = part.upper
+    return (
+        isinstance(upper, cst.BinaryOperation)
+        and isinstance(upper.operator, cst.Add)
+        and path_of(upper.left) == index
+        and conversion.script.code(upper.right) == step
+    )
+
+
+def _take_columns(conversion: Conversion, ranges: cst.Call) -> bool:
+    """Let each rank have columns of its own of a text that is laid out in columns, and read along all of them."""
+    script, values = conversion.script, conversion.facts.values
+    lengths = [path_of(each) for arg in ranges.args for each in _measured(conversion, arg.value)]
+    for path in lengths:
+        for binding in [each for found in values.bindings.values() for each in found]:
+            if path is None or path_of(binding.target) != path or not isinstance(binding.value, cst.Call):
+                continue
+            function = values.functions.get(path_of(binding.value.func) or "")
+            position = None if function is None else _columns_parameter(conversion, function)
+            if position is None or position >= len(binding.value.args) or not conversion.may_change(binding.value):
+                continue
+            count = binding.value.args[position].value
+            text = script.code(count) if path_of(count) or isinstance(count, cst.Integer) else f"({script.code(count)})"
+            conversion.edits.replace(count, f"{text} * {conversion.call('world_size')}")
+            own = f"[:, {conversion.call('rank')}::{conversion.call('world_size')}]"
+            conversion.edits.insert(script.span(binding.value)[1], own)
+            conversion.done(
+                binding.statement, "columns", "each rank has as many columns of its own, and reads them in the order "
+                "of the text; a step sees those of all ranks",
+            )  # fmt: skip
+            return True
+    return False
+
+
+def _measured(conversion: Conversion, node: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
+    """Yield what ``len(x)``, ``x.size(0)`` and ``x.shape[0]`` measure."""
+    script = conversion.script
+    for call in script.find(cst.Call, node):
+        if script.is_a(call, "builtins.len") and call.args:
+            yield call.args[0].value
+        elif isinstance(call.func, cst.Attribute) and call.func.attr.value == "size":
+            yield call.func.value
+    for attribute in script.find(cst.Attribute, node):
+        if attribute.attr.value == "shape":
+            yield attribute.value
+
+
+def _columns_parameter(conversion: Conversion, function: cst.FunctionDef) -> int | None:
+    """Return which parameter is the number of columns of ``data.view(columns, -1).t()``."""
+    for node in conversion.script.expressions(function.body):
+        inner = _transposed(node)
+        if (
+            isinstance(inner, cst.Call)
+            and isinstance(inner.func, cst.Attribute)
+            and inner.func.attr.value in ("view", "reshape")
+            and len(inner.args) == 2
+            and conversion.script.code(inner.args[1].value) == "-1"
+        ):
+            name = path_of(inner.args[0].value)
+            return None if name is None else conversion.facts.values.parameter(function, name)
+    return None
+
+
+def _transposed(node: cst.BaseExpression) -> cst.BaseExpression | None:
+    """Return what ``.t()``, ``.T`` or ``.transpose(0, 1)`` turns around."""
+    if isinstance(node, cst.Attribute) and node.attr.value == "T":
+        return node.value
+    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
+        name, more = node.func.attr.value, len(node.args)
+        if (name == "t" and not more) or (name == "transpose" and more == 2):
+            return node.func.value
+    return None
+
+
+def note_sums(conversion: Conversion) -> None:
+    """Note losses that are sums, where the batch is that of all ranks together: their gradients become N times less."""
+    script = conversion.script
+    for each in conversion.facts.training_loops:
+        if not conversion.global_batch and each.loop not in conversion.split:
+            continue
+        for call, attribute in script.method_calls("backward", each.body):
+            sources = list(conversion.facts.values.sources(attribute.value, returned=True))
+            if any(source is not None and _has_sum(conversion, source) for source in sources):
+                conversion.left(
+                    call, "sum", "the loss is a sum over a rank's part of the batch, and gradients are averaged over "
+                    "the ranks, so they are as many times less as there are ranks",
+                    f"({script.code(attribute.value)} * world_size()).backward()",
+                )  # fmt: skip
+
+
+def _has_sum(conversion: Conversion, node: cst.BaseExpression, depth: int = 3) -> bool:
+    """Return whether a loss is a sum over its batch, or made of such sums."""
+    script = conversion.script
+    if isinstance(node, cst.BinaryOperation):
+        parts = [
+            one for side in (node.left, node.right) for one in conversion.facts.values.sources(side, returned=True)
+        ]
+        return depth > 0 and any(each is not None and _has_sum(conversion, each, depth - 1) for each in parts)
+    if not isinstance(node, cst.Call):
+        return False
+    reductions = [arg.value for arg in node.args if arg.keyword is not None and arg.keyword.value == "reduction"]
+    is_method = isinstance(node.func, cst.Attribute) and node.func.attr.value == "sum"
+    return (
+        any(script.code(each).strip("\"'") == "sum" for each in reductions)
+        or (is_method and not node.args)
+        or (script.is_a(node, "torch.sum") and len(node.args) == 1)
+    )

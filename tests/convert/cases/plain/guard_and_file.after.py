@@ -1,0 +1,40 @@
+import os
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from distwrap import distributed, rank_zero_only, save, shard_loader, wrap_model
+
+print = rank_zero_only(print)
+
+
+@distributed
+def main():
+    torch.set_default_dtype(torch.float64)
+    torch.manual_seed(0)
+    x = torch.randn(32, 3)
+    loader = shard_loader(DataLoader(TensorDataset(x, x.sum(1, keepdim=True)), batch_size=int(os.environ["BATCH"])))
+    model = wrap_model(nn.Linear(3, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+
+
+    def train(epoch):
+        for inputs, targets in loader:
+            loss = nn.functional.mse_loss(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        print(f"""epoch {epoch}:
+    done""")
+
+
+    # Two epochs are enough.
+    for epoch in range(2):
+        train(epoch)
+    text = """
+  as it is"""
+    save(model.state_dict(), os.environ["OUT"])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,29 @@
+import os
+
+import torch
+
+torch.set_default_dtype(torch.float64)
+torch.manual_seed(0)
+x = torch.randn(32, 3)
+size = 8
+model = torch.nn.Linear(3, 1)
+
+
+def main():
+    order = torch.arange(31, -1, -1)
+    for epoch in range(2):
+        for start in range(0, len(x), size):
+            index = order[start : start + size]
+            loss = (model(x[index]).sum(1) - x[index].sum(1)).square().mean()
+            model.zero_grad()
+            loss.backward()
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter -= 0.1 * parameter.grad
+    with open(os.environ["OUT"], "wb") as file:
+        torch.save(model.state_dict(), file)
+    with open(os.environ["OUT"], "rb") as file:
+        model.load_state_dict(torch.load(file))
+
+
+if __name__ == "__main__": main()

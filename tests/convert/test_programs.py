@@ -1,0 +1,173 @@
+"""Whole programs, as people start from them: what the conversion makes of them, and what they then compute.
+
+Nobody has adapted the programs to the tool. Each becomes the text beside it, without a line by hand, and runs as it
+was in one process, and converted on two ranks: by its own decorator, and as torchrun starts it. Where a step can see
+the same samples in both, the weights are compared; elsewhere, what does not depend on the numbers that each rank draws.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from difflib import unified_diff
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from distwrap.convert.checking import check
+from distwrap.convert.conversion import Wishes
+from distwrap.convert.converting import convert
+from distwrap.convert.script import Script, read
+from tests.convert.runner import Runner
+from tests.convert.test_cases import after, differences
+from tests.ports import free_port
+
+PROGRAMS = Path(__file__).parent / "programs"
+ALL = sorted(path for path in PROGRAMS.glob("*.py") if path.name.count(".") == 1)
+
+each_program = pytest.mark.parametrize("path", ALL, ids=lambda path: path.stem)
+
+# For each program whose weights can be compared: its file of weights, the arguments, and those for the batch size. All
+# samples are in one batch where the loader shuffles, since one process shuffles in another order than several ranks.
+COMPARED = {
+    "mnist": ("digits_cnn.pt", ["--save-model", "--dropout", "0"], "--batch-size", 64),
+    "classifier": ("checkpoints/last.pt", [], "--batch-size", 60),
+    "language_model": ("model.pt", ["--dropout", "0", "--lr", "2"], "--batch_size", 8),
+}
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    """The warm process that forks ranks."""
+    found = Runner()
+    yield found
+    found.close()
+
+
+@each_program
+def test_the_text(path: Path) -> None:
+    """A program becomes the text beside it, with nothing unsure, and another conversion leaves that as it is."""
+    result = convert(read(path)[0], Wishes())
+    assert result.text == after(path).read_text()
+    assert [each.text(path.name) for each in result.notes.of("unsure")] == []
+    assert convert(Script(result.text)).text == result.text
+
+
+@each_program
+def test_check_finds_nothing(path: Path) -> None:
+    """Neither the program for one process nor the converted one has a fault."""
+    assert [each.text(path.name) for each in (*check(read(path)[0]), *check(read(after(path))[0]))] == []
+
+
+def test_the_table_counts_right() -> None:
+    """The page about the conversion has a row for each program here, with its lines and those that were written."""
+    page = (Path(__file__).parents[2] / "docs" / "convert.md").read_text()
+    for path in ALL:
+        row = re.search(rf"programs/{path.name}\) \|.*?\| (\d+) \| (\d+) \| 0 \|", page)
+        assert row is not None, path.name
+        old, new = (
+            [line.strip() for line in each.read_text().splitlines() if line.strip()] for each in (path, after(path))
+        )
+        written = sum(line[0] == "+" for line in list(unified_diff(old, new, n=0))[2:])
+        assert (int(row[1]), int(row[2])) == (len(path.read_text().splitlines()), written), path.name
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_the_weights_are_those_of_one_process(name: str, runner: Runner, tmp_path: Path) -> None:
+    """Two ranks with half the batch each end with the weights of one process, and so does the program on one rank."""
+    path = PROGRAMS / f"{name}.py"
+    file, arguments, word, size = COMPARED[name]
+    whole, half = [*arguments, word, str(size)], [*arguments, word, str(size // 2)]
+    runs = [
+        run(runner, path, tmp_path / "original", whole),
+        run(runner, after(path), tmp_path / "alone", whole),
+        run(runner, after(path), tmp_path / "decorator", half, ranks=2),
+        run(runner, after(path), tmp_path / "torchrun", half, ranks=2, as_torchrun=True),
+    ]
+    weights = [torch.load(tmp_path / each / file) for each in ("original", "alone", "decorator", "torchrun")]
+    weights = [found.get("model", found) for found in weights]
+    assert differences(weights[0], weights[1]) == 0
+    for found, said in zip(weights[2:], runs[2:], strict=True):
+        assert differences(weights[0], found) < 1e-4
+        assert evaluations(said) == pytest.approx(evaluations(runs[0]), abs=2e-4)
+
+
+@pytest.mark.parametrize("as_torchrun", [False, True], ids=["decorator", "torchrun"])
+@pytest.mark.parametrize("name", ["vae", "dcgan"])
+def test_without_learning_the_numbers_stay(name: str, as_torchrun: bool, runner: Runner, tmp_path: Path) -> None:
+    """Models are made alike on all ranks, and an evaluation of what no rank draws is that of one process."""
+    path = PROGRAMS / f"{name}.py"
+    arguments = ["--lr", "0"] if name == "vae" else ["--lr", "0", "--manualSeed", "3"]
+    first = run(runner, path, tmp_path / "original", arguments)
+    second = run(runner, after(path), tmp_path / "ranks", arguments, ranks=2, as_torchrun=as_torchrun)
+    for file in ["results/vae.pt"] if name == "vae" else ["netG_epoch_1.pth", "netD_epoch_1.pth"]:
+        one, other = (torch.load(tmp_path / each / file) for each in ("original", "ranks"))
+        trained = [key for key in one if "running" not in key and "num_batches" not in key]
+        assert differences({key: one[key] for key in trained}, {key: other[key] for key in trained}) == 0
+    assert evaluations(first) == pytest.approx(evaluations(second), abs=2e-4)
+    assert len(list((tmp_path / "ranks").rglob("*.pt*"))) == len(list((tmp_path / "original").rglob("*.pt*")))
+
+
+@pytest.mark.parametrize("as_torchrun", [False, True], ids=["decorator", "torchrun"])
+def test_what_each_rank_draws_trains_one_model(as_torchrun: bool, runner: Runner, tmp_path: Path) -> None:
+    """The transformer learns, prints each step once, and writes a checkpoint from which one process goes on."""
+    path, folder = PROGRAMS / "small_gpt.py", tmp_path / "run"
+    said = run(runner, after(path), folder, [], ranks=2, as_torchrun=as_torchrun)
+    losses = [float(each) for each in re.findall(r"iter \d+: loss ([\d.]+)", said)]
+    assert len(losses) == 13
+    assert losses[-1] < losses[0] - 0.3
+    saved = torch.load(folder / "out" / "ckpt.pt")
+    more = run(runner, path, folder, [], INIT_FROM="resume", MAX_ITERS="14")
+    assert f"iter {saved['iter_num']}: loss" in more
+
+
+@pytest.mark.parametrize("as_torchrun", [False, True], ids=["decorator", "torchrun"])
+def test_ranks_play_episodes_of_their_own(as_torchrun: bool, runner: Runner, tmp_path: Path) -> None:
+    """All ranks leave the loop together, where the first has solved it, and rank 0 writes the policy."""
+    path = PROGRAMS / "reinforce.py"
+    arguments = ["--threshold", "6.5", "--save", "policy.pt"]
+    said = run(runner, after(path), tmp_path / "run", arguments, ranks=2, as_torchrun=as_torchrun)
+    assert said.count("Solved!") == 1
+    assert all(math.isfinite(each.sum()) for each in torch.load(tmp_path / "run" / "policy.pt").values())
+
+
+@pytest.mark.parametrize("as_torchrun", [False, True], ids=["decorator", "torchrun"])
+def test_ranks_learn_from_memories_of_their_own(as_torchrun: bool, runner: Runner, tmp_path: Path) -> None:
+    """Episodes end on all ranks together, since the optimizer steps within them."""
+    said = run(runner, after(PROGRAMS / "dqn.py"), tmp_path / "run", [], ranks=2, as_torchrun=as_torchrun)
+    assert said.count("episode") == 10
+    assert all(math.isfinite(each.sum()) for each in torch.load(tmp_path / "run" / "dqn.pt").values())
+
+
+def evaluations(said: str) -> list[float]:
+    """Return the numbers that a program has printed of its evaluations."""
+    found = re.findall(r"(?:Test set: Average loss:|Test set loss:|val loss|valid loss|test loss) +([\d.]+)", said)
+    assert found or "Loss_D" in said
+    return [float(each.rstrip(".")) for each in found]
+
+
+def run(
+    runner: Runner,
+    script: Path,
+    folder: Path,
+    arguments: Sequence[str],
+    *,
+    ranks: int = 1,
+    as_torchrun: bool = False,
+    **env: Any,
+) -> str:
+    """Run a program in a folder, and return what rank 0 has printed."""
+    folder.mkdir(exist_ok=True)
+    shared = {"DISTWRAP_QUIET": "1", "DISTWRAP_NPROCS": str(ranks), **env}
+    if as_torchrun:
+        del shared["DISTWRAP_NPROCS"]
+        shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+        shared |= {"MASTER_PORT": str(free_port()), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "program"}
+    own = [{"RANK": str(each), "LOCAL_RANK": str(each)} for each in range(ranks)] if as_torchrun else [{}]
+    found = runner.run(script, [{**shared, **each} for each in own], arguments=arguments, folder=folder)
+    for code, said in found:
+        assert code == 0, said
+    return found[0][1]
