@@ -138,10 +138,10 @@ class ModelEngine:
         """Clip by the norm of all gradients in the next step."""
         self.deepspeed.optimizer.clip_grad = max_norm
 
-    def norm(self) -> torch.Tensor | float | None:
-        """Return the norm of all gradients that the last step has found."""
+    def norm(self) -> torch.Tensor | None:
+        """Return the norm of all gradients that the last step has found, in float32 as those of the weights."""
         norm: torch.Tensor | float | None = self.deepspeed.get_global_grad_norm()
-        return norm
+        return None if norm is None else torch.as_tensor(norm).float()
 
     def gradients(self) -> list[torch.Tensor]:
         """Return what has accumulated on this rank, to be rescaled by one factor on all ranks.
