@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,11 +34,28 @@ class Runner:
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    def run(self, script: Path, ranks: list[dict[str, str]], limit: float = 60) -> list[tuple[int, str]]:
-        """Run a script on some ranks, and return the exit code and the output of each."""
+    def run(
+        self,
+        script: Path,
+        ranks: list[dict[str, str]],
+        limit: float = 60,
+        *,
+        args: Sequence[str] = (),
+        folder: Path | None = None,
+    ) -> list[tuple[int, str]]:
+        """Run a script on some ranks, and return the exit code and the output of each.
+
+        Args:
+            script: the file.
+            ranks: the environment of each rank.
+            limit: in seconds.
+            args: of the command line.
+            folder: in which it runs; by default its own.
+        """
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         job = {"script": str(script), "ranks": ranks, "limit": limit}
+        job |= {"args": list(args), "folder": str(folder or script.parent)}
         self._process.stdin.write(json.dumps(job) + "\n")
         self._process.stdin.flush()
         return [(code, text) for code, text in json.loads(self._process.stdout.readline())]
@@ -67,7 +85,7 @@ def _run(job: dict[str, Any]) -> list[tuple[int, str]]:
     ends = time.monotonic() + job["limit"]
     with tempfile.TemporaryDirectory() as folder:
         outputs = [Path(folder) / str(index) for index in range(len(job["ranks"]))]
-        pids = [_fork(job["script"], env, path) for env, path in zip(job["ranks"], outputs, strict=True)]
+        pids = [_fork(job, env, path) for env, path in zip(job["ranks"], outputs, strict=True)]
         codes: dict[int, int] = {}
         while len(codes) < len(pids):
             for pid in pids:
@@ -80,7 +98,8 @@ def _run(job: dict[str, Any]) -> list[tuple[int, str]]:
         return [(codes[pid], path.read_text()) for pid, path in zip(pids, outputs, strict=True)]
 
 
-def _fork(script: str, env: dict[str, str], output: Path) -> int:
+def _fork(job: dict[str, Any], env: dict[str, str], output: Path) -> int:
+    script: str = job["script"]
     pid = os.fork()
     if pid:
         return pid
@@ -91,8 +110,8 @@ def _fork(script: str, env: dict[str, str], output: Path) -> int:
         for number, name in ((0, "/dev/null"), (1, None), (2, None)):
             os.dup2(os.open(name, os.O_RDONLY) if name else file, number)
         os.environ.update(env)
-        os.chdir(Path(script).parent)
-        sys.argv, sys.stdin = [script], open(0)  # noqa: SIM115 - for the life of the process
+        os.chdir(job["folder"])
+        sys.argv, sys.stdin = [script, *job["args"]], open(0)  # noqa: SIM115 - for the life of the process
         sys.path[0] = str(Path(script).parent)
         runpy.run_path(script, run_name="__main__")
         code = 0
