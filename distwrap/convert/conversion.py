@@ -52,6 +52,7 @@ class Conversion:
         self.sharded: set[cst.Call] = set()
         self.rank_names: set[str] = set()  # variables that hold a rank, and so may stand for a device
         self.wrapped_expressions: set[cst.CSTNode] = set()
+        self.wrap_options = ""  # of wrap_model, as text behind the model
         self.prepared: list[tuple[str, str, Function | None]] = []  # kind, path and function, by Accelerate or Fabric
         self.kept_indent: set[int] = set()  # starts of lines that stay as deep, though the block around them goes
         self.global_batch = wishes.global_batch

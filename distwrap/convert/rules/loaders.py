@@ -38,7 +38,8 @@ def shard_loaders(conversion: Conversion) -> None:
         if not [loader for loader in facts.loader_of(facts.iterated(each.loop)) if loader is not None]:
             conversion.left(
                 each.loop, "shard_loader", "no DataLoader that can be seen feeds this loop, so every rank trains on "
-                "all that it goes through", "shard_loader(DataLoader(...)), or a part by rank() and world_size()",
+                "all that it goes through", "shard_loader(DataLoader(...)), or a part by rank() and world_size(); then "
+                "without same_inputs=True, which says that it is meant",
             )  # fmt: skip
     _look_at_seeds(conversion)
 

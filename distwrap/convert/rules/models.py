@@ -52,7 +52,7 @@ def _wrap_one(conversion: Conversion, optimizer: cst.Call, model: cst.BaseExpres
         for each in known:
             if each is not None and each not in done:
                 conversion.wrapped_expressions.add(each)
-                conversion.wrap(each, "wrap_model")
+                conversion.wrap(each, "wrap_model", conversion.wrap_options)
                 conversion.done(each, "wrap_model", f"{path} is trained, so its gradients are averaged over the ranks")
         conversion.wrapped.add(path)
         return True
@@ -75,7 +75,7 @@ def _first_use(conversion: Conversion, optimizer: cst.Call, path: str, statement
     script = conversion.script
     if script.function_of(optimizer) is not None and _is_of_outer_function(conversion, optimizer, path):
         return False
-    conversion.edits.line_before(statement, f"{path} = {conversion.call('wrap_model', path)}")
+    conversion.edits.line_before(statement, f"{path} = {conversion.call('wrap_model', path + conversion.wrap_options)}")
     conversion.done(optimizer, "wrap_model", f"{path} is complete here, and its gradients are averaged from now on")
     conversion.wrapped.add(path)
     return True

@@ -29,7 +29,7 @@ from distwrap.convert.sources.accelerate_functions import (
     save_state,
     state_dict_of,
 )
-from distwrap.convert.sources.accelerate_steps import SYNC, Micro, backward, steps_of, write_out
+from distwrap.convert.sources.accelerate_steps import SYNC, Micro, backward, is_asked, steps_of, write_out
 from distwrap.convert.values import PREPARES
 
 MADE = ("accelerate.Accelerator", "accelerate.accelerator.Accelerator")
@@ -98,8 +98,8 @@ def _convert(conversion: Conversion, calls: list[cst.Call], names: set[str], mic
         return False
     table: dict[str, str | Special] = {**CALLS, "backward": lambda each, call: backward(each, micro, call)}
     if micro.may_scale:
-        table["clip_grad_norm_"] = lambda each, call: _clip_unscaled(each, call, "clip_grad_norm_")
-        table["clip_grad_value_"] = lambda each, call: _clip_unscaled(each, call, "clip_grad_value_")
+        table["clip_grad_norm_"] = lambda each, call: _clip_unscaled(each, micro, call, "clip_grad_norm_")
+        table["clip_grad_value_"] = lambda each, call: _clip_unscaled(each, micro, call, "clip_grad_value_")
     words = (SYNC, "accumulate", *PREPARES)
     if not convert_uses(conversion, names, calls=table, values=VALUES, removed=REMOVED, words=words):
         return False
@@ -110,13 +110,14 @@ def _convert(conversion: Conversion, calls: list[cst.Call], names: set[str], mic
     return True
 
 
-def _clip_unscaled(conversion: Conversion, call: cst.Call, name: str) -> bool:
+def _clip_unscaled(conversion: Conversion, micro: Micro, call: cst.Call, name: str) -> bool:
     """Convert a clip of gradients that may be scaled, where it is clear of which optimizer they are."""
     script = conversion.script
     statement, function = script.small_statement_of(call), script.function_of(call)
     paths = {path for kind, path, where in conversion.prepared if kind == "optimizer" and where is function}
     is_plain = isinstance(statement, cst.Expr) and statement.value is call and "torch" in script.bound_names
-    if len(paths) != 1 or not is_plain:
+    is_partial = bool(micro.windows) and not is_asked(conversion, call)  # scaled gradients would be added to others
+    if len(paths) != 1 or not is_plain or is_partial:
         return False
     unscaled = conversion.call("unscale", paths.pop())
     conversion.edits.replace(call.func, f"{unscaled}; torch.nn.utils.{name}")

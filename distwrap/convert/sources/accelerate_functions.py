@@ -105,7 +105,8 @@ def _file(path: str) -> str:
 
 
 def _path(conversion: Conversion, call: cst.Call) -> str | None:
-    is_imported = any(conversion.script.is_a(node, "os") for node in conversion.script.find(cst.Name))
+    imported = [alias for each in conversion.script.find(cst.Import) for alias in each.names]
+    is_imported = any(alias.evaluated_name == "os" and alias.asname is None for alias in imported)
     if (
         not is_imported
         or len(call.args) != 1

@@ -138,7 +138,7 @@ def _steps(conversion: Conversion, micro: Micro) -> None:
             if kind is None or not isinstance(statement, cst.Expr) or statement.value is not call:
                 continue
             window = _window_of(conversion, micro, call)
-            if window is not None and not _is_asked(conversion, call):
+            if window is not None and not is_asked(conversion, call):
                 line = script.statement_of(call)
                 groups.setdefault(script.parent(line) or line, []).append(line)
             if kind == "scheduler":
@@ -177,7 +177,7 @@ def _kind(conversion: Conversion, call: cst.Call, attribute: cst.Attribute) -> s
     return kind if kind in given else None
 
 
-def _is_asked(conversion: Conversion, call: cst.Call) -> bool:
+def is_asked(conversion: Conversion, call: cst.Call) -> bool:
     """Return whether a step is under ``if accelerator.sync_gradients`` already."""
     return any(
         isinstance(each, cst.If) and SYNC in conversion.script.code(each.test)

@@ -87,12 +87,26 @@ def convert_body(conversion: Conversion) -> bool:
     use_own_device(conversion)
     _drop_group(conversion)
     save_and_load(conversion)
-    for call, _ in list(conversion.script.method_calls("no_sync")):
-        conversion.left(
-            call, "no_sync", "it works on a wrapped model on several ranks, but a bare model, in one process, has none",
-            "for batch, window in accumulate(loader, steps, model)",
-        )  # fmt: skip
+    _no_sync(conversion)
     return True
+
+
+def _no_sync(conversion: Conversion) -> None:
+    """Convert ``model.no_sync()``, which a bare model in one process does not have."""
+    script = conversion.script
+    for call, attribute in list(script.method_calls("no_sync")):
+        path, sources = path_of(attribute.value), list(conversion.facts.values.sources(attribute.value))
+        is_wrapped = bool(sources) and all(
+            each is not None and script.is_a(root_of(each), *WRAPPER) for each in sources
+        )
+        if path is not None and is_wrapped and not call.args and conversion.may_change(call):
+            conversion.edits.replace(call, conversion.call("no_sync", path))
+            conversion.done(call, "no_sync", "gradients stay on their rank in here, and it does nothing in one process")
+        else:
+            conversion.left(
+                call, "no_sync", "it works on a wrapped model on several ranks, but a bare model, in one process, has "
+                "none", "with no_sync(model), or for batch, window in accumulate(loader, steps, model)",
+            )  # fmt: skip
 
 
 def _wrap(conversion: Conversion) -> None:

@@ -28,6 +28,9 @@ def convert_plain(conversion: Conversion) -> bool:
     needed = needs(conversion)
     if not choose_entry(conversion, needed):
         return False
+    facts = conversion.facts
+    if not any(each for one in facts.training_loops for each in facts.loader_of(facts.iterated(one.loop))):
+        conversion.wrap_options = ", same_inputs=True"  # a run whose ranks do all of the work alike is else an error
     if not wrap_models(conversion):  # one that is not wrapped would train apart on each rank
         return False
     shard_loaders(conversion)

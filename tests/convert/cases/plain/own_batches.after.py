@@ -20,7 +20,7 @@ def main():
     torch.set_default_dtype(torch.float64)
     torch.manual_seed(0)
     x = torch.randn(32, 3)
-    model = wrap_model(torch.nn.Linear(3, 1))
+    model = wrap_model(torch.nn.Linear(3, 1), same_inputs=True)
     fit(model, x, x.sum(1, keepdim=True))
     if is_rank_zero(): torch.save(model, os.environ["OUT"] + ".whole")
     save(model.state_dict(), os.environ["OUT"])
