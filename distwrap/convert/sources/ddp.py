@@ -157,6 +157,24 @@ def use_the_model_itself(conversion: Conversion, wrappers: tuple[str, ...]) -> N
             conversion.edits.insert(script.span(node)[0], f"{conversion.helpers.name('unwrap_model')}(")
             conversion.edits.replace_span(script.span(node.value)[1], script.span(node)[1], ")")
             conversion.done(node, "module", "the model itself")
+    _load_with_prefix(conversion, wrappers)
+
+
+def _load_with_prefix(conversion: Conversion, wrappers: tuple[str, ...]) -> None:
+    """Let a wrapped model load what was saved before the conversion, whose keys begin with ``module.``."""
+    script, values = conversion.script, conversion.facts.values
+    for call, attribute in list(script.method_calls("load_state_dict")):
+        path, start = path_of(attribute.value), script.span(call)[0]
+        found = values.bindings.get((script.function_of(call), path or ""), [])
+        before = [each for each in found if script.span(each.target)[0] < start]
+        last = max(before, key=lambda each: script.span(each.target), default=None)
+        if last is None or last.value is None or not call.args or not conversion.may_change(call):
+            continue
+        if script.is_a(root_of(last.value), *wrappers):
+            conversion.wrap(call.args[0].value, "strip_module_prefix")
+            conversion.done(
+                call, "module", "checkpoints from before the conversion have a prefix; those after have none"
+            )
 
 
 def _ask_for_rank(conversion: Conversion) -> None:

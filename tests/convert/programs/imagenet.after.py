@@ -25,6 +25,7 @@ from distwrap import (
     rank,
     reduce,
     shard_loader,
+    strip_module_prefix,
     world_size,
     wrap_model,
 )
@@ -191,7 +192,7 @@ def main_worker(ngpus_per_node, args):
                 checkpoint = load(args.resume, map_location=loc)
             args.start_epoch = checkpoint["epoch"]
             best_acc1 = checkpoint["best_acc1"]
-            model.load_state_dict(checkpoint["state_dict"])
+            model.load_state_dict(strip_module_prefix(checkpoint["state_dict"]))
             optimizer.load_state_dict(checkpoint["optimizer"])
             scheduler.load_state_dict(checkpoint["scheduler"])
             print(f"=> loaded checkpoint '{args.resume}' (epoch {checkpoint['epoch']})")
