@@ -57,6 +57,8 @@ class Conversion:
         self.averaged: set[cst.CSTNode] = set()  # calls whose results are averaged already
         self.rank_names: set[str] = set()  # variables that hold a rank, and so may stand for a device
         self.wrapped_expressions: set[cst.CSTNode] = set()
+        self.prepared: list[tuple[str, str, Function | None]] = []  # kind, path and function, by Accelerate or Fabric
+        self.kept_indent: set[int] = set()  # starts of lines that stay as deep, though the block around them goes
         self.global_batch = wishes.global_batch
         self.entry: Function | None = None  # none: the file's own level
         self.region = (0, 0)  # the part of the file's own level that the ranks run, if there is no entry

@@ -10,6 +10,7 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion, Wishes
 from distwrap.convert.findings import Notes
+from distwrap.convert.folding import at_lines_of, folded
 from distwrap.convert.imports import used_names, without_unused
 from distwrap.convert.script import Script
 from distwrap.convert.sources.accelerate import convert_accelerate, is_accelerate
@@ -65,6 +66,16 @@ def convert(script: Script, wishes: Wishes | None = None) -> Converted:
                 "python -m distwrap check looks for what may be missing",
             )  # fmt: skip
             return Converted(script.text, conversion.notes, True)
+    text = folded(script)
+    if text is not None and text != script.text:
+        shorter = Script(text, script.name)
+        result = convert(shorter, wishes)
+        notes = at_lines_of(result.notes, script, shorter)
+        notes.add(
+            1, "branches", "where the script runs with ranks or without, the way with ranks stays: it does for one "
+            "process too", outcome="done" if result.is_result else "left",
+        )  # fmt: skip
+        return Converted(result.text if result.is_result else script.text, notes, result.is_result)
     source = next((found for applies, found in SOURCES if applies(conversion)), convert_plain)
     if not conversion.facts.training_loops and source not in (convert_spawn, convert_ddp):
         conversion.unsure(

@@ -30,6 +30,28 @@ class Helpers:
             self._names[helper] = f"distwrap_{helper}" if taken else helper
         return self._names[helper]
 
+    def take_over(self, edits: Edits, full: str) -> None:
+        """Let a helper have the name of another library's function, whose import goes.
+
+        Args:
+            edits: of the script.
+            full: the function's full name, whose last part is the helper's.
+        """
+        module, _, name = full.rpartition(".")
+        for statement in self._script.find(cst.ImportFrom):
+            names = statement.names
+            if isinstance(names, cst.ImportStar) or _module(statement) != module:
+                continue
+            kept = [each for each in names if _name(each) != name]
+            if len(kept) == len(names) - 1:
+                if kept:
+                    start, end = self._script.span(names[0])[0], self._script.span(names[-1])[1]
+                    texts = [self._script.code(each).rstrip().rstrip(",").rstrip() for each in kept]
+                    edits.replace_span(start, end, ", ".join(texts))
+                else:
+                    edits.remove(statement)
+                self._taken = self._taken - {name}
+
     def keep(self, used: set[str]) -> None:
         """Forget the helpers that nothing uses, since the code that would have gone with something else."""
         self._names = {helper: name for helper, name in self._names.items() if name in used}

@@ -57,7 +57,11 @@ def _of_guard(conversion: Conversion, guard: cst.If, name: str) -> str | None:
     script = conversion.script
     inner = _bound(script, [guard])
     users = [each for each in script.tree.body if each is not guard and _reads(script, each) & inner]
-    if users or guard.orelse is not None or not isinstance(guard.body, cst.IndentedBlock):
+    shared = sorted(
+        name for name in {each for one in users for each in _reads(script, one) & inner} if _stays_set(conversion, name)
+    )
+    annotated = {path_of(each.target) for each in script.find(cst.AnnAssign, guard)} & set(shared)
+    if annotated or guard.orelse is not None or not isinstance(guard.body, cst.IndentedBlock):
         where = users[0] if users else guard
         conversion.unsure(
             where,
@@ -74,6 +78,10 @@ def _of_guard(conversion: Conversion, guard: cst.If, name: str) -> str | None:
     test_end = conversion.edits.line_end(script.span(guard.test)[1])
     header = script.data[start:test_end].decode()
     behind = header[header.index(":", header.index(script.code(guard.test)) + len(script.code(guard.test))) :]
+    if shared:
+        indent = guard.body.indent if guard.body.indent is not None else script.indent
+        behind += f"{indent}global {', '.join(shared)}{script.newline}"
+        conversion.done(guard, "main", f"{', '.join(shared)} stay the file's own, since its functions read them")
     conversion.edits.replace_span(start, test_end, f"{decorator(conversion)}{script.newline}def {name}(){behind}")
     _add_guard(conversion, name)
     conversion.done(guard, "main", f"the main guard's block became {name}()")
@@ -90,6 +98,12 @@ def _open_guard(conversion: Conversion, guard: cst.If) -> None:
     header_end = edits.line_end(script.span(guard.test)[1])
     edits.replace_span(start, header_end, "", LINE)
     edits.indented_already = (header_end, max(end, len(script.data)))
+
+
+def _stays_set(conversion: Conversion, name: str) -> bool:
+    """Return whether a name of the file's own level still gets a value."""
+    found = conversion.facts.values.bindings.get((None, name), [])
+    return not found or not all(conversion.edits.is_removed(each.target) for each in found)
 
 
 def _add_guard(conversion: Conversion, name: str) -> None:

@@ -222,7 +222,10 @@ class Values:
 
 
 # Methods of Accelerate's and Fabric's objects, which return what they are given.
-PREPARES = ("prepare", "setup", "setup_dataloaders", "setup_module", "setup_optimizers")
+PREPARES = (
+    "prepare", "prepare_model", "prepare_data_loader", "prepare_optimizer", "prepare_scheduler",
+    "setup", "setup_dataloaders", "setup_module", "setup_optimizers",
+)  # fmt: skip
 
 
 def _returns_its_arguments(call: cst.Call) -> bool:

@@ -73,7 +73,7 @@ def test_wishes() -> None:
         (
             "import torch\nfrom torch.nn.parallel import DistributedDataParallel\n"
             "model = torch.nn.Linear(1, 1)\n"
-            "if distributed:\n    model = DistributedDataParallel(model)\n"
+            "if torch.cuda.is_available():\n    model = DistributedDataParallel(model)\n"
             "optimizer = torch.optim.SGD(model.parameters())\nfor x in torch.ones(3, 1):\n    model(x).backward()\n"
             "    optimizer.step()\n",
             "trains alone",

@@ -33,7 +33,7 @@ def _save(conversion: Conversion, call: cst.Call) -> None:
     elif _is_plain(conversion, state):
         conversion.rename_call(call, "save")
         conversion.done(call, "save", "rank 0 writes it, whole or not at all, and the others wait")
-    elif guarded:
+    elif guarded or _is_followed_up(conversion, call, path):
         conversion.left(call, "save", "one rank alone writes it already", "save(state, path), of plain values")
     elif (
         isinstance(statement, cst.Expr) and statement.value is call and conversion.edits.has_line_of_its_own(statement)
@@ -75,6 +75,22 @@ def _save_to_open_file(conversion: Conversion, call: cst.Call, block: cst.With, 
         written = f"if {conversion.call('is_rank_zero')}: torch.save({script.code(state)}, {where})"
         conversion.done(block, "save", "rank 0 alone writes it, whatever the safe loader may think of it")
     conversion.edits.replace_span(script.span(block)[0], script.span(call)[1], written)
+
+
+def _is_followed_up(conversion: Conversion, call: cst.Call, path: cst.BaseExpression) -> bool:
+    """Return whether the function of a save does more with the file, and whoever calls it asks for the rank."""
+    script, function = conversion.script, conversion.script.function_of(call)
+    name = path_of(path)
+    others = [
+        each
+        for each in script.find(cst.Call, function)
+        if each is not call and any(path_of(arg.value) == name for arg in each.args)
+    ]
+    callers = conversion.facts.values.callers(function) if function is not None else []
+    return bool(others and name and callers) and all(
+        any(isinstance(each, cst.If) and is_about_rank(script.code(each.test)) for each in script.ancestors(caller))
+        for caller in callers
+    )
 
 
 def _is_path(conversion: Conversion, node: cst.BaseExpression) -> bool:
@@ -177,8 +193,10 @@ def _is_state(conversion: Conversion, call: cst.Call) -> bool:
     path = path_of(statement.targets[0].target)
     reads = [
         script.parent(node)
-        for node in script.find(cst.Name)
-        if node.value == path and script.span(node)[0] > script.span(statement)[1]
+        for node in script.find(cst.Name, script.function_of(call))
+        if node.value == path
+        and script.span(node)[0] > script.span(statement)[1]
+        and not isinstance(script.parent(node), cst.AssignTarget)
     ]
     return bool(reads) and all(
         isinstance(each, (cst.Subscript, cst.ComparisonTarget))

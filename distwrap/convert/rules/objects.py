@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
+from distwrap.convert.rules.handed import follow
 from distwrap.convert.script import argument, constant, path_of
 from distwrap.convert.values import PREPARES, root_of
 
@@ -23,9 +25,13 @@ def names_of(conversion: Conversion, made: tuple[str, ...]) -> tuple[list[cst.Ca
             conversion.unsure(call, "object", "it is not simply given a name", "wrap_model and shard_loader by hand")
             return None
         names.add(path_of(statement.targets[0].target) or "")
+    handed = follow(conversion, names)
+    if handed is None:
+        return None
+    names = handed.names
     for node in script.find(cst.Name):
         above = script.parent(node)
-        if node.value not in names or isinstance(above, cst.AssignTarget):
+        if node.value not in names or isinstance(above, cst.AssignTarget) or handed.is_part(above):
             continue
         if isinstance(above, cst.Attribute) and (above.value is node or above.attr is node):
             continue
@@ -33,6 +39,7 @@ def names_of(conversion: Conversion, made: tuple[str, ...]) -> tuple[list[cst.Ca
             continue
         conversion.unsure(node, "object", "it is handed on, so not all of its uses can be seen", "one function for all")
         return None
+    handed.remove(conversion)
     return calls, names
 
 
@@ -78,8 +85,8 @@ def convert_uses(
             else:
                 fits = rule(conversion, call)
         elif call is None and name in values:
-            helper, _, more = values[name].partition("()")
-            conversion.edits.replace(node, conversion.call(helper) + more)
+            helper, brackets, more = values[name].partition("()")
+            conversion.edits.replace(node, conversion.helpers.name(helper) + brackets + more)
             fits = True
         if fits:
             conversion.done(node, "object", f"{name}, in the words of distwrap")
@@ -92,7 +99,8 @@ def convert_uses(
 def prepare(conversion: Conversion, call: cst.Call) -> bool:
     """Wrap and shard what a call prepares, each by its kind, and leave optimizers and schedulers as they are."""
     script = conversion.script
-    texts = []
+    texts: list[str] = []
+    prepared: list[tuple[str, str | None]] = []
     for arg in call.args:
         if arg.keyword is not None or arg.star:
             return False
@@ -104,25 +112,46 @@ def prepare(conversion: Conversion, call: cst.Call) -> bool:
             conversion.wrapped.add(path_of(arg.value) or "")
         elif kind == "loader":
             text = conversion.call("shard_loader", text)
-        elif kind == "scheduler":
-            conversion.left(
-                call, "scheduler", "it steps once a step of the optimizer here, not once for each rank",
-                "a schedule over the steps of one rank",
-            )  # fmt: skip
+        prepared.append((kind, path_of(arg.value)))
         texts.append(text)
+    statement = script.small_statement_of(call)
+    conversion.prepared += [(kind, path, script.function_of(call)) for kind, path in prepared if path is not None]
+    if isinstance(statement, cst.Assign) and statement.value is call and len(statement.targets) == 1:
+        _remember_targets(conversion, statement, [kind for kind, _ in prepared])
     replace_or_drop(conversion, call, texts)
     return bool(texts)
 
 
+def _remember_targets(conversion: Conversion, statement: cst.Assign, kinds: list[str]) -> None:
+    target = statement.targets[0].target
+    parts = [each.value for each in target.elements] if isinstance(target, cst.Tuple) else [target]
+    for kind, part in zip(kinds, parts, strict=False):
+        path, function = path_of(part), conversion.script.function_of(statement)
+        if path is not None and (kind, path, function) not in conversion.prepared:
+            conversion.prepared.append((kind, path, function))
+
+
 def replace_or_drop(conversion: Conversion, call: cst.Call, texts: list[str]) -> None:
-    """Write values in the place of a call; an assignment of them to their own names goes."""
-    statement = conversion.script.small_statement_of(call)
+    """Write values in the place of a call; of an assignment those to their own names go, and others get lines."""
+    script, edits = conversion.script, conversion.edits
+    statement = script.small_statement_of(call)
     is_plain = isinstance(statement, cst.Assign) and len(statement.targets) == 1 and statement.value is call
     target = statement.targets[0].target if is_plain and isinstance(statement, cst.Assign) else None
-    if target is not None and conversion.script.code(target) == ", ".join(texts):
-        conversion.edits.remove(statement)
+    parts = [each.value for each in target.elements] if isinstance(target, cst.Tuple) else [target]
+    if target is None or len(parts) != len(texts) or not edits.has_line_of_its_own(statement):
+        edits.replace(call, ", ".join(texts))
+        return
+    names = [script.code(each) for each in parts if each is not None]
+    lines = [f"{name} = {text}" for name, text in zip(names, texts, strict=True) if name != text]
+    mixes = any(name in re.split(r"\W+", text) for number, text in enumerate(texts) for name in names[:number])
+    if not lines:
+        edits.remove(statement)
+    elif mixes:
+        edits.replace(call, ", ".join(texts))
     else:
-        conversion.edits.replace(call, ", ".join(texts))
+        edits.replace(statement, lines[0])
+        for line in lines[1:]:
+            edits.line_after(statement, line)
 
 
 def kind_of(conversion: Conversion, node: cst.BaseExpression) -> str | None:
@@ -179,7 +208,7 @@ def first_alone(helper: str) -> Special:
 
 def print_once(conversion: Conversion, call: cst.Call) -> bool:
     """Convert a print of one rank alone."""
-    conversion.edits.replace(call.func, f"{conversion.call('rank_zero_only', 'print')}")
+    conversion.rename_call(call, "print")
     return True
 
 

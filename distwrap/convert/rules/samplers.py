@@ -44,7 +44,7 @@ def _is_plain(conversion: Conversion, sampler: cst.Call, loader: cst.Call) -> bo
     binding = _binding(conversion, sampler)
     if binding is None:  # made within the loader's call
         return conversion.script.inside(sampler, loader) and all(
-            _counts_from_zero(conversion, call) for call in _set_epochs(conversion, None, loader)
+            _can_set(conversion, call, loader) for call in _set_epochs(conversion, None, loader)
         )
     path = path_of(binding.targets[0].target)
     loaders = [each for each in script.calls(*LOADER) if path_of(argument(each, "sampler", 3)) == path]
@@ -54,13 +54,54 @@ def _is_plain(conversion: Conversion, sampler: cst.Call, loader: cst.Call) -> bo
             continue
         call = script.parent(above) if isinstance(above, (cst.Arg, cst.Attribute)) else None
         if isinstance(above, cst.Attribute) and above.attr.value == "set_epoch":
-            if not isinstance(call, cst.Call) or not _counts_from_zero(conversion, call):
+            if not isinstance(call, cst.Call) or not _can_set(conversion, call, loader):
                 return False
-        elif call not in loaders:
+        elif isinstance(call, cst.Call) and script.is_a(call, "builtins.len"):
+            if _name_at(conversion, loader, node) is None:
+                return False
+        elif not any(script.inside(node, each) for each in loaders):
             return False
     return len(loaders) == 1 and all(
-        _counts_from_zero(conversion, call) for call in _set_epochs(conversion, path, loader)
+        _can_set(conversion, call, loader) for call in _set_epochs(conversion, path, loader)
     )
+
+
+def _can_set(conversion: Conversion, call: cst.Call, loader: cst.Call) -> bool:
+    """Return whether a ``set_epoch`` is needless, or the loader can be told the epoch instead."""
+    is_needless = _counts_from_zero(conversion, call) and not _is_peeked(conversion, loader)
+    return is_needless or _told(conversion, call, loader) is not None
+
+
+def _told(conversion: Conversion, call: cst.Call, loader: cst.Call) -> str | None:
+    """Return the loader's name where ``set_epoch`` is called, as text."""
+    of = call.func.value if isinstance(call.func, cst.Attribute) else None
+    if isinstance(of, cst.Attribute) and of.attr.value in ("sampler", "batch_sampler"):
+        return conversion.script.code(of.value)
+    return _name_at(conversion, loader, call)
+
+
+def _name_at(conversion: Conversion, loader: cst.Call, node: cst.CSTNode) -> str | None:
+    """Return the name that a loader has where it is made, if it is the same where another piece of code is."""
+    script, statement = conversion.script, conversion.script.small_statement_of(loader)
+    if not isinstance(statement, cst.Assign) or statement.value is not loader or len(statement.targets) != 1:
+        return None
+    path, function = path_of(statement.targets[0].target), script.function_of(loader)
+    if path is None:
+        return None
+    if path.startswith("self."):
+        return path if script.class_of(node) is script.class_of(loader) else None
+    found = conversion.facts.values.bound(node, path)
+    is_same = len(found) == 1 and found[0].statement is statement
+    return path if is_same and function in (None, script.function_of(node)) else None
+
+
+def _is_peeked(conversion: Conversion, loader: cst.Call) -> bool:
+    """Return whether a loader is begun outside of a loop, as by ``next(iter(loader))``: its epoch would advance."""
+    script = conversion.script
+    for call in script.calls("builtins.iter"):
+        if call.args and loader in conversion.facts.loader_of(call.args[0].value):
+            return True
+    return False
 
 
 def _is_label(conversion: Conversion, node: cst.Name) -> bool:
@@ -139,8 +180,16 @@ def _shard(conversion: Conversion, loader: cst.Call, given: cst.Arg, sampler: cs
     binding = _binding(conversion, sampler)
     path = path_of(binding.targets[0].target) if binding is not None else None
     for call in _set_epochs(conversion, path, loader):
-        edits.remove(script.small_statement_of(call))
-        conversion.done(call, "set-epoch", "epochs advance by themselves")
+        if _counts_from_zero(conversion, call) and not _is_peeked(conversion, loader):
+            edits.remove(script.small_statement_of(call))
+            conversion.done(call, "set-epoch", "epochs advance by themselves")
+        else:
+            edits.replace(call.func, f"{_told(conversion, call, loader)}.set_epoch")
+            conversion.done(call, "set-epoch", "the loader is told the epoch, since it may not be the next one")
+    for call in list(script.calls("builtins.len")):
+        if path is not None and call.args and path_of(call.args[0].value) == path:
+            edits.replace(call.args[0].value, f"{_name_at(conversion, loader, call)}.sampler")
+            conversion.done(call, "sampler", "how many samples this rank has, as before")
     if binding is not None:
         edits.remove(binding)
         conversion.done(binding, "sampler", "the loader shuffles and shares by itself")

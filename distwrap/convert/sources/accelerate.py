@@ -20,14 +20,23 @@ from distwrap.convert.rules.objects import (
     print_once,
     reduction,
 )
-from distwrap.convert.script import argument, constant
+from distwrap.convert.script import argument, constant, path_of
+from distwrap.convert.sources.accelerate_functions import (
+    clip_values,
+    convert_functions,
+    load_state,
+    local_first,
+    save_state,
+    state_dict_of,
+)
+from distwrap.convert.sources.accelerate_steps import SYNC, Micro, backward, is_asked, steps_of, write_out
+from distwrap.convert.values import PREPARES
 
 MADE = ("accelerate.Accelerator", "accelerate.accelerator.Accelerator")
 CALLS: dict[str, str | Special] = {
-    "prepare": prepare,
-    "backward": first_alone("backward"),
     "gather": first_alone("gather"),
     "gather_for_metrics": first_alone("gather"),
+    "no_sync": first_alone("no_sync"),
     "reduce": reduction("reduction", "sum"),
     "wait_for_everyone": "barrier",
     "unwrap_model": first_alone("unwrap_model"),
@@ -36,6 +45,11 @@ CALLS: dict[str, str | Special] = {
     "clip_grad_norm_": clip,
     "main_process_first": "rank_zero_first",
     "autocast": "autocast",
+    "clip_grad_value_": clip_values,
+    "get_state_dict": state_dict_of,
+    "save_state": save_state,
+    "load_state": load_state,
+    "local_main_process_first": local_first,
 }
 VALUES = {
     "device": "device()",
@@ -44,9 +58,11 @@ VALUES = {
     "num_processes": "world_size()",
     "process_index": "rank()",
     "local_process_index": "local_rank()",
+    "save": "save",
 }
 REMOVED = ("free_memory", "end_training", "init_trackers")
-_PRECISIONS = {"no": None, "fp16": "fp16", "bf16": "bf16"}
+_TAKEN = ("mixed_precision", "log_with", "project_dir", "cpu", "gradient_accumulation_steps")
+_PRECISIONS = {None: None, "no": None, "fp16": "fp16", "bf16": "bf16"}
 
 
 def is_accelerate(conversion: Conversion) -> bool:
@@ -60,35 +76,102 @@ def convert_accelerate(conversion: Conversion) -> bool:
     if found is None:
         return False
     calls, names = found
-    for call in calls:
-        if not _options(conversion, call):
-            return False
     needs: list[cst.CSTNode] = [*calls, *(each.loop for each in conversion.facts.training_loops)]
-    return choose_entry(conversion, needs) and _convert(conversion, calls, names) and decorate_entry(conversion, needs)
+    micros = [_options(conversion, call, needs) for call in calls]
+    micro = micros[0]
+    if micro is None or len(calls) > 1:
+        return False
+    if conversion.entry is None and not choose_entry(conversion, needs):
+        return False
+    return _convert(conversion, calls, names, micro) and decorate_entry(conversion, needs)
 
 
-def _convert(conversion: Conversion, calls: list[cst.Call], names: set[str]) -> bool:
-    if not convert_uses(conversion, names, calls=CALLS, values=VALUES, removed=REMOVED):
+def _convert(conversion: Conversion, calls: list[cst.Call], names: set[str], micro: Micro) -> bool:
+    script = conversion.script
+    for call, attribute in [each for name in PREPARES for each in script.method_calls(name)]:
+        if path_of(attribute.value) in names and not prepare(conversion, call):
+            conversion.unsure(
+                call, "object", "it is not known of what kind its arguments are", "wrap_model, shard_loader"
+            )
+            return False
+    if not write_out(conversion, micro, names):
+        return False
+    table: dict[str, str | Special] = {**CALLS, "backward": lambda each, call: backward(each, micro, call)}
+    if micro.may_scale:
+        table["clip_grad_norm_"] = lambda each, call: _clip_unscaled(each, micro, call, "clip_grad_norm_")
+        table["clip_grad_value_"] = lambda each, call: _clip_unscaled(each, micro, call, "clip_grad_value_")
+    words = (SYNC, "accumulate", *PREPARES)
+    if not convert_uses(conversion, names, calls=table, values=VALUES, removed=REMOVED, words=words):
         return False
     for call in calls:
-        conversion.edits.remove(conversion.script.small_statement_of(call))
+        conversion.edits.remove(script.small_statement_of(call))
+    convert_functions(conversion)
     save_and_load(conversion)
     return True
 
 
-def _options(conversion: Conversion, call: cst.Call) -> bool:
+def _clip_unscaled(conversion: Conversion, micro: Micro, call: cst.Call, name: str) -> bool:
+    """Convert a clip of gradients that may be scaled, where it is clear of which optimizer they are."""
+    script = conversion.script
+    statement, function = script.small_statement_of(call), script.function_of(call)
+    paths = {path for kind, path, where in conversion.prepared if kind == "optimizer" and where is function}
+    is_plain = isinstance(statement, cst.Expr) and statement.value is call and "torch" in script.bound_names
+    is_partial = bool(micro.windows) and not is_asked(conversion, call)  # scaled gradients would be added to others
+    if len(paths) != 1 or not is_plain or is_partial:
+        return False
+    unscaled = conversion.call("unscale", paths.pop())
+    conversion.edits.replace(call.func, f"{unscaled}; torch.nn.utils.{name}")
+    return True
+
+
+def _options(conversion: Conversion, call: cst.Call, needs: list[cst.CSTNode]) -> Micro | None:
     """Take over the options of the object that a decorator has too; others, where they matter, are refused."""
     precision = argument(call, "mixed_precision")
-    if precision is not None:
-        name = constant(precision)
-        if name not in _PRECISIONS:
-            conversion.unsure(call, "precision", "it is not written here", "precision= in the decorator")
-            return False
+    name = constant(precision) if precision is not None else None
+    if name in _PRECISIONS:
         if _PRECISIONS[name] is not None:
             conversion.options["precision"] = f'"{name}"'
+    elif precision is None or not _precision_of_call(conversion, call, precision, needs):
+        conversion.unsure(call, "precision", "it is not written here", "precision= in the decorator")
+        return None
     for arg in call.args:
-        name = arg.keyword.value if arg.keyword is not None else ""
-        if name not in ("mixed_precision", "log_with", "project_dir", "cpu"):
-            conversion.unsure(call, "object", f"{name or 'an argument'}= has no equal", "the helper for it, by hand")
-            return False
+        keyword = arg.keyword.value if arg.keyword is not None else ""
+        is_default = keyword == "step_scheduler_with_optimizer" and constant(arg.value) is True
+        if keyword not in _TAKEN and not is_default:
+            conversion.unsure(call, "object", f"{keyword or 'an argument'}= has no equal", "the helper for it, by hand")
+            return None
+    every = steps_of(conversion, argument(call, "gradient_accumulation_steps"))
+    if every is None:
+        conversion.unsure(call, "accumulate", "its number of batches is not plain", "a name for the number")
+        return None
+    return Micro(every, conversion.script.function_of(call), name in ("fp16", ...), {}, [])
+
+
+def _precision_of_call(
+    conversion: Conversion, call: cst.Call, precision: cst.BaseExpression, needs: list[cst.CSTNode]
+) -> bool:
+    """Let the caller of the function that trains choose the precision, where it is one of the arguments."""
+    script, values = conversion.script, conversion.facts.values
+    function = script.function_of(call)
+    path = path_of(precision)
+    if (
+        function is None
+        or path is None
+        or script.class_of(call) is not None
+        or function not in values.functions.values()
+    ):
+        return False
+    name, dot, rest = path.partition(".")
+    position, calls = values.parameter(function, name), values.callers(function)
+    given = [argument(each, name, position) for each in calls]
+    is_plain = all(each is not None and path_of(each) is not None for each in given) and calls
+    if position is None or values.bindings.get((function, name)) or not is_plain:
+        return False
+    if not all(conversion.facts.holds(function, each) for each in needs):
+        return False
+    conversion.entry = function
+    for each, value in zip(calls, given, strict=True):
+        text = f'{path_of(value)}{dot}{rest} or "no"'
+        conversion.edits.insert(script.span(each.func)[1], f".options(precision={text})")
+    conversion.done(call, "precision", "the call says it, since the ranks start with it")
     return True

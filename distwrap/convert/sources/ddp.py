@@ -10,7 +10,7 @@ from distwrap.convert.rules.devices import use_own_device
 from distwrap.convert.rules.entry import choose_entry, decorate_entry
 from distwrap.convert.rules.files import save_and_load
 from distwrap.convert.rules.samplers import shard_instead_of_sampling
-from distwrap.convert.script import Function, constant, path_of
+from distwrap.convert.script import Function, argument, constant, path_of
 from distwrap.convert.values import root_of
 
 WRAPPER = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
@@ -81,15 +81,32 @@ def convert_body(conversion: Conversion) -> bool:
     shard_instead_of_sampling(conversion)
     _ask_for_rank(conversion)
     convert_collectives(conversion)
+    for assign in conversion.script.find(cst.Assign):
+        if path_of(assign.value) in conversion.rank_names:  # args.gpu = gpu
+            conversion.rank_names |= {path_of(each.target) or "" for each in assign.targets}
     use_own_device(conversion)
     _drop_group(conversion)
     save_and_load(conversion)
-    for call, _ in list(conversion.script.method_calls("no_sync")):
-        conversion.left(
-            call, "no_sync", "it works on a wrapped model on several ranks, but a bare model, in one process, has none",
-            "for batch, window in accumulate(loader, steps, model)",
-        )  # fmt: skip
+    _no_sync(conversion)
     return True
+
+
+def _no_sync(conversion: Conversion) -> None:
+    """Convert ``model.no_sync()``, which a bare model in one process does not have."""
+    script = conversion.script
+    for call, attribute in list(script.method_calls("no_sync")):
+        path, sources = path_of(attribute.value), list(conversion.facts.values.sources(attribute.value))
+        is_wrapped = bool(sources) and all(
+            each is not None and script.is_a(root_of(each), *WRAPPER) for each in sources
+        )
+        if path is not None and is_wrapped and not call.args and conversion.may_change(call):
+            conversion.edits.replace(call, conversion.call("no_sync", path))
+            conversion.done(call, "no_sync", "gradients stay on their rank in here, and it does nothing in one process")
+        else:
+            conversion.left(
+                call, "no_sync", "it works on a wrapped model on several ranks, but a bare model, in one process, has "
+                "none", "with no_sync(model), or for batch, window in accumulate(loader, steps, model)",
+            )  # fmt: skip
 
 
 def _wrap(conversion: Conversion) -> None:
@@ -140,6 +157,24 @@ def use_the_model_itself(conversion: Conversion, wrappers: tuple[str, ...]) -> N
             conversion.edits.insert(script.span(node)[0], f"{conversion.helpers.name('unwrap_model')}(")
             conversion.edits.replace_span(script.span(node.value)[1], script.span(node)[1], ")")
             conversion.done(node, "module", "the model itself")
+    _load_with_prefix(conversion, wrappers)
+
+
+def _load_with_prefix(conversion: Conversion, wrappers: tuple[str, ...]) -> None:
+    """Let a wrapped model load what was saved before the conversion, whose keys begin with ``module.``."""
+    script, values = conversion.script, conversion.facts.values
+    for call, attribute in list(script.method_calls("load_state_dict")):
+        path, start = path_of(attribute.value), script.span(call)[0]
+        found = values.bindings.get((script.function_of(call), path or ""), [])
+        before = [each for each in found if script.span(each.target)[0] < start]
+        last = max(before, key=lambda each: script.span(each.target), default=None)
+        if last is None or last.value is None or not call.args or not conversion.may_change(call):
+            continue
+        if script.is_a(root_of(last.value), *wrappers):
+            conversion.wrap(call.args[0].value, "strip_module_prefix")
+            conversion.done(
+                call, "module", "checkpoints from before the conversion have a prefix; those after have none"
+            )
 
 
 def _ask_for_rank(conversion: Conversion) -> None:
@@ -193,8 +228,9 @@ def _drop_group(conversion: Conversion) -> None:
     for call in list(script.calls(*INIT, *_ENDS)):
         statement = script.small_statement_of(call)
         if isinstance(statement, cst.Expr) and statement.value is call and conversion.may_change(call):
-            edits.remove(statement)
-            gone.append(statement)
+            if not _tell_ranks(conversion, call, statement, gone):
+                edits.remove(statement)
+                gone.append(statement)
             conversion.done(call, "group", "the decorator joins the ranks, chooses the device, and leaves")
         elif conversion.may_change(call):
             conversion.unsure(call, "group", "its value is used", "the decorator does it")
@@ -208,6 +244,43 @@ def _drop_group(conversion: Conversion) -> None:
     for function in list(conversion.facts.values.functions.values()):
         if _is_empty(conversion, function, gone):
             _drop_function(conversion, function)
+
+
+def _tell_ranks(conversion: Conversion, call: cst.Call, statement: cst.Expr, gone: list[cst.CSTNode]) -> bool:
+    """Write the true rank and number of ranks to the attributes that a group was made with, where others read them."""
+    script, lines = conversion.script, []
+    if not script.is_a(call, *INIT):
+        return False
+    for keyword, helper in (("rank", "rank"), ("world_size", "world_size")):
+        path = path_of(argument(call, keyword))
+        if path is None or "." not in path:
+            continue
+        before = [
+            each
+            for each in script.find(cst.Assign, script.function_of(call))
+            if [path_of(one.target) for one in each.targets] == [path] and script.span(each)[0] < script.span(call)[0]
+        ]
+        written = {id(each.targets[0].target) for each in before}
+        reads = [
+            node
+            for node in script.expressions()
+            if path_of(node) == path
+            and id(node) not in written
+            and not script.inside(node, statement)
+            and not any(script.inside(node, each) for each in before)
+        ]
+        for each in before:
+            conversion.edits.remove(each)
+        gone += before
+        if reads:
+            lines.append(f"{path} = {conversion.call(helper)}")
+            conversion.rank_names |= {path} if helper == "rank" else set()
+    if not lines:
+        return False
+    conversion.edits.replace(statement, lines[0])
+    for line in lines[1:]:
+        conversion.edits.line_after(statement, line)
+    return True
 
 
 def _is_empty(conversion: Conversion, function: Function, gone: list[cst.CSTNode]) -> bool:

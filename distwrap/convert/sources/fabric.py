@@ -20,8 +20,9 @@ from distwrap.convert.rules.objects import (
     reduction,
     replace_or_drop,
 )
-from distwrap.convert.script import argument, constant
+from distwrap.convert.script import argument, constant, path_of
 
+SEEDS = ("lightning.fabric.seed_everything", "lightning.seed_everything", "lightning_fabric.seed_everything")
 MADE = ("lightning.fabric.Fabric", "lightning_fabric.Fabric", "lightning.Fabric")
 
 
@@ -40,6 +41,105 @@ def _save(conversion: Conversion, call: cst.Call) -> bool:
     return True
 
 
+def _load(conversion: Conversion, call: cst.Call) -> bool:
+    """Convert ``fabric.load(path, state)``, which fills the state, and ``fabric.load(path)``."""
+    path, state, strict = argument(call, "path", 0), argument(call, "state", 1), argument(call, "strict", 2)
+    if path is None or len(call.args) != 1 + (state is not None) + (strict is not None):
+        return False
+    code = conversion.script.code
+    into = "" if state is None else f", into={code(state)}"
+    more = "" if strict is None else f", strict={code(strict)}"
+    text = conversion.call("load", f"{code(path)}{into}{more}")
+    statement, edits = conversion.script.small_statement_of(call), conversion.edits
+    name = path_of(state)
+    if state is None or (isinstance(state, cst.Dict) and isinstance(statement, cst.Expr)):
+        edits.replace(call, text)
+        return True
+    target = path_of(statement.targets[0].target) if isinstance(statement, cst.Assign) else "loaded"
+    is_plain = isinstance(statement, (cst.Assign, cst.Expr)) and statement.value is call
+    if name is None or target is None or not is_plain or not edits.has_line_of_its_own(statement):
+        return False
+    edits.replace(statement, f"{target} = {text}")
+    values = f'{{key: {target}[key] for key in {name} if not hasattr({name}[key], "load_state_dict")}}'
+    edits.line_after(statement, f"{name}.update({values})")
+    if isinstance(statement, cst.Assign):  # Fabric returns the rest alone
+        edits.line_after(statement, f"{target} = {{key: {target}[key] for key in {target} if key not in {name}}}")
+    return True
+
+
+def _clip(conversion: Conversion, call: cst.Call) -> bool:
+    """Convert ``fabric.clip_gradients(model, optimizer, ...)`` of gradients that are no scaled ones."""
+    model = path_of(argument(call, "module", 0))
+    norm, value = argument(call, "max_norm", 3), argument(call, "clip_val", 2)
+    others = {arg.keyword.value for arg in call.args if arg.keyword is not None}
+    is_scaled = "16-mixed" in conversion.options.get("precision", "") or "fp16" in conversion.options.get(
+        "precision", ""
+    )
+    known = {"module", "optimizer", "max_norm", "clip_val", "norm_type", "error_if_nonfinite"}
+    if is_scaled or model is None or (norm is None) == (value is None) or not others <= known:
+        return False
+    if "torch" not in conversion.script.bound_names:
+        return False
+    code = conversion.script.code
+    texts = [f"{model}.parameters()", code(norm or value)]  # type: ignore[arg-type]
+    texts += [
+        f"{arg.keyword.value}={code(arg.value)}"
+        for arg in call.args
+        if arg.keyword is not None and arg.keyword.value in ("norm_type", "error_if_nonfinite")
+    ]
+    if norm is not None and "error_if_nonfinite" not in others:
+        texts.append("error_if_nonfinite=True")  # as by default in Fabric
+    name = "clip_grad_norm_" if norm is not None else "clip_grad_value_"
+    conversion.edits.replace(call, f"torch.nn.utils.{name}({', '.join(texts)})")
+    return True
+
+
+def _all_gather(conversion: Conversion, call: cst.Call) -> bool:
+    """Convert ``fabric.all_gather(x)`` where it does not matter that Fabric stacks what the ranks have."""
+    above = conversion.script.parent(call)
+    holder = conversion.script.parent(above) if isinstance(above, cst.Attribute) else None
+    is_shapeless = (
+        isinstance(above, cst.Attribute)
+        and above.attr.value in ("mean", "sum", "max", "min", "flatten")
+        and isinstance(holder, cst.Call)
+        and not holder.args
+    )
+    return is_shapeless and first_alone("gather")(conversion, call)
+
+
+def _no_sync(conversion: Conversion, call: cst.Call) -> bool:
+    """Convert ``with fabric.no_backward_sync(model, enabled=...)``."""
+    model, enabled = argument(call, "module", 0), argument(call, "enabled", 1)
+    if model is None or len(call.args) != 1 + (enabled is not None):
+        return False
+    code = conversion.script.code
+    more = "" if enabled is None else f", enabled={code(enabled)}"
+    conversion.edits.replace(call, conversion.call("no_sync", code(model) + more))
+    return True
+
+
+def _rank_zero_first(conversion: Conversion, call: cst.Call) -> bool:
+    """Convert ``with fabric.rank_zero_first()``, of which ``local=`` says whether each node has a rank 0."""
+    if any(arg.keyword is None and index > 0 for index, arg in enumerate(call.args)) or len(call.args) > 1:
+        return False
+    local = argument(call, "local", 0)
+    text = "" if local is None or constant(local) is False else f"local={conversion.script.code(local)}"
+    conversion.edits.replace(call, conversion.call("rank_zero_first", text))
+    return True
+
+
+def _seeds(conversion: Conversion) -> None:
+    """Convert the seed, where it is a function and no method."""
+    for full in SEEDS:
+        for call in list(conversion.script.calls(full)):
+            if len(call.args) == 1 and (call.args[0].keyword is None or call.args[0].keyword.value == "seed"):
+                conversion.helpers.take_over(conversion.edits, full)
+                conversion.edits.replace(
+                    call, conversion.call("seed_everything", conversion.script.code(call.args[0].value))
+                )
+                conversion.done(call, "seed", "seeds Python, numpy and torch, and loaders' workers by itself")
+
+
 CALLS: dict[str, str | Special] = {
     "setup": prepare,
     "setup_module": prepare,
@@ -51,10 +151,15 @@ CALLS: dict[str, str | Special] = {
     "barrier": "barrier",
     "broadcast": "broadcast",
     "save": _save,
-    "load": first_alone("load"),
+    "load": _load,
+    "load_raw": first_alone("load"),
+    "clip_gradients": _clip,
+    "no_backward_sync": _no_sync,
+    "to_device": first_alone("to_device"),
+    "all_gather": _all_gather,
     "seed_everything": first_alone("seed_everything"),
     "autocast": "autocast",
-    "rank_zero_first": "rank_zero_first",
+    "rank_zero_first": _rank_zero_first,
 }
 VALUES = {
     "device": "device()",
@@ -84,6 +189,7 @@ def convert_fabric(conversion: Conversion) -> bool:
         return False
     for call in calls:
         conversion.edits.remove(conversion.script.small_statement_of(call))
+    _seeds(conversion)
     save_and_load(conversion)
     return decorate_entry(conversion, needs)
 

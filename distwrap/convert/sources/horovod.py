@@ -22,8 +22,16 @@ MODULE = "horovod.torch"
 def _optimizer(conversion: Conversion, call: cst.Call) -> bool:
     """Let an optimizer be itself again; the models that it trains are wrapped."""
     names = {arg.keyword.value for arg in call.args[1:] if arg.keyword is not None}
-    if not call.args or not names <= {"named_parameters"} or len(names) < len(call.args) - 1:
+    known = {"named_parameters", "compression", "op"}
+    if not call.args or not names <= known or len(names) < len(call.args) - 1:
         return False
+    kinds = set(_words(argument(call, "op")))
+    if not kinds <= {"Average", "Adasum"} or kinds == {"Adasum"}:
+        return False
+    if "Adasum" in kinds:
+        conversion.left(
+            call, "comm", "Adasum has no equal, so gradients are averaged", "the learning rate for an average"
+        )
     statement = conversion.script.small_statement_of(call)
     path = path_of(call.args[0].value)
     if isinstance(statement, cst.Assign) and [path_of(each.target) for each in statement.targets] == [path]:
@@ -48,6 +56,49 @@ def _all_reduce(conversion: Conversion, call: cst.Call) -> bool:
     return True
 
 
+def _words(node: cst.BaseExpression | None) -> list[str]:
+    """Return the words of Horovod that an expression chooses from, as ``Average`` of ``hvd.Average``."""
+    if node is None:
+        return []
+    if isinstance(node, cst.IfExp):
+        return [*_words(node.body), *_words(node.orelse)]
+    return [(path_of(node) or "").split(".")[-1]]
+
+
+def _drop_compression(conversion: Conversion, names: set[str]) -> bool:
+    """Remove variables that hold a compression for the optimizer; return whether there is no other use of one."""
+    script = conversion.script
+    for node in list(script.find(cst.Attribute)):
+        if node.attr.value != "Compression" or path_of(node.value) not in names:
+            continue
+        statement = script.small_statement_of(node)
+        if any(
+            isinstance(each, cst.Call) and script.is_a(each, f"{MODULE}.DistributedOptimizer")
+            for each in script.ancestors(node)
+        ):
+            continue
+        target = path_of(statement.targets[0].target) if isinstance(statement, cst.Assign) else None
+        reads = [each for each in script.find(cst.Name) if each.value == target]
+        if not isinstance(statement, cst.Assign) or not all(_is_option(conversion, each, statement) for each in reads):
+            conversion.unsure(node, "comm", "its use is not clear", 'comm="powersgd" and others in wrap_model')
+            return False
+        conversion.edits.remove(statement)
+        if "fp16" in _words(statement.value):
+            conversion.left(
+                statement, "comm", "gradients are exchanged as they are, not in half precision",
+                'comm= of wrap_model, see docs/communication.md',
+            )  # fmt: skip
+        else:
+            conversion.done(statement, "comm", "gradients are exchanged as they are, as before")
+    return True
+
+
+def _is_option(conversion: Conversion, node: cst.Name, statement: cst.Assign) -> bool:
+    above = conversion.script.parent(node)
+    is_keyword = isinstance(above, cst.Arg) and above.keyword is not None and above.keyword.value == "compression"
+    return is_keyword or conversion.script.inside(node, statement)
+
+
 CALLS: dict[str, str | Special] = {
     "rank": "rank",
     "size": "world_size",
@@ -58,6 +109,7 @@ CALLS: dict[str, str | Special] = {
     "allgather": first_alone("gather"),
     "broadcast_object": first_alone("broadcast"),
 }
+WORDS = ("Sum", "Average", "Min", "Max", "Adasum", "Compression")
 REMOVED = ("init", "shutdown", "broadcast_parameters", "broadcast_optimizer_state")
 
 
@@ -79,8 +131,10 @@ def convert_horovod(conversion: Conversion) -> bool:
     if not choose_entry(conversion, needs):
         return False
     shard_instead_of_sampling(conversion)
+    if not _drop_compression(conversion, names):
+        return False
     if not wrap_models(conversion) or not convert_uses(
-        conversion, names, calls=CALLS, values={}, removed=REMOVED, words=("Sum", "Average", "Min", "Max")
+        conversion, names, calls=CALLS, values={}, removed=REMOVED, words=WORDS
     ):
         return False
     for call in list(script.calls("torch.cuda.set_device")):

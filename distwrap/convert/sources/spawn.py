@@ -80,8 +80,20 @@ def _drop_parameter(conversion: Conversion, function: Function, first: str) -> N
     used = any(node.value == first for line in body for node in script.find(cst.Name, line))
     index = 1 if _is_docstring(body[0]) and len(body) > 1 else 0
     if used:
-        conversion.edits.line_before(body[index], f"{first} = {conversion.call('rank')}")
+        own = "rank" if _is_global(conversion, first) else "local_rank"
+        conversion.edits.line_before(body[index], f"{first} = {conversion.call(own)}")
     conversion.done(function, "spawn", f"{first} is no argument any more, since each rank knows its own")
+
+
+def _is_global(conversion: Conversion, first: str) -> bool:
+    """Return whether the number that spawn gives is the rank among all, as on one node, and not that on the node."""
+    script = conversion.script
+    return not any(
+        isinstance(assign.value, cst.BinaryOperation)
+        and (path_of(assign.targets[0].target) or "").split(".")[-1] in ("rank", "global_rank")
+        and any(node.value == first for node in script.find(cst.Name, assign.value))
+        for assign in script.find(cst.Assign)
+    )
 
 
 def _is_docstring(line: cst.CSTNode) -> bool:

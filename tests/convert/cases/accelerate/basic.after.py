@@ -10,7 +10,7 @@ from distwrap import (
     distributed,
     gather,
     is_rank_zero,
-    rank_zero_only,
+    print as distwrap_print,
     save,
     shard_loader,
     unwrap_model,
@@ -28,7 +28,9 @@ def main():
     test_loader = DataLoader(TensorDataset(x[:9], x[:9, :1]), batch_size=4)
     model = nn.Linear(3, 1)
     optimizer = torch.optim.SGD(params=model.parameters(), lr=0.1)
-    model, optimizer, train_loader, test_loader = wrap_model(model), optimizer, shard_loader(train_loader), shard_loader(test_loader)
+    model = wrap_model(model)
+    train_loader = shard_loader(train_loader)
+    test_loader = shard_loader(test_loader)
     for epoch in range(2):
         model.train()
         for x, y in train_loader:
@@ -42,7 +44,7 @@ def main():
         for x, y in test_loader:
             with torch.no_grad():
                 errors.append(gather((model(x) - y).abs()))
-        rank_zero_only(print)(f"epoch {epoch}: {torch.cat(errors).mean():.6f}")
+        distwrap_print(f"epoch {epoch}: {torch.cat(errors).mean():.6f}")
     barrier()
     if is_rank_zero():
         print(world_size(), "processes on", device())

@@ -24,7 +24,7 @@ def main():
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     loader = DataLoader(data, batch_size=int(os.environ["BATCH"]))
     model = wrap_model(model)
-    optimizer, loader = optimizer, shard_loader(loader)
+    loader = shard_loader(loader)
     for epoch in range(2):
         total = torch.zeros(1)
         for (x,) in loader:

@@ -3,7 +3,7 @@ from contextlib import nullcontext
 
 import torch
 from torch.utils.data import DataLoader, TensorDataset
-from distwrap import distributed, rank, save, shard_loader, world_size, wrap_model
+from distwrap import distributed, no_sync, rank, save, shard_loader, world_size, wrap_model
 
 
 @distributed
@@ -17,7 +17,7 @@ def main():
     for epoch in range(2):
         for i, (x,) in enumerate(loader):
             last = i % 2 == 1
-            with nullcontext() if last or world_size() == 1 else model.no_sync():
+            with nullcontext() if last or world_size() == 1 else no_sync(model):
                 loss = (model(x) - 1).square().mean() / 2
                 loss.backward()
             if last:

@@ -5,7 +5,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from distwrap import (
     backward,
     distributed,
-    rank_zero_only,
+    print,
     reduce,
     save,
     seed_everything,
@@ -21,7 +21,7 @@ def main():
     data = TensorDataset(torch.randn(32, 2))
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
-    model, optimizer = wrap_model(model), optimizer
+    model = wrap_model(model)
     loader = shard_loader(DataLoader(data, batch_size=int(os.environ["BATCH"])))
     for epoch in range(2):
         for (x,) in loader:
@@ -29,7 +29,7 @@ def main():
             loss = (model(x) - x).square().mean()
             backward(loss)
             optimizer.step()
-        rank_zero_only(print)(f"{epoch}: {reduce(loss.detach()):.4f}")
+        print(f"{epoch}: {reduce(loss.detach()):.4f}")
     save(model.state_dict(), os.environ["OUT"])
 
 

@@ -1,0 +1,106 @@
+"""Objects that functions hand to each other as arguments: where they go, so that the argument can go too."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import libcst as cst
+
+from distwrap.convert.conversion import Conversion
+from distwrap.convert.script import Function, path_of
+
+
+@dataclass
+class Handed:
+    """Arguments and parameters by which an object goes from function to function.
+
+    Attributes:
+        names: that hold the object, in some function or in the file.
+        arguments: each call's arguments that are the object.
+        parameters: of the functions that are given it.
+    """
+
+    names: set[str]
+    arguments: list[tuple[cst.Call, cst.Arg]] = field(default_factory=list)
+    parameters: dict[Function, cst.Param] = field(default_factory=dict)
+
+    def is_part(self, node: cst.CSTNode | None) -> bool:
+        """Return whether a node is such an argument or parameter."""
+        return any(node is arg for _, arg in self.arguments) or any(node is param for param in self.parameters.values())
+
+    def remove(self, conversion: Conversion) -> None:
+        """Remove the arguments and the parameters."""
+        for call, arg in self.arguments:
+            conversion.edits.remove_argument(call, arg)
+        for function, param in self.parameters.items():
+            _remove_parameter(conversion, function, param)
+            conversion.done(
+                function, "object", f"{param.name.value} is no argument any more, since helpers are functions"
+            )
+
+
+def follow(conversion: Conversion, names: set[str]) -> Handed | None:
+    """Return where an object is handed to; none where one of these places cannot be seen whole."""
+    handed, known = Handed(set(names)), -1
+    while known < len(handed.names) + len(handed.arguments):
+        known = len(handed.names) + len(handed.arguments)
+        for call in conversion.script.find(cst.Call):
+            for arg in call.args:
+                is_new = not any(arg is each for _, each in handed.arguments)
+                holds = isinstance(arg.value, cst.Name) and arg.value.value in handed.names
+                if holds and is_new and not _take(conversion, handed, call, arg):
+                    return None
+    for function in handed.parameters:
+        calls = conversion.facts.values.callers(function)
+        given = [call for call, _ in handed.arguments]
+        uses = [node for node in conversion.script.find(cst.Name) if _is_use(conversion, node, function)]
+        if not all(call in given for call in calls) or len(uses) != len(calls) + 1:
+            conversion.unsure(function, "object", "not all of its calls hand the object on", "one function for all")
+            return None
+    return handed
+
+
+def _is_use(conversion: Conversion, node: cst.Name, function: Function) -> bool:
+    above = conversion.script.parent(node)
+    is_label = (isinstance(above, cst.Attribute) and above.attr is node) or (
+        isinstance(above, cst.Arg) and above.keyword is node
+    )
+    return node.value == function.name.value and not is_label
+
+
+def _take(conversion: Conversion, handed: Handed, call: cst.Call, arg: cst.Arg) -> bool:
+    """Note an argument with the parameter that takes it; return whether this is plain."""
+    function = conversion.facts.values.functions.get(path_of(call.func) or "")
+    param = _parameter(function, call, arg) if function is not None else None
+    if function is None or param is None or handed.parameters.get(function, param) is not param:
+        conversion.unsure(arg, "object", "it is handed on, so not all of its uses can be seen", "one function for all")
+        return False
+    handed.arguments.append((call, arg))
+    handed.parameters[function] = param
+    handed.names.add(param.name.value)
+    return True
+
+
+def _parameter(function: Function, call: cst.Call, arg: cst.Arg) -> cst.Param | None:
+    params = [*function.params.posonly_params, *function.params.params]
+    if any(each.star for each in call.args):
+        return None
+    if arg.keyword is not None:
+        every = [*params, *function.params.kwonly_params]
+        return next((each for each in every if each.name.value == arg.keyword.value), None)
+    position = next(number for number, each in enumerate(call.args) if each is arg)
+    return params[position] if position < len(params) else None
+
+
+def _remove_parameter(conversion: Conversion, function: Function, param: cst.Param) -> None:
+    script = conversion.script
+    params = [*function.params.posonly_params, *function.params.params, *function.params.kwonly_params]
+    index = next(number for number, each in enumerate(params) if each is param)
+    start, end = script.span(param)
+    if index + 1 < len(params):
+        end = script.span(params[index + 1])[0]
+    elif index > 0:
+        before = params[index - 1]
+        start = script.span(before.default or (before.annotation.annotation if before.annotation else before.name))[1]
+        end = script.span(param.default or (param.annotation.annotation if param.annotation else param.name))[1]
+    conversion.edits.replace_span(start, end, "")

@@ -1,0 +1,247 @@
+"""Accelerate's steps: an optimizer and a scheduler that only act when gradients are complete, written out.
+
+Source: https://huggingface.co/docs/accelerate/concept_guides/gradient_synchronization
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import libcst as cst
+
+from distwrap.convert.conversion import Conversion
+from distwrap.convert.edits import INDENT, LINE
+from distwrap.convert.rules.accumulation import take_windows
+from distwrap.convert.script import Function, constant, path_of
+
+SYNC = "sync_gradients"
+
+
+@dataclass
+class Micro:
+    """Accumulation of a script with Accelerate.
+
+    Attributes:
+        every: after how many batches an optimizer steps, as text; empty for each batch.
+        function: in which that text has its meaning, or none for the file.
+        may_scale: whether the precision may be fp16, whose gradients are scaled.
+        windows: each loop with the name of its window.
+        blocks: each ``with accelerator.accumulate(model)``.
+    """
+
+    every: str
+    function: Function | None
+    may_scale: bool
+    windows: dict[cst.For, str]
+    blocks: list[cst.With]
+
+
+def write_out(conversion: Conversion, micro: Micro, names: set[str]) -> bool:
+    """Convert windows and steps, before the other uses of the object; return whether all of it was clear."""
+    script = conversion.script
+    found = [call for call, attribute in script.method_calls("accumulate") if path_of(attribute.value) in names]
+    if not all(_window(conversion, micro, call) for call in found):
+        return False
+    if micro.every and not found:
+        conversion.unsure(
+            script.tree, "accumulate", "gradients accumulate, but no accelerator.accumulate(model) says where",
+            "for batch, window in accumulate(loader, steps, model)",
+        )  # fmt: skip
+        return False
+    for node in list(script.find(cst.Attribute)):
+        if node.attr.value == SYNC and path_of(node.value) in names and not _answer(conversion, micro, node):
+            return False
+    _steps(conversion, micro)
+    for block in micro.blocks:
+        _dedent(conversion, micro, block)
+    return True
+
+
+def _answer(conversion: Conversion, micro: Micro, node: cst.Attribute) -> bool:
+    window = _window_of(conversion, micro, node)
+    if window is None and micro.windows:
+        conversion.unsure(node, "accumulate", "it is asked outside of the loop that accumulates", "window.last")
+        return False
+    conversion.edits.replace(node, f"{window}.last" if window is not None else "True")
+    conversion.done(node, "accumulate", "whether this batch is the last one before a step")
+    return True
+
+
+def _window_of(conversion: Conversion, micro: Micro, node: cst.CSTNode) -> str | None:
+    return next((micro.windows[each] for each in conversion.script.ancestors(node) if each in micro.windows), None)  # type: ignore[index]
+
+
+def _window(conversion: Conversion, micro: Micro, call: cst.Call) -> bool:
+    """Let the loop around a ``with accelerator.accumulate(model)`` go through windows."""
+    script = conversion.script
+    block = script.small_statement_of(call)
+    loop = next(
+        (each for each in script.ancestors(call) if isinstance(each, (cst.For, cst.While, cst.FunctionDef))), None
+    )
+    models = [path_of(arg.value) for arg in call.args]
+    is_plain = (
+        isinstance(block, cst.With)
+        and isinstance(block.body, cst.IndentedBlock)
+        and len(block.items) == 1
+        and block.items[0].item is call
+        and block.items[0].asname is None
+        and isinstance(loop, cst.For)
+    )
+    if not is_plain or not models or None in models or not micro.every or not _is_seen(conversion, micro, call):
+        conversion.unsure(
+            call, "accumulate", "accumulate used in this way has no equal in the table",
+            "for batch, window in accumulate(loader, steps, model)",
+        )  # fmt: skip
+        return False
+    assert isinstance(loop, cst.For)
+    assert isinstance(block, cst.With)
+    model = models[0] if len(models) == 1 else f"[{', '.join(each or '' for each in models)}]"
+    window = take_windows(conversion, loop, micro.every, model or "")
+    if window is None:
+        conversion.unsure(loop, "accumulate", "its loop is not plain", "for batch, window in accumulate(loader, ...)")
+        return False
+    micro.windows[loop] = window
+    micro.blocks.append(block)
+    return True
+
+
+def _is_seen(conversion: Conversion, micro: Micro, node: cst.CSTNode) -> bool:
+    """Return whether the number of batches has its meaning at a node too."""
+    if micro.every.isdigit() or micro.function is None or conversion.script.function_of(node) is micro.function:
+        return True
+    conversion.unsure(node, "accumulate", f"{micro.every} belongs to another function", "pass it as an argument")
+    return False
+
+
+def backward(conversion: Conversion, micro: Micro, call: cst.Call) -> bool:
+    """Convert ``accelerator.backward(loss)``, which divides the loss by the number of batches."""
+    if len(call.args) != 1 or call.args[0].keyword is not None or call.args[0].star:
+        return False
+    if micro.every and not _is_seen(conversion, micro, call):
+        return False
+    value = conversion.script.code(call.args[0].value)
+    if micro.every:
+        value = value if path_of(call.args[0].value) is not None else f"({value})"
+        value = f"{value} / {micro.every}"
+    conversion.edits.replace(call, conversion.call("backward", value))
+    return True
+
+
+def _steps(conversion: Conversion, micro: Micro) -> None:
+    """Let steps act at a window's end alone, schedules as often as Accelerate's, and unscale where needed."""
+    script = conversion.script
+    groups: dict[cst.CSTNode, list[cst.CSTNode]] = {}
+    for name in ("step", "zero_grad"):
+        for call, attribute in list(script.method_calls(name)):
+            kind = _kind(conversion, call, attribute)
+            statement = script.small_statement_of(call)
+            if kind is None or not isinstance(statement, cst.Expr) or statement.value is not call:
+                continue
+            window = _window_of(conversion, micro, call)
+            if window is not None and not is_asked(conversion, call):
+                line = script.statement_of(call)
+                groups.setdefault(script.parent(line) or line, []).append(line)
+            if kind == "scheduler":
+                text = f"for _ in range({conversion.call('world_size')}): "
+                conversion.edits.insert(script.span(statement)[0], text)
+                conversion.done(
+                    call, "scheduler", "Accelerate steps a prepared schedule once for each rank; so does this line. "
+                    "A schedule over the steps of one rank needs one call alone"
+                )  # fmt: skip
+            elif name == "step" and micro.may_scale:
+                conversion.edits.replace(call, conversion.call("optimizer_step", script.code(attribute.value)))
+                conversion.done(call, "precision", "unscales, steps or skips, where the precision is fp16")
+    for lines in groups.values():
+        for run in _runs(conversion, lines):
+            _under_window(conversion, micro, run)
+
+
+def _kind(conversion: Conversion, call: cst.Call, attribute: cst.Attribute) -> str | None:
+    """Return whether what steps is a prepared optimizer or scheduler, also by another name or in another function."""
+    path = path_of(attribute.value)
+    function = conversion.script.function_of(call)
+    for kind, own, where in conversion.prepared:
+        if kind in ("optimizer", "scheduler") and own == path and where is function:
+            return kind
+    if conversion.facts.values.parameter(function, path or "") is None:
+        return None
+    given = {
+        kind
+        for each in conversion.facts.values.callers(function)  # type: ignore[arg-type]
+        for arg in each.args
+        for kind, own, where in conversion.prepared
+        if own == path_of(arg.value) and where is conversion.script.function_of(each)
+    }
+    is_scheduler = conversion.facts.is_scheduler(attribute.value)
+    kind = "scheduler" if is_scheduler else "optimizer"
+    return kind if kind in given else None
+
+
+def is_asked(conversion: Conversion, call: cst.Call) -> bool:
+    """Return whether a step is under ``if accelerator.sync_gradients`` already."""
+    return any(
+        isinstance(each, cst.If) and SYNC in conversion.script.code(each.test)
+        for each in conversion.script.ancestors(call)
+    )
+
+
+def _runs(conversion: Conversion, lines: list[cst.CSTNode]) -> list[list[cst.CSTNode]]:
+    """Return statements of one block in runs without another statement between."""
+    siblings = list(conversion.script.siblings(lines[0]))
+    runs: list[list[cst.CSTNode]] = []
+    last = -2
+    for number, each in enumerate(siblings):
+        if any(each is line for line in lines):
+            if number != last + 1:
+                runs.append([])
+            runs[-1].append(each)
+            last = number
+    return runs
+
+
+def _under_window(conversion: Conversion, micro: Micro, run: list[cst.CSTNode]) -> None:
+    """Put statements under ``if window.last:``; within a block that goes they are indented enough already."""
+    script, edits = conversion.script, conversion.edits
+    inside = any(each in micro.blocks for each in script.ancestors(run[0]))
+    indent, window = edits.indent_of(run[0]), _window_of(conversion, micro, run[0])
+    start = edits.line_start(script.span(run[0])[0])
+    head = indent.removesuffix(script.indent) if inside else indent
+    edits.insert(start, f"{head}if {window}.last:{script.newline}", LINE)
+    conversion.done(run[0], "accumulate", "it acts at the end of a window alone, as Accelerate's does by itself")
+    place, end = start, script.span(run[-1])[1]
+    while place < end:
+        if not inside:
+            edits.insert(place, script.indent, INDENT)
+        conversion.kept_indent.add(place)
+        place = edits.line_end(place)
+
+
+def _dedent(conversion: Conversion, micro: Micro, block: cst.With) -> None:
+    """Remove the line that heads a block, and the indentation of the block."""
+    script, edits = conversion.script, conversion.edits
+    start, end = script.span(block)
+    place = edits.line_end(script.span(block.items[-1])[1])
+    edits.replace_span(edits.line_start(start), place, "", LINE)
+    texts = [
+        script.span(node)
+        for kind in (cst.SimpleString, cst.FormattedString)
+        for node in script.find(kind, block)
+        if "\n" in script.code(node)
+    ]
+    while place < end:
+        line = script.data[place : edits.line_end(place)]
+        is_text = any(low < place < high for low, high in texts)
+        stays = is_text or place in conversion.kept_indent
+        if line.startswith(script.indent.encode()) and line.strip() and not stays:
+            edits.replace_span(place, place + len(script.indent), "")
+        place = edits.line_end(place)
+    conversion.done(block, "accumulate", "the loop goes through windows; gradients are exchanged once in each")
+
+
+def steps_of(conversion: Conversion, node: cst.BaseExpression | None) -> str | None:
+    """Return after how many batches an optimizer steps, as text, empty for each one; none where it is not plain."""
+    if node is None or constant(node) == 1:
+        return ""
+    if type(constant(node)) is int or path_of(node) is not None:
+        return conversion.script.code(node)
+    return None

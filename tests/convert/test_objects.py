@@ -1,0 +1,139 @@
+"""Uses of Accelerate's, Fabric's and Horovod's names: what each becomes, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from distwrap.convert.converting import Converted, convert
+from distwrap.convert.script import Script
+
+ACCELERATE = """
+import os, torch
+from accelerate import Accelerator
+from accelerate.logging import get_logger
+from torch.utils.data import DataLoader
+
+logger = get_logger(__name__)
+
+def main(args):
+    accelerator = Accelerator({options})
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(data, batch_size=4))
+    for x in loader:
+        {block}:
+            accelerator.backward(model(x).mean())
+            {clip}
+            optimizer.step()
+    {code}
+
+def start():
+    main(args)
+
+if __name__ == "__main__":
+    start()
+"""
+
+FABRIC = """
+import torch
+from lightning.fabric import Fabric
+from torch.utils.data import DataLoader
+
+def main():
+    fabric = Fabric(accelerator="auto")
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = fabric.setup(model, optimizer)
+    loader = fabric.setup_dataloaders(DataLoader(data, batch_size=4))
+    for step, x in enumerate(loader):
+        with fabric.no_backward_sync(model, enabled=step % 2 == 0):
+            fabric.backward(model(x).mean())
+        optimizer.step()
+    {code}
+
+main()
+"""
+
+
+def accelerate(options: str = "", block: str = "if True", clip: str = "pass", code: str = "pass") -> Converted:
+    return convert(Script(ACCELERATE.format(options=options, block=block, clip=clip, code=code)))
+
+
+@pytest.mark.parametrize(
+    ("code", "becomes"),
+    [
+        ('accelerator.save_state("out")', 'os.makedirs("out", exist_ok=True)'),
+        ('accelerator.load_state("out")', 'load(os.path.join("out", "state.pt"), into={"model": model, '),
+        ("x = accelerator.get_state_dict(model)", "x = model.state_dict()"),
+        ("x = accelerator.gather_for_metrics((x, y))", "x = gather((x, y))"),
+        ("with accelerator.no_sync(model): pass", "with no_sync(model): pass"),
+        ("with accelerator.local_main_process_first(): pass", "with rank_zero_first(local=True): pass"),
+        ('logger.info("x")', 'logger.info("x", rank_zero=True)'),
+        ('logger.info("x", main_process_only=False)', 'logger.info("x")'),
+        ("print(accelerator.is_local_main_process)", "print(local_rank() == 0)"),
+    ],
+)
+def test_names_of_accelerate(code: str, becomes: str) -> None:
+    """Each use becomes what docs/names.md says."""
+    result = accelerate(code=code)
+    assert result.is_result, [each.text("x.py") for each in result.notes]
+    assert f"    {becomes}" in result.text
+
+
+@pytest.mark.parametrize("precision", ['"fp16"', "args.precision"])
+def test_scaled_gradients(precision: str) -> None:
+    """Where the precision may be fp16, the clip is of true gradients, and the step may be skipped."""
+    text = accelerate(f"mixed_precision={precision}", clip="accelerator.clip_grad_norm_(model.parameters(), 1.0)").text
+    assert "unscale(optimizer); torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)\n" in text
+    assert "optimizer_step(optimizer)\n" in text
+    assert '.options(precision=args.precision or "no")(args)' in text or '@distributed(precision="fp16")\n' in text
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        {"options": "gradient_accumulation_steps=2"},
+        {"options": "gradient_accumulation_steps=args.steps()", "block": "with accelerator.accumulate(model)"},
+        {"options": "fsdp_plugin=plugin"},
+        {"code": "other(accelerator)"},
+        {"code": "accelerator.trackers[0]"},
+        {
+            "options": 'mixed_precision="fp16", gradient_accumulation_steps=2',
+            "block": "with accelerator.accumulate(model)",
+            "clip": "accelerator.clip_grad_norm_(model.parameters(), 1.0)",
+        },
+    ],
+    ids=str,
+)
+def test_what_is_refused(words: dict[str, str]) -> None:
+    """A use that has no equal is named, and nothing is changed."""
+    result = accelerate(**words)
+    assert not result.is_result
+    assert result.notes.of("unsure")
+
+
+@pytest.mark.parametrize(
+    ("code", "becomes"),
+    [
+        ('fabric.load("out", {"model": model})', 'load("out", into={"model": model})'),
+        ('rest = fabric.load("out", state)', 'rest = load("out", into=state)'),
+        ('fabric.load("out", state, strict=False)', 'loaded = load("out", into=state, strict=False)'),
+        ("print(fabric.all_gather(x).mean())", "print(gather(x).mean())"),
+        ("x = fabric.to_device(x)", "x = to_device(x)"),
+        (
+            "fabric.clip_gradients(model, optimizer, max_norm=1.0)",
+            "torch.nn.utils.clip_grad_norm_(model.parameters(), ",
+        ),
+    ],
+)
+def test_names_of_fabric(code: str, becomes: str) -> None:
+    """Each use becomes what docs/names.md says."""
+    result = convert(Script(FABRIC.format(code=code)))
+    assert result.is_result, [each.text("x.py") for each in result.notes]
+    assert f"    {becomes}" in result.text
+    assert "with no_sync(model, enabled=step % 2 == 0):" in result.text
+
+
+def test_a_stack_is_refused() -> None:
+    """What Fabric stacks, and gather joins, is left where its shape matters."""
+    assert not convert(Script(FABRIC.format(code="x = fabric.all_gather(x)"))).is_result
