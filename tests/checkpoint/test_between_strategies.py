@@ -60,7 +60,7 @@ class Net(nn.Module):
 
 def made(strategy: str | Strategy, seed: int) -> dict[str, Any]:
     """Return a model and its optimizer, with a state of its own."""
-    model = dw.wrap_model(Net(seed=seed), strategy=strategy)
+    model = dw.wrap_model(Net(seed=seed), strategy=strategy, same_inputs=True)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = dw.wrap_optimizer(torch.optim.AdamW(trained, lr=0.01))
     generator = torch.Generator().manual_seed(seed)

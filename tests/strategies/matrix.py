@@ -106,7 +106,7 @@ def train(side: OneProcess, make: Callable[[Any], Optimizer], way: str, dtype: t
                 optimizer.step(gradients)
             else:
                 gradients()
-                taken.append(side.step(optimizer, SMALL_NORM if way == "clip" else None))
+                taken.append(bool(side.step(optimizer, SMALL_NORM if way == "clip" else None)))
     assert taken.count(False) == (EPOCHS if overflows else 0), f"the steps were taken so: {taken}"
     return side.weights(model), taken
 
