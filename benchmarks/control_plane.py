@@ -249,7 +249,7 @@ class _Ringing(_Simulated):
             place = Placement(rank, ranks, rank % A_NODE, A_NODE, node, -(-ranks // A_NODE), "127.0.0.1", 1)
             rings = Bells(self.clients[rank], place)  # type: ignore[arg-type]
             channel = Channel(rings, place, Activity(None), False, STILL_SECONDS, b"")  # type: ignore[arg-type]
-            channel._report_stall = self._reporting(channel)  # type: ignore[method-assign]
+            channel._report = self._reporting(channel)  # type: ignore[method-assign]
             channel.work.serve(f"alike/{rank}", lambda request, waited: b"")
             self.channels[rank] = channel
 
@@ -269,7 +269,7 @@ class _Ringing(_Simulated):
             silent = 0 if "not answer" not in text else _number(text)
             self.report(self.ranks - silent)
 
-        return lambda: threading.Thread(target=ask, daemon=True).start()
+        return lambda words: threading.Thread(target=ask, daemon=True).start()
 
 
 class _Polling(_Simulated):
