@@ -26,20 +26,6 @@ def set_group_timeout(seconds: float) -> None:
         change(timedelta(seconds=seconds))
 
 
-def collectives_so_far() -> int | None:
-    """Return how many collectives the process group has had; ``None`` where its backend does not tell.
-
-    Relies on ``torch.distributed:ProcessGroup._get_sequence_number_for_group``.
-    Without it: gradients that are averaged by hand are told from others by being equal on all ranks alone.
-    """
-    group = dist.group.WORLD
-    count = getattr(group, "_get_sequence_number_for_group", None)
-    try:
-        return None if count is None else int(count())
-    except RuntimeError:  # of a backend that does not count
-        return None
-
-
 def default_store() -> Store | None:
     """Return the store in which the ranks of the process group have met, ``None`` where torch does not tell.
 
@@ -50,14 +36,18 @@ def default_store() -> Store | None:
     return None if found is None else found()
 
 
-def collectives_begun(group: dist.ProcessGroup | None = None) -> int:
-    """Return how many collectives this rank has begun in the group of all ranks, and in another one; 0 without groups.
+def collectives_begun(group: dist.ProcessGroup | None = None) -> int | None:
+    """Return how many collectives this rank has begun in the group of all ranks, and in another one.
 
     Relies on ``torch.distributed:ProcessGroup._get_sequence_number_for_group``.
-    Without it: 0, so that `fit_batch_size` tries again although ranks have begun different numbers of them.
+    Without it: fit_batch_size tries again although ranks have begun different numbers of them, and gradients averaged
+    by hand are told from others by being equal on all ranks alone.
+
+    Returns:
+        The number; ``None`` without groups, and where a backend does not tell.
     """
     groups = {id(each): each for each in (dist.group.WORLD, group) if each is not None}
-    counts = [getattr(each, "_get_sequence_number_for_group", lambda: 0) for each in groups.values()]
+    counts = [getattr(each, "_get_sequence_number_for_group", None) for each in groups.values()]
     with suppress(RuntimeError):  # a backend that does not count
-        return sum(int(count()) for count in counts)
-    return 0
+        return sum(int(count()) for count in counts if count is not None) if any(counts) else None
+    return None

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from datetime import timedelta
 from math import prod
 from typing import Any, TypeAlias
 
@@ -59,7 +58,7 @@ class PieceGroup(RunPart):
     def __init__(self, world: World) -> None:
         self.group: dist.ProcessGroup | None = None
         if world.placement.world_size > 1:
-            self.group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.options.timeout))
+            self.group = world.new_cpu_group()
 
     def gather_text(self, text: str) -> list[str]:
         """Return a line of every rank, on every rank; a longer one is cut off."""

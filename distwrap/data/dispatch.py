@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from datetime import timedelta
 from enum import IntEnum
 from itertools import islice
 from typing import Any
@@ -48,7 +47,7 @@ class DispatchGroup(RunPart):
 
     def __init__(self, world: World) -> None:
         require_group("split='dispatch'")
-        self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.options.timeout))
+        self._group = world.new_cpu_group()
         self._votes = Votes()
         self.shares = [0] * world.placement.world_size
         shares = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in self.shares]

@@ -79,7 +79,7 @@ def fit_batch_size(
     world.part(Activity).record("fit_batch_size")
     part = world.part(Fitting)
     while True:
-        begun, value, why = collectives_begun(world.layout.group), None, ""
+        begun, value, why = collectives_begun(world.layout.group) or 0, None, ""
         try:
             value = fn(size)
         except Exception as error:
@@ -88,7 +88,7 @@ def fit_batch_size(
                 raise
             why = str(error).splitlines()[0] if str(error) else type(error).__name__
         outcome = _Try.FULL if why else _Try.FITS
-        full = part.full_ranks(outcome, size, collectives_begun(world.layout.group) - begun, seconds)
+        full = part.full_ranks(outcome, size, (collectives_begun(world.layout.group) or 0) - begun, seconds)
         if not full:
             return size, cast("Value", value)
         value = None
@@ -110,7 +110,7 @@ class Fitting(RunPart):
         self._group: Any = None
         if self._place.world_size > 1:
             require_group("fit_batch_size")
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.options.timeout))
+            self._group = world.new_cpu_group()
 
     def tell_failure(self) -> None:
         """Let the others know that another error ends the tries here; wait for none of them."""

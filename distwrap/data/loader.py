@@ -124,7 +124,7 @@ def shard_loader(
     one_of("split", get_args(Split))("split", split)
     world = current_world()
     world.part(Activity).record("shard_loader")
-    if world.channel is not None and world.placement.world_size > 1:
+    if world.tells_others:
         world.part(Optimizers)  # which look for a model that nobody has wrapped
     where = torch.device(device) if device is not None else world.device
     here, alone = (world.layout.rank, world.layout.size), world.placement.world_size == 1

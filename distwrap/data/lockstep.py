@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
-from datetime import timedelta
 from enum import IntEnum
 from functools import partial
 from typing import Any, Generic, Literal, TypeVar, get_args
@@ -121,7 +120,7 @@ class LockstepStatus(RunPart):
         if world.placement.world_size > 1:
             require_group("lockstep")
             # Of the CPUs, for the status alone, so that a vote never meets another collective.
-            self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.options.timeout))
+            self._group = world.new_cpu_group()
 
     def maximum(self, numbers: list[int]) -> list[int]:
         """Return the largest of all ranks' numbers, place by place."""

@@ -95,6 +95,8 @@ def _all_reduced(values: torch.Tensor, op: Op) -> torch.Tensor:
         dist.all_reduce(values, op=_OPS[op], group=layout.group)
     else:
         everyones = gather_tensor(values.unsqueeze(0), [1] * layout.size)
-        combine: Callable[[int], torch.Tensor] = {"max": everyones.amax, "min": everyones.amin}.get(op, everyones.sum)
-        values = everyones.prod(0) if op == "product" else combine(0)
+        ways: dict[str, Callable[[int], torch.Tensor]] = {
+            "max": everyones.amax, "min": everyones.amin, "product": everyones.prod,
+        }  # fmt: skip
+        values = ways.get(op, everyones.sum)(0)
     return values / layout.size if op == "mean" else values

@@ -14,6 +14,7 @@ import threading
 from collections import Counter
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from datetime import timedelta
 from functools import cached_property
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
@@ -152,6 +153,16 @@ class World:
         """Wait until every rank is here; on this rank's device, where torch would warn that it was told none."""
         on_device = self.device.index is not None and "gloo" not in dist.get_backend()
         dist.barrier(device_ids=[self.device.index] if on_device else None)
+
+    def new_cpu_group(self) -> ProcessGroup:
+        """Return another process group of all ranks, for what is on the CPU; every rank calls it."""
+        group: ProcessGroup = dist.new_group(backend="gloo", timeout=timedelta(seconds=self.options.timeout))
+        return group
+
+    @property
+    def tells_others(self) -> bool:
+        """Whether there are other ranks, and a side channel to them."""
+        return self.channel is not None and self.placement.world_size > 1
 
     def part(self, kind: type[Part]) -> Part:
         """Return a room's state of this run; it is made at the first call.

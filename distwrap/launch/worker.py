@@ -191,8 +191,8 @@ def take_part(
     announce(world, assignment.launcher)
     if world.channel is not None:
         world.channel.on_stall, world.channel.failures.on_loss = on_stall, on_loss
-        if world.placement.world_size > 1:
-            world.part(Optimizers)
+    if world.tells_others:
+        world.part(Optimizers)
     try:
         value, trained = execute(task)
     except SystemExit as error:

@@ -21,11 +21,8 @@ class Optimizers(RunPart):
 
     def __init__(self, world: World) -> None:
         self._rank, self._models, self._drift = world.placement.rank, world.part(WrappedModels), world.part(Drift)
-        is_compared = world.channel is not None and world.placement.world_size > 1
-        self._unwrapped = world.part(Unwrapped) if is_compared else None
-        self._plateaus = world.part(Plateaus) if is_compared else None
-        self._open = [] if self._unwrapped is None else self._unwrapped.open
-        self._pending = [] if self._plateaus is None else self._plateaus.pending
+        self._unwrapped = world.part(Unwrapped) if world.tells_others else None
+        self._plateaus = world.part(Plateaus) if world.tells_others else None
         self._groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._handle = register_optimizer_step_pre_hook(self._before)
 
@@ -37,9 +34,9 @@ class Optimizers(RunPart):
         if self._groups.get(optimizer) != len(optimizer.param_groups):
             self._check(optimizer, any(map(callable, (*args[1:], *kwargs.values()))))
         self._drift.step(optimizer)
-        if self._pending and self._plateaus is not None:
+        if self._plateaus is not None and self._plateaus.pending:
             self._plateaus.compare()
-        if self._open and self._unwrapped is not None:
+        if self._unwrapped is not None and self._unwrapped.open:
             self._unwrapped.look_again(optimizer)
 
     def _check(self, optimizer: Optimizer, has_closure: bool) -> None:

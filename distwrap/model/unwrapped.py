@@ -15,7 +15,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from distwrap._internals.torch_groups import collectives_so_far
+from distwrap._internals.torch_groups import collectives_begun
 from distwrap.errors import ModelError
 from distwrap.group.collective_guard import CollectiveGuard
 from distwrap.group.world import RunPart, World, say_once
@@ -40,7 +40,7 @@ class Unwrapped(RunPart):
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._begun, self._patience = collectives_so_far(), _FIRST_SECONDS
+        self._begun, self._patience = collectives_begun(), _FIRST_SECONDS
         self.open: list[_Step] = []
         self.local: WeakSet[nn.Module] = WeakSet()
 
@@ -51,7 +51,7 @@ class Unwrapped(RunPart):
 
     def _may_be_by_hand(self) -> bool:
         """Return whether there were collectives since the run began, in which gradients may have been averaged."""
-        now = collectives_so_far()
+        now = collectives_begun()
         return now is None or now != self._begun
 
     def look(self, optimizer: Optimizer) -> None:
@@ -60,9 +60,9 @@ class Unwrapped(RunPart):
         Raises:
             ModelError: names the module's class, and the line that has made the optimizer.
         """
-        held = parameters_of(optimizer)
-        model = _model_of(held)
-        if model is None or self._world.part(CollectiveGuard).function or _is_torchs(held):
+        held, modules = parameters_of(optimizer), instances(nn.Module)
+        model = _model_of(held, modules)
+        if model is None or self._world.part(CollectiveGuard).function or _is_torchs(held, modules):
             return
         grads = [tensor.grad for tensor in held.values() if tensor.grad is not None]
         by_hand = self._may_be_by_hand()
@@ -136,21 +136,21 @@ class _Step:
         self.looks = 0
 
 
-def _model_of(held: dict[int, nn.Parameter]) -> nn.Module | None:
+def _model_of(held: dict[int, nn.Parameter], modules: list[nn.Module]) -> nn.Module | None:
     """Return the smallest module that has all of an optimizer's parameters, or the most; ``None`` if none has any."""
     counted = []
-    for module in instances(nn.Module):
+    for module in modules:
         own = [id(parameter) for parameter in module.parameters()]
         if common := len(held.keys() & set(own)):
             counted.append((common, -len(own), len(list(module.modules())), module))
     return max(counted, key=lambda each: each[:3])[3] if counted else None
 
 
-def _is_torchs(held: dict[int, nn.Parameter]) -> bool:
+def _is_torchs(held: dict[int, nn.Parameter], modules: list[nn.Module]) -> bool:
     """Return whether a wrapper of torch's, which the user has made, exchanges the gradients of these parameters."""
-    wrappers: list[nn.Module] = [
+    wrappers = [
         module
-        for module in instances(nn.Module)
+        for module in modules
         if isinstance(module, DistributedDataParallel) or type(module).__name__ == "FullyShardedDataParallel"
     ]
     averaged = {id(parameter) for module in wrappers for parameter in module.parameters()}

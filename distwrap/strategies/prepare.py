@@ -117,7 +117,7 @@ def wrap_model(
     if chosen.shards or any(parameter.requires_grad for parameter in wrapped.parameters()):
         if models.last is last:  # else the strategy has added it
             models.add(wrapped)
-        if world.channel is not None and world.placement.world_size > 1:
+        if world.tells_others:
             _watch_for_drift(models.last, world)
             routing = getattr(wrapped, "__dict__", {}).get("_distwrap")
             if isinstance(routing, Routing) and not same_inputs:

@@ -18,7 +18,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tests.ports import free_port
+
 ROOT = Path(__file__).parents[2]
+
+
+def torchrun_variables(ranks: int) -> list[dict[str, str]]:
+    """Return the variables by which torchrun tells each rank its place."""
+    shared = {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
+    shared |= {"MASTER_PORT": str(free_port()), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "case"}
+    return [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
 
 
 class Runner:

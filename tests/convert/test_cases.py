@@ -8,7 +8,6 @@ in its place.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ import torch
 from distwrap.convert.conversion import Wishes
 from distwrap.convert.converting import Converted, convert
 from distwrap.convert.script import Script, read
-from tests.convert.runner import Runner
-from tests.ports import free_port
+from tests.convert.runner import Runner, torchrun_variables
 
 CASES = Path(__file__).parent / "cases"
 BEFORE = sorted(path for path in CASES.glob("*/*.py") if path.name.count(".") == 1)
@@ -52,14 +50,6 @@ def test_a_second_conversion_changes_nothing(path: Path) -> None:
     assert convert(Script(text)).text == text
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    """The warm process that forks ranks."""
-    found = Runner()
-    yield found
-    found.close()
-
-
 @each_case
 def test_it_trains_as_before(path: Path, runner: Runner, tmp_path: Path) -> None:
     """The original in one process, the converted script in one process and on two ranks end with the same weights."""
@@ -77,13 +67,10 @@ def test_it_trains_as_before(path: Path, runner: Runner, tmp_path: Path) -> None
 
 def trained(runner: Runner, script: Path, out: Path, ranks: int, *, as_torchrun: bool = False) -> Any:
     """Run a script, and return the weights that it has saved, after a look at what its ranks have printed."""
-    port, each = str(free_port()), BATCH if GLOBAL_BATCH in script.parts else BATCH // ranks
+    each = BATCH if GLOBAL_BATCH in script.parts else BATCH // ranks
     shared = {"BATCH": str(each), "OUT": str(out), "DISTWRAP_QUIET": "1"}
-    if as_torchrun:
-        shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-        shared |= {"MASTER_PORT": port, "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "case"}
-    rank_of = [{"RANK": str(rank), "LOCAL_RANK": str(rank)} if as_torchrun else {} for rank in range(ranks)]
-    for code, text in runner.run(script, [{**shared, **own} for own in rank_of]):
+    places = torchrun_variables(ranks) if as_torchrun else [{}] * ranks
+    for code, text in runner.run(script, [{**shared, **own} for own in places]):
         assert code == 0, text
     return torch.load(out, weights_only=True)
 

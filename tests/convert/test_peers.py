@@ -6,7 +6,6 @@ is not installed, runs in one process; the converted one on two ranks, with the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from distwrap import strip_module_prefix
 from distwrap.convert.checking import check
 from distwrap.convert.script import Script
-from tests.convert.runner import Runner
+from tests.convert.runner import Runner, torchrun_variables
 from tests.convert.test_cases import after, converted, differences
 from tests.ports import free_port
 
@@ -89,14 +88,6 @@ def test_nothing_is_done_or_found_twice(name: str) -> None:
         assert each.seen == lines[each.line - 1].strip()
 
 
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    """The warm process that forks ranks."""
-    found = Runner()
-    yield found
-    found.close()
-
-
 @each_program
 def test_it_trains_as_before(name: str, runner: Runner, tmp_path: Path) -> None:
     """The program in one process and the converted one on two ranks end with the same weights."""
@@ -112,14 +103,9 @@ def test_it_trains_as_before(name: str, runner: Runner, tmp_path: Path) -> None:
 def trained(runner: Runner, script: Path, words: str, folder: Path, ranks: int, run: Run) -> Any:
     """Run a program in a folder of its own, and return the weights that it has saved."""
     folder.mkdir()
-    port = str(free_port())
-    shared = {"DISTWRAP_QUIET": "1", "ACCELERATE_USE_CPU": "1"}
-    if ranks > 1 or TORCHRUN in script.name:
-        shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-        shared |= {"MASTER_PORT": port, "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "program"}
-        each = [{**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
-    else:
-        each = [shared]
+    port, shared = str(free_port()), {"DISTWRAP_QUIET": "1", "ACCELERATE_USE_CPU": "1"}
+    told = ranks > 1 or TORCHRUN in script.name
+    each = [{**shared, **own} for own in (torchrun_variables(ranks) if told else [{}])]
     for code, text in runner.run(script, each, arguments=words.format(port=port).split(), folder=folder):
         assert code == 0, text
     found = torch.load(folder / run.out, weights_only=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from difflib import unified_diff
 from pathlib import Path
 from typing import Any
@@ -21,9 +21,8 @@ from distwrap.convert.checking import check
 from distwrap.convert.conversion import Wishes
 from distwrap.convert.converting import convert
 from distwrap.convert.script import Script, read
-from tests.convert.runner import Runner
+from tests.convert.runner import Runner, torchrun_variables
 from tests.convert.test_cases import after, differences
-from tests.ports import free_port
 
 PROGRAMS = Path(__file__).parent / "programs"
 ALL = sorted(path for path in PROGRAMS.glob("*.py") if path.name.count(".") == 1)
@@ -37,14 +36,6 @@ COMPARED = {
     "classifier": ("checkpoints/last.pt", [], "--batch-size", 60),
     "language_model": ("model.pt", ["--dropout", "0", "--lr", "2"], "--batch_size", 8),
 }
-
-
-@pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    """The warm process that forks ranks."""
-    found = Runner()
-    yield found
-    found.close()
 
 
 @each_program
@@ -164,9 +155,7 @@ def run(
     shared = {"DISTWRAP_QUIET": "1", "DISTWRAP_NPROCS": str(ranks), **env}
     if as_torchrun:
         del shared["DISTWRAP_NPROCS"]
-        shared |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1"}
-        shared |= {"MASTER_PORT": str(free_port()), "GROUP_RANK": "0", "TORCHELASTIC_RUN_ID": "program"}
-    own = [{"RANK": str(each), "LOCAL_RANK": str(each)} for each in range(ranks)] if as_torchrun else [{}]
+    own = torchrun_variables(ranks) if as_torchrun else [{}]
     found = runner.run(script, [{**shared, **each} for each in own], arguments=arguments, folder=folder)
     for code, said in found:
         assert code == 0, said

@@ -13,22 +13,9 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import distwrap as dw
 from distwrap.errors import LoaderError, OptionError
 from distwrap.testing import run_ranks
+from tests.forgotten.nets import Net
 
 BATCHES, BATCH = 8, 4
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layer(x)
-        return found
-
-    def loss(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return (self(x) - y).square().mean()
 
 
 def samples() -> TensorDataset:

@@ -14,17 +14,7 @@ from torch import nn
 import distwrap as dw
 from distwrap.errors import ModelError
 from distwrap.testing import run_ranks
-
-
-class Net(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.layer = nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        found: torch.Tensor = self.layer(x)
-        return found
+from tests.forgotten.nets import Net
 
 
 def inputs(step: int, share: int) -> torch.Tensor:
