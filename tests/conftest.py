@@ -8,6 +8,7 @@ import shutil
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -40,10 +41,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _warm() -> None:
-    """Start once what stays on purpose: the fork server, and the one pipe that torch's store keeps for a process."""
+    """Start once what stays on purpose: the fork server, the pipe of torch's store, multiprocessing's tracker."""
     dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first one imports torch's compiler, which sets a variable
     warm_server()
+    resource_tracker.ensure_running()  # multiprocessing's, which comes with the first process that is spawned
 
 
 @pytest.fixture(autouse=True)

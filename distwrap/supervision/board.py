@@ -3,6 +3,7 @@
 import json
 import mmap
 import os
+import zlib
 from typing import Any
 
 from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
@@ -10,6 +11,7 @@ from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 from distwrap.network.keys import read
 
 _TEXT = 1 << 14  # bytes for what a rank writes, twice; the system gives only the pages that are written to
+_HEAD = 9  # of them, for which of the two counts, the length and the sum
 _HELD = "distwrap board"  # key of the path to the board that a launcher on this node holds
 
 
@@ -50,27 +52,27 @@ class Board:
     def write(self, rank: int, texts: dict[str, Any], spare: int = 0) -> bool:
         """Replace a rank's texts; return whether there was room, with so many bytes to spare.
 
-        A reader never sees half of them: they come beside the last ones, and a byte then counts, by which it knows.
+        A reader never takes half of them: they come beside the last ones, with their sum, and then a byte says where.
         """
         data = json.dumps(texts).encode()
-        if len(data) >= _TEXT - 8 - spare:
+        if len(data) >= _TEXT - _HEAD - spare:
             return False
         start = self._bells + 2 * _TEXT * rank
-        number = (self._memory[start] + 1) % 256
-        place = start + number % 2 * _TEXT + 4
-        self._memory[place : place + 4 + len(data)] = len(data).to_bytes(4, "little") + data
-        self._memory[start] = number
+        half = 1 - self._memory[start]
+        place = start + half * _TEXT + 1
+        head = len(data).to_bytes(4, "little") + zlib.crc32(data).to_bytes(4, "little")
+        self._memory[place : place + 8 + len(data)] = head + data
+        self._memory[start] = half
         return True
 
     def read(self, rank: int) -> dict[str, Any]:
         """Return a rank's texts."""
         start = self._bells + 2 * _TEXT * rank
         while True:
-            number = self._memory[start]
-            place = start + number % 2 * _TEXT + 4
-            length = int.from_bytes(self._memory[place : place + 4], "little")
-            data = self._memory[place + 4 : place + 4 + length]
-            if self._memory[start] == number:  # else it may have been written over meanwhile
+            place = start + self._memory[start] * _TEXT + 1
+            head = self._memory[place : place + 8]
+            data = self._memory[place + 8 : place + 8 + int.from_bytes(head[:4], "little")]
+            if zlib.crc32(data) == int.from_bytes(head[4:], "little"):  # else it was written over meanwhile
                 found: dict[str, Any] = json.loads(data or b"{}")
                 return found
 

@@ -198,7 +198,7 @@ def test_fp16_with_a_scale_that_moves_and_an_overflow_on_one_rank() -> None:
             assert first[comm][1] == second[comm][1] == [True] * 4 + [False] + [True] * 3, comm
         else:  # each rank for itself, and nobody waits for a step that the other has skipped
             assert first[comm][1] == [True] * 8, comm
-            assert second[comm][1][4] is False, comm
+            assert not second[comm][1][4], comm
 
 
 def test_residuals_follow_the_scale_and_the_buckets() -> None:

@@ -168,6 +168,19 @@ def test_texts_are_read_whole() -> None:
     assert board.read(1) == {}
 
 
+def test_a_text_that_was_written_over_while_it_was_read() -> None:
+    """However often the writer came back meanwhile: what is half one text and half another is read again."""
+    board = Board(texts=True)
+    board.write(0, {"seen": [1, 2, 3]})
+    memory = board._memory
+    place = memory.find(b"1")
+    memory[place : place + 1] = b"2"
+    writer = threading.Timer(0.2, board.write, (0, {"seen": [4]}))
+    writer.start()
+    assert board.read(0) == {"seen": [4]}
+    writer.join(LIMIT)
+
+
 def test_a_board_that_is_full() -> None:
     """What a rank notes of many loaders leaves room for where it is, of which the store is to hold nothing."""
     with store_file.place() as path:
