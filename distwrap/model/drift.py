@@ -70,7 +70,7 @@ class ModelWatch(Watch):
         """Note that an optimizer is about to step."""
         if self._net is None:
             return
-        if self._by_steps and (bound_strategy(optimizer) is self._strategy or self._holding([optimizer])):
+        if self._by_steps and (bound_strategy(optimizer) is self._strategy or self.trained_by(optimizer)):
             alignment = getattr(getattr(self._model(), "_distwrap", None), "alignment", None)
             self._forwards = [] if alignment is None else [alignment.held()]
             self.average()
@@ -134,7 +134,8 @@ class ModelWatch(Watch):
         buffers = {name for name, _ in self._net.named_buffers()}
         weights = list(held) or ([] if divided else in_sync.tensors_of(self._net))
         weights = [item for item in weights if item.name not in buffers]
-        optimizers = self._holding([found for held in self._stepped.values() if (found := held()) is not None])
+        stepped = [optimizer for held in self._stepped.values() if (optimizer := held()) is not None]
+        optimizers = [optimizer for optimizer in stepped if self.trained_by(optimizer)]
         known = self._drift.known()
         strangers = [
             Held(f"tensor {number} of {type(optimizer).__name__}, which no wrapped model has", "", tensor)
@@ -154,10 +155,10 @@ class ModelWatch(Watch):
         """The user's own module, as long as it may be looked at."""
         return self._inner if self._inner is not None else self._model()
 
-    def _holding(self, optimizers: list[Optimizer]) -> list[Optimizer]:
-        """Return those of some optimizers that hold parameters of the model."""
-        own = set(map(id, self._net.parameters() if self._net is not None else ()))
-        return [optimizer for optimizer in optimizers if not own.isdisjoint(parameters_of(optimizer))]
+    def trained_by(self, optimizer: Optimizer) -> bool:
+        """Return whether an optimizer holds parameters of the model."""
+        own = map(id, self._net.parameters() if self._net is not None else ())
+        return not parameters_of(optimizer).keys().isdisjoint(own)
 
     def _version_now(self) -> int:
         return 0 if self._sentinel is None else version_of(self._sentinel)
@@ -257,6 +258,12 @@ class Drift(RunPart):
             name = f"what {type(optimizer).__name__} holds outside of wrapped models"
             ranks = list(range(self.world.placement.world_size))
             self._outsiders[optimizer] = OutsiderWatch(optimizer, self, name, self._name(kind), ranks)
+
+    def watch_of(self, optimizer: Optimizer) -> ModelWatch | None:
+        """Return the watch over the first model of which an optimizer holds parameters; ``None`` if it is apart."""
+        if optimizer in self.apart:
+            return None
+        return next((watch for watch in self.watches if watch.trained_by(optimizer)), None)
 
     def known(self) -> set[int]:
         """Return the ids of the parameters of all wrapped models."""

@@ -10,6 +10,7 @@ from distwrap.errors import ModelError
 from distwrap.group.world import RunPart, World
 from distwrap.model.distributed import ReplicaModel
 from distwrap.model.drift import Drift
+from distwrap.model.learning_rates import LearningRates
 from distwrap.model.plateaus import Plateaus
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.unwrapped import Unwrapped
@@ -23,6 +24,7 @@ class Optimizers(RunPart):
         self._rank, self._models, self._drift = world.placement.rank, world.part(WrappedModels), world.part(Drift)
         self._unwrapped = world.part(Unwrapped) if world.tells_others else None
         self._plateaus = world.part(Plateaus) if world.tells_others else None
+        self._rates = world.part(LearningRates) if world.tells_others else None
         self._groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._handle = register_optimizer_step_pre_hook(self._before)
 
@@ -34,6 +36,8 @@ class Optimizers(RunPart):
         if self._groups.get(optimizer) != len(optimizer.param_groups):
             self._check(optimizer, any(map(callable, (*args[1:], *kwargs.values()))))
         self._drift.step(optimizer)
+        if self._rates is not None:
+            self._rates.step(optimizer)
         if self._plateaus is not None and self._plateaus.pending:
             self._plateaus.compare()
         if self._unwrapped is not None and self._unwrapped.open:

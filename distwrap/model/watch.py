@@ -47,6 +47,8 @@ class Watch:
         ranks: that train them together.
 
     Attributes:
+        key: of the tensors.
+        ranks: that train them together.
         averages: how many averages of their gradients have begun, or steps where nothing tells of averages.
     """
 
@@ -54,7 +56,7 @@ class Watch:
     way_out = ""
 
     def __init__(self, world: World, name: str, key: str, ranks: list[int]) -> None:
-        self._rank, self._name = world.placement.rank, name
+        self._rank, self._name, self.key, self.ranks = world.placement.rank, name, key, ranks
         self.comparison = Comparison(world, key, ranks, self._message)
         self._spent = 0.0
         self._looks, self._era = 0, -1

@@ -52,6 +52,7 @@ class Channel:
         order: check that the ranks begin the same collectives.
         stalls: detector of a run in which no rank moves.
         work: work of one rank for which others wait.
+        on_ring: called in the channel's thread when this rank was rung.
         on_stall: called with the hang report on the rank that finds the run stalled. None: it ends the process.
     """
 
@@ -69,6 +70,7 @@ class Channel:
         self.order = OrderCheck(bells, placement, activity)
         self.stalls = StallDetector(bells.store, placement, timeout)
         self.work = SharedWork(bells, texts, placement, self.stalls, supervised)
+        self.on_ring: Callable[[], None] = lambda: None
         self.on_stall: Callable[[str], None] | None = None
         self._thread = threading.Thread(target=self._run, name="distwrap-channel", daemon=True)
 
@@ -114,6 +116,11 @@ class Channel:
             return self._bells.read(f"note/{name}", rank) or self._texts.read(f"note/{name}/{rank}") or ""
         return ""
 
+    def ring_others(self) -> None:
+        """Let all ranks look for what was noted."""
+        with contextlib.suppress(RuntimeError):
+            self._bells.ring_all()
+
     def _erase_notes_of_the_gone(self) -> None:
         for name in [name for name, owner in self._owners.items() if owner() is None]:
             del self._owners[name]
@@ -130,6 +137,7 @@ class Channel:
         rung = heard != self._heard or (not self._bells.is_held and now - self._looked > LOOK_SECONDS)
         if rung:
             self._heard, self._looked = heard, now
+            self.on_ring()
         self._bells.listen()
         for each in (self.reporter, self.work, self.failures):
             each.look(rung)

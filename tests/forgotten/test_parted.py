@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim.lr_scheduler import ReduceLROnPlateau, StepLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 
 import distwrap as dw
 from distwrap.errors import DriftError, WorkerError, WorkerTimeoutError
@@ -69,7 +70,7 @@ def test_a_metric_of_all_ranks() -> None:
 
 
 def test_a_learning_rate_of_each_ranks_own() -> None:
-    """A scheduler that one rank steps alone ends the run by name, a few steps later."""
+    """A scheduler that one rank steps alone ends the run by name, at the step where it does."""
 
     def on_rank() -> None:
         made: list[StepLR] = []
@@ -78,12 +79,33 @@ def test_a_learning_rate_of_each_ranks_own() -> None:
             made.extend([] if made else [StepLR(optimizer, 1, gamma=0.5)])
             if dw.is_rank_zero() and step == 5:
                 made[0].step()
+            if step > 5:
+                time.sleep(0.4)  # the others hear of it four times a second
 
         train(each)
 
-    words = r"'the learning rate of SGD, group 0' is the first that differs: rank 0 0.05 and rank 1 0.1"
+    words = "rank 1: the learning rate of SGD is 0.1 here and 0.05 on rank 0, in the step after 7 averages of gradients"
     with pytest.raises(DriftError, match=words):
         run_ranks(on_rank, 2)
+
+
+def test_learning_rates_that_move_alike() -> None:
+    """Per step, by hand, and by groups of parameters: nobody is refused, also where a rank is ahead."""
+
+    def on_rank() -> list[float]:
+        made: list[LambdaLR] = []
+
+        def each(step: int, loss: float, optimizer: torch.optim.Optimizer) -> None:
+            made.extend([] if made else [LambdaLR(optimizer, lambda count: 0.9**count)])
+            made[0].step()
+            if step == 20:
+                optimizer.param_groups[0]["lr"] *= 2
+            time.sleep(0.02 if step % 2 == dw.rank() else 0.0)
+
+        return train(each)
+
+    one, other = run_ranks(on_rank, 2)
+    assert one == other
 
 
 AFTER: dict[str, Callable[[], object]] = {

@@ -532,12 +532,12 @@ def test_ranks_in_step_are_left_alone(program: Callable[[], None]) -> None:
 
 
 def seen_after(pause: str, folder: Path) -> tuple[int, str]:
-    """Train on, with other learning rates from some step on, and return how many steps later it is seen."""
+    """Train on, with other weights from some step on, and return how many steps later it is seen."""
     model = dw.wrap_model(Net())
     optimizer = sgd(model)
     train(model, optimizer, range(20))
     if dw.rank() == 1:
-        optimizer.param_groups[0]["lr"] *= 2
+        next(model.parameters()).data.mul_(2)
     train(model, optimizer, [20])
     if pause == "eval":
         model.eval()
