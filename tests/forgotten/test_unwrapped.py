@@ -132,6 +132,33 @@ def test_an_optimizer_with_a_closure() -> None:
     assert "this LBFGS, made at" in run_ranks(on_rank, 2)[0]
 
 
+def test_an_optimizer_with_a_closure_that_steps_once() -> None:
+    """Where gradients may be averaged by hand in the closure, they are compared after the step."""
+
+    def on_rank(average: bool) -> list[float]:
+        dw.barrier()
+        net = Net()
+        optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = net(inputs(0, dw.rank())).square().mean()
+            loss.backward()
+            for parameter in net.parameters() if average else ():
+                parameter.grad = dw.reduce(parameter.grad)
+            return dw.reduce(loss) if average else loss
+
+        optimizer.step(closure)
+        return net.layer.bias.tolist()
+
+    one, other = run_ranks(on_rank, 2, True)
+    assert one == other
+    with pytest.raises(
+        ModelError, match=r"this LBFGS, made at .* has stepped Net, which wrap_model\(\) has not wrapped"
+    ):
+        run_ranks(on_rank, 2, False)
+
+
 def test_without_the_decorator() -> None:
     """A script that joins by itself is told too, once it uses `shard_loader`."""
 
