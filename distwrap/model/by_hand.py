@@ -24,7 +24,6 @@ from distwrap.live_objects import instances
 from distwrap.model.drift import Drift
 from distwrap.model.fingerprints import fingerprint
 from distwrap.model.optimizers import Optimizers
-from distwrap.model.unwrapped import Unwrapped
 from distwrap.model.wrapped_models import parameters_of
 from distwrap.seeding import mix
 
@@ -103,7 +102,6 @@ class ByHand(RunPart):
         for optimizer in found:
             if isinstance(optimizer, Optimizer):
                 known |= parameters_of(optimizer).keys()
-        known |= {id(parameter) for model in self._world.part(Unwrapped).local for parameter in model.parameters()}
         inner = {id(part) for module in modules for part in module.children()}
         left = {
             module: [each for each in module.parameters() if each.requires_grad and id(each) not in known]

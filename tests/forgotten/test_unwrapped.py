@@ -227,6 +227,23 @@ def test_a_model_of_each_ranks_own() -> None:
         assert found == [pytest.approx(expected, abs=1e-7)] * 2
 
 
+def test_a_part_of_each_ranks_own_in_one_optimizer() -> None:
+    """What `local_model` names may differ beside a wrapped model, which the ranks still train together."""
+
+    def on_rank() -> tuple[list[float], list[float]]:
+        body, head = dw.wrap_model(Net()), dw.local_model(nn.Linear(3, 1))
+        optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            head(body(inputs(step, dw.rank()))).square().mean().backward()
+            optimizer.step()
+        return body.layer.bias.tolist(), head.bias.tolist()
+
+    (body, head), (same, other) = run_ranks(on_rank, 2)
+    assert body == same
+    assert head != other
+
+
 def test_in_a_function_of_one_rank() -> None:
     """What rank 0 trains for itself inside `rank_zero_only` is its own affair."""
 
