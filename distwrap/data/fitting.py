@@ -58,7 +58,8 @@ def fit_batch_size(
     Raises:
         torch.OutOfMemoryError: a rank is out of memory with `least` too; on every rank.
         CollectiveError: a rank is out of memory, and the others wait for it in an exchange, or have begun another
-            number of them; or `fn` raised another error on another rank. On the rank that raised it, it is that error.
+            number of them; or the ranks try different sizes; or `fn` raised another error on another rank. On the rank
+            that raised it, it is that error.
         OptionError: a number that is none, or `start` is below `least`.
 
     Example:
@@ -115,7 +116,7 @@ class Fitting(RunPart):
     def tell_failure(self) -> None:
         """Let the others know that another error ends the tries here; wait for none of them."""
         if self._group is not None and dist.is_initialized():
-            self._votes.cast(self._vote(_Try.FAILED, 0), self._group)
+            self._votes.cast(self._vote(_Try.FAILED, 0, 0), self._group)
 
     def full_ranks(self, outcome: _Try, size: int, begun: int, seconds: float) -> list[int]:
         """Return which ranks are out of memory.
@@ -125,7 +126,7 @@ class Fitting(RunPart):
         """
         if self._group is None:
             return [0] if outcome is _Try.FULL else []
-        vote = self._vote(outcome, begun)
+        vote = self._vote(outcome, begun, size)
         work = dist.all_reduce(vote, op=dist.ReduceOp.MAX, group=self._group, async_op=True)
         try:
             work.wait(*([timedelta(seconds=seconds)] if outcome is _Try.FULL else []))
@@ -138,12 +139,17 @@ class Fitting(RunPart):
                 f"an exchange, or take longer, for which there is patience=. Start with less, or try a step that "
                 f"exchanges nothing, of the bare model or in no_sync()."
             ) from error
-        outcomes, counts = vote[: self._place.world_size].tolist(), vote[self._place.world_size :].tolist()
+        outcomes, counts, sizes = vote.view(3, -1).tolist()
         failed, full = ([rank for rank, how in enumerate(outcomes) if how == what] for what in (_Try.FAILED, _Try.FULL))
         if failed:
             raise CollectiveError(
                 f"fit_batch_size(): with batch size {size} the function has failed on {named_ranks(failed)}, and not "
                 f"for lack of memory; the error is raised there."
+            )
+        if len(set(sizes)) > 1:
+            raise CollectiveError(
+                f"fit_batch_size(): rank 0, 1, … have tried the batch sizes {', '.join(map(str, sizes))}, of which no "
+                f"one size would come. Give all ranks the same start=, as distwrap.reduce(start, 'max')."
             )
         if full and len(set(counts)) > 1:
             raise CollectiveError(
@@ -158,10 +164,10 @@ class Fitting(RunPart):
         """Wait until the other ranks have heard what this one has told."""
         self._votes.wait()
 
-    def _vote(self, outcome: _Try, begun: int) -> torch.Tensor:
-        vote = torch.zeros(2 * self._place.world_size, dtype=torch.int64, device="cpu")
-        vote[self._place.rank], vote[self._place.world_size + self._place.rank] = outcome, begun
-        return vote
+    def _vote(self, outcome: _Try, begun: int, size: int) -> torch.Tensor:
+        vote = torch.zeros(3, self._place.world_size, dtype=torch.int64, device="cpu")
+        vote[:, self._place.rank] = torch.tensor([outcome, begun, size], device="cpu")
+        return vote.view(-1)
 
 
 def is_out_of_memory(error: BaseException) -> bool:

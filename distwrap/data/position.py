@@ -7,7 +7,7 @@ every rank, and it means the same to another number of ranks and to another batc
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -52,6 +52,7 @@ class Position:
         next: start of the next iteration.
         now: start of the last iteration; ``None`` before the first, and after one that came to its end.
         shuffle: the order of `now`.
+        skipped: `next`, where `skip` has moved it from the start of an epoch.
         batches_taken: how many batches the loop has had of `now`.
         epoch_is_explicit: whether the loop calls `set_epoch` itself.
     """
@@ -59,6 +60,7 @@ class Position:
     def __init__(self) -> None:
         self.next = EpochStart(0)
         self.now: EpochStart | None = None
+        self.skipped: EpochStart | None = None
         self.shuffle = Shuffle("", 0)
         self.batches_taken = 0
         self.epoch_is_explicit = False
@@ -94,10 +96,12 @@ class Position:
             self.now = None
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the next epoch; a position in that very epoch, from a saved state, stays."""
+        """Choose the next epoch; a position in that very epoch, from a saved state, stays, and so does a skip."""
         self.epoch_is_explicit = True
         if self.now is not None or epoch != self.next.epoch:
-            self.next, self.now = EpochStart(epoch), None
+            is_skipped = self.now is None and self.next is self.skipped
+            self.next, self.now = replace(self.next, epoch=epoch) if is_skipped else EpochStart(epoch), None
+            self.skipped = self.next if is_skipped else None
 
     def state(self, consumed: Callable[[int, int], int], usual: Callable[[int], Shuffle]) -> dict[str, Any]:
         """Return the position as numbers.

@@ -26,9 +26,10 @@ class SkippingLoader(IteratorHook):
     def skip(self: Loader, batches: int) -> Loader:
         """Let the next iteration leave out its first batches on every rank, for those who have saved only a step.
 
-        The epoch is the next one, or that of `set_epoch`. Where the order follows from a seed nothing of what is left
-        out is fetched. A single process fetches nothing either: its order is drawn as ever, so seed it as it was. An
-        iterable dataset, and a loader that keeps its workers for all epochs in a single process, is read up to there.
+        The epoch is the next one, or that of `set_epoch`, called before or after. Where the order follows from a seed
+        nothing of what is left out is fetched. A single process fetches nothing either: its order is drawn as ever, so
+        seed it as it was. An iterable dataset, and a loader that keeps its workers for all epochs in a single process,
+        is read up to there.
 
         Args:
             batches: how many of this loader's batches, on each rank; also 0.
@@ -58,6 +59,8 @@ class SkippingLoader(IteratorHook):
             position.next = replace(begun, skip=begun.skip + batches)
         else:
             position.next = replace(begun, start=cast("SkippingLoader", self)._consumed(begun.start, batches))
+        if begun is position.skipped or not begun.start + begun.skip:
+            position.skipped = position.next
         position.now = None
         return self
 

@@ -35,10 +35,12 @@ def split(items: Sequence[Item]) -> Sequence[Item]:
     try:
         each, more = divmod(len(items), layout.size)
         start = layout.rank * each + min(layout.rank, more)
-        part = items[start : start + each + (layout.rank < more)]
+        count = each + (layout.rank < more)
+        part = items[start : start + count]
+        is_part = len(part) == count and not isinstance(part, Mapping)
     except (TypeError, KeyError) as error:
         raise _refusal(items) from error
-    if isinstance(part, Mapping):  # as a slice of a Dataset of Hugging Face is
+    if not is_part:  # as a slice of a table of Hugging Face, or of a TensorDataset, which are columns
         raise _refusal(items)
     return items if layout.size == 1 else part
 

@@ -1,5 +1,6 @@
 """Gather: every rank's tensors, one after the other, on every rank, with their gradients."""
 
+import math
 from typing import Any
 
 import torch
@@ -78,12 +79,17 @@ def _cannot_pad(tensors: list[torch.Tensor], pad: float | None) -> str:
     if pad is None:
         return ""
     for tensor in tensors:
-        if not tensor.is_floating_point() and not tensor.is_complex():
-            limits = torch.iinfo(torch.uint8 if tensor.dtype == torch.bool else tensor.dtype)
-            most = 1 if tensor.dtype == torch.bool else limits.max
-            if not (float(pad).is_integer() and limits.min <= pad <= most):
-                return f"gather(pad={pad}): {str(tensor.dtype).removeprefix('torch.')} does not hold this number."
+        has_fractions = tensor.is_floating_point() or tensor.is_complex()
+        is_bool = tensor.dtype == torch.bool
+        limits = torch.finfo(tensor.dtype) if has_fractions else torch.iinfo(torch.uint8 if is_bool else tensor.dtype)
+        fits = limits.min <= pad <= (1 if is_bool else limits.max)
+        if not ((fits and (has_fractions or float(pad).is_integer())) or (has_fractions and _is_no_finite(pad))):
+            return f"gather(pad={pad}): {str(tensor.dtype).removeprefix('torch.')} does not hold this number."
     return ""
+
+
+def _is_no_finite(number: float) -> bool:
+    return number in (math.inf, -math.inf) or math.isnan(number)
 
 
 def _padded(tensor: torch.Tensor, pad: float, shapes: list[tuple[int, ...]]) -> torch.Tensor:

@@ -20,6 +20,7 @@ from distwrap.group.world import RunPart, World
 from distwrap.model import in_sync
 from distwrap.model.in_sync import Held
 from distwrap.model.transparent import unwrap_model
+from distwrap.model.unwrapped import Unwrapped
 from distwrap.model.watch import SHARE, Watch, is_power_of_two
 from distwrap.model.wrapped_models import WrappedModels, bound_strategy, parameters_of
 from distwrap.seeding import mix
@@ -266,8 +267,9 @@ class Drift(RunPart):
         return next((watch for watch in self.watches if watch.trained_by(optimizer)), None)
 
     def known(self) -> set[int]:
-        """Return the ids of the parameters of all wrapped models."""
-        return {id(parameter) for model in self._models for parameter in model.parameters()}
+        """Return the ids of the parameters of all wrapped models, and of those that are each rank's own on purpose."""
+        models = chain(self._models, self.world.part(Unwrapped).local)
+        return {id(parameter) for model in models for parameter in model.parameters()}
 
     def pause(self) -> None:
         """Look at all models, as before a checkpoint."""

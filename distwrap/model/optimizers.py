@@ -28,6 +28,11 @@ class Optimizers(RunPart):
         self._groups: WeakKeyDictionary[Optimizer, int] = WeakKeyDictionary()
         self._handle = register_optimizer_step_pre_hook(self._before)
 
+    @property
+    def has_stepped(self) -> bool:
+        """Whether an optimizer with gradients has stepped that somebody still holds."""
+        return bool(self._groups)
+
     def close(self) -> None:
         """Remove the hook."""
         self._handle.remove()

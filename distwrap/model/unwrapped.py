@@ -43,6 +43,7 @@ class Unwrapped(RunPart):
         self._begun, self._patience = collectives_begun(), _FIRST_SECONDS
         self.open: list[_Step] = []
         self.local: WeakSet[nn.Module] = WeakSet()
+        self._computing: WeakSet[Optimizer] = WeakSet()  # those that compute their gradients in their step
 
     def is_local(self, optimizer: Optimizer) -> bool:
         """Return whether an optimizer has parameters of models that are each rank's own on purpose."""
@@ -67,7 +68,8 @@ class Unwrapped(RunPart):
         grads = [tensor.grad for tensor in held.values() if tensor.grad is not None]
         by_hand = self._may_be_by_hand()
         if not grads and by_hand:
-            return  # of an optimizer that computes them in its step: the next one knows
+            self._look_after(optimizer)
+            return
         name = f"unwrapped {type(optimizer).__name__} {self._world.count('an unwrapped optimizer')}"
         mine = json.dumps(mix(*(fingerprint(grad) for grad in grads)))
         assert self._world.channel is not None
@@ -80,6 +82,19 @@ class Unwrapped(RunPart):
                 self._patience = _LATER_SECONDS  # this rank trains alone, and may do so again
                 return
             time.sleep(0.005)
+
+    def _look_after(self, optimizer: Optimizer) -> None:
+        """Look after the first step of an optimizer that computes its gradients in it, as L-BFGS does."""
+        if optimizer in self._computing:
+            return
+        self._computing.add(optimizer)
+
+        def after(stepped: Optimizer, *_: object) -> None:
+            handle.remove()
+            if any(tensor.grad is not None for tensor in parameters_of(stepped).values()):
+                self.look(stepped)
+
+        handle = optimizer.register_step_post_hook(after)
 
     def look_again(self, optimizer: Optimizer) -> None:
         """Look whether other ranks have come to what this rank alone had trained so far."""
@@ -109,9 +124,9 @@ class Unwrapped(RunPart):
                     f"if you average them by hand, or give all ranks the same data.",
                 )
             return all(told.values())
-        made = where_made(optimizer)
+        made, when = where_made(optimizer), "has stepped" if optimizer in self._computing else "is about to step"
         raise ModelError(
-            f"rank {place.rank}: this {type(optimizer).__name__}{made and f', made at {made},'} is about to step "
+            f"rank {place.rank}: this {type(optimizer).__name__}{made and f', made at {made},'} {when} "
             f"{kind}, which wrap_model() has not wrapped"
             f"{'' if unlike is None else f', and rank {unlike} has other gradients'}: each of the {place.world_size} "
             f"ranks would train a {kind} of its own. Write model = wrap_model(model) before the loop, and train what "

@@ -131,6 +131,17 @@ def test_ranks_that_have_exchanged_equally_try_again() -> None:
         assert found == (4, pytest.approx(weight, rel=0, abs=1e-12))
 
 
+def test_ranks_that_try_different_sizes_are_told() -> None:
+    """Each would come to a batch size of its own."""
+
+    def on_rank() -> int:
+        with pytest.raises(CollectiveError, match="rank 0, 1, … have tried the batch sizes 8, 9, of which no one"):
+            dw.fit_batch_size(lambda size: size, start=8 + dw.rank())
+        return dw.reduce(1, "sum")
+
+    assert run_ranks(on_rank, 2) == [2, 2]
+
+
 def test_a_rank_does_not_wait_for_others_that_wait_for_it() -> None:
     """Where they are in an exchange of the function, the run ends with an error that says so."""
 

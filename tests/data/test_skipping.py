@@ -103,16 +103,37 @@ def test_the_position_counts_what_was_left_out() -> None:
 
 
 def test_only_the_next_iteration_is_shorter() -> None:
-    """The epochs after it are whole, and another epoch than the one that was chosen is whole too."""
+    """The epochs after it are whole."""
     for ranks in (1, 2):
         with standing_on(0, ranks):
             loader: Any = shard_loader(DataLoader(range(12), batch_size=2))
             whole = batches(loader)
             assert batches(loader.skip(1).skip(1)) == whole[2:]
             assert batches(loader) == whole
-            loader.skip(1)
-            loader.set_epoch(9)
-            assert batches(loader) == whole
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_epoch_may_be_said_after_the_skip(ranks: int) -> None:
+    """As a loop says it that goes on at its epoch; the one after it is whole."""
+    with standing_on(0, ranks):
+        loader: Any = shard_loader(DataLoader(range(12), batch_size=2, shuffle=True), seed=3)
+        wholes = [batches(loader) for _ in range(11)]
+        loader.skip(1)
+        for epoch, skipped in ((9, 1), (10, 0)):
+            loader.set_epoch(epoch)
+            assert batches(loader) == wholes[epoch][skipped:]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_epoch_after_a_saved_position_is_whole(ranks: int) -> None:
+    """What was skipped from there belongs to the position's own epoch."""
+    with standing_on(0, ranks):
+        loader: Any = shard_loader(DataLoader(range(12), batch_size=2))
+        whole = batches(loader)
+        loader.load_state_dict({**loader.state_dict(), "consumed": 2 * ranks})
+        loader.skip(1)
+        loader.set_epoch(9)
+        assert batches(loader) == whole
 
 
 def test_a_loader_with_workers_skips_too() -> None:

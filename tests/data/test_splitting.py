@@ -65,6 +65,7 @@ class Columns(list):  # type: ignore[type-arg]
         ({1, 2}, r"not a set. Give it sorted\(items\)"),
         (iter([1]), r"not a list_iterator. Give it list\(items\)"),
         (Columns([1, 2]), r"not a Columns. Give it list\(items\)"),
+        (torch.utils.data.TensorDataset(torch.arange(8)), r"not a TensorDataset. Give it list\(items\)"),
     ],
 )
 def test_what_has_no_parts_is_refused(items: Any, message: str) -> None:

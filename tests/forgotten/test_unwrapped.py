@@ -132,6 +132,33 @@ def test_an_optimizer_with_a_closure() -> None:
     assert "this LBFGS, made at" in run_ranks(on_rank, 2)[0]
 
 
+def test_an_optimizer_with_a_closure_that_steps_once() -> None:
+    """Where gradients may be averaged by hand in the closure, they are compared after the step."""
+
+    def on_rank(average: bool) -> list[float]:
+        dw.barrier()
+        net = Net()
+        optimizer = torch.optim.LBFGS(net.parameters(), max_iter=3)
+
+        def closure() -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = net(inputs(0, dw.rank())).square().mean()
+            loss.backward()
+            for parameter in net.parameters() if average else ():
+                parameter.grad = dw.reduce(parameter.grad)
+            return dw.reduce(loss) if average else loss
+
+        optimizer.step(closure)
+        return net.layer.bias.tolist()
+
+    one, other = run_ranks(on_rank, 2, True)
+    assert one == other
+    with pytest.raises(
+        ModelError, match=r"this LBFGS, made at .* has stepped Net, which wrap_model\(\) has not wrapped"
+    ):
+        run_ranks(on_rank, 2, False)
+
+
 def test_without_the_decorator() -> None:
     """A script that joins by itself is told too, once it uses `shard_loader`."""
 
@@ -198,6 +225,23 @@ def test_a_model_of_each_ranks_own() -> None:
             optimizer.step()
         expected = [number for parameter in net.parameters() for number in parameter.flatten().tolist()]
         assert found == [pytest.approx(expected, abs=1e-7)] * 2
+
+
+def test_a_part_of_each_ranks_own_in_one_optimizer() -> None:
+    """What `local_model` names may differ beside a wrapped model, which the ranks still train together."""
+
+    def on_rank() -> tuple[list[float], list[float]]:
+        body, head = dw.wrap_model(Net()), dw.local_model(nn.Linear(3, 1))
+        optimizer = torch.optim.SGD([*body.parameters(), *head.parameters()], lr=0.1)
+        for step in range(3):
+            optimizer.zero_grad()
+            head(body(inputs(step, dw.rank()))).square().mean().backward()
+            optimizer.step()
+        return body.layer.bias.tolist(), head.bias.tolist()
+
+    (body, head), (same, other) = run_ranks(on_rank, 2)
+    assert body == same
+    assert head != other
 
 
 def test_in_a_function_of_one_rank() -> None:

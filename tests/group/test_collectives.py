@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -186,6 +187,7 @@ def test_gather_pads_sequences_to_the_longest_of_all_ranks() -> None:
         assert scores.grad.tolist() == torch.full_like(scores, 6).tolist()
         assert dw.gather(tokens, pad=-100, interleave=True).tolist() == [[1, 1, -100], [2, 2, 2], [2, 2, 2]]
         assert dw.gather(torch.empty(0, 3 * r), pad=0).shape == (0, 3)
+        assert dw.gather(torch.ones(1, 1 + r).half(), pad=-math.inf).tolist() == [[1, -math.inf], [1, 1]]
         assert dw.gather(float(r), pad=0).tolist() == [0, 1]
         same = torch.ones(2, 3)
         assert torch.equal(dw.gather(same, pad=7.0), torch.ones(4, 3))
@@ -206,7 +208,9 @@ def test_what_cannot_be_padded_is_an_error_on_every_rank() -> None:
         ):
             with pytest.raises(CollectiveError, match="the ranks hold different things"):
                 dw.gather(value, pad=pad)
-        for dtype, pad in ((torch.int64, 0.5), (torch.uint8, -100), (torch.bool, 2), (torch.int16, float("inf"))):
+        lacking: list[tuple[torch.dtype, float]] = [(torch.int64, 0.5), (torch.uint8, -100), (torch.bool, 2)]
+        lacking += [(torch.int16, float("inf")), (torch.float16, 70000), (torch.int64, 10**20)]
+        for dtype, pad in lacking:
             with pytest.raises(CollectiveError, match=rf"gather\(pad={pad}\): {str(dtype)[6:]} does not hold"):
                 dw.gather(torch.ones(1, dtype=(torch.float32, dtype)[r]), pad=pad)
         return dw.reduce(1, "sum")

@@ -1,0 +1,120 @@
+"""Notice a model that nobody has wrapped, in a loop that steps it by hand: no optimizer tells of it.
+
+As a sharded loader gives its first batches, and neither an optimizer has stepped nor gradients were averaged, each rank
+looks at the parameters that are in no wrapped model and in no optimizer, and tells what they have become. Where they
+change, and differ between the ranks, each trains its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from distwrap.errors import ModelError
+from distwrap.group.collective_guard import CollectiveGuard
+from distwrap.group.world import RunPart, World
+from distwrap.live_objects import instances
+from distwrap.model.drift import Drift
+from distwrap.model.fingerprints import fingerprint
+from distwrap.model.optimizers import Optimizers
+from distwrap.model.wrapped_models import parameters_of
+from distwrap.seeding import mix
+
+_LOOKS = (2, 3, 4, 8)  # batches of a run, before each of which the parameters are looked at
+
+
+class ByHand(RunPart):
+    """Watch over the models of a run in which no wrapper averages and no optimizer steps."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._batches = world, 0
+        self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
+        self._counts: Counter[str] = Counter()
+        self._seen: dict[str, dict[str, int]] = {}  # of each model what it was, by the number of batches before
+        self._channel = world.channel
+
+    def first_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return the batches of a loader, in front of the first of which the models are looked at."""
+        return batches if self._batches >= _LOOKS[-1] else self._looked_at(batches)
+
+    def _looked_at(self, batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            if torch.is_grad_enabled():  # else it is no training
+                self._batches += 1
+                if self._batches in _LOOKS:
+                    self._look()
+            yield batch
+            if self._batches >= _LOOKS[-1]:
+                break
+        yield from batches
+
+    def _look(self) -> None:
+        """Look at the models, tell the other ranks, and compare with what these have told.
+
+        Raises:
+            ModelError: a model has changed, and differs between ranks.
+        """
+        assert self._channel is not None
+        if self._world.part(Drift).averages or self._world.part(Optimizers).has_stepped:
+            self._batches = _LOOKS[-1]  # it trains as most do, and is watched by that
+            return
+        if self._world.part(CollectiveGuard).function:
+            return
+        for model, parameters in self._models().items():
+            if model not in self._names:
+                kind = f"{type(model).__name__} {mix(*(str(parameter.shape) for parameter in parameters)):x}"
+                self._counts[kind] += 1
+                self._names[model] = f"{kind} {self._counts[kind]}"
+            seen = self._seen.setdefault(self._names[model], {})
+            seen[str(self._batches)] = mix(*map(fingerprint, parameters))
+        self._channel.note("by hand", json.dumps(self._seen), self)
+        self.wait()
+
+    def wait(self) -> None:
+        """Compare with what the other ranks have told so far.
+
+        Raises:
+            ModelError: a model has changed, and differs between ranks.
+        """
+        place, channel = self._world.placement, self._channel
+        for rank in range(place.world_size) if self._seen and channel is not None else ():
+            note = channel.noted("by hand", rank) if rank != place.rank and channel is not None else ""
+            for name, theirs in json.loads(note or "{}").items():
+                mine = self._seen.get(name, {})
+                both = [batches for batches in mine if batches in theirs]
+                if len({mine[batches] for batches in both}) < 2 or len({theirs[batches] for batches in both}) < 2:
+                    continue  # nobody trains it, or one rank alone
+                if mine[both[-1]] != theirs[both[-1]]:
+                    raise ModelError(_in_words(name.split()[0], place.rank, rank, place.world_size))
+
+    def _models(self) -> dict[nn.Module, list[nn.Parameter]]:
+        """Return the outermost modules with parameters that a step by hand may train, and these."""
+        found = instances(nn.Module, Optimizer)
+        modules = [module for module in found if isinstance(module, nn.Module)]
+        known = self._world.part(Drift).known()
+        for optimizer in found:
+            if isinstance(optimizer, Optimizer):
+                known |= parameters_of(optimizer).keys()
+        inner = {id(part) for module in modules for part in module.children()}
+        left = {
+            module: [each for each in module.parameters() if each.requires_grad and id(each) not in known]
+            for module in modules
+            if id(module) not in inner
+        }
+        return {module: parameters for module, parameters in left.items() if parameters}
+
+
+def _in_words(kind: str, rank: int, other: int, world_size: int) -> str:
+    return (
+        f"rank {rank}: the weights of {kind}, which wrap_model() has not wrapped, have changed, and rank {other} has "
+        f"others: no optimizer holds them, so they are updated by hand, and each of the {world_size} ranks trains a "
+        f"{kind} of its own. Write model = wrap_model(model) before the loop, and train what it returns. If each rank "
+        f"is to have its own, say model = local_model(model)."
+    )
