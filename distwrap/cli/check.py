@@ -26,17 +26,25 @@ def run(given: argparse.Namespace) -> int:
     """Check scripts, and print the findings; return the exit code."""
     try:
         require_libcst()
-        from distwrap.convert.checking import check
-        from distwrap.convert.script import read
-
-        count = 0
-        for path in given.scripts:
-            script, _ = read(path)
-            for finding in check(script):
-                count += 1
-                print(finding.text(str(path)))
     except DistwrapError as error:
         print(f"distwrap check: {error}", file=sys.stderr)
         return 2
+    from distwrap.convert.checking import check, is_for_ranks
+    from distwrap.convert.script import read
+
+    count, all_read = 0, True
+    for path in given.scripts:
+        try:
+            script, _ = read(path)
+        except DistwrapError as error:
+            print(f"distwrap check: {error}", file=sys.stderr)
+            all_read = False
+            continue
+        findings = list(check(script))
+        count += len(findings)
+        for finding in findings:
+            print(finding.text(str(path)))
+        if not findings and not is_for_ranks(script):
+            print(f"{path}: uses neither DistributedDataParallel nor distwrap, so there is nothing to check")
     print(f"{count} finding{'s' * (count != 1)}")
-    return int(count > 0)
+    return int(count > 0) if all_read else 2

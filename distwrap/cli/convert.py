@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distwrap.convert import require_libcst
-from distwrap.errors import DistwrapError
+from distwrap.errors import ConversionError, DistwrapError
 
 
 def add_arguments(commands: Any) -> None:
@@ -18,12 +18,12 @@ def add_arguments(commands: Any) -> None:
         description="Reads a training script, and prints a diff and a list of what it did, what it left, and why. It "
         "never runs the script. Exit code: 0 where it has a result, 1 where it refuses.",
     )
-    parser.add_argument("script", type=Path, metavar="SCRIPT.py", help="the script; it is changed with --write alone")
+    parser.add_argument("script", type=Path, metavar="SCRIPT.py", help="the script; only --write changes it")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--write", action="store_true", help="change the script itself")
     place.add_argument("--out", type=Path, metavar="OUT.py", help="write the converted script here; must not exist")
-    parser.add_argument("--strategy", help="for the decorator, as 'fsdp'")
-    parser.add_argument("--nprocs", type=int, help="for the decorator: processes on this node")
+    parser.add_argument("--strategy", help="a strategy for the decorator, for example fsdp")
+    parser.add_argument("--nprocs", type=_count, help="for the decorator: how many processes run on this node")
     parser.add_argument(
         "--global-batch", action="store_true", help="the script's batch size is that of all ranks together"
     )
@@ -34,7 +34,7 @@ def run(given: argparse.Namespace) -> int:
     """Convert a script, print the diff and the list; return the exit code."""
     try:
         return _convert(given)
-    except (DistwrapError, OSError) as error:
+    except DistwrapError as error:
         print(f"distwrap convert: {error}", file=sys.stderr)
         return 1
 
@@ -47,8 +47,9 @@ def _convert(given: argparse.Namespace) -> int:
     from distwrap.convert.script import read
 
     if given.out is not None and given.out.exists():
-        print(f"distwrap convert: {given.out} is there already: give another name.", file=sys.stderr)
-        return 1
+        raise ConversionError(f"{given.out} is there already: give another name.")
+    if given.out is not None and not given.out.parent.is_dir():
+        raise ConversionError(f"there is no folder {given.out.parent} to write {given.out.name} into: make it first.")
     script, encoding = read(given.script)
     converted = convert(script, Wishes(given.strategy, given.nprocs, given.global_batch))
     sys.stdout.writelines(_diff(script.text, converted.text, given.script, given.out))
@@ -57,11 +58,30 @@ def _convert(given: argparse.Namespace) -> int:
     if not converted.is_result:
         print(f"distwrap convert: {given.script} is left as it is: see the list.", file=sys.stderr)
         return 1
-    target = given.out or (given.script if given.write and converted.text != script.text else None)
+    is_changed = converted.text != script.text
+    target = given.out or (given.script if given.write and is_changed else None)
     if target is not None:
-        target.write_bytes(converted.text.encode(encoding))
+        _write(target, converted.text.encode(encoding))
         print(f"written to {target}")
+        if is_changed and given.nprocs is None:
+            print(f"'python {target}' starts a process for each GPU, 'DISTWRAP_NPROCS=2 python {target}' two processes")
+    elif is_changed:
+        print(f"nothing is written yet: --write changes {given.script}, --out NEW.py writes beside it")
     return 0
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is no number of processes: give 1 or more")
+    return number
+
+
+def _write(path: Path, data: bytes) -> None:
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise ConversionError(f"{path} cannot be written: {error.strerror}. Choose another place by --out.") from error
 
 
 def _diff(before: str, after: str, path: Path, out: Path | None) -> list[str]:

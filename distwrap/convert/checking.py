@@ -43,10 +43,15 @@ def check(script: Script) -> Notes:
     """
     facts, notes = ScriptFacts(script), Notes(script.text)
     _data_parallel(facts, notes)
-    if any(script.calls(*WRAPPER, *INIT, *SAMPLER)) or _uses_distwrap(script):
+    if is_for_ranks(script):
         for rule in RULES:
             rule(facts, notes)
     return notes
+
+
+def is_for_ranks(script: Script) -> bool:
+    """Return whether a script is written for several ranks: with torch's own functions, or with distwrap."""
+    return any(script.calls(*WRAPPER, *INIT, *SAMPLER)) or _uses_distwrap(script)
 
 
 def _uses_distwrap(script: Script) -> bool:

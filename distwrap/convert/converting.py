@@ -18,7 +18,7 @@ from distwrap.convert.sources.data_parallel import convert_data_parallel, is_dat
 from distwrap.convert.sources.ddp import convert_ddp, is_ddp
 from distwrap.convert.sources.fabric import convert_fabric, is_fabric
 from distwrap.convert.sources.horovod import convert_horovod, is_horovod
-from distwrap.convert.sources.plain import convert_plain
+from distwrap.convert.sources.plain import BY_HAND, convert_plain
 from distwrap.convert.sources.spawn import convert_spawn, is_spawn
 from distwrap.errors import ConversionError
 
@@ -80,7 +80,7 @@ def convert(script: Script, wishes: Wishes | None = None) -> Converted:
     if not conversion.facts.training_loops and source not in (convert_spawn, convert_ddp):
         conversion.unsure(
             script.tree, "loop", "there is no training loop that can be read: a for with .backward() and an "
-            "optimizer's .step()", "@distributed, wrap_model and shard_loader by hand",
+            "optimizer's .step()", BY_HAND,
         )  # fmt: skip
         return Converted(script.text, conversion.notes, False)
     if not source(conversion):

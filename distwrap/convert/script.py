@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tokenize
@@ -39,9 +40,8 @@ class Script:
         try:
             wrapper = MetadataWrapper(cst.parse_module(text), unsafe_skip_copy=True)
         except cst.ParserSyntaxError as error:
-            raise ConversionError(
-                f"{name}, line {error.raw_line}: this is no Python that can be read. Mend it, and try again."
-            ) from error
+            line, reason = _first_error(text) or (error.raw_line, error.message)
+            raise ConversionError(f"{name}, line {line}: Python 3 cannot read this: {reason}") from error
         self.tree = wrapper.module
         self._spans: Any = wrapper.resolve(ByteSpanPositionProvider)
         self._parents: Any = wrapper.resolve(ParentNodeProvider)
@@ -172,6 +172,17 @@ class Script:
         return found
 
 
+def _first_error(text: str) -> tuple[int | None, str] | None:
+    """Return the line of a syntax error, and Python's words for it; none where Python itself finds none."""
+    try:
+        ast.parse(text)
+    except SyntaxError as error:
+        return error.lineno, error.msg
+    except ValueError as error:  # null bytes
+        return 1, str(error)
+    return None
+
+
 def _all_nodes(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
     yield node
     for child in node.children:
@@ -243,10 +254,19 @@ def read(path: Path) -> tuple[Script, str]:
     Raises:
         ConversionError: it cannot be read, or is no Python.
     """
+    if path.suffix == ".ipynb":
+        raise ConversionError(
+            f"{path} is a notebook, and only scripts are read: 'jupyter nbconvert --to script {path}' makes one of it."
+        )
     try:
         data = path.read_bytes()
         encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
         text = data.decode(encoding)
-    except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        raise ConversionError(f"{path} cannot be read: {error}. Give a script in Python.") from error
+    except OSError as error:
+        raise ConversionError(f"{path} cannot be read: {error.strerror}. Give the path of a script.") from error
+    except (SyntaxError, UnicodeDecodeError) as error:
+        raise ConversionError(
+            f"{path} is not text in UTF-8: save it so in your editor, or name its encoding in its first line, as in "
+            f"'# coding: latin-1'."
+        ) from error
     return Script(text, str(path)), encoding

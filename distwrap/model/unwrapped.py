@@ -120,8 +120,9 @@ class Unwrapped(RunPart):
             if all(told.values()):
                 say_once(
                     f"unwrapped {kind}",
-                    f"{kind} is not wrapped, and has the same gradients on all ranks: it is trained as by one process "
-                    f"if you average them by hand, or give all ranks the same data.",
+                    f"{kind} is not wrapped, and has the same gradients on all ranks: unless you average them by hand, "
+                    f"{place.world_size} ranks do the work of one. Write model = wrap_model(model) and loader = "
+                    f"shard_loader(loader), and use what they return.",
                 )
             return all(told.values())
         made, when = where_made(optimizer), "has stepped" if optimizer in self._computing else "is about to step"
@@ -129,8 +130,9 @@ class Unwrapped(RunPart):
             f"rank {place.rank}: this {type(optimizer).__name__}{made and f', made at {made},'} {when} "
             f"{kind}, which wrap_model() has not wrapped"
             f"{'' if unlike is None else f', and rank {unlike} has other gradients'}: each of the {place.world_size} "
-            f"ranks would train a {kind} of its own. Write model = wrap_model(model) before the loop, and train what "
-            f"it returns. If each rank is to have its own, as a probe or a player, say model = local_model(model)."
+            f"ranks would train a {kind} of its own. Write model = wrap_model(model) before the loop, in the function "
+            f"that the ranks run, and train what it returns. If each rank is to have its own, as a probe or a player, "
+            f"say model = local_model(model)."
         )
 
 

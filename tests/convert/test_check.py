@@ -110,5 +110,24 @@ def test_exit_codes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", str(right), str(wrong)]) == 1
     assert "wrong.py:2: data-parallel: model = torch.nn.DataParallel(net)" in capsys.readouterr().out
     assert main(["check", str(broken)]) == 2
-    assert "broken.py, line 1: this is no Python" in capsys.readouterr().err
+    assert "broken.py, line 1: Python 3 cannot read this" in capsys.readouterr().err
     assert main(["check", str(tmp_path / "gone.py")]) == 2
+
+
+def test_a_script_of_one_process_is_said_to_be_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No findings in a script that knows no ranks does not mean that it is right on several: the output says so."""
+    plain = tmp_path / "plain.py"
+    plain.write_text("import torch\nmodel = torch.nn.Linear(1, 1)\n")
+    assert main(["check", str(plain)]) == 0
+    assert "uses neither DistributedDataParallel nor distwrap, so there is nothing to check" in capsys.readouterr().out
+
+
+def test_a_script_that_cannot_be_read_hides_no_other(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The scripts after one that cannot be read are checked too."""
+    broken, wrong = tmp_path / "broken.py", tmp_path / "wrong.py"
+    broken.write_text("print 3\n")
+    wrong.write_text("import torch\nmodel = torch.nn.DataParallel(torch.nn.Linear(1, 1))\n")
+    assert main(["check", str(broken), str(wrong)]) == 2
+    told = capsys.readouterr()
+    assert "broken.py, line 1: Python 3 cannot read this" in told.err
+    assert "wrong.py:2: data-parallel" in told.out

@@ -45,6 +45,49 @@ def test_writing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "uses distwrap already" in capsys.readouterr().out
 
 
+def test_what_is_written_and_how_it_is_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last lines say whether anything was written, and how to run what was."""
+    script, out = tmp_path / "train.py", tmp_path / "new.py"
+    script.write_text(CASE.read_text())
+    main(["convert", str(script)])
+    assert capsys.readouterr().out.endswith(
+        f"nothing is written yet: --write changes {script}, --out NEW.py writes beside it\n"
+    )
+    main(["convert", str(script), "--out", str(out)])
+    assert f"'DISTWRAP_NPROCS=2 python {out}' two processes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["convert", "check"])
+def test_a_file_that_is_no_script(command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A file that is missing, a folder, a notebook and one in another encoding are each named, with what to do."""
+    (tmp_path / "net.ipynb").write_text('{"cells": []}')
+    (tmp_path / "latin.py").write_bytes(b"# \xe9\n")
+    expected = {
+        "gone.py": "cannot be read: No such file or directory. Give the path of a script.",
+        ".": "cannot be read: Is a directory.",
+        "net.ipynb": "jupyter nbconvert --to script",
+        "latin.py": "# coding: latin-1",
+    }
+    for name, why in expected.items():
+        assert main([command, str(tmp_path / name)]) == {"convert": 1, "check": 2}[command]
+        assert why in capsys.readouterr().err
+
+
+def test_a_place_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder that is not there is named before anything else is printed."""
+    assert main(["convert", str(CASE), "--out", str(tmp_path / "none" / "new.py")]) == 1
+    told = capsys.readouterr()
+    assert not told.out
+    assert f"there is no folder {tmp_path / 'none'} to write new.py into" in told.err
+
+
+def test_a_number_of_processes_is_positive(capsys: pytest.CaptureFixture[str]) -> None:
+    """--nprocs 0 is refused at once, rather than written into the decorator."""
+    with pytest.raises(SystemExit):
+        main(["convert", str(CASE), "--nprocs", "0"])
+    assert "0 is no number of processes: give 1 or more" in capsys.readouterr().err
+
+
 def test_the_encoding_stays(tmp_path: Path) -> None:
     """A file is written in its own encoding."""
     script = tmp_path / "train.py"
@@ -64,11 +107,12 @@ def test_wishes() -> None:
     ("code", "why"),
     [
         ("x = 3\n", "there is no training loop"),
-        ("def f(:\n", "this is no Python"),
+        ("x = 3\ndef f(:\n", "line 2: Python 3 cannot read this: invalid syntax"),
+        ("print 3\n", "line 1: Python 3 cannot read this: Missing parentheses in call to 'print'"),
         (
             "from elsewhere import optimizer, model\nfor x in range(3):\n    model(x).backward()\n"
             "    optimizer.step()\n",
-            "not clear which model",
+            "write: by hand, in the file that makes the model: @distributed",
         ),
         (
             "import torch\nfrom torch.nn.parallel import DistributedDataParallel\n"
@@ -111,6 +155,32 @@ def test_a_sum_over_a_divided_batch_is_said() -> None:
     rules = {each: {note.rule for note in convert(Script(before), Wishes(global_batch=each)).notes} for each in (0, 1)}
     assert "sum" in rules[1]
     assert "sum" not in rules[0]
+
+
+GUARDED = """
+import torch
+class Trainer:
+    def __init__(self, model):
+        self.model = model.to("cpu")
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.loader = torch.utils.data.DataLoader(torch.ones(8, 1))
+    def fit(self):
+        for x in self.loader:
+            self.model(x).sum().backward()
+            self.optimizer.step()
+        print("done")
+"""
+
+
+def test_a_class_that_a_main_guard_uses() -> None:
+    """Where no function holds all of the training, the list says what to write; then it is converted."""
+    start = "Trainer(torch.nn.Linear(1, 1)).fit()\n"
+    refused = convert(Script(f'{GUARDED}if __name__ == "__main__":\n    {start}'))
+    assert not refused.is_result
+    assert ["def main(): around the code" in note.fix for note in refused.notes] == [True]
+    written = convert(Script(f'{GUARDED}def main():\n    {start}if __name__ == "__main__":\n    main()\n'))
+    assert written.is_result
+    assert [note.why for note in written.notes if note.rule == "print"] == ["rank 0 alone prints"]
 
 
 def test_an_ignored_line_stays() -> None:

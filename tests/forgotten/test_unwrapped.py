@@ -58,6 +58,34 @@ def test_after_other_collectives() -> None:
         assert "has other gradients" in words
 
 
+def test_wrappers_that_nobody_uses(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    """A loop that forgets what `wrap_model` and `shard_loader` return goes on, and is told to use it."""
+
+    def on_rank() -> None:
+        net = Net()
+        dw.wrap_model(net)
+        steps(net, torch.optim.SGD(net.parameters(), lr=0.1), share=0)
+
+    monkeypatch.delenv("DISTWRAP_QUIET")
+    run_ranks(on_rank, 2)
+    told = capfd.readouterr().err
+    assert "Net is not wrapped" in told
+    assert "2 ranks do the work of one. Write model = wrap_model(model) and loader = shard_loader(loader)" in told
+
+
+def test_made_outside_of_the_function() -> None:
+    """The words say that a model is wrapped inside the function that the ranks run."""
+    net = dw.wrap_model(Net())
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+
+    def on_rank() -> str:
+        with pytest.raises(ModelError) as refusal:
+            steps(net, optimizer)
+        return str(refusal.value)
+
+    assert "before the loop, in the function that the ranks run, and train" in run_ranks(on_rank, 2)[0]
+
+
 def test_one_rank_alone() -> None:
     """A rank that trains alone waits a moment for the others, and goes on."""
 

@@ -31,7 +31,8 @@ def choose_entry(conversion: Conversion, needs: Sequence[cst.CSTNode]) -> bool:
     loop = facts.training_loops[0].loop if facts.training_loops else needs[0]
     conversion.unsure(
         loop, "entry", "no function of this file holds the whole training: the model, the optimizer, the loader and "
-        "the loop", "put them into one function, and @distributed on it",
+        "the loop", "def main(): around the code that makes them and starts the training, and a call of main(); then "
+        "convert again",
     )  # fmt: skip
     return False
 

@@ -89,7 +89,7 @@ def convert_uses(
             conversion.edits.replace(node, conversion.helpers.name(helper) + brackets + more)
             fits = True
         if fits:
-            conversion.done(node, "object", f"{name}, in the words of distwrap")
+            conversion.done(node, "object", f"distwrap has a function for {name}")
         else:
             conversion.unsure(node, "object", f"{name} used in this way has no equal in the table", "see docs/model.md")
             whole = False

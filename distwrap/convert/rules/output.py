@@ -48,7 +48,8 @@ def _prints(conversion: Conversion) -> None:
     )
     if prints and not handed:
         conversion.below_imports = f"print = {conversion.helpers.name('rank_zero_only')}(print)"
-        conversion.done(prints[0], "print", f"rank 0 alone prints, here and at {len(prints) - 1} other place(s)")
+        elsewhere = f", here and at {len(prints) - 1} other place(s)" if len(prints) > 1 else ""
+        conversion.done(prints[0], "print", f"rank 0 alone prints{elsewhere}")
 
 
 def _bars(conversion: Conversion) -> None:

@@ -17,14 +17,18 @@ from distwrap.convert.rules.models import constructions, models_of, wrap_models
 from distwrap.convert.rules.output import show_once
 from distwrap.convert.rules.precision import use_precision
 
+BY_HAND = (
+    "by hand, in the file that makes the model: @distributed on the function that trains, wrap_model(model) before the "
+    "optimizer, shard_loader(loader)"
+)
+
 
 def convert_plain(conversion: Conversion) -> bool:
     """Convert a plain loop; return whether it was done."""
     if not conversion.facts.optimizer_calls():
         loops = conversion.facts.training_loops
         conversion.unsure(
-            loops[0].step, "wrap_model", "it is not clear which model this optimizer trains",
-            "wrap_model(model), shard_loader(loader) and @distributed by hand",
+            loops[0].step, "wrap_model", "it is not clear which model this optimizer trains", BY_HAND,
         )  # fmt: skip
         return False
     needed = needs(conversion)
