@@ -17,12 +17,13 @@ import torch.distributed as dist
 
 from distwrap.data.indices import Mode, share_size
 from distwrap.data.votes import Votes
-from distwrap.errors import CollectiveError, LoaderError
+from distwrap.errors import CollectiveError, LoaderError, WorkerError
 from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.setup import require_group
 from distwrap.group.signing import only_plain, run_secret, sign, verify
 from distwrap.group.tensors_apart import as_bytes, of_bytes, put_together, take_apart
 from distwrap.group.world import RunPart, World, current_world
+from distwrap.supervision.hang_report import Activity
 from distwrap.wording import first_line
 
 READER = 0
@@ -48,7 +49,7 @@ class DispatchGroup(RunPart):
     def __init__(self, world: World) -> None:
         require_group("split='dispatch'")
         self._group = world.new_cpu_group()
-        self._votes = Votes()
+        self._votes, self._activity = Votes(), world.part(Activity)
         self.shares = [0] * world.placement.world_size
         shares = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in self.shares]
         dist.all_gather(shares, torch.tensor([world.layout.rank], device="cpu"), group=self._group)
@@ -56,6 +57,7 @@ class DispatchGroup(RunPart):
 
     def has_anyone_left(self) -> bool:
         """Return whether a rank has left its loop by itself; every rank that has not asks before a turn."""
+        self._activity.turns += 1
         left = torch.zeros(1, dtype=torch.int64, device="cpu")
         dist.all_reduce(left, op=dist.ReduceOp.MAX, group=self._group)
         return bool(left)
@@ -63,6 +65,7 @@ class DispatchGroup(RunPart):
     def leave(self) -> None:
         """Let the other ranks end before their next turn, and wait for none of them."""
         if dist.is_initialized():
+            self._activity.turns += 1
             self._votes.cast(torch.ones(1, dtype=torch.int64, device="cpu"), self._group)
 
     def wait(self) -> None:
@@ -164,7 +167,9 @@ def _received(group: DispatchGroup) -> tuple[_Turn, Any]:
     if turn is not _Turn.FAILED:
         return turn, _unpacked(message)
     text, error = verify(message.numpy().tobytes(), run_secret(), READER)
-    raise error if error is not None else LoaderError(text)
+    if error is None:
+        raise LoaderError(text)
+    raise error from WorkerError(text, rank=READER)  # by which the reader's own failure is known as the first
 
 
 def _failure(error: Exception) -> torch.Tensor:

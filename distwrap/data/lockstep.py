@@ -116,7 +116,7 @@ class LockstepStatus(RunPart):
     def __init__(self, world: World) -> None:
         self.preempted: Preemption | None = None
         self._group: Any = None
-        self._votes = Votes()
+        self._votes, self._activity = Votes(), world.part(Activity)
         if world.placement.world_size > 1:
             require_group("lockstep")
             # Of the CPUs, for the status alone, so that a vote never meets another collective.
@@ -126,6 +126,7 @@ class LockstepStatus(RunPart):
         """Return the largest of all ranks' numbers, place by place."""
         if self._group is None:
             return numbers
+        self._activity.turns += 1
         status = torch.tensor(numbers, dtype=torch.int32, device="cpu")
         dist.all_reduce(status, op=dist.ReduceOp.MAX, group=self._group)
         return status.tolist()
@@ -133,6 +134,7 @@ class LockstepStatus(RunPart):
     def vote_to_stop(self) -> None:
         """Let the other ranks stop before their next step, and wait for none of them."""
         if self._group is not None and dist.is_initialized():
+            self._activity.turns += 1
             status = torch.tensor([flag is _Flag.STOP for flag in _Flag], dtype=torch.int32, device="cpu")
             self._votes.cast(status, self._group)
 

@@ -45,6 +45,7 @@ _OF_ANOTHER = re.compile(
     r"distwrap\.errors\.WorkerError: rank \d+"
     r"((, which goes first, failed| ended) inside | waits for the work of rank \d+, which has failed)"
     r"|distwrap\.errors\.CollectiveError: rank \d+: ranks? [\d, and-]+ of this pipeline raised "
+    r"|distwrap\.errors\.(Worker|Loader)Error: rank \d+, which reads for all ranks "
 )
 
 # What torch says when not all ranks came to a collective in time.

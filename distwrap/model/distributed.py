@@ -123,12 +123,15 @@ class AveragingModel(DDPOutputs):
         again = gradients.average is Average.DUE
         if again and gradients.watch is not None:
             gradients.watch.forward_again()
+        elif gradients.watch is not None and gradients.watch.averages == 1:
+            gradients.watch.has_regrouped |= self.static_graph or not self.find_unused_parameters
         try:
             outputs = _ddp_forward(self, *args, **kwargs)
         except RuntimeError as error:
             raise self.explained(error)  # noqa: B904 - which knows its cause
         self.count_forward()
-        gradients.average = Average.DUE if self.require_backward_grad_sync else Average.LEFT_OUT
+        # A forward in no_sync() does not take back what one outside of it has prepared, whose backward never came.
+        gradients.average = Average.DUE if again or self.require_backward_grad_sync else Average.LEFT_OUT
         if again:
             gradients.repeat(outputs)
         return outputs

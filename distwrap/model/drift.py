@@ -40,6 +40,9 @@ class ModelWatch(Watch):
         key: alike on all ranks.
         ranks: that train it together.
         by_steps: whether optimizer steps show how far it has come, since nothing tells of its averages.
+
+    Attributes:
+        has_regrouped: whether DDP has begun to agree on groups of gradients, in the first forward after an average.
     """
 
     def __init__(self, model: nn.Module, drift: "Drift", name: str, key: str, ranks: list[int], by_steps: bool) -> None:
@@ -57,7 +60,13 @@ class ModelWatch(Watch):
         self._by_hand = self._pauses = 0
         self._paused_at = 0.0
         self._by_steps, self._drift = by_steps, drift
+        self.has_regrouped = False
         super().__init__(drift.world, name, key, ranks)
+
+    @property
+    def begun(self) -> int:
+        """Twice the number of averages; one more where the first has been, and DDP's one exchange in a forward too."""
+        return 2 * self.averages + (self.averages == 1 and self.has_regrouped)
 
     def average(self) -> None:
         """Count an average that begins now, in which all ranks use the same weights."""
@@ -212,15 +221,16 @@ class Drift(RunPart):
         self._models = world.part(WrappedModels)
         self.watches: list[ModelWatch] = []
         self._gone: deque[list[ModelWatch]] = deque(maxlen=_WRAPS)  # those that went from one wrap to the next
-        self._averages_of_gone = 0
+        self._averages_of_gone = self._begun_of_gone = 0
         self._outsiders: weakref.WeakKeyDictionary[Optimizer, OutsiderWatch] = weakref.WeakKeyDictionary()
         self._names: Counter[str] = Counter()
         self.apart: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         world.part(Activity).averages = self._begun
 
     def _begun(self) -> tuple[int, int]:
-        """Return how often averages were counted anew, and how many have begun since; for the channel's thread."""
-        return sum(watch.era for watch in self.watches), self.averages
+        """Return how often averages were counted anew, and what the models have begun; for the channel's thread."""
+        begun = self._begun_of_gone + sum(watch.begun for watch in self.watches)
+        return sum(watch.era for watch in self.watches), begun
 
     @property
     def averages(self) -> int:
@@ -296,6 +306,7 @@ class Drift(RunPart):
             watch.end()
             self.watches.remove(watch)
             self._averages_of_gone += watch.averages
+            self._begun_of_gone += watch.begun
         self._gone.append(gone)
 
     def _name(self, kind: str) -> str:

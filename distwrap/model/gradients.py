@@ -142,8 +142,8 @@ class Gradients:
             if not syncs:
                 say_once(
                     "no_sync",
-                    "a backward in no_sync() exchanges gradients all the same, because its forward was outside. "
-                    "Put both inside, or loop over distwrap.accumulate().",
+                    "a backward in no_sync() exchanges gradients all the same, because its forward was outside, or one "
+                    "before it that had no backward. Put both inside, or loop over distwrap.accumulate().",
                 )
             if self.on_average is not None:
                 self.on_average()

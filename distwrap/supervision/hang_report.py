@@ -32,13 +32,16 @@ class Activity:
         helper: name of the helper, or empty.
         site: file and line of the call.
         collectives: number of collectives of ours that this rank has begun, to which all ranks come.
-        averages: returns how many averages of gradients it has begun, after how often they were counted anew.
+        turns: number of turns that it has begun in loops which all ranks go through together, with the last one, in
+            which it tells that it has left.
+        averages: returns how often averages of gradients were counted anew, and twice the number it has begun since,
+            which is odd in another exchange of the models' between two averages.
     """
 
     def __init__(self, world: object) -> None:
         self.helper = ""
         self.site = ""
-        self.collectives = 0
+        self.collectives = self.turns = 0
         self.averages: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._batches: weakref.ref[Any] | None = None
 
@@ -50,9 +53,9 @@ class Activity:
         self.helper = helper
         self.site = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
 
-    def begun(self) -> tuple[int, int, int]:
-        """Return what this rank has begun: eras, averages, collectives."""
-        return (*self.averages(), self.collectives)
+    def begun(self) -> tuple[int, int, int, int]:
+        """Return what this rank has begun: eras, averages, collectives, turns."""
+        return (*self.averages(), self.collectives, self.turns)
 
     def follow(self, batches: Iterable[Any]) -> None:
         """Take the step from a loader's iterator when it is asked for: counting here would cost each step."""

@@ -1,8 +1,8 @@
 """Notice that ranks have parted, as by a `break` on one of them: what they wait for will never come.
 
-All ranks begin the same averages of gradients and the same collectives of distwrap, in one order. So of two ranks one
-has begun at least as many of each as the other. Where one is ahead in averages and the other in collectives, they
-wait for each other, and nobody need wait until the time limit to say so.
+All ranks begin the same averages of gradients, the same collectives of distwrap and the same turns of loops that they
+take together, in one order. So of two ranks one has begun at least as many of each as the other. Where one is ahead in
+averages and the other in collectives, they wait for each other, and nobody need wait until the time limit to say so.
 """
 
 import time
@@ -14,9 +14,14 @@ from distwrap.supervision.hang_report import Activity
 _PATIENCE = 1.0  # seconds in which a rank has begun nothing, after which it compares; each time twice as many
 _LONGEST = 60.0
 
-WAY_OUT = "Let all ranks leave a loop together: distwrap.agree(flag) before the break, or distwrap.lockstep(loader)."
+WAY_OUT = (
+    "Let all ranks leave a loop, or a step of it, together: distwrap.agree(flag) before the break, or "
+    "distwrap.lockstep(loader), with its stop() and skip=."
+)
 
-Begun = tuple[int, int, int]  # eras in which averages were counted anew, averages in this one, collectives
+# Eras in which averages were counted anew, averages in this one, twice (between two there may be another exchange of
+# the models'), collectives, turns of loops.
+Begun = tuple[int, int, int, int]
 
 
 class OrderCheck:
@@ -30,7 +35,7 @@ class OrderCheck:
 
     def __init__(self, bells: Bells, placement: Placement, activity: Activity) -> None:
         self._bells, self._place, self._activity = bells, placement, activity
-        self._begun, self._since, self._patience = (0, 0, 0), time.monotonic(), _PATIENCE
+        self._begun, self._since, self._patience = (0, 0, 0, 0), time.monotonic(), _PATIENCE
         self._noted = self._begun
 
     def look(self) -> str:
@@ -44,7 +49,7 @@ class OrderCheck:
         if begun != self._noted:
             self._noted = begun
             self._bells.replace("begun", begun)
-        if begun == (0, 0, 0):
+        if begun == (0, 0, 0, 0):
             return ""
         for rank in range(self._place.world_size):
             told = replaced(self._bells.store, "begun", rank) if rank != self._place.rank else None
@@ -57,16 +62,25 @@ def parted(begun: dict[int, Begun]) -> str:
     """Return in words how two ranks have parted; empty where they may still meet.
 
     Example:
-        >>> parted({0: (0, 52, 0), 1: (0, 51, 1)})[:66]
+        >>> parted({0: (0, 104, 0, 0), 1: (0, 102, 1, 0)})[:66]
         'rank 1 has left the training after 51 averages of gradients, and w'
-        >>> parted({0: (0, 52, 0), 1: (0, 51, 0)})
+        >>> parted({0: (0, 0, 7, 4), 1: (0, 0, 6, 5)})[:66]
+        'rank 1 has left a step of a loop that all ranks go through togethe'
+        >>> parted({0: (0, 104, 0, 0), 1: (0, 102, 0, 0)})
         ''
     """
-    (one, (era, averages, collectives)), (other, (their_era, theirs, their_collectives)) = begun.items()
-    if era != their_era or (averages - theirs) * (collectives - their_collectives) >= 0:
+    (one, (era, averages, *others)), (other, (their_era, theirs, *their_others)) = begun.items()
+    ahead_in = [mine - their for mine, their in zip((averages, *others), (theirs, *their_others), strict=True)]
+    if era != their_era or not min(ahead_in) < 0 < max(ahead_in):
         return ""
-    ahead, behind = (one, other) if averages > theirs else (other, one)
+    if averages != theirs:
+        ahead, behind = (one, other) if averages > theirs else (other, one)
+        return (
+            f"rank {behind} has left the training after {min(averages, theirs) // 2} averages of gradients, and waits "
+            f"in another collective, while rank {ahead} waits for it in the next one: they will never meet"
+        )
+    ahead, behind = (one, other) if ahead_in[1] > 0 else (other, one)
     return (
-        f"rank {behind} has left the training after {min(averages, theirs)} averages of gradients, and waits in "
-        f"another collective, while rank {ahead} waits for it in the next one: they will never meet"
+        f"rank {behind} has left a step of a loop that all ranks go through together, while rank {ahead} waits for it "
+        f"in a collective of this step: they will never meet"
     )

@@ -19,6 +19,7 @@ from distwrap.garbage import collection_paused
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
+_RUN = os.path.join(OURS, "group", "world.py")
 _DATA_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
 _OPTIMIZER = os.path.join("torch", "optim", "optimizer.py")
 
@@ -103,10 +104,12 @@ def locate(lines: Iterable[Line]) -> tuple[str, str]:
     theirs = [index for index, (file, _, _) in enumerate(stack) if is_users(file)]
     if not theirs:  # user code that is installed as a library, or none
         theirs = [index for index, (file, _, _) in enumerate(stack) if not file.startswith((OURS, _TORCH, "<"))]
+    called = stack[theirs[-1] + 1 :] if theirs else stack
+    if any(file == _RUN and name in ("wait", "conclude") for file, _, name in called):
+        return "", "the end of its function"
     if not theirs:
         return "", "an unknown place"
     file, number, name = stack[theirs[-1]]
-    called = stack[theirs[-1] + 1 :]
     return _what(called) or (name if name != "<module>" else ""), f"{os.path.basename(file)}:{number}"
 
 

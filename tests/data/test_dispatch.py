@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import distwrap as dw
 from distwrap import distributed, lockstep, rank, shard_loader, world_size
+from distwrap.data.dispatch import DispatchGroup
 from distwrap.errors import LoaderError
 from distwrap.testing import run_ranks
 from tests.data.ranks import standing_on
@@ -129,6 +131,26 @@ def test_the_readers_error_is_raised_on_every_rank(workers: int) -> None:
         return steps
 
     assert run_ranks(on_rank, 2, timeout=60) == [[0, 1, 2]] * 2
+
+
+def test_the_reader_is_named_for_its_error() -> None:
+    """Rank 0 is the one that has failed, though the others raise the same error, perhaps before it."""
+
+    def on_rank() -> None:
+        if rank() == 0:
+            send = DispatchGroup.send
+
+            def slowly(group: DispatchGroup, to: int, turn: Any, message: torch.Tensor | None = None) -> None:
+                send(group, to, turn, message)
+                if to == 3:
+                    time.sleep(1.0)  # in which the others fail
+
+            DispatchGroup.send = slowly  # type: ignore[method-assign]
+        list(dispatched(Stream(20, 0)))
+
+    with pytest.raises((ValueError, RuntimeError), match="the queue is gone") as refusal:
+        run_ranks(on_rank, 4, timeout=60)
+    assert refusal.value.rank == 0  # type: ignore[union-attr]
 
 
 def test_what_cannot_be_sent_is_an_error_on_every_rank() -> None:

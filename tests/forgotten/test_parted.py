@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
+from torch.utils.data import DataLoader, IterableDataset
 
 import distwrap as dw
 from distwrap.errors import DriftError, WorkerError, WorkerTimeoutError
@@ -130,6 +132,82 @@ def test_one_rank_stops_early(what: str) -> None:
     assert "distwrap.agree(flag) before the break" in words
 
 
+def train_in_step(what: str, rows: Callable[[int], torch.Tensor]) -> None:
+    """Go through a loop that all ranks take together, of whose third step rank 1 leaves out a part."""
+    model = dw.wrap_model(nn.Linear(4, 3))
+    loop: Iterable[int] = range(STEPS)
+    loop = dw.shard_loader(DataLoader(_Stream()), split="dispatch") if "dispatch" in what else dw.lockstep(loop)
+    for step, _ in enumerate(loop):
+        if step == 2 and dw.rank() == 1:
+            if "skips" in what:
+                continue
+            break
+        if "gather" in what:
+            dw.gather(rows(step))
+        else:
+            model(rows(step)).square().mean().backward()
+
+
+class _Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(STEPS))
+
+
+@pytest.mark.parametrize(
+    ("what", "words", "place"),
+    [
+        ("leaves a gather", "rank 1 has left a step of a loop", "rank 1 at the end of its function"),
+        ("skips a gather", "rank 1 has left a step of a loop", "rank 1 in steps at test_parted.py:"),
+        ("leaves an average", "rank 1 has left the training after 2 averages", "rank 1 at the end of its function"),
+        ("skips an average", "rank 1 has left the training after 2 averages", "rank 1 in steps at test_parted.py:"),
+        ("leaves a dispatch", "rank 1 has left the training after 2 averages", "rank 1 at the end of its function"),
+    ],
+)
+def test_one_rank_leaves_a_step(what: str, words: str, place: str) -> None:
+    """A rank that leaves out what the others exchange in a step of their common loop is named, and where it is now."""
+
+    def on_rank() -> None:
+        generator = dw.rank_generator(3)
+        train_in_step(what, lambda step: torch.randn(8, 4, generator=generator))
+
+    with pytest.raises(WorkerTimeoutError) as refusal:
+        run_ranks(on_rank, 2, timeout=100)
+    assert words in str(refusal.value)
+    assert place in str(refusal.value)
+
+
+def test_one_rank_stops_after_one_step() -> None:
+    """In the second forward DDP's ranks agree on groups of gradients: one that is not there is named all the same."""
+
+    def on_rank() -> None:
+        train(lambda step, *_: step == 0 and dw.rank() == 1, dw.barrier)
+
+    with pytest.raises(WorkerTimeoutError, match="rank 1 has left the training after 1 averages of gradients"):
+        run_ranks(on_rank, 2, timeout=100)
+
+
+def test_one_rank_leaves_out_a_backward_before_no_sync() -> None:
+    """Its next backward, in `no_sync`, is then the average for which the others wait: it counts as one."""
+
+    def on_rank() -> None:
+        model = dw.wrap_model(nn.Linear(4, 3))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        generator = dw.rank_generator(3)
+        for step in range(9):
+            is_last = step % 3 == 2
+            with nullcontext() if is_last else dw.no_sync(model):
+                loss = model(torch.randn(8, 4, generator=generator)).square().mean()
+                if step == 5 and dw.rank() == 1:
+                    continue
+                loss.backward()
+            if is_last:
+                optimizer.step()
+                optimizer.zero_grad()
+
+    with pytest.raises(DriftError, match=r"do not hold the same weights of Linear"):
+        run_ranks(on_rank, 2)
+
+
 def test_one_rank_stops_early_in_a_collective_like_the_others() -> None:
     """gloo ends a process that all-reduces other numbers than the others; the error says so."""
 
@@ -168,14 +246,20 @@ def test_ranks_that_torch_joins() -> None:
 @pytest.mark.parametrize(
     ("one", "other", "is_apart"),
     [
-        ((0, 5, 1), (0, 6, 0), True),
-        ((0, 6, 0), (0, 5, 1), True),
-        ((0, 5, 1), (0, 6, 1), False),
-        ((0, 5, 0), (0, 6, 0), False),
-        ((0, 5, 1), (0, 5, 2), False),
-        ((1, 5, 1), (0, 6, 0), False),
+        ((0, 10, 1, 0), (0, 12, 0, 0), True),
+        ((0, 12, 0, 0), (0, 10, 1, 0), True),
+        ((0, 3, 0, 0), (0, 2, 1, 0), True),
+        ((0, 10, 1, 2), (0, 10, 2, 1), True),
+        ((0, 10, 1, 3), (0, 12, 1, 2), True),
+        ((0, 10, 1, 0), (0, 12, 1, 0), False),
+        ((0, 10, 0, 0), (0, 12, 0, 0), False),
+        ((0, 10, 1, 0), (0, 10, 2, 0), False),
+        ((0, 10, 1, 2), (0, 12, 1, 3), False),
+        ((1, 10, 1, 0), (0, 12, 0, 0), False),
     ],
 )
-def test_when_ranks_have_parted(one: tuple[int, int, int], other: tuple[int, int, int], is_apart: bool) -> None:
+def test_when_ranks_have_parted(
+    one: tuple[int, int, int, int], other: tuple[int, int, int, int], is_apart: bool
+) -> None:
     """They have where each is ahead of the other in something, unless one has begun to count anew."""
     assert bool(parted({0: one, 1: other})) == is_apart
