@@ -129,3 +129,20 @@ def test_steps_are_no_sum() -> None:
     """A count of steps, which all ranks take together, is alike on all of them."""
     result = plain(before="step = 0", within="step += 1", after="print(step)")
     assert "metric" not in left(result)
+
+
+@pytest.mark.parametrize(
+    ("added", "read"),
+    [
+        ("model(y).item()", "print(evaluate() / len(loader))"),
+        ("model(y).item()", "mean = evaluate(); print(mean * (1 / len(loader)))"),
+        ("model(y).item() / len(loader)", "print(evaluate())"),
+    ],
+)
+def test_a_divisor_that_is_a_number_of_batches_is_said(added: str, read: str) -> None:
+    """The list says where a sum of all ranks may be divided by the number of one rank's batches."""
+    evaluate = f"total = 0\n        for y in loader:\n            total += {added}\n        return total"
+    before = f"loader = DataLoader(data, batch_size=4)\n    def evaluate():\n        {evaluate}"
+    result = plain(before=before, after=read)
+    assert 'reduce(total, op="sum")' in result.text
+    assert "len(loader)" in left(result)["metric"]

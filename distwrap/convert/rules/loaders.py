@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
-from distwrap.convert.rules.metrics import Reading, read_loop, rewrite
+from distwrap.convert.rules.metrics import Reading, note_lengths, read_loop, rewrite
 from distwrap.convert.script import argument, path_of
 
 _RANDOM = (
@@ -36,6 +36,7 @@ def shard_loaders(conversion: Conversion) -> None:
         sources = facts.loader_of(facts.iterated(loop))
         if any(each in sharded for each in sources if each is not None):
             rewrite(conversion, reading, all_shared=all(each in sharded for each in sources))
+    note_lengths(conversion, readings.values())
     for each in facts.training_loops:
         fed = each.loop in conversion.fed or any(facts.loader_of(facts.iterated(each.loop)))
         if not fed:

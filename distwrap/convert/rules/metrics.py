@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import libcst as cst
@@ -28,6 +28,7 @@ class Reading:
         lists: names of lists of tensors, that are concatenated after it.
         unclear: names that are read after it, and that are neither.
         why: the loop is not clear, in words; empty where it is.
+        is_added: whether its sums have been added up over the ranks.
     """
 
     loop: cst.For
@@ -37,6 +38,7 @@ class Reading:
     lists: list[str] = field(default_factory=list)
     unclear: dict[str, cst.CSTNode] = field(default_factory=dict)
     why: str = ""
+    is_added: bool = False
 
     @property
     def is_clear(self) -> bool:
@@ -286,6 +288,7 @@ def rewrite(conversion: Conversion, reading: Reading, *, all_shared: bool) -> No
         return
     if names:
         text = ", ".join(names)
+        reading.is_added = True
         value = text if len(names) == 1 else f"({text})"
         op = ', op="sum"'
         conversion.edits.line_after(reading.loop, f"{text} = {conversion.call('reduce', value + op)}")
@@ -341,11 +344,34 @@ def _lengths(conversion: Conversion, reading: Reading) -> Iterator[cst.CSTNode]:
             if _is_length(conversion, node, iterated):
                 yield node
             elif isinstance(node, cst.Name):
-                given = values.bound(node)
-                if len(given) == 1 and given[0].value is not None:
-                    factors = script.expressions(given[0].value)
-                    if any(_is_length(conversion, each, iterated) for each in factors):
-                        yield node
+                made = given[0].value if len(given := values.bound(node)) == 1 else None
+                if made and any(_is_length(conversion, each, iterated) for each in script.expressions(made)):
+                    yield node
+
+
+def note_lengths(conversion: Conversion, readings: Iterable[Reading]) -> None:
+    """Note divisors that are numbers of batches, of loops whose sums are added up, and that are not."""
+    for node in dict.fromkeys(each for one in readings if one.is_added for each in _other_lengths(conversion, one)):
+        text = conversion.script.code(node)
+        conversion.left(
+            node, "metric", f"{text} counts this rank's batches alone, and a sum of all ranks may be divided by it",
+            f"reduce({text}, op=\"sum\"), outside of the loop",
+        )  # fmt: skip
+
+
+def _other_lengths(conversion: Conversion, reading: Reading) -> Iterator[cst.CSTNode]:
+    """Yield other divisors that are the number of batches, but for those of progress within the loop."""
+    script, iterated = conversion.script, conversion.facts.iterated(reading.loop)
+    for node in script.expressions():
+        made = node
+        if isinstance(node, cst.Name) and len(given := conversion.facts.values.bound(node)) == 1:
+            made = given[0].value or node
+        if node in conversion.averaged or not _is_length(conversion, made, iterated) or not _divides(conversion, node):
+            continue
+        statement = script.small_statement_of(node)
+        is_added = isinstance(statement, cst.AugAssign) and path_of(statement.target) in reading.sums
+        if is_added or not script.inside(node, reading.loop):
+            yield node
 
 
 def _handed_back(conversion: Conversion, reading: Reading, reads: set[cst.CSTNode]) -> Iterator[cst.CSTNode]:
@@ -370,4 +396,5 @@ def _is_length(conversion: Conversion, node: cst.CSTNode, of: cst.BaseExpression
         return False
     given, facts = node.args[0].value, conversion.facts
     loaders = {each for each in facts.loader_of(of) if each is not None}
-    return path_of(given) == path_of(of) is not None or bool(loaders & set(facts.loader_of(given)))
+    is_named = conversion.script.function_of(node) is conversion.script.function_of(of) and path_of(of) is not None
+    return (is_named and path_of(given) == path_of(of)) or bool(loaders & set(facts.loader_of(given)))
