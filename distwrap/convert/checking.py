@@ -190,6 +190,10 @@ def _own_sums(facts: ScriptFacts, notes: Notes) -> None:
             and any(name.value == path for arg in call.args for name in script.find(cst.Name, arg))
             for call in script.find(cst.Call, scope)
         )
+        parts = [each for name in script.find(cst.Name, added.value) for each in facts.values.bound(name)]
+        shared = shared or any(_is_collective(script, each.unpacked or each.value) for each in parts)
+        calls = facts.values.callers(function) if function is not None else []
+        shared = shared or any(_is_collective(script, each) for call in calls for each in script.ancestors(call))
         end = script.span(loop)[1]
         reads = [node for node in script.find(cst.Name, scope) if node.value == path and script.span(node)[0] > end]
         if reads and not shared:
@@ -197,6 +201,10 @@ def _own_sums(facts: ScriptFacts, notes: Notes) -> None:
                 script.line(added), "own-sum", f"{path} is the sum of this rank's share alone",
                 f'{path} = reduce({path}, op="sum") after the loop, or mean({path}, count)',
             )  # fmt: skip
+
+
+def _is_collective(script: Script, node: cst.CSTNode | None) -> bool:
+    return isinstance(node, cst.Call) and bool(script.names(node.func) & _COLLECTIVES)
 
 
 def _is_shared(facts: ScriptFacts, loop: cst.For) -> bool:

@@ -54,6 +54,7 @@ class Conversion:
         self.fed: set[cst.CSTNode] = set()
         self.split: set[cst.CSTNode] = set()  # those of them whose batch is divided
         self.seeded_apart: set[cst.CSTNode] = set()  # statements before which each rank gets numbers of its own
+        self.own_reads: set[cst.CSTNode] = set()  # names that are read after a loop, as a rank's own share has set them
         self.averaged: set[cst.CSTNode] = set()  # calls whose results are averaged already
         self.rank_names: set[str] = set()  # variables that hold a rank, and so may stand for a device
         self.wrapped_expressions: set[cst.CSTNode] = set()

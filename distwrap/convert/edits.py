@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from typing import NamedTuple
 
 import libcst as cst
@@ -46,7 +47,7 @@ class Edits:
 
     def insert(self, place: int, text: str, layer: int = WITHIN) -> None:
         """Insert text before a byte."""
-        self._edits.append(Edit(place, place, text, len(self._edits), layer))
+        self.replace_span(place, place, text, layer)
 
     def replace(self, node: cst.CSTNode, text: str) -> None:
         """Write text in the place of a node."""
@@ -54,7 +55,14 @@ class Edits:
 
     def replace_span(self, start: int, end: int, text: str, layer: int = WITHIN) -> None:
         """Write text in the place of some bytes."""
+        if '"' in text and any(low < start and end < high for low, high in self._double_quoted):
+            text = text.replace('"', "'")  # before Python 3.12 no quote of an f-string may be within it
         self._edits.append(Edit(start, end, text, len(self._edits), layer))
+
+    @cached_property
+    def _double_quoted(self) -> list[tuple[int, int]]:
+        found = self.script.find(cst.FormattedString)
+        return [self.script.span(each) for each in found if each.start.lstrip("fFrR") == '"']
 
     def wrap(self, node: cst.CSTNode, before: str, after: str) -> None:
         """Write text around a node, and around the parentheses that it is in."""
@@ -127,6 +135,11 @@ class Edits:
         between = self.script.data[last : self.script.span(call)[1] - 1]
         place = last + len(between) - len(between.lstrip(b") \t\r\n"))  # behind the parentheses around the last one
         self.insert(place if between[: place - last].strip() else last, f", {text}")
+
+    def replaces(self, node: cst.CSTNode) -> bool:
+        """Return whether the text of a node goes, as by an edit of the statement that it heads."""
+        start, end = self.script.span(node)
+        return any(each.start <= start and end <= each.end for each in self._edits)
 
     def apply(self) -> str:
         """Return the changed text.

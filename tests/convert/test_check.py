@@ -70,6 +70,10 @@ RIGHT = [
     "torch.manual_seed(0)\nx = random.Random(0).random()",
     "total = 0\nfor x in shard_loader(DataLoader(d)):\n    total += x.item()\n"
     "total = reduce(total, op='sum')\nprint(total)",
+    "total = 0\nfor x in shard_loader(DataLoader(d)):\n    y, z = gather((x, x))\n    total += (y == z).sum().item()\n"
+    "print(total)",
+    "def f(d):\n    total = 0\n    for x in shard_loader(DataLoader(d)):\n        total += x.item()\n    return total\n"
+    "print(reduce(f(d), op='sum'))",
     "total = 0\nfor x in DataLoader(d):\n    total += x.item()\nprint(total)",
     "torch.save(x, 'a.pt')  # distwrap: ignore",
     "optimizer = torch.optim.SGD(net.parameters())\nfor x in shard_loader(DataLoader(d)):\n    loss = net(x)\n"

@@ -9,6 +9,7 @@ from distwrap.convert.facts import Loop, ScriptFacts
 from distwrap.convert.script import Script, path_of
 
 _COUNTED = ("builtins.enumerate",)
+_CLOCKS_AND_DRAWS = ("time.", "datetime.", "random.", "numpy.random.", "torch.rand")
 
 
 def own_branches(script: Script, facts: ScriptFacts) -> list[tuple[cst.CSTNode, cst.If]]:
@@ -24,9 +25,66 @@ def own_branches(script: Script, facts: ScriptFacts) -> list[tuple[cst.CSTNode, 
                 )
                 if test is None or inner is not each.loop or not script.inside(test, each.loop):
                     continue
-                if {node.value for node in script.find(cst.Name, test.test)} & own:
+                if _is_own(script, test.test, own):
                     found.append((leave, test))
     return found
+
+
+def _is_own(script: Script, test: cst.CSTNode, own: set[str]) -> bool:
+    """Return whether a test is of what a batch has given, of the clock, or of a number that is drawn."""
+    return bool({node.value for node in script.find(cst.Name, test)} & own) or any(
+        name.startswith(_CLOCKS_AND_DRAWS) for call in script.find(cst.Call, test) for name in script.names(call.func)
+    )
+
+
+def own_test(conversion: Conversion, node: cst.CSTNode, depth: int = 2) -> cst.If | None:
+    """Return the test of a rank's own data under which a piece of code runs, by a caller's test too; or none."""
+    script, facts = conversion.script, conversion.facts
+    function = script.function_of(node)
+    for test in script.ancestors(node):
+        if test is function:
+            break
+        if isinstance(test, cst.If) and (
+            any(
+                script.inside(test, each.loop) and _is_own(script, test.test, _of_batch(conversion, each.loop))
+                for each in facts.training_loops
+                if script.function_of(each.loop) is function
+                and next((up for up in script.ancestors(test) if isinstance(up, (cst.For, cst.While))), None)
+                is each.loop
+            )
+            or any(_is_of_own_share(conversion, name) for name in script.find(cst.Name, test.test))
+        ):
+            return test
+    callers = facts.values.callers(function) if function is not None and depth else []
+    return next((found for call in callers if (found := own_test(conversion, call, depth - 1)) is not None), None)
+
+
+def _of_batch(conversion: Conversion, loop: Loop) -> set[str]:
+    """Return the names that a loop makes of its batch, or of what a wrapped model gives."""
+    script, values = conversion.script, conversion.facts.values
+    own = _own_names(script, conversion.facts, loop)
+    target = loop.target if isinstance(loop, cst.For) else None
+    found = own & {each.value for each in script.find(cst.Name, target)} if target is not None else set()
+    known = -1
+    while known < len(found):
+        known = len(found)
+        for name in own - found:
+            for binding in values.bindings.get((script.function_of(loop), name), []):
+                made = binding.value or binding.unpacked
+                if made is None or not script.inside(binding.target, loop) or made in conversion.averaged:
+                    continue
+                parts = {path_of(each) for each in script.expressions(made)}
+                if parts & (found | conversion.wrapped):
+                    found.add(name)
+    return found
+
+
+def _is_of_own_share(conversion: Conversion, name: cst.Name) -> bool:
+    """Return whether a name is read after a loop that set it by a rank's own share, or made of such a one."""
+    made = [each.value for each in conversion.facts.values.bound(name) if each.value is not None]
+    return name in conversion.own_reads or any(
+        inner in conversion.own_reads for value in made for inner in conversion.script.find(cst.Name, value)
+    )
 
 
 def _own_names(script: Script, facts: ScriptFacts, loop: Loop) -> set[str]:

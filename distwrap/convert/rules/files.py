@@ -5,6 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
+from distwrap.convert.rules.branches import own_test
 from distwrap.convert.script import argument, constant, is_about_rank, path_of
 from distwrap.convert.values import root_of
 
@@ -30,6 +31,14 @@ def _save(conversion: Conversion, call: cst.Call) -> None:
         _save_to_open_file(conversion, call, block, state)
     elif state is None or path is None or len(call.args) != 2 or not _is_path(conversion, path):
         conversion.unsure(call, "save", "it does not write to a path", "save(state, path), or under is_rank_zero()")
+    elif is_alone and _is_plain(conversion, state) and (own := own_test(conversion, call)) is not None:
+        if conversion.edits.has_line_of_its_own(statement):
+            conversion.edits.insert(script.span(statement)[0], f"if {conversion.call('is_rank_zero')}: ")
+        conversion.rename_call(call, "save")
+        conversion.left(
+            own, "save", "each rank's own data decides whether a file is written, so that of rank 0 alone does",
+            "the mean over the ranks in the test, as of mean(loss, count)",
+        )  # fmt: skip
     elif _is_plain(conversion, state):
         conversion.rename_call(call, "save")
         conversion.done(call, "save", "rank 0 writes it, whole or not at all, and the others wait")

@@ -5,14 +5,16 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
-from distwrap.convert.rules.metrics import Reading, read_loop, rewrite
-from distwrap.convert.script import path_of
+from distwrap.convert.rules.metrics import Reading, note_lengths, read_loop, rewrite
+from distwrap.convert.script import argument, path_of
 
 _RANDOM = (
     "torch.utils.data.random_split", "torch.randperm", "torch.randn", "torch.rand", "torch.randint",
     "numpy.random.permutation", "numpy.random.randn", "numpy.random.rand", "numpy.random.shuffle", "random.shuffle",
+    "random.sample", "numpy.random.choice", "sklearn.model_selection.train_test_split",
 )  # fmt: skip
-_SEEDS = ("torch.manual_seed", "numpy.random.seed", "random.seed", "pytorch_lightning.seed_everything")
+_SEEDS = ("torch.manual_seed", "numpy.random.seed", "random.seed", "torch.random.manual_seed")
+_SEED_ALL = ("seed_everything", "set_seed", "setup_seed", "set_random_seed", "init_seeds", "fix_seed", "seed_all")
 
 
 def shard_loaders(conversion: Conversion) -> None:
@@ -34,6 +36,7 @@ def shard_loaders(conversion: Conversion) -> None:
         sources = facts.loader_of(facts.iterated(loop))
         if any(each in sharded for each in sources if each is not None):
             rewrite(conversion, reading, all_shared=all(each in sharded for each in sources))
+    note_lengths(conversion, readings.values())
     for each in facts.training_loops:
         fed = each.loop in conversion.fed or any(facts.loader_of(facts.iterated(each.loop)))
         if not fed:
@@ -115,9 +118,32 @@ def _leave(conversion: Conversion, loader: cst.Call, readings: dict[cst.For, Rea
 def _look_at_seeds(conversion: Conversion) -> None:
     """Seed the ranks alike where a script draws its data or a split without a seed."""
     script = conversion.script
-    if "seed" in conversion.options or any(script.calls(*_SEEDS)):
-        return
-    drawn = next(script.calls(*_RANDOM), None)
-    if drawn is not None and not any(arg.keyword and arg.keyword.value == "generator" for arg in drawn.args):
-        conversion.options["seed"] = "0"
-        conversion.done(drawn, "seed", "unseeded, each rank would draw data of its own; seed=0 lets them draw alike")
+    seeded = {
+        name.split(".")[0] if name in _SEEDS else "all"
+        for call in script.find(cst.Call)
+        for name in (script.names(call.func) or {path_of(call.func) or ""})
+        if (name in _SEEDS or name.split(".")[-1] in _SEED_ALL) and not _is_conditional(conversion, call)
+    }
+    for drawn in script.calls(*_RANDOM):
+        library = next(iter(script.names(drawn.func) & set(_RANDOM))).split(".")[0].replace("sklearn", "numpy")
+        given = [argument(drawn, "generator"), argument(drawn, "random_state")]
+        if seeded & {library, "all"} or any(each is not None for each in given) or not conversion.may_change(drawn):
+            continue
+        if conversion.on_ranks(drawn):
+            if "seed" not in conversion.options:
+                conversion.options["seed"] = "0"
+                why = "unseeded, each rank would draw data of its own; seed=0 lets them draw alike"
+                conversion.done(drawn, "seed", why)
+        elif script.function_of(drawn) is None:
+            conversion.left(
+                drawn, "seed", "unseeded, and drawn before there are ranks, each of which may draw data of its own",
+                "a seed above it, as torch.manual_seed(0)",
+            )  # fmt: skip
+
+
+def _is_conditional(conversion: Conversion, call: cst.Call) -> bool:
+    """Return whether a script may run without a call, as one under ``if args.seed is not None``."""
+    tests = [each for each in conversion.script.ancestors(call) if isinstance(each, cst.If)]
+    return any(
+        each is not conversion.facts.guard and "is_available" not in conversion.script.code(each.test) for each in tests
+    )

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.script import constant, path_of
+from distwrap.convert.values import Binding
 
 _QUIET = {"append", "set_postfix", "set_description", "update", "eval", "train", "to", "cuda", "zero_grad", "backward",
           "step", "unscale_", "clip_grad_norm_", "debug", "info", "warning", "add_scalar", "log"}  # fmt: skip
@@ -27,6 +28,7 @@ class Reading:
         lists: names of lists of tensors, that are concatenated after it.
         unclear: names that are read after it, and that are neither.
         why: the loop is not clear, in words; empty where it is.
+        is_added: whether its sums have been added up over the ranks.
     """
 
     loop: cst.For
@@ -36,6 +38,7 @@ class Reading:
     lists: list[str] = field(default_factory=list)
     unclear: dict[str, cst.CSTNode] = field(default_factory=dict)
     why: str = ""
+    is_added: bool = False
 
     @property
     def is_clear(self) -> bool:
@@ -57,8 +60,10 @@ def read_loop(conversion: Conversion, loop: cst.For, *, is_training: bool) -> Re
             reading.counts.append(name)
         elif kind == "list":
             reading.lists.append(name)
-        else:
+        elif not (is_training and _counts_turns(conversion, loop, name)):
             reading.unclear[name] = reads[0]
+    for name, node in _attributes_added(conversion, loop):
+        reading.unclear.setdefault(name, node)
     computes = reading.sums or reading.lists or reading.unclear
     ends = (cst.Break, cst.Return, cst.Yield) if computes else (cst.Return, cst.Yield)
     if any(isinstance(each, ends) and _of_this_loop(conversion, each, loop) for each in script.nodes(loop.body)):
@@ -105,22 +110,37 @@ def _changed_in(conversion: Conversion, loop: cst.For) -> list[str]:
     for call in _acting_calls(conversion, loop):
         if isinstance(call.func, cst.Attribute) and call.func.attr.value in ("append", "extend", "add"):
             found.add(path_of(call.func.value) or "")
-    for target in script.find(cst.AssignTarget, loop.body):
-        if isinstance(target.target, cst.Subscript):
-            found.add(path_of(target.target.value) or "")
+    changed: list[cst.BaseExpression] = [each.target for each in script.find(cst.AssignTarget, loop.body)]
+    changed += [each.target for each in script.find(cst.AugAssign, loop.body)]
+    for node in changed:
+        while isinstance(node, cst.Subscript):
+            node = node.value
+            found.add(path_of(node) or "")
     places: dict[str, int] = {}
     for node in script.find(cst.Name, loop):
         places.setdefault(node.value, script.span(node)[0])
     return sorted(found & set(places), key=lambda name: places[name])
 
 
+def _attributes_added(conversion: Conversion, loop: cst.For) -> Iterator[tuple[str, cst.CSTNode]]:
+    """Yield the attributes, as ``self.total``, to which a loop adds what it computes, with the place."""
+    for added in conversion.script.find(cst.AugAssign, loop.body):
+        node: cst.BaseExpression = added.target
+        while isinstance(node, cst.Subscript):
+            node = node.value
+        path = path_of(node)
+        if path is not None and "." in path and constant(added.value) is ...:
+            yield path, added
+
+
 def _reads_after(conversion: Conversion, loop: cst.For, name: str) -> list[cst.CSTNode]:
     """Return where a name is read after a loop, before it gets another value in the same block."""
     script, function = conversion.script, conversion.script.function_of(loop)
     end = script.span(loop)[1]
+    given = conversion.facts.values.bindings.get((function, name), [])
     again = [
         script.span(binding.statement)
-        for binding in conversion.facts.values.bindings.get((function, name), [])
+        for binding in given
         if script.span(binding.target)[0] >= end
         and not isinstance(binding.statement, cst.AugAssign)
         and _is_plain_in(conversion, binding.statement, loop, name)
@@ -132,9 +152,23 @@ def _reads_after(conversion: Conversion, loop: cst.For, name: str) -> list[cst.C
         if node.value == name
         and end <= script.span(node)[0] < stop
         and script.function_of(node) is function
-        and not isinstance(script.parent(node), cst.AssignTarget)
+        and not any(node is each.target and not isinstance(each.statement, cst.AugAssign) for each in given)
         and not _is_label(conversion, node)
+        and not any(_gives_before(conversion, each, node, end) for each in given)
     ]
+
+
+def _gives_before(conversion: Conversion, binding: Binding, read: cst.CSTNode, end: int) -> bool:
+    """Return whether a name gets another value between the end of a loop and a read, wherever the read is reached."""
+    script, statement = conversion.script, binding.statement
+    if not end <= script.span(binding.target)[0] < script.span(read)[0] or isinstance(statement, cst.AugAssign):
+        return False
+    if isinstance(statement, cst.For):
+        return script.inside(read, statement.body)
+    block = script.parent(script.statement_of(statement))
+    while isinstance(outer := None if block is None else script.parent(block), cst.With):  # which always runs
+        block = script.parent(outer)
+    return not script.inside(read, statement) and any(each is block for each in script.ancestors(read))
 
 
 def _is_plain_in(conversion: Conversion, statement: cst.CSTNode, loop: cst.For, name: str) -> bool:
@@ -179,6 +213,14 @@ def _kind(conversion: Conversion, loop: cst.For, name: str, reads: list[cst.CSTN
         if isinstance(call.func, cst.Attribute) and path_of(call.func.value) == name
     )
     return "list" if is_empty and appended and len(joined) == len(reads) else ""
+
+
+def _counts_turns(conversion: Conversion, loop: cst.For, name: str) -> bool:
+    """Return whether a loop only adds a number that is written to a name, as to its steps, alike on all ranks."""
+    script, bindings = conversion.script, conversion.facts.values.bindings.get
+    within = [each for each in bindings((script.function_of(loop), name), []) if script.inside(each.target, loop)]
+    added = [each.statement for each in within if isinstance(each.statement, cst.AugAssign)]
+    return bool(added) and len(added) == len(within) and all(constant(each.value) is not ... for each in added)
 
 
 def _is_joined(conversion: Conversion, node: cst.CSTNode) -> bool:
@@ -228,6 +270,7 @@ def rewrite(conversion: Conversion, reading: Reading, *, all_shared: bool) -> No
         all_shared: whether each rank goes through its share of whatever the loop is given.
     """
     for name, node in reading.unclear.items():
+        conversion.own_reads |= set(_reads_after(conversion, reading.loop, name))
         conversion.left(
             node, "metric", f"{name} is what rank 0 has seen in its own share of the data",
             f"mean({name}, count), reduce({name}, op=\"sum\") or gather({name}) where a number of all ranks is wanted",
@@ -245,11 +288,15 @@ def rewrite(conversion: Conversion, reading: Reading, *, all_shared: bool) -> No
         return
     if names:
         text = ", ".join(names)
+        reading.is_added = True
         value = text if len(names) == 1 else f"({text})"
         op = ', op="sum"'
         conversion.edits.line_after(reading.loop, f"{text} = {conversion.call('reduce', value + op)}")
         conversion.done(reading.loop, "metric", f"{text}: added up over the ranks after the loop")
-        for node in _lengths(conversion, reading):
+        for node in dict.fromkeys(_lengths(conversion, reading)):
+            if node in conversion.averaged:
+                continue
+            conversion.averaged.add(node)
             conversion.wrap(node, "reduce", op)
             conversion.done(node, "metric", "each rank has fewer batches; their number is added up too")
     for name in reading.lists:
@@ -261,7 +308,11 @@ def rewrite(conversion: Conversion, reading: Reading, *, all_shared: bool) -> No
 
 
 def _is_divisor(conversion: Conversion, reading: Reading, name: str) -> bool:
-    return any(_divides(conversion, each) for each in _reads_after(conversion, reading.loop, name))
+    """Return whether something is divided by a count after a loop, or may be by whom the loop's sums are handed to."""
+    return any(
+        _divides(conversion, each) or isinstance(conversion.script.small_statement_of(each), cst.Return)
+        for each in _reads_after(conversion, reading.loop, name)
+    )
 
 
 def _divides(conversion: Conversion, node: cst.CSTNode) -> bool:
@@ -271,34 +322,79 @@ def _divides(conversion: Conversion, node: cst.CSTNode) -> bool:
         call = conversion.script.parent(above)
         return call is not None and conversion.script.is_a(call, "builtins.max") and _divides(conversion, call)
     if isinstance(above, cst.BinaryOperation):
-        return isinstance(above.operator, cst.Divide) and above.right is node
+        if isinstance(above.operator, cst.Multiply):  # len(loader) * batch_size
+            return _divides(conversion, above)
+        return isinstance(above.operator, (cst.Divide, cst.FloorDivide)) and above.right is node
     return isinstance(above, cst.AugAssign) and isinstance(above.operator, cst.DivideAssign) and above.value is node
 
 
 def _lengths(conversion: Conversion, reading: Reading) -> Iterator[cst.CSTNode]:
-    """Yield the numbers of batches by which sums of a loop are divided after it."""
+    """Yield the numbers of batches by which sums of a loop are divided after it, by callers of its function too."""
     script, values = conversion.script, conversion.facts.values
-    iterated = path_of(conversion.facts.iterated(reading.loop))
+    iterated = conversion.facts.iterated(reading.loop)
     reads = {each for name in reading.sums for each in _reads_after(conversion, reading.loop, name)}
     targets = {script.small_statement_of(read) for read in reads} | {script.statement_of(read) for read in reads}
+    targets |= {script.small_statement_of(each) for each in _handed_back(conversion, reading, reads)}
     for statement in targets:
         if isinstance(statement, (cst.SimpleStatementLine, cst.If, cst.For, cst.While, cst.With, cst.Try)):
             continue
         for node in script.expressions(statement):
-            if script.span(node)[0] < script.span(reading.loop)[1] or not _divides(conversion, node):
+            if script.inside(node, reading.loop) or not _divides(conversion, node):
                 continue
             if _is_length(conversion, node, iterated):
                 yield node
             elif isinstance(node, cst.Name):
-                given = values.bound(node)
-                if len(given) == 1 and given[0].value is not None and _is_length(conversion, given[0].value, iterated):
+                made = given[0].value if len(given := values.bound(node)) == 1 else None
+                if made and any(_is_length(conversion, each, iterated) for each in script.expressions(made)):
                     yield node
 
 
-def _is_length(conversion: Conversion, node: cst.CSTNode, of: str | None) -> bool:
-    return (
-        isinstance(node, cst.Call)
-        and conversion.script.is_a(node, "builtins.len")
-        and len(node.args) == 1
-        and path_of(node.args[0].value) == of is not None
-    )
+def note_lengths(conversion: Conversion, readings: Iterable[Reading]) -> None:
+    """Note divisors that are numbers of batches, of loops whose sums are added up, and that are not."""
+    for node in dict.fromkeys(each for one in readings if one.is_added for each in _other_lengths(conversion, one)):
+        text = conversion.script.code(node)
+        conversion.left(
+            node, "metric", f"{text} counts this rank's batches alone, and a sum of all ranks may be divided by it",
+            f"reduce({text}, op=\"sum\"), outside of the loop",
+        )  # fmt: skip
+
+
+def _other_lengths(conversion: Conversion, reading: Reading) -> Iterator[cst.CSTNode]:
+    """Yield other divisors that are the number of batches, but for those of progress within the loop."""
+    script, iterated = conversion.script, conversion.facts.iterated(reading.loop)
+    for node in script.expressions():
+        made = node
+        if isinstance(node, cst.Name) and len(given := conversion.facts.values.bound(node)) == 1:
+            made = given[0].value or node
+        if node in conversion.averaged or not _is_length(conversion, made, iterated) or not _divides(conversion, node):
+            continue
+        statement = script.small_statement_of(node)
+        is_added = isinstance(statement, cst.AugAssign) and path_of(statement.target) in reading.sums
+        if is_added or not script.inside(node, reading.loop):
+            yield node
+
+
+def _handed_back(conversion: Conversion, reading: Reading, reads: set[cst.CSTNode]) -> Iterator[cst.CSTNode]:
+    """Yield the calls of a loop's function that return its sums, and the reads of what is set to them."""
+    script, values = conversion.script, conversion.facts.values
+    function = script.function_of(reading.loop)
+    holders = {script.parent(script.parent(each) or each) for each in reads} | {script.parent(each) for each in reads}
+    if function is None or not any(isinstance(each, (cst.Return, cst.Tuple)) for each in holders):
+        return
+    for call in values.callers(function):
+        yield call
+        for (scope, name), bindings in values.bindings.items():
+            if any(call in (each.value, each.unpacked) for each in bindings):
+                for node in script.find(cst.Name, scope if isinstance(scope, cst.FunctionDef) else script.tree):
+                    if node.value == name and script.function_of(node) is scope:
+                        yield node
+
+
+def _is_length(conversion: Conversion, node: cst.CSTNode, of: cst.BaseExpression) -> bool:
+    """Return whether an expression is the number of batches of a loader, under its name in any function."""
+    if not isinstance(node, cst.Call) or not conversion.script.is_a(node, "builtins.len") or len(node.args) != 1:
+        return False
+    given, facts = node.args[0].value, conversion.facts
+    loaders = {each for each in facts.loader_of(of) if each is not None}
+    is_named = conversion.script.function_of(node) is conversion.script.function_of(of) and path_of(of) is not None
+    return (is_named and path_of(given) == path_of(of)) or bool(loaders & set(facts.loader_of(given)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
-from distwrap.convert.script import path_of
+from distwrap.convert.script import argument, constant, path_of
 
 _BARS = ("tqdm.tqdm", "tqdm.auto.tqdm", "tqdm.notebook.tqdm", "tqdm.std.tqdm")
 _RANGES = ("tqdm.trange", "tqdm.auto.trange")
@@ -14,6 +14,12 @@ _WRITERS = (
     "tensorboardX.SummaryWriter", "wandb.init",
 )  # fmt: skip
 _ONCE = ("wandb.log", "wandb.finish", "wandb.watch", "mlflow.log_metric", "mlflow.log_metrics", "mlflow.log_params")
+_WRITES = (
+    "numpy.save", "numpy.savez", "numpy.savetxt", "matplotlib.pyplot.savefig", "torchvision.utils.save_image",
+    "shutil.copyfile", "shutil.copy", "shutil.copy2", "shutil.move", "shutil.rmtree", "os.remove", "os.unlink",
+    "os.rename", "os.mkdir",
+)  # fmt: skip
+_WRITE_METHODS = ("to_csv", "savefig", "write_text", "save_pretrained")
 _LEVELS = ("debug", "info", "warning", "error", "critical")
 
 
@@ -21,6 +27,7 @@ def show_once(conversion: Conversion) -> None:
     """Let rank 0 alone print, log and show progress."""
     _prints(conversion)
     _bars(conversion)
+    _files(conversion)
     for call in list(conversion.script.calls(*_WRITERS)):
         if conversion.may_change(call) and conversion.on_ranks(call):
             conversion.wrap(call, "on_rank_zero", "")
@@ -75,13 +82,34 @@ def _bars(conversion: Conversion) -> None:
             conversion.left(call, "progress", "every rank may show it", "disable=... or not is_rank_zero()")
 
 
-def _under_rank_zero(conversion: Conversion, call: cst.Call) -> None:
+def _files(conversion: Conversion) -> None:
+    """Let rank 0 alone write files of other kinds than checkpoints, where it is a line; else note that all do."""
+    script = conversion.script
+    for call in list(script.find(cst.Call)):
+        method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
+        mode = constant(argument(call, "mode", 1)) if script.is_a(call, "builtins.open") else None
+        opens = isinstance(mode, str) and any(letter in mode for letter in "wax")
+        if not (opens or script.is_a(call, *_WRITES) or method in _WRITE_METHODS) or not conversion.may_change(call):
+            continue
+        statement = script.small_statement_of(call)
+        if isinstance(statement, cst.Expr) and isinstance(statement.value, cst.Call):
+            _under_rank_zero(conversion, statement.value, "writes it")
+        elif conversion.on_ranks(call) and not conversion.edits.replaces(call) and not _asks_for_rank(conversion, call):
+            conversion.left(call, "file", "every rank opens this file, and writes it", "if is_rank_zero(): around it")
+
+
+def _asks_for_rank(conversion: Conversion, node: cst.CSTNode) -> bool:
+    script = conversion.script
+    return any(isinstance(each, cst.If) and "rank" in script.code(each.test) for each in script.ancestors(node))
+
+
+def _under_rank_zero(conversion: Conversion, call: cst.Call, does: str = "logs it") -> None:
     """Put a call behind ``if is_rank_zero():``, where its arguments call nothing that the other ranks need to call."""
     script = conversion.script
     statement = script.small_statement_of(call)
     if not conversion.may_change(call) or not conversion.on_ranks(call):
         return
-    if any(isinstance(each, cst.If) and "rank" in script.code(each.test) for each in script.ancestors(call)):
+    if _asks_for_rank(conversion, call):
         return
     own = any(
         path_of(inner.func) in conversion.facts.values.functions
@@ -95,8 +123,9 @@ def _under_rank_zero(conversion: Conversion, call: cst.Call) -> None:
         and conversion.edits.has_line_of_its_own(statement)
     ):
         conversion.edits.insert(script.span(statement)[0], f"if {conversion.call('is_rank_zero')}: ")
-        conversion.done(call, "log", "rank 0 alone logs it")
+        conversion.done(call, "log" if does == "logs it" else "file", f"rank 0 alone {does}")
     else:
+        rule = "log" if does == "logs it" else "file"
         conversion.left(
-            call, "log", "every rank logs it", "the value in a line of its own, then if is_rank_zero(): ..."
-        )
+            call, rule, f"every rank {does}", "the value in a line of its own, then if is_rank_zero(): ...",
+        )  # fmt: skip

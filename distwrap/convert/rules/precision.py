@@ -27,9 +27,12 @@ def use_precision(conversion: Conversion) -> None:
     conditions = {_condition(conversion, each) for each in [*contexts, *scalers]}
     uses = _uses(conversion, scalers)
     precision = kinds.pop() if len(kinds) == 1 else None
-    if precision is None or len(conditions) != 1 or None in conditions or uses is None or len(scalers) > 1:
+    outside = _outside(conversion, contexts)
+    is_clear = precision is not None and len(conditions) == 1 and None not in conditions and uses is not None
+    if not is_clear or uses is None or len(scalers) > 1 or outside is not None:
         conversion.left(
-            contexts[0], "precision", "torch's autocast and scaler work as they are",
+            contexts[0] if outside is None else outside, "precision", "torch's autocast and scaler work as they are"
+            + ("" if outside is None else ", and the model is called outside of autocast here"),
             'precision= in the decorator, autocast(), backward(loss) and optimizer_step(optimizer)',
         )  # fmt: skip
         return
@@ -42,6 +45,33 @@ def use_precision(conversion: Conversion) -> None:
     for scaler in scalers:
         conversion.edits.remove(script.small_statement_of(scaler))
         conversion.done(scaler, "precision", "the run has a scaler of its own where its precision needs one")
+
+
+def _outside(conversion: Conversion, contexts: list[cst.Call]) -> cst.Call | None:
+    """Return a call of a wrapped model outside of autocast, which `precision=` would change; or none."""
+    script, values = conversion.script, conversion.facts.values
+    for call in script.find(cst.Call):
+        path, node, blocks = path_of(call.func), call, [call]
+        if path not in conversion.wrapped and not any(
+            each in conversion.wrapped_expressions for each in (values.sources(call.func) if path else ())
+        ):
+            continue
+        function = script.function_of(node)
+        if function is not None:
+            blocks += values.callers(function)  # as of a step that is called within autocast
+        held = [
+            any(
+                script.inside(context, item.item)
+                for context in contexts
+                for above in script.ancestors(each)
+                if isinstance(above, cst.With)
+                for item in above.items
+            )
+            for each in blocks
+        ]
+        if not held[0] and not (len(held) > 1 and all(held[1:])):
+            return call
+    return None
 
 
 def _kind(conversion: Conversion, call: cst.Call) -> str | None:

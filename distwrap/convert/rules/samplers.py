@@ -14,6 +14,7 @@ SAMPLER = ("torch.utils.data.distributed.DistributedSampler", "torch.utils.data.
 def shard_instead_of_sampling(conversion: Conversion) -> None:
     """Shard the loaders that have a DistributedSampler; their samplers go where nothing else needs them."""
     script, facts = conversion.script, conversion.facts
+    others = dict.fromkeys(script.calls(*SAMPLER))
     for loader in list(script.calls(*LOADER)):
         given = argument_node(loader, "sampler", 3)
         if given is None or not conversion.may_change(loader):
@@ -22,6 +23,8 @@ def shard_instead_of_sampling(conversion: Conversion) -> None:
         samplers = [each for each in sources if isinstance(each, cst.Call) and script.is_a(each, *SAMPLER)]
         if not samplers:
             continue
+        for each in samplers:
+            others.pop(each, None)
         if len(sources) != 1 or not _is_plain(conversion, samplers[0], loader):
             conversion.left(
                 loader, "sampler", "the loader stays with its DistributedSampler, which fails in one process",
@@ -29,6 +32,11 @@ def shard_instead_of_sampling(conversion: Conversion) -> None:
             )  # fmt: skip
             continue
         _shard(conversion, loader, given, samplers[0])
+    for each in others:
+        conversion.left(
+            each, "sampler", "it stays, since no loader that is seen takes it by itself, and fails in one process",
+            "shard_loader(DataLoader(...)), without a sampler",
+        )  # fmt: skip
 
 
 def _is_plain(conversion: Conversion, sampler: cst.Call, loader: cst.Call) -> bool:
@@ -158,8 +166,10 @@ def _shard(conversion: Conversion, loader: cst.Call, given: cst.Arg, sampler: cs
     script, edits = conversion.script, conversion.edits
     shuffles = constant(argument(sampler, "shuffle", 3)) is not False
     old = argument_node(loader, "shuffle", 2)
-    if old is not None:
+    if old is not None and shuffles:
         edits.remove_argument(loader, old)
+    elif old is not None and constant(old.value) is not False:
+        edits.replace(old.value, "False")
     if shuffles:
         edits.replace(given, "shuffle=True" + ("," if script.code(given).rstrip().endswith(",") else ""))
     else:

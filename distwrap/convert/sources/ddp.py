@@ -17,6 +17,7 @@ WRAPPER = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distr
 INIT = ("torch.distributed.init_process_group",)
 _DROPPED = ("device_ids", "output_device", "process_group", "dim")
 _ENDS = ("torch.distributed.destroy_process_group", "torch.cuda.set_device")
+_PROCESSES = ("torch.multiprocessing.Process", "multiprocessing.Process", "multiprocessing.context.Process")
 _RANKS = {
     "torch.distributed.get_rank": "rank",
     "torch.distributed.get_world_size": "world_size",
@@ -46,6 +47,12 @@ def convert_ddp(conversion: Conversion) -> bool:
                 "model is not wrapped trains alone", "one path for all: wrap_model, a no-op in one process",
             )  # fmt: skip
             return False
+    for call in script.calls(*_PROCESSES):
+        conversion.unsure(
+            call, "entry", "the script starts its ranks by itself, and each of them would start ranks again",
+            "@distributed(nprocs=...) on the function that they run, and a plain call of it",
+        )  # fmt: skip
+        return False
     needs = [each for each in needs if not _is_of_helper(conversion, each)] or needs
     return choose_entry(conversion, needs) and convert_body(conversion) and decorate_entry(conversion, needs)
 

@@ -215,6 +215,7 @@ def main_worker(ngpus_per_node, args):
     val_loader = shard_loader(torch.utils.data.DataLoader(
         val_dataset,
         batch_size=args.batch_size,
+        shuffle=False,
         num_workers=args.workers,
         pin_memory=torch.cuda.is_available(),
     ), mode="drop")

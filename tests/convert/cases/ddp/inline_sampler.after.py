@@ -1,0 +1,35 @@
+import os
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from distwrap import distributed, rank, save, shard_loader, wrap_model
+
+
+def prepare_dataloader(dataset, batch_size):
+    return shard_loader(DataLoader(
+        dataset,
+        batch_size=batch_size,
+        pin_memory=False,
+        shuffle=False
+    ), mode="pad")
+
+
+@distributed
+def main():
+    torch.manual_seed(0)
+    x = torch.randn(32, 4, dtype=torch.float64)
+    loader = prepare_dataloader(TensorDataset(x, x.sum(1, keepdim=True)), int(os.environ["BATCH"]))
+    model = wrap_model(nn.Linear(4, 1).double())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    for epoch in range(2):
+        for inputs, targets in loader:
+            optimizer.zero_grad()
+            nn.functional.mse_loss(model(inputs), targets).backward()
+            optimizer.step()
+    if rank() == 0:
+        save(model.state_dict(), os.environ["OUT"])
+
+
+if __name__ == "__main__":
+    main()
