@@ -46,7 +46,9 @@ class Script:
         self._spans: Any = wrapper.resolve(ByteSpanPositionProvider)
         self._parents: Any = wrapper.resolve(ParentNodeProvider)
         self._names: Any = wrapper.resolve(QualifiedNameProvider)
-        self._nodes = list(_all_nodes(self.tree))
+        self._nodes: list[cst.CSTNode] = []  # in the order of the text, so those within a node follow right after it
+        self._places: dict[cst.CSTNode, slice] = {}  # in that list, of each node with those within it
+        self._list(self.tree)
 
     @cached_property
     def newline(self) -> str:
@@ -65,8 +67,15 @@ class Script:
                 yield node
 
     def nodes(self, within: cst.CSTNode | None = None) -> Iterator[cst.CSTNode]:
-        """Yield all nodes, in the order of the text."""
-        yield from self._nodes if within is None else _all_nodes(within)
+        """Yield all nodes, in the order of the text; of a node, it and all within it."""
+        yield from self._nodes[self._places[self.tree if within is None else within]]
+
+    def _list(self, node: cst.CSTNode) -> None:
+        start = len(self._nodes)
+        self._nodes.append(node)
+        for child in node.children:
+            self._list(child)
+        self._places[node] = slice(start, len(self._nodes))
 
     def expressions(self, within: cst.CSTNode | None = None) -> Iterator[cst.BaseExpression]:
         """Yield all expressions, in the order of the text."""
@@ -170,12 +179,6 @@ class Script:
             if not is_attribute and not (isinstance(above, cst.Arg) and above.keyword is node):
                 found.add(node.value)
         return found
-
-
-def _all_nodes(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    yield node
-    for child in node.children:
-        yield from _all_nodes(child)
 
 
 def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.BaseExpression | None:
