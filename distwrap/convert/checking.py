@@ -128,10 +128,7 @@ def _is_called_by_one_rank(facts: ScriptFacts, function: cst.FunctionDef) -> boo
     if any(script.is_a(_called(each.decorator), "distwrap.rank_zero_only") for each in function.decorators):
         return True
     calls = facts.values.callers(function)
-    return bool(calls) and all(
-        any(isinstance(each, cst.If) and is_about_rank(script.code(each.test)) for each in script.ancestors(call))
-        for call in calls
-    )
+    return bool(calls) and all(map(script.is_of_some_ranks, calls))
 
 
 def _called(node: cst.BaseExpression) -> cst.BaseExpression:

@@ -163,6 +163,36 @@ class Script:
             if isinstance(call.func, cst.Attribute) and call.func.attr.value == method:
                 yield call, call.func
 
+    def assignment_of(self, value: cst.CSTNode) -> cst.Assign | None:
+        """Return the statement that gives a value to one target, as ``x = value``; none where it is used otherwise."""
+        above = self.parent(value)
+        is_whole = isinstance(above, cst.Assign) and above.value is value and len(above.targets) == 1
+        return above if is_whole and isinstance(above, cst.Assign) else None
+
+    def is_label(self, name: cst.Name) -> bool:
+        """Return whether a name is that of a keyword or attribute, and no variable."""
+        above = self.parent(name)
+        return (isinstance(above, cst.Arg) and above.keyword is name) or (
+            isinstance(above, cst.Attribute) and above.attr is name
+        )
+
+    def is_of_some_ranks(self, node: cst.CSTNode) -> bool:
+        """Return whether a node is in an ``if`` that asks for the rank."""
+        return any(isinstance(each, cst.If) and is_about_rank(self.code(each.test)) for each in self.ancestors(node))
+
+    def listed(self, nodes: Sequence[cst.CSTNode]) -> str:
+        """Return arguments or imported names as text, with commas between."""
+        return ", ".join(self.code(each).rstrip().rstrip(",").rstrip() for each in nodes)
+
+    def long_texts(self, within: cst.CSTNode | None = None) -> list[tuple[int, int]]:
+        """Return the spans of strings over several lines, whose lines must not be indented anew."""
+        return [
+            self.span(node)
+            for kind in (cst.SimpleString, cst.FormattedString)
+            for node in self.find(kind, within)
+            if "\n" in self.code(node)
+        ]
+
     def inside(self, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
         """Return whether a node is a part of another, or it."""
         start, end = self.span(node)
@@ -172,13 +202,7 @@ class Script:
     @cached_property
     def bound_names(self) -> set[str]:
         """All names that the script uses for anything but attributes and keywords."""
-        found = set()
-        for node in self.find(cst.Name):
-            above = self.parent(node)
-            is_attribute = isinstance(above, cst.Attribute) and above.attr is node
-            if not is_attribute and not (isinstance(above, cst.Arg) and above.keyword is node):
-                found.add(node.value)
-        return found
+        return {node.value for node in self.find(cst.Name) if not self.is_label(node)}
 
 
 def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.BaseExpression | None:
@@ -222,6 +246,15 @@ def constant(node: cst.CSTNode | None) -> Any:
     if isinstance(node, cst.Name):
         return {"True": True, "False": False, "None": None}.get(node.value, ...)
     return ...
+
+
+def is_docstring(statement: cst.CSTNode) -> bool:
+    """Return whether a statement is nothing but a string."""
+    return (
+        isinstance(statement, cst.SimpleStatementLine)
+        and isinstance(statement.body[0], cst.Expr)
+        and isinstance(statement.body[0].value, (cst.SimpleString, cst.ConcatenatedString))
+    )
 
 
 def is_about_rank(text: str) -> bool:

@@ -222,12 +222,7 @@ def _dedent(conversion: Conversion, micro: Micro, block: cst.With) -> None:
     start, end = script.span(block)
     place = edits.line_end(script.span(block.items[-1])[1])
     edits.replace_span(edits.line_start(start), place, "", LINE)
-    texts = [
-        script.span(node)
-        for kind in (cst.SimpleString, cst.FormattedString)
-        for node in script.find(kind, block)
-        if "\n" in script.code(node)
-    ]
+    texts = script.long_texts(block)
     while place < end:
         line = script.data[place : edits.line_end(place)]
         is_text = any(low < place < high for low, high in texts)
