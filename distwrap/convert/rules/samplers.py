@@ -162,7 +162,6 @@ def _shard(conversion: Conversion, loader: cst.Call, given: cst.Arg, sampler: cs
     if conversion.global_batch:
         options += ', batch_size="global"'
     conversion.wrap(loader, "shard_loader", options)
-    conversion.sharded.add(loader)
     conversion.done(loader, "shard_loader", "each rank gets its share, in the same order as of DistributedSampler")
     binding = script.assignment_of(sampler)
     path = path_of(binding.targets[0].target) if binding is not None else None

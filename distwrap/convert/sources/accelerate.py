@@ -144,7 +144,7 @@ def _options(conversion: Conversion, call: cst.Call, needs: list[cst.CSTNode]) -
     if every is None:
         conversion.unsure(call, "accumulate", "its number of batches is not plain", "a name for the number")
         return None
-    return Micro(every, conversion.script.function_of(call), name in ("fp16", ...), {}, [])
+    return Micro(every, conversion.script.function_of(call), name in ("fp16", ...))
 
 
 def _precision_of_call(
