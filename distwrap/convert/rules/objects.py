@@ -209,11 +209,20 @@ def print_once(conversion: Conversion, call: cst.Call) -> bool:
     return True
 
 
-def clip(conversion: Conversion, call: cst.Call) -> bool:
-    """Convert the clip of gradients, which are no scaled ones."""
-    if "fp16" in conversion.options.get("precision", "") or "16-mixed" in conversion.options.get("precision", ""):
-        return False
-    if "torch" not in conversion.script.bound_names:
-        return False
-    conversion.edits.replace(call.func, "torch.nn.utils.clip_grad_norm_")
-    return True
+def may_clip(conversion: Conversion) -> bool:
+    """Return whether torch's own functions can clip gradients: torch has its name, and gradients are not scaled."""
+    precision = conversion.options.get("precision", "")
+    is_scaled = any(f'"{name}"' in precision for name in ("fp16", "16-mixed", "16"))
+    return not is_scaled and "torch" in conversion.script.bound_names
+
+
+def clip_with(function: str) -> Special:
+    """Return what converts a clip of gradients to torch's function of a name."""
+
+    def convert(conversion: Conversion, call: cst.Call) -> bool:
+        if not may_clip(conversion):
+            return False
+        conversion.edits.replace(call.func, f"torch.nn.utils.{function}")
+        return True
+
+    return convert
