@@ -9,6 +9,7 @@ import libcst as cst
 from distwrap.convert.facts import ScriptFacts
 from distwrap.convert.findings import Notes
 from distwrap.convert.rules.branches import own_branches
+from distwrap.convert.rules.draws import SEEDS
 from distwrap.convert.rules.samplers import SAMPLER
 from distwrap.convert.script import Script, argument, constant, is_about_rank, path_of
 from distwrap.convert.sources.data_parallel import WRAPPER as DATA_PARALLEL
@@ -28,7 +29,6 @@ _COLLECTIVES = {
     ),
 }  # fmt: skip
 _AUGMENTING = ("torchvision.transforms", "albumentations", "kornia.augmentation")
-_SEEDS = ("torch.manual_seed", "torch.cuda.manual_seed_all", "random.seed", "numpy.random.seed")
 
 Rule = Callable[[ScriptFacts, Notes], None]
 
@@ -133,10 +133,7 @@ def _is_called_by_one_rank(facts: ScriptFacts, function: cst.FunctionDef) -> boo
     if any(script.is_a(_called(each.decorator), "distwrap.rank_zero_only") for each in function.decorators):
         return True
     calls = facts.values.callers(function)
-    return bool(calls) and all(
-        any(isinstance(each, cst.If) and is_about_rank(script.code(each.test)) for each in script.ancestors(call))
-        for call in calls
-    )
+    return bool(calls) and all(map(script.is_of_some_ranks, calls))
 
 
 def _called(node: cst.BaseExpression) -> cst.BaseExpression:
@@ -154,7 +151,7 @@ def _seeds(facts: ScriptFacts, notes: Notes) -> None:
         ),
         None,
     )
-    seeds = list(script.calls(*_SEEDS))
+    seeds = list(script.calls(*SEEDS))
     sharded = any(script.calls("distwrap.shard_loader"))
     if augments is not None and not sharded:
         for call in seeds:

@@ -38,19 +38,19 @@ class Conversion:
         helpers: names of distwrap that it will use.
         notes: the list for the user.
         options: of the decorator, as text.
+        below_imports: a line that stands below the script's imports.
         wrapped: the paths of variables that hold wrapped models, for rules that come later.
-        sharded: the calls of ``DataLoader`` whose loaders each rank has its share of.
+        wrapped_expressions: those that make these models.
         fed: the training loops without a loader, whose batches each rank has of its own.
     """
 
     def __init__(self, script: Script, wishes: Wishes) -> None:
-        self.script, self.wishes = script, wishes
+        self.script = script
         self.facts, self.edits = ScriptFacts(script), Edits(script)
         self.helpers, self.notes = Helpers(script), Notes(script.text)
         self.options: dict[str, str] = {}
         self.below_imports = ""
         self.wrapped: set[str] = set()
-        self.sharded: set[cst.Call] = set()
         self.fed: set[cst.CSTNode] = set()
         self.split: set[cst.CSTNode] = set()  # those of them whose batch is divided
         self.seeded_apart: set[cst.CSTNode] = set()  # statements before which each rank gets numbers of its own
@@ -59,7 +59,6 @@ class Conversion:
         self.rank_names: set[str] = set()  # variables that hold a rank, and so may stand for a device
         self.wrapped_expressions: set[cst.CSTNode] = set()
         self.prepared: list[tuple[str, str, Function | None]] = []  # kind, path and function, by Accelerate or Fabric
-        self.kept_indent: set[int] = set()  # starts of lines that stay as deep, though the block around them goes
         self.global_batch = wishes.global_batch
         self.entry: Function | None = None  # none: the file's own level
         self.region = (0, 0)  # the part of the file's own level that the ranks run, if there is no entry

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import libcst as cst
 
@@ -22,15 +23,30 @@ from distwrap.convert.sources.plain import BY_HAND, convert_plain
 from distwrap.convert.sources.spawn import convert_spawn, is_spawn
 from distwrap.errors import ConversionError
 
-Source = tuple[Callable[[Conversion], bool], Callable[[Conversion], bool]]
-SOURCES: tuple[Source, ...] = (
-    (is_accelerate, convert_accelerate),
-    (is_fabric, convert_fabric),
-    (is_horovod, convert_horovod),
-    (is_spawn, convert_spawn),
-    (is_ddp, convert_ddp),
-    (is_data_parallel, convert_data_parallel),
-)
+
+class Source(NamedTuple):
+    """Kind of script that is converted.
+
+    Attributes:
+        applies: whether a script is of this kind.
+        convert: edits it, and returns whether it was done; the list says why where it was not.
+        needs_loop: whether there is nothing to do without a training loop; ranks may train by functions of other files.
+    """
+
+    applies: Callable[[Conversion], bool]
+    convert: Callable[[Conversion], bool]
+    needs_loop: bool = True
+
+
+SOURCES = (
+    Source(is_accelerate, convert_accelerate),
+    Source(is_fabric, convert_fabric),
+    Source(is_horovod, convert_horovod),
+    Source(is_spawn, convert_spawn, needs_loop=False),
+    Source(is_ddp, convert_ddp, needs_loop=False),
+    Source(is_data_parallel, convert_data_parallel),
+    Source(lambda conversion: True, convert_plain),
+)  # the first that applies converts
 
 
 @dataclass(frozen=True)
@@ -68,32 +84,46 @@ def convert(script: Script, wishes: Wishes | None = None) -> Converted:
             return Converted(script.text, conversion.notes, True)
     text = folded(script)
     if text is not None and text != script.text:
-        shorter = Script(text, script.name)
-        result = convert(shorter, wishes)
-        notes = at_lines_of(result.notes, script, shorter)
-        notes.add(
-            1, "branches", "where the script runs with ranks or without, the way with ranks stays: it does for one "
-            "process too", outcome="done" if result.is_result else "left",
-        )  # fmt: skip
-        return Converted(result.text if result.is_result else script.text, notes, result.is_result)
-    source = next((found for applies, found in SOURCES if applies(conversion)), convert_plain)
-    if not conversion.facts.training_loops and source not in (convert_spawn, convert_ddp):
+        return _convert_folded(script, Script(text, script.name), wishes)
+    source = next(each for each in SOURCES if each.applies(conversion))
+    if source.needs_loop and not conversion.facts.training_loops:
         conversion.unsure(
             script.tree, "loop", "there is no training loop that can be read: a for with .backward() and an "
             "optimizer's .step()", BY_HAND,
         )  # fmt: skip
         return Converted(script.text, conversion.notes, False)
-    if not source(conversion):
+    if not source.convert(conversion):
         return Converted(script.text, _only_reasons(conversion), False)
-    without_import = conversion.edits.apply()
+    return Converted(_with_imports(conversion), conversion.notes, True)
+
+
+def _convert_folded(script: Script, shorter: Script, wishes: Wishes | None) -> Converted:
+    """Convert a script of which the branches without ranks are left out; the list is of the script as it was."""
+    result = convert(shorter, wishes)
+    notes = at_lines_of(result.notes, script, shorter)
+    notes.add(
+        1, "branches", "where the script runs with ranks or without, the way with ranks stays: it does for one "
+        "process too", outcome="done" if result.is_result else "left",
+    )  # fmt: skip
+    return Converted(result.text if result.is_result else script.text, notes, result.is_result)
+
+
+def _with_imports(conversion: Conversion) -> str:
+    """Return the edited text with the imports that it needs, and without those that only the script needed.
+
+    Raises:
+        ConversionError: edits want the same piece of text, or what they give is no Python.
+    """
+    script, edits = conversion.script, conversion.edits
+    without_import = edits.apply()
     _check(without_import, script.name)
     conversion.helpers.keep(used_names(f"{without_import}\n{conversion.below_imports}\n"))
-    conversion.helpers.add(conversion.edits, following=conversion.below_imports)
-    text = conversion.edits.apply()
+    conversion.helpers.add(edits, following=conversion.below_imports)
+    text = edits.apply()
     _check(text, script.name)
     text = without_unused(script.text, Script(text, script.name))
     _check(text, script.name)
-    return Converted(text, conversion.notes, True)
+    return text
 
 
 def _only_reasons(conversion: Conversion) -> Notes:

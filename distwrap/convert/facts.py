@@ -8,11 +8,11 @@ from functools import cached_property
 
 import libcst as cst
 
-from distwrap.convert.script import Function, Script, argument, path_of
+from distwrap.convert.script import Function, Script, path_of
 from distwrap.convert.values import Values, root_of
 
 LOADER = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
-_SAME_ITEMS = ("builtins.enumerate", "builtins.iter", "tqdm.tqdm", "tqdm.auto.tqdm", "tqdm.notebook.tqdm")
+_SAME_ITEMS = ("builtins.enumerate", "builtins.iter")
 Loop = cst.For | cst.While
 
 
@@ -47,7 +47,7 @@ class ScriptFacts:
         found: dict[int, TrainingLoop] = {}
         for call, optimizer in self._steps():
             for loop, body in self._loops_around(call):
-                if any(self.script.method_calls("backward", body)) or self._has_manual_backward(body):
+                if any(self.script.method_calls("backward", body)):
                     others = found[id(loop)].optimizers if id(loop) in found else []
                     found[id(loop)] = TrainingLoop(loop, call, [*others, optimizer], body)
                     break
@@ -65,12 +65,6 @@ class ScriptFacts:
                 changed = next((each for each in _changes(self.script, loop) if _of_gradient(self.script, each)), None)
                 if changed is not None and name is not None:
                     yield changed, given
-
-    def _has_manual_backward(self, body: cst.CSTNode) -> bool:
-        return any(
-            path_of(call.func) in ("accelerator.backward", "fabric.backward")
-            for call in self.script.find(cst.Call, body)
-        )
 
     def _scaled(self, call: cst.Call) -> cst.BaseExpression | None:
         """Return the optimizer of ``scaler.step(optimizer)``."""
@@ -114,23 +108,22 @@ class ScriptFacts:
             return loop.test
         node: cst.BaseExpression = loop.iter
         while isinstance(node, cst.Call) and node.args:
-            if not self.script.is_a(node, *_SAME_ITEMS) and not self._is_bar(node):
+            if not self._passes_on(node):
                 break
             node = node.args[0].value
         return node
 
-    def _is_bar(self, node: cst.Call) -> bool:
-        return any(name.split(".")[0] == "tqdm" for name in self.script.names(node.func))
+    def _passes_on(self, node: cst.Call) -> bool:
+        """Return whether a call gives the items of its first argument, as ``enumerate`` and a progress bar do."""
+        return self.script.is_a(node, *_SAME_ITEMS) or any(
+            name.split(".")[0] == "tqdm" for name in self.script.names(node.func)
+        )
 
     def loader_of(self, node: cst.CSTNode) -> list[cst.Call | None]:
         """Return the calls of ``DataLoader`` from which a value may come; none among them for anything else."""
         found: list[cst.Call | None] = []
         for each in self.values.sources(node, returned=True):
-            while (
-                isinstance(each, cst.Call)
-                and each.args
-                and (self.script.is_a(each, *_SAME_ITEMS) or self._is_bar(each))
-            ):
+            while isinstance(each, cst.Call) and each.args and self._passes_on(each):
                 inner = list(self.values.sources(each.args[0].value, returned=True))
                 each = inner[0] if len(inner) == 1 else None
             found.append(each if isinstance(each, cst.Call) and self.script.is_a(each, *LOADER) else None)
@@ -196,10 +189,7 @@ class ScriptFacts:
             following: list[cst.CSTNode] = []
             for node in waiting:
                 for call in self.script.find(cst.Call, node):
-                    if isinstance(call.func, cst.Attribute) and call.func.attr.value in (
-                        "parameters",
-                        "named_parameters",
-                    ):
+                    if isinstance(call.func, cst.Attribute) and is_parameters(call):
                         model = self._whole(call.func.value)
                         key = path_of(model)
                         if key is not None and key not in seen:
@@ -277,19 +267,6 @@ class ScriptFacts:
             ):
                 return each
         return None
-
-    def top_level_calls(self, name: str) -> list[cst.Call]:
-        """Return the calls of a function from outside of all functions."""
-        return [
-            call
-            for call in self.script.find(cst.Call)
-            if path_of(call.func) == name and self.script.function_of(call) is None
-        ]
-
-    def given(self, call: cst.Call, keyword: str, position: int | None = None) -> str | None:
-        """Return the text of an argument, or none where it is not given."""
-        found = argument(call, keyword, position)
-        return None if found is None else self.script.code(found)
 
 
 def is_parameters(call: cst.Call) -> bool:

@@ -151,12 +151,7 @@ def _dedented(script: Script, edits: Edits, way: cst.BaseSuite, branch: cst.If) 
     above = edits.line_start(place - 1)
     while above > script.span(branch.test)[1] and script.data[above:place].lstrip().startswith(b"#"):
         place, above = above, edits.line_start(above - 1)
-    texts = [
-        script.span(node)
-        for kind in (cst.SimpleString, cst.FormattedString)
-        for node in script.find(kind, way)
-        if "\n" in script.code(node)
-    ]
+    texts = script.long_texts(way)
     lines = []
     while place < last:
         end = edits.line_end(place)

@@ -7,7 +7,7 @@ import ast
 import libcst as cst
 
 from distwrap.convert.edits import IMPORTS, Edits
-from distwrap.convert.script import Script
+from distwrap.convert.script import Script, is_docstring
 
 _WIDTH = 100
 
@@ -19,9 +19,6 @@ class Helpers:
         self._script = script
         self._taken = script.bound_names
         self._names: dict[str, str] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._names)
 
     def name(self, helper: str) -> str:
         """Return the name by which the script is to call a helper, which will be imported."""
@@ -46,8 +43,7 @@ class Helpers:
             if len(kept) == len(names) - 1:
                 if kept:
                     start, end = self._script.span(names[0])[0], self._script.span(names[-1])[1]
-                    texts = [self._script.code(each).rstrip().rstrip(",").rstrip() for each in kept]
-                    edits.replace_span(start, end, ", ".join(texts))
+                    edits.replace_span(start, end, self._script.listed(kept))
                 else:
                     edits.remove(statement)
                 self._taken = self._taken - {name}
@@ -80,7 +76,7 @@ class Helpers:
             edits.insert(place, text, IMPORTS)
             return
         body = self._script.tree.body
-        first = next((each for each in body if not _is_docstring(each, body)), None)
+        first = next((each for each in body if not is_docstring(each)), None)
         if first is None:
             edits.insert(len(self._script.data), f"{end}{text}")
         else:
@@ -90,24 +86,15 @@ class Helpers:
             edits.insert(edits.line_start(start), f"{text}{end}", IMPORTS)
 
 
-def _is_docstring(statement: cst.CSTNode, body: object) -> bool:
-    return (
-        isinstance(statement, cst.SimpleStatementLine)
-        and isinstance(statement.body[0], cst.Expr)
-        and isinstance(statement.body[0].value, (cst.SimpleString, cst.ConcatenatedString))
-    )
-
-
 def _last_import(script: Script) -> cst.CSTNode | None:
     """Return the last import at the top of a file: before any other statement, but for a docstring."""
     last = None
-    body = script.tree.body
-    for statement in body:
+    for statement in script.tree.body:
         if isinstance(statement, cst.SimpleStatementLine) and isinstance(
             statement.body[0], (cst.Import, cst.ImportFrom)
         ):
             last = statement
-        elif not _is_docstring(statement, body) and not isinstance(statement, (cst.Try, cst.If)) and last is not None:
+        elif not is_docstring(statement) and not isinstance(statement, (cst.Try, cst.If)) and last is not None:
             break
     return last
 
@@ -145,9 +132,8 @@ def _drop(script: Script, edits: Edits, statement: cst.Import | cst.ImportFrom, 
         edits.remove(statement)
     elif len(kept) < len(names):
         start, end = script.span(names[0])[0], script.span(names[-1])[1]
-        texts = [script.code(each).rstrip().rstrip(",").rstrip() for each in kept]
         if b"\n" not in script.data[start:end] and b"#" not in script.data[start:end]:
-            edits.replace_span(start, end, ", ".join(texts))
+            edits.replace_span(start, end, script.listed(kept))
 
 
 def _module(statement: cst.ImportFrom) -> str:

@@ -126,16 +126,11 @@ def _indent(conversion: Conversion, body: Sequence[cst.CSTNode], start: int, nam
     blank = "" if first == 0 else end * max(0, 2 - _blank_lines(script.data[:first]))
     edits.insert(first, f"{blank}{decorator(conversion)}{end}def {name}():{end}", HEAD)
     edits.indented_from = first
-    within = [
-        script.span(node)
-        for kind in (cst.SimpleString, cst.FormattedString)
-        for node in script.find(kind)
-        if "\n" in script.code(node)
-    ]
+    texts = script.long_texts()
     place = first
     while place < len(script.data):
         line_end = edits.line_end(place)
-        is_text = any(low < place < high for low, high in within)
+        is_text = any(low < place < high for low, high in texts)
         if script.data[place:line_end].strip() and not is_text and not edits.is_indented_already(place):
             edits.insert(place, script.indent, INDENT)
         place = line_end
@@ -257,12 +252,7 @@ def _reads(script: Script, definition: cst.CSTNode) -> set[str]:
             elif isinstance(inner, cst.AsName):
                 own |= _plain_names(inner.name)
         for node in script.find(cst.Name, function):
-            above = script.parent(node)
-            if isinstance(above, cst.Attribute) and above.attr is node:
-                continue
-            if isinstance(above, cst.Arg) and above.keyword is node:
-                continue
-            if node.value not in own and node.value not in vars(builtins):
+            if not script.is_label(node) and node.value not in own and node.value not in vars(builtins):
                 found.add(node.value)
     return found
 

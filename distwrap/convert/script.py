@@ -46,7 +46,9 @@ class Script:
         self._spans: Any = wrapper.resolve(ByteSpanPositionProvider)
         self._parents: Any = wrapper.resolve(ParentNodeProvider)
         self._names: Any = wrapper.resolve(QualifiedNameProvider)
-        self._nodes = list(_all_nodes(self.tree))
+        self._nodes: list[cst.CSTNode] = []  # in the order of the text, so those within a node follow right after it
+        self._places: dict[cst.CSTNode, slice] = {}  # in that list, of each node with those within it
+        self._list(self.tree)
 
     @cached_property
     def newline(self) -> str:
@@ -65,8 +67,15 @@ class Script:
                 yield node
 
     def nodes(self, within: cst.CSTNode | None = None) -> Iterator[cst.CSTNode]:
-        """Yield all nodes, in the order of the text."""
-        yield from self._nodes if within is None else _all_nodes(within)
+        """Yield all nodes, in the order of the text; of a node, it and all within it."""
+        yield from self._nodes[self._places[self.tree if within is None else within]]
+
+    def _list(self, node: cst.CSTNode) -> None:
+        start = len(self._nodes)
+        self._nodes.append(node)
+        for child in node.children:
+            self._list(child)
+        self._places[node] = slice(start, len(self._nodes))
 
     def expressions(self, within: cst.CSTNode | None = None) -> Iterator[cst.BaseExpression]:
         """Yield all expressions, in the order of the text."""
@@ -154,6 +163,36 @@ class Script:
             if isinstance(call.func, cst.Attribute) and call.func.attr.value == method:
                 yield call, call.func
 
+    def assignment_of(self, value: cst.CSTNode) -> cst.Assign | None:
+        """Return the statement that gives a value to one target, as ``x = value``; none where it is used otherwise."""
+        above = self.parent(value)
+        is_whole = isinstance(above, cst.Assign) and above.value is value and len(above.targets) == 1
+        return above if is_whole and isinstance(above, cst.Assign) else None
+
+    def is_label(self, name: cst.Name) -> bool:
+        """Return whether a name is that of a keyword or attribute, and no variable."""
+        above = self.parent(name)
+        return (isinstance(above, cst.Arg) and above.keyword is name) or (
+            isinstance(above, cst.Attribute) and above.attr is name
+        )
+
+    def is_of_some_ranks(self, node: cst.CSTNode) -> bool:
+        """Return whether a node is in an ``if`` that asks for the rank."""
+        return any(isinstance(each, cst.If) and is_about_rank(self.code(each.test)) for each in self.ancestors(node))
+
+    def listed(self, nodes: Sequence[cst.CSTNode]) -> str:
+        """Return arguments or imported names as text, with commas between."""
+        return ", ".join(self.code(each).rstrip().rstrip(",").rstrip() for each in nodes)
+
+    def long_texts(self, within: cst.CSTNode | None = None) -> list[tuple[int, int]]:
+        """Return the spans of strings over several lines, whose lines must not be indented anew."""
+        return [
+            self.span(node)
+            for kind in (cst.SimpleString, cst.FormattedString)
+            for node in self.find(kind, within)
+            if "\n" in self.code(node)
+        ]
+
     def inside(self, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
         """Return whether a node is a part of another, or it."""
         start, end = self.span(node)
@@ -163,13 +202,7 @@ class Script:
     @cached_property
     def bound_names(self) -> set[str]:
         """All names that the script uses for anything but attributes and keywords."""
-        found = set()
-        for node in self.find(cst.Name):
-            above = self.parent(node)
-            is_attribute = isinstance(above, cst.Attribute) and above.attr is node
-            if not is_attribute and not (isinstance(above, cst.Arg) and above.keyword is node):
-                found.add(node.value)
-        return found
+        return {node.value for node in self.find(cst.Name) if not self.is_label(node)}
 
 
 def _first_error(text: str) -> tuple[int | None, str] | None:
@@ -181,12 +214,6 @@ def _first_error(text: str) -> tuple[int | None, str] | None:
     except ValueError as error:  # null bytes
         return 1, str(error)
     return None
-
-
-def _all_nodes(node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-    yield node
-    for child in node.children:
-        yield from _all_nodes(child)
 
 
 def argument(call: cst.Call, keyword: str, position: int | None = None) -> cst.BaseExpression | None:
@@ -230,6 +257,15 @@ def constant(node: cst.CSTNode | None) -> Any:
     if isinstance(node, cst.Name):
         return {"True": True, "False": False, "None": None}.get(node.value, ...)
     return ...
+
+
+def is_docstring(statement: cst.CSTNode) -> bool:
+    """Return whether a statement is nothing but a string."""
+    return (
+        isinstance(statement, cst.SimpleStatementLine)
+        and isinstance(statement.body[0], cst.Expr)
+        and isinstance(statement.body[0].value, (cst.SimpleString, cst.ConcatenatedString))
+    )
 
 
 def is_about_rank(text: str) -> bool:

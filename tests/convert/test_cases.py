@@ -40,7 +40,7 @@ def test_the_text(path: Path) -> None:
     """A script becomes the text beside it, to the byte."""
     result = converted(path)
     assert result.is_result, [each.text(path.name) for each in result.notes]
-    assert result.text.encode().decode() == after(path).read_bytes().decode()
+    assert result.text == after(path).read_bytes().decode()
 
 
 @each_case

@@ -134,6 +134,17 @@ def test_names_of_fabric(code: str, becomes: str) -> None:
     assert "with no_sync(model, enabled=step % 2 == 0):" in result.text
 
 
+@pytest.mark.parametrize(
+    ("precision", "is_scaled"), [("16", True), ("16-mixed", True), ("bf16-mixed", False), ("32-true", False)]
+)
+def test_a_clip_by_fabric(precision: str, is_scaled: bool) -> None:
+    """Gradients that the precision scales are not clipped as they are; others are."""
+    code = FABRIC.format(code="fabric.clip_gradients(model, optimizer, max_norm=1.0)")
+    given = code.replace('Fabric(accelerator="auto")', f'Fabric(accelerator="auto", precision="{precision}")')
+    assert given != code
+    assert convert(Script(given)).is_result != is_scaled
+
+
 def test_a_stack_is_refused() -> None:
     """What Fabric stacks, and gather joins, is left where its shape matters."""
     assert not convert(Script(FABRIC.format(code="x = fabric.all_gather(x)"))).is_result

@@ -15,6 +15,7 @@ import torch
 
 from distwrap import strip_module_prefix
 from distwrap.convert.checking import check
+from distwrap.convert.converting import convert
 from distwrap.convert.script import Script
 from tests.convert.runner import Runner, torchrun_variables
 from tests.convert.test_cases import after, converted, differences
@@ -82,6 +83,7 @@ def test_the_text(name: str) -> None:
 def test_nothing_is_done_or_found_twice(name: str) -> None:
     """A second conversion changes nothing, and lines of the list are those of the program."""
     text = after(program(name)).read_text()
+    assert convert(Script(text)).text == text
     assert not [each for each in check(Script(text)) if each.rule not in ("save", "own-sum")]
     lines = program(name).read_text().splitlines()
     for each in converted(program(name)).notes:

@@ -13,6 +13,15 @@ _ACCELERATORS = ("cuda", "mps", "xpu", "npu")
 
 def use_own_device(conversion: Conversion) -> None:
     """Let devices be the rank's own; a device that is always the CPU stays."""
+    _drop_first_numbers(conversion)
+    _replace_devices(conversion)
+    _replace_choices(conversion)
+    _replace_cuda_calls(conversion)
+    _replace_in_to(conversion)
+
+
+def _drop_first_numbers(conversion: Conversion) -> None:
+    """Write ``"cuda"`` for ``"cuda:0"`` where there are no ranks yet."""
     script = conversion.script
     for node in list(script.find(cst.SimpleString)):
         if not conversion.on_ranks(node) and conversion.may_change(node) and _is_first_device(constant(node)):
@@ -20,6 +29,10 @@ def use_own_device(conversion: Conversion) -> None:
             conversion.done(
                 node, "device", "without a number it is each rank's own; this is read before there are ranks"
             )
+
+
+def _replace_devices(conversion: Conversion) -> None:
+    script = conversion.script
     for call in list(script.calls(_DEVICE)):
         if (
             conversion.may_change(call)
@@ -28,6 +41,11 @@ def use_own_device(conversion: Conversion) -> None:
             and not _is_within(conversion, call)
         ):
             _replace(conversion, _outermost(conversion, call))
+
+
+def _replace_choices(conversion: Conversion) -> None:
+    """Replace ``"cuda" if torch.cuda.is_available() else "cpu"`` where it is used to place tensors alone."""
+    script = conversion.script
     for choice in list(script.find(cst.IfExp)):
         above = script.parent(choice)
         if constant(choice.orelse) == "cpu" and not (
@@ -43,6 +61,10 @@ def use_own_device(conversion: Conversion) -> None:
                 conversion.unsure(
                     choice, "device", "it is used as text too", "device(), and device().type where text is wanted"
                 )
+
+
+def _replace_cuda_calls(conversion: Conversion) -> None:
+    script = conversion.script
     for call, attribute in list(script.method_calls("cuda")):
         if (
             not conversion.may_change(call)
@@ -53,6 +75,11 @@ def use_own_device(conversion: Conversion) -> None:
         start = script.span(attribute.value)[1]
         conversion.edits.replace_span(start, script.span(call)[1], f".to({_arguments(conversion, call)})")
         conversion.done(call, "device", "goes to the rank's own device, which may be the CPU")
+
+
+def _replace_in_to(conversion: Conversion) -> None:
+    """Write ``.to(device())`` for ``.to("cuda")``, ``.to(0)`` and ``.to(rank)``."""
+    script = conversion.script
     for call, _ in list(script.method_calls("to")):
         first = call.args[0] if call.args else None
         name = constant(first.value) if first is not None else ...

@@ -22,7 +22,7 @@ _RANDOM = ("random", "randint", "randrange", "choice", "choices", "sample", "shu
 _NUMPY = ("rand", "randn", "randint", "random", "choice", "permutation", "shuffle", "uniform", "normal", "beta")
 _DRAWS = _TORCH | {f"random.{name}" for name in _RANDOM} | {f"numpy.random.{name}" for name in _NUMPY}
 _IN_PLACE = ("normal_", "uniform_", "bernoulli_", "random_", "exponential_")
-_SEEDED = ("torch.manual_seed", "torch.cuda.manual_seed_all", "random.seed", "numpy.random.seed")
+SEEDS = ("torch.manual_seed", "torch.cuda.manual_seed_all", "random.seed", "numpy.random.seed")
 
 
 def draw_apart(conversion: Conversion) -> None:
@@ -175,7 +175,7 @@ def _is_without_gradients(conversion: Conversion, function: Function) -> bool:
 def _seed_what_is_drawn_by_the_seed(conversion: Conversion) -> None:
     """Seed the ranks alike where a script draws its seed, which would be another one on each rank."""
     script = conversion.script
-    for call in script.calls(*_SEEDED):
+    for call in script.calls(*SEEDS):
         given = call.args[0].value if call.args else None
         sources = [] if given is None else [*conversion.facts.values.sources(given), *_of_attribute(conversion, given)]
         drawn = [each for each in sources if each is not None and any(_draws(conversion, each))]

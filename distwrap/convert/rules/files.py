@@ -6,7 +6,7 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.rules.branches import own_test
-from distwrap.convert.script import argument, constant, is_about_rank, path_of
+from distwrap.convert.script import argument, constant, path_of
 from distwrap.convert.values import root_of
 
 
@@ -24,7 +24,7 @@ def _save(conversion: Conversion, call: cst.Call) -> None:
     script = conversion.script
     state, path = argument(call, "obj", 0), argument(call, "f", 1)
     statement = script.small_statement_of(call)
-    guarded = any(isinstance(each, cst.If) and is_about_rank(script.code(each.test)) for each in script.ancestors(call))
+    guarded = script.is_of_some_ranks(call)
     block = _block_of(conversion, call)
     is_alone = isinstance(script.parent(call), cst.Expr)
     if block is not None and is_alone and state is not None and path is not None and len(call.args) == 2:
@@ -96,10 +96,7 @@ def _is_followed_up(conversion: Conversion, call: cst.Call, path: cst.BaseExpres
         if each is not call and any(path_of(arg.value) == name for arg in each.args)
     ]
     callers = conversion.facts.values.callers(function) if function is not None else []
-    return bool(others and name and callers) and all(
-        any(isinstance(each, cst.If) and is_about_rank(script.code(each.test)) for each in script.ancestors(caller))
-        for caller in callers
-    )
+    return bool(others and name and callers) and all(map(script.is_of_some_ranks, callers))
 
 
 def _is_path(conversion: Conversion, node: cst.BaseExpression) -> bool:
@@ -194,10 +191,9 @@ def _is_state(conversion: Conversion, call: cst.Call) -> bool:
     script = conversion.script
     above = script.parent(call)
     if isinstance(above, cst.Arg):
-        holder = script.parent(above)
-        return isinstance(holder, cst.Call) and (path_of(holder.func) or "").endswith("load_state_dict")
-    statement = script.small_statement_of(call)
-    if not isinstance(statement, cst.Assign) or statement.value is not call or len(statement.targets) != 1:
+        return _is_state_dict_call(conversion, above)
+    statement = script.assignment_of(call)
+    if statement is None:
         return False
     path = path_of(statement.targets[0].target)
     reads = [

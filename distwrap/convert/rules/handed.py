@@ -61,11 +61,7 @@ def follow(conversion: Conversion, names: set[str]) -> Handed | None:
 
 
 def _is_use(conversion: Conversion, node: cst.Name, function: Function) -> bool:
-    above = conversion.script.parent(node)
-    is_label = (isinstance(above, cst.Attribute) and above.attr is node) or (
-        isinstance(above, cst.Arg) and above.keyword is node
-    )
-    return node.value == function.name.value and not is_label
+    return node.value == function.name.value and not conversion.script.is_label(node)
 
 
 def _take(conversion: Conversion, handed: Handed, call: cst.Call, arg: cst.Arg) -> bool:

@@ -92,7 +92,6 @@ def _other_use(conversion: Conversion, loader: cst.Call) -> bool:
 
 
 def _shard(conversion: Conversion, loader: cst.Call, *, is_training: bool) -> None:
-    conversion.sharded.add(loader)
     conversion.wrap(loader, "shard_loader", ', batch_size="global"' if conversion.global_batch else "")
     if not is_training:
         why = "each rank evaluates its share, each sample once, and the sums are added up over the ranks"

@@ -20,8 +20,8 @@ def names_of(conversion: Conversion, made: tuple[str, ...]) -> tuple[list[cst.Ca
     script = conversion.script
     calls, names = list(script.calls(*made)), set()
     for call in calls:
-        statement = script.small_statement_of(call)
-        if not isinstance(statement, cst.Assign) or statement.value is not call or len(statement.targets) != 1:
+        statement = script.assignment_of(call)
+        if statement is None:
             conversion.unsure(call, "object", "it is not simply given a name", "wrap_model and shard_loader by hand")
             return None
         names.add(path_of(statement.targets[0].target) or "")
@@ -33,9 +33,7 @@ def names_of(conversion: Conversion, made: tuple[str, ...]) -> tuple[list[cst.Ca
         above = script.parent(node)
         if node.value not in names or isinstance(above, cst.AssignTarget) or handed.is_part(above):
             continue
-        if isinstance(above, cst.Attribute) and (above.value is node or above.attr is node):
-            continue
-        if isinstance(above, cst.Arg) and above.keyword is node:
+        if isinstance(above, cst.Attribute) or script.is_label(node):
             continue
         conversion.unsure(node, "object", "it is handed on, so not all of its uses can be seen", "one function for all")
         return None
@@ -114,9 +112,9 @@ def prepare(conversion: Conversion, call: cst.Call) -> bool:
             text = conversion.call("shard_loader", text)
         prepared.append((kind, path_of(arg.value)))
         texts.append(text)
-    statement = script.small_statement_of(call)
+    statement = script.assignment_of(call)
     conversion.prepared += [(kind, path, script.function_of(call)) for kind, path in prepared if path is not None]
-    if isinstance(statement, cst.Assign) and statement.value is call and len(statement.targets) == 1:
+    if statement is not None:
         _remember_targets(conversion, statement, [kind for kind, _ in prepared])
     replace_or_drop(conversion, call, texts)
     return bool(texts)
@@ -134,11 +132,10 @@ def _remember_targets(conversion: Conversion, statement: cst.Assign, kinds: list
 def replace_or_drop(conversion: Conversion, call: cst.Call, texts: list[str]) -> None:
     """Write values in the place of a call; of an assignment those to their own names go, and others get lines."""
     script, edits = conversion.script, conversion.edits
-    statement = script.small_statement_of(call)
-    is_plain = isinstance(statement, cst.Assign) and len(statement.targets) == 1 and statement.value is call
-    target = statement.targets[0].target if is_plain and isinstance(statement, cst.Assign) else None
+    statement = script.assignment_of(call)
+    target = None if statement is None else statement.targets[0].target
     parts = [each.value for each in target.elements] if isinstance(target, cst.Tuple) else [target]
-    if target is None or len(parts) != len(texts) or not edits.has_line_of_its_own(statement):
+    if statement is None or len(parts) != len(texts) or not edits.has_line_of_its_own(statement):
         edits.replace(call, ", ".join(texts))
         return
     names = [script.code(each) for each in parts if each is not None]
@@ -212,11 +209,20 @@ def print_once(conversion: Conversion, call: cst.Call) -> bool:
     return True
 
 
-def clip(conversion: Conversion, call: cst.Call) -> bool:
-    """Convert the clip of gradients, which are no scaled ones."""
-    if "fp16" in conversion.options.get("precision", "") or "16-mixed" in conversion.options.get("precision", ""):
-        return False
-    if "torch" not in conversion.script.bound_names:
-        return False
-    conversion.edits.replace(call.func, "torch.nn.utils.clip_grad_norm_")
-    return True
+def may_clip(conversion: Conversion) -> bool:
+    """Return whether torch's own functions can clip gradients: torch has its name, and gradients are not scaled."""
+    precision = conversion.options.get("precision", "")
+    is_scaled = any(f'"{name}"' in precision for name in ("fp16", "16-mixed", "16"))
+    return not is_scaled and "torch" in conversion.script.bound_names
+
+
+def clip_with(function: str) -> Special:
+    """Return what converts a clip of gradients to torch's function of a name."""
+
+    def convert(conversion: Conversion, call: cst.Call) -> bool:
+        if not may_clip(conversion):
+            return False
+        conversion.edits.replace(call.func, f"torch.nn.utils.{function}")
+        return True
+
+    return convert

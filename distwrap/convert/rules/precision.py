@@ -100,8 +100,8 @@ def _uses(conversion: Conversion, scalers: list[cst.Call]) -> list[cst.Call] | N
     script = conversion.script
     found: list[cst.Call] = []
     for scaler in scalers:
-        statement = script.small_statement_of(scaler)
-        if not isinstance(statement, cst.Assign) or len(statement.targets) != 1 or statement.value is not scaler:
+        statement = script.assignment_of(scaler)
+        if statement is None:
             return None
         path = path_of(statement.targets[0].target)
         for node in script.find(cst.Name):

@@ -49,7 +49,7 @@ def _is_plain(conversion: Conversion, sampler: cst.Call, loader: cst.Call) -> bo
         argument(sampler, "drop_last")
     ) not in (..., True, False):
         return False
-    binding = _binding(conversion, sampler)
+    binding = script.assignment_of(sampler)
     if binding is None:  # made within the loader's call
         return conversion.script.inside(sampler, loader) and all(
             _can_set(conversion, call, loader) for call in _set_epochs(conversion, None, loader)
@@ -58,7 +58,7 @@ def _is_plain(conversion: Conversion, sampler: cst.Call, loader: cst.Call) -> bo
     loaders = [each for each in script.calls(*LOADER) if path_of(argument(each, "sampler", 3)) == path]
     for node in script.find(cst.Name):
         above = script.parent(node)
-        if node.value != path or isinstance(above, cst.AssignTarget) or _is_label(conversion, node):
+        if node.value != path or isinstance(above, cst.AssignTarget) or script.is_label(node):
             continue
         call = script.parent(above) if isinstance(above, (cst.Arg, cst.Attribute)) else None
         if isinstance(above, cst.Attribute) and above.attr.value == "set_epoch":
@@ -90,8 +90,8 @@ def _told(conversion: Conversion, call: cst.Call, loader: cst.Call) -> str | Non
 
 def _name_at(conversion: Conversion, loader: cst.Call, node: cst.CSTNode) -> str | None:
     """Return the name that a loader has where it is made, if it is the same where another piece of code is."""
-    script, statement = conversion.script, conversion.script.small_statement_of(loader)
-    if not isinstance(statement, cst.Assign) or statement.value is not loader or len(statement.targets) != 1:
+    script, statement = conversion.script, conversion.script.assignment_of(loader)
+    if statement is None:
         return None
     path, function = path_of(statement.targets[0].target), script.function_of(loader)
     if path is None:
@@ -110,19 +110,6 @@ def _is_peeked(conversion: Conversion, loader: cst.Call) -> bool:
         if call.args and loader in conversion.facts.loader_of(call.args[0].value):
             return True
     return False
-
-
-def _is_label(conversion: Conversion, node: cst.Name) -> bool:
-    above = conversion.script.parent(node)
-    return (isinstance(above, cst.Arg) and above.keyword is node) or (
-        isinstance(above, cst.Attribute) and above.attr is node
-    )
-
-
-def _binding(conversion: Conversion, sampler: cst.Call) -> cst.Assign | None:
-    statement = conversion.script.small_statement_of(sampler)
-    fits = isinstance(statement, cst.Assign) and statement.value is sampler and len(statement.targets) == 1
-    return statement if fits and isinstance(statement, cst.Assign) else None
 
 
 def _set_epochs(conversion: Conversion, path: str | None, loader: cst.Call) -> list[cst.Call]:
@@ -185,9 +172,8 @@ def _shard(conversion: Conversion, loader: cst.Call, given: cst.Arg, sampler: cs
     if conversion.global_batch:
         options += ', batch_size="global"'
     conversion.wrap(loader, "shard_loader", options)
-    conversion.sharded.add(loader)
     conversion.done(loader, "shard_loader", "each rank gets its share, in the same order as of DistributedSampler")
-    binding = _binding(conversion, sampler)
+    binding = script.assignment_of(sampler)
     path = path_of(binding.targets[0].target) if binding is not None else None
     for call in _set_epochs(conversion, path, loader):
         if _counts_from_zero(conversion, call) and not _is_peeked(conversion, loader):

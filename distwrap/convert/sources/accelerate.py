@@ -12,7 +12,7 @@ from distwrap.convert.rules.entry import choose_entry, decorate_entry
 from distwrap.convert.rules.files import save_and_load
 from distwrap.convert.rules.objects import (
     Special,
-    clip,
+    clip_with,
     convert_uses,
     first_alone,
     names_of,
@@ -22,7 +22,6 @@ from distwrap.convert.rules.objects import (
 )
 from distwrap.convert.script import argument, constant, path_of
 from distwrap.convert.sources.accelerate_functions import (
-    clip_values,
     convert_functions,
     load_state,
     local_first,
@@ -42,10 +41,10 @@ CALLS: dict[str, str | Special] = {
     "unwrap_model": first_alone("unwrap_model"),
     "print": print_once,
     "save": "save",
-    "clip_grad_norm_": clip,
+    "clip_grad_norm_": clip_with("clip_grad_norm_"),
     "main_process_first": "rank_zero_first",
     "autocast": "autocast",
-    "clip_grad_value_": clip_values,
+    "clip_grad_value_": clip_with("clip_grad_value_"),
     "get_state_dict": state_dict_of,
     "save_state": save_state,
     "load_state": load_state,
@@ -144,7 +143,7 @@ def _options(conversion: Conversion, call: cst.Call, needs: list[cst.CSTNode]) -
     if every is None:
         conversion.unsure(call, "accumulate", "its number of batches is not plain", "a name for the number")
         return None
-    return Micro(every, conversion.script.function_of(call), name in ("fp16", ...), {}, [])
+    return Micro(every, conversion.script.function_of(call), name in ("fp16", ...))
 
 
 def _precision_of_call(

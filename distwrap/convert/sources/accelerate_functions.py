@@ -63,14 +63,6 @@ def state_dict_of(conversion: Conversion, call: cst.Call) -> bool:
     return True
 
 
-def clip_values(conversion: Conversion, call: cst.Call) -> bool:
-    """Convert the clip of each gradient's values, which are no scaled ones."""
-    if "fp16" in conversion.options.get("precision", "") or "torch" not in conversion.script.bound_names:
-        return False
-    conversion.edits.replace(call.func, "torch.nn.utils.clip_grad_value_")
-    return True
-
-
 def local_first(conversion: Conversion, call: cst.Call) -> bool:
     """Convert ``with accelerator.local_main_process_first()``."""
     if call.args:

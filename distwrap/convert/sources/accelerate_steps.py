@@ -5,7 +5,7 @@ Source: https://huggingface.co/docs/accelerate/concept_guides/gradient_synchroni
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import libcst as cst
 
@@ -27,13 +27,15 @@ class Micro:
         may_scale: whether the precision may be fp16, whose gradients are scaled.
         windows: each loop with the name of its window.
         blocks: each ``with accelerator.accumulate(model)``.
+        kept_indent: starts of lines that stay as deep, though the block around them goes.
     """
 
     every: str
     function: Function | None
     may_scale: bool
-    windows: dict[cst.For, str]
-    blocks: list[cst.With]
+    windows: dict[cst.For, str] = field(default_factory=dict)
+    blocks: list[cst.With] = field(default_factory=list)
+    kept_indent: set[int] = field(default_factory=set)
 
 
 def write_out(conversion: Conversion, micro: Micro, names: set[str]) -> bool:
@@ -212,7 +214,7 @@ def _under_window(conversion: Conversion, micro: Micro, run: list[cst.CSTNode]) 
     while place < end:
         if not inside:
             edits.insert(place, script.indent, INDENT)
-        conversion.kept_indent.add(place)
+        micro.kept_indent.add(place)
         place = edits.line_end(place)
 
 
@@ -222,16 +224,11 @@ def _dedent(conversion: Conversion, micro: Micro, block: cst.With) -> None:
     start, end = script.span(block)
     place = edits.line_end(script.span(block.items[-1])[1])
     edits.replace_span(edits.line_start(start), place, "", LINE)
-    texts = [
-        script.span(node)
-        for kind in (cst.SimpleString, cst.FormattedString)
-        for node in script.find(kind, block)
-        if "\n" in script.code(node)
-    ]
+    texts = script.long_texts(block)
     while place < end:
         line = script.data[place : edits.line_end(place)]
         is_text = any(low < place < high for low, high in texts)
-        stays = is_text or place in conversion.kept_indent
+        stays = is_text or place in micro.kept_indent
         if line.startswith(script.indent.encode()) and line.strip() and not stays:
             edits.replace_span(place, place + len(script.indent), "")
         place = edits.line_end(place)

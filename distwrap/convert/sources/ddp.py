@@ -136,8 +136,7 @@ def keep_options(conversion: Conversion, call: cst.Call, dropped: tuple[str, ...
     kept = [call.args[0], *(arg for arg in call.args[1:] if arg.keyword and arg.keyword.value not in dropped)]
     if len(kept) < len(call.args):
         start, end = script.span(call.args[0])[0], script.span(call.args[-1].value)[1]
-        texts = [script.code(arg).rstrip().rstrip(",").rstrip() for arg in kept]
-        conversion.edits.replace_span(start, end, ", ".join(texts))
+        conversion.edits.replace_span(start, end, script.listed(kept))
         close = script.data[end : script.span(call)[1]]
         if close.lstrip().startswith(b",") and b"\n" not in close:
             conversion.edits.replace_span(end, end + close.index(b",") + 1, "")

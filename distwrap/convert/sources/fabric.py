@@ -14,6 +14,7 @@ from distwrap.convert.rules.objects import (
     Special,
     convert_uses,
     first_alone,
+    may_clip,
     names_of,
     prepare,
     print_once,
@@ -72,13 +73,8 @@ def _clip(conversion: Conversion, call: cst.Call) -> bool:
     model = path_of(argument(call, "module", 0))
     norm, value = argument(call, "max_norm", 3), argument(call, "clip_val", 2)
     others = {arg.keyword.value for arg in call.args if arg.keyword is not None}
-    is_scaled = "16-mixed" in conversion.options.get("precision", "") or "fp16" in conversion.options.get(
-        "precision", ""
-    )
     known = {"module", "optimizer", "max_norm", "clip_val", "norm_type", "error_if_nonfinite"}
-    if is_scaled or model is None or (norm is None) == (value is None) or not others <= known:
-        return False
-    if "torch" not in conversion.script.bound_names:
+    if not may_clip(conversion) or model is None or (norm is None) == (value is None) or not others <= known:
         return False
     code = conversion.script.code
     texts = [f"{model}.parameters()", code(norm or value)]  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.rules.entry import decorate
-from distwrap.convert.script import Function, argument, path_of
+from distwrap.convert.script import Function, argument, is_docstring, path_of
 from distwrap.convert.sources.ddp import convert_body
 
 SPAWN = ("torch.multiprocessing.spawn", "torch.multiprocessing.spawn.spawn")
@@ -78,7 +78,7 @@ def _drop_parameter(conversion: Conversion, function: Function, first: str) -> N
     conversion.edits.replace_span(start, end, "")
     body = function.body.body
     used = any(node.value == first for line in body for node in script.find(cst.Name, line))
-    index = 1 if _is_docstring(body[0]) and len(body) > 1 else 0
+    index = 1 if is_docstring(body[0]) and len(body) > 1 else 0
     if used:
         own = "rank" if _is_global(conversion, first) else "local_rank"
         conversion.edits.line_before(body[index], f"{first} = {conversion.call(own)}")
@@ -93,12 +93,4 @@ def _is_global(conversion: Conversion, first: str) -> bool:
         and (path_of(assign.targets[0].target) or "").split(".")[-1] in ("rank", "global_rank")
         and any(node.value == first for node in script.find(cst.Name, assign.value))
         for assign in script.find(cst.Assign)
-    )
-
-
-def _is_docstring(line: cst.CSTNode) -> bool:
-    return (
-        isinstance(line, cst.SimpleStatementLine)
-        and isinstance(line.body[0], cst.Expr)
-        and isinstance(line.body[0].value, (cst.SimpleString, cst.ConcatenatedString))
     )
