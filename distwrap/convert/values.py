@@ -208,17 +208,17 @@ class Values:
     def _from_callers(
         self, function: Function, name: str, position: int, depth: int, returned: bool
     ) -> Iterator[cst.BaseExpression | None]:
-        if self.script.class_of(function) is not None:
-            position -= 1  # self
-        calls = self.callers(function)
-        if not calls:
-            yield None
-        for call in calls:
-            given = argument(call, name, position)
+        for given in self.given(function, name, position) or [None]:
             if given is None:
                 yield None
             else:
                 yield from self.sources(given, depth - 1, returned=returned)
+
+    def given(self, function: Function, name: str, position: int) -> list[cst.BaseExpression | None]:
+        """Return what each caller gives for a parameter; none where a caller leaves it out."""
+        if self.script.class_of(function) is not None:
+            position -= 1  # self
+        return [argument(call, name, position) for call in self.callers(function)]
 
 
 # Methods of Accelerate's and Fabric's objects, which return what they are given.

@@ -146,3 +146,42 @@ def test_a_divisor_that_is_a_number_of_batches_is_said(added: str, read: str) ->
     result = plain(before=before, after=read)
     assert 'reduce(total, op="sum")' in result.text
     assert "len(loader)" in left(result)["metric"]
+
+
+def test_what_is_saved_beside_a_load() -> None:
+    """What may be no plain value rank 0 alone writes, and a load in the same run does not wait for that."""
+    result = plain(after='torch.save(args, "args.pt")\n    args = torch.load("args.pt")')
+    assert 'if is_rank_zero(): torch.save(args, "args.pt")' in result.text
+    assert left(result)["save"].startswith("torch.save(args")
+    assert "save" not in left(plain(after='torch.save(args, "args.pt")'))
+
+
+def test_a_parameter_is_as_plain_as_what_callers_give() -> None:
+    above = """
+def store(model, epoch):
+    torch.save({"model": model.state_dict(), "epoch": epoch}, "last.pt")
+"""
+    assert "    save({" in plain(above=above, after="store(model, 3)").text
+    assert "if is_rank_zero(): torch.save({" in plain(above=above, after="store(model, args)").text
+
+
+def test_a_class_that_becomes_mains_own() -> None:
+    """Pickle does not find it there, so that a whole model of it cannot be written."""
+    text = """
+import torch
+from torch.utils.data import DataLoader
+
+loader = DataLoader(torch.randn(64, 2), batch_size=8)
+
+class Net(torch.nn.Linear):
+    pass
+
+net = Net(2, 1)
+optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+for x in loader:
+    net(x).mean().backward()
+    optimizer.step()
+torch.save({state}, "net.pt")
+"""
+    assert left(convert(Script(text.format(state="net"))))["save"].startswith("class Net")
+    assert "save" not in left(convert(Script(text.format(state="net.state_dict()"))))

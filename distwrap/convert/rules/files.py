@@ -49,8 +49,25 @@ def _save(conversion: Conversion, call: cst.Call) -> None:
     ):
         conversion.edits.insert(script.span(statement)[0], f"if {conversion.call('is_rank_zero')}: ")
         conversion.done(call, "save", "rank 0 alone writes it; what it holds may be more than the safe loader takes")
+        _note_what_goes_wrong(conversion, call)
     else:
         conversion.unsure(call, "save", "all ranks would write one file", "save(state, path)")
+
+
+def _note_what_goes_wrong(conversion: Conversion, call: cst.Call) -> None:
+    """Note where rank 0's own ``torch.save`` may fail, or be read before it is done."""
+    script = conversion.script
+    moved = [each for each in script.tree.body if isinstance(each, cst.ClassDef) and conversion.on_ranks(each)]
+    if conversion.entry is None and moved:
+        conversion.left(
+            moved[0], "save", f"it becomes main()'s own, and line {script.line(call)} can write no object of it",
+            "the class above the code that moves into main()",
+        )  # fmt: skip
+    if any(conversion.on_ranks(each) for each in script.calls("torch.load")):
+        conversion.left(
+            call, "save", "a load in the same run does not wait for it",
+            "save(state, path), of plain values; or barrier() before the load",
+        )  # fmt: skip
 
 
 def _block_of(conversion: Conversion, call: cst.Call) -> cst.With | None:
@@ -144,6 +161,11 @@ def _is_plain(conversion: Conversion, node: cst.BaseExpression, depth: int = 4) 
     if path is None:
         return False
     found = conversion.facts.values.bound(node)
+    function = script.function_of(node)
+    position = conversion.facts.values.parameter(function, path)
+    if not found and isinstance(function, cst.FunctionDef) and position is not None:
+        given = conversion.facts.values.given(function, path, position)
+        return bool(given) and all(each is not None and _is_plain(conversion, each, depth - 1) for each in given)
     if found and all(isinstance(each.statement, (cst.For, cst.AugAssign)) for each in found):
         return True
     values = [each.value for each in found if not isinstance(each.statement, (cst.For, cst.AugAssign))]

@@ -94,13 +94,8 @@ def _files(conversion: Conversion) -> None:
         statement = script.small_statement_of(call)
         if isinstance(statement, cst.Expr) and isinstance(statement.value, cst.Call):
             _under_rank_zero(conversion, statement.value, "writes it")
-        elif conversion.on_ranks(call) and not conversion.edits.replaces(call) and not _asks_for_rank(conversion, call):
+        elif conversion.on_ranks(call) and not conversion.edits.replaces(call) and not script.is_of_some_ranks(call):
             conversion.left(call, "file", "every rank opens this file, and writes it", "if is_rank_zero(): around it")
-
-
-def _asks_for_rank(conversion: Conversion, node: cst.CSTNode) -> bool:
-    script = conversion.script
-    return any(isinstance(each, cst.If) and "rank" in script.code(each.test) for each in script.ancestors(node))
 
 
 def _under_rank_zero(conversion: Conversion, call: cst.Call, does: str = "logs it") -> None:
@@ -109,7 +104,7 @@ def _under_rank_zero(conversion: Conversion, call: cst.Call, does: str = "logs i
     statement = script.small_statement_of(call)
     if not conversion.may_change(call) or not conversion.on_ranks(call):
         return
-    if _asks_for_rank(conversion, call):
+    if script.is_of_some_ranks(call):
         return
     own = any(
         path_of(inner.func) in conversion.facts.values.functions
