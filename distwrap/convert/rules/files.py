@@ -40,6 +40,8 @@ def _save(conversion: Conversion, call: cst.Call) -> None:
             "the mean over the ranks in the test, as of mean(loss, count)",
         )  # fmt: skip
     elif _is_plain(conversion, state):
+        if is_alone and _is_called_by_some(conversion, call) and conversion.edits.has_line_of_its_own(statement):
+            conversion.edits.insert(script.span(statement)[0], f"if {conversion.call('is_rank_zero')}: ")
         conversion.rename_call(call, "save")
         conversion.done(call, "save", "rank 0 writes it, whole or not at all, and the others wait")
     elif guarded or _is_followed_up(conversion, call, path):
@@ -63,7 +65,8 @@ def _note_what_goes_wrong(conversion: Conversion, call: cst.Call) -> None:
             moved[0], "save", f"it becomes main()'s own, and line {script.line(call)} can write no object of it",
             "the class above the code that moves into main()",
         )  # fmt: skip
-    if any(conversion.on_ranks(each) for each in script.calls("torch.load")):
+    loads = [each for each in script.calls("torch.load") if conversion.on_ranks(each)]
+    if any(script.span(each) > script.span(call) for each in loads):  # else it is where a run goes on
         conversion.left(
             call, "save", "a load in the same run does not wait for it",
             "save(state, path), of plain values; or barrier() before the load",
@@ -112,8 +115,14 @@ def _is_followed_up(conversion: Conversion, call: cst.Call, path: cst.BaseExpres
         for each in script.find(cst.Call, function)
         if each is not call and any(path_of(arg.value) == name for arg in each.args)
     ]
+    return bool(others and name) and _is_called_by_some(conversion, call)
+
+
+def _is_called_by_some(conversion: Conversion, node: cst.CSTNode) -> bool:
+    """Return whether whoever calls the function of a node asks for the rank."""
+    function = conversion.script.function_of(node)
     callers = conversion.facts.values.callers(function) if function is not None else []
-    return bool(others and name and callers) and all(map(script.is_of_some_ranks, callers))
+    return bool(callers) and all(map(conversion.script.is_of_some_ranks, callers))
 
 
 def _is_path(conversion: Conversion, node: cst.BaseExpression) -> bool:

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, Dataset
 from distwrap import (
     device,
     distributed,
+    is_rank_zero,
     load,
     local_rank,
     rank,
@@ -94,7 +95,7 @@ class Trainer:
             "OPTIMIZER_STATE": self.optimizer.state_dict(),
             "EPOCHS_RUN": epoch + 1,
         }
-        save(snapshot, self.snapshot_path)
+        if is_rank_zero(): save(snapshot, self.snapshot_path)
         print(f"Epoch {epoch} | Training snapshot saved at {self.snapshot_path}")
 
     def train(self, max_epochs: int):

@@ -29,7 +29,7 @@ class Trainer:
 
     def _save_snapshot(self, epoch):
         snapshot = {"MODEL_STATE": self.model.state_dict(), "EPOCHS_RUN": epoch}
-        if is_rank_zero(): torch.save(snapshot, SNAPSHOT)
+        if is_rank_zero(): save(snapshot, SNAPSHOT)
         print(f"Epoch {epoch} | Training snapshot saved at {SNAPSHOT}")
 
     def train(self, max_epochs: int):
