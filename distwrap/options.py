@@ -184,8 +184,11 @@ class Options:
             checked["launcher"] = implied
         result = replace(self, **checked)
         # A strategy given alone overrides an earlier number; a number given later is not ignored.
-        if result.strategy == "single" and checked.get("nprocs", 1) not in (1, "auto"):
-            raise OptionError(f"{where}: strategy='single' is one process, but nprocs={result.nprocs} was given too.")
+        is_one = result.strategy in ("single", "dp") or getattr(result.strategy, "launches", "") == "one"
+        if is_one and checked.get("nprocs", 1) not in (1, "auto"):
+            raise OptionError(
+                f"{where}: strategy={result.strategy!r} is one process, but nprocs={result.nprocs} was given too."
+            )
         own = getattr(result.strategy, "backend", None)
         if own is not None and result.backend not in ("auto", own):
             raise OptionError(

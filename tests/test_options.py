@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,8 @@ from distwrap.name_table import Registry
 from distwrap.options import Options, switched_on
 from distwrap.registry import precisions, strategies
 from distwrap.strategies import Strategy
+from distwrap.strategies.dp import DPStrategy
+from distwrap.strategies.single import SingleStrategy
 
 
 def given(**options: Any) -> Options:
@@ -149,11 +152,12 @@ def test_a_strategy_with_a_launcher_takes_no_options(spelling: str) -> None:
     assert "Say strategy='ddp(…)' with launcher='spawn'" in refusal(strategy=spelling)
 
 
-def test_one_process_contradicts_several() -> None:
-    """The strategy of one process refuses a number of several, and takes 1 and auto."""
-    assert "strategy='single' is one process, but nprocs=2" in refusal(strategy="single", nprocs=2)
-    assert given(strategy="single", nprocs=1).nprocs == 1
-    assert given(strategy="single", nprocs="auto").nprocs == "auto"
+@pytest.mark.parametrize("strategy", ["single", "dp", "single_device", SingleStrategy(), DPStrategy()])
+def test_one_process_contradicts_several(strategy: Any) -> None:
+    """A strategy of one process refuses a number of several, and takes 1 and auto."""
+    assert re.search(r"strategy=\S+ is one process, but nprocs=2 was given too", refusal(strategy=strategy, nprocs=2))
+    assert given(strategy=strategy, nprocs=1).nprocs == 1
+    assert given(strategy=strategy, nprocs="auto").nprocs == "auto"
 
 
 @pytest.mark.parametrize("launcher", available_launchers())

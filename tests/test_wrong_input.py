@@ -46,6 +46,7 @@ def train() -> None: ...
         ({"launcher": "frok"}, r"unknown launcher 'frok'\. Did you mean 'fork'\?"),
         ({"strategy": "ddp_spawn", "launcher": "fork"}, r"strategy='ddp_spawn' means launcher='spawn'"),
         ({"strategy": "single", "nprocs": 2}, r"strategy='single' is one process"),
+        ({"strategy": "dp", "nprocs": 2}, r"strategy='dp' is one process, but nprocs=2 was given too"),
         ({"returns": "both"}, r"unknown value for returns 'both'"),
         ({"timeout": 0}, r"timeout=0"),
         ({"timeout": float("nan")}, r"timeout=nan"),
