@@ -8,7 +8,7 @@ from torch import nn
 
 from distwrap._internals.torch import names_ddp_ignores
 from distwrap.devices.kinds import widest
-from distwrap.errors import DriftError
+from distwrap.errors import DriftError, ModelError
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import current_world
 from distwrap.model.buffers import statistics_of
@@ -50,11 +50,17 @@ def assert_in_sync(model: nn.Module) -> None:
         model: wrapped or not.
 
     Raises:
+        ModelError: it is no module.
         DriftError: names the first tensor that differs, and the ranks; on every rank.
 
     Example:
         >>> assert_in_sync(nn.Linear(2, 1))
     """
+    if not isinstance(model, nn.Module):
+        raise ModelError(
+            f"assert_in_sync() takes an nn.Module, not a {type(model).__qualname__}. To compare anything else, look at "
+            f"gather_object() of it, or at reduce() of it with op='min' and op='max'."
+        )
     if current_world().placement.world_size == 1:
         return
     strategy = bound_strategy(model)

@@ -91,6 +91,17 @@ def test_on_demand_the_first_different_tensor_and_ranks_are_named() -> None:
     assert "Sequential is not the same on all ranks: '2.bias' is the first that differs: ranks 0, 2 one" in texts[0]
 
 
+def test_what_is_no_model_is_refused() -> None:
+    """A tensor is answered with what to give, in one process and on several."""
+
+    def on_rank() -> None:
+        with pytest.raises(ModelError, match=r"assert_in_sync\(\) takes an nn\.Module, not a Tensor\. .* reduce\(\)"):
+            dw.assert_in_sync(torch.ones(1))  # type: ignore[arg-type]
+
+    on_rank()
+    run_ranks(on_rank, 2)
+
+
 def loosely(model: nn.Module, steps: int = 3, **options: Any) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, **options)
     for _ in range(steps):
