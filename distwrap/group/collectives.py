@@ -115,8 +115,8 @@ def reduce(value: Any, op: Op = "mean") -> Any:
             result is NaN.
 
     Raises:
-        CollectiveError: the ranks hold different structures, dtypes or shapes, or a sum or a product is too large for
-            an int64; on every rank.
+        CollectiveError: the ranks hold different structures, dtypes or shapes, complex numbers have no least or
+            largest, or a sum or a product is too large for an int64; on every rank.
 
     Example:
         >>> reduce(3.0)
@@ -126,10 +126,22 @@ def reduce(value: Any, op: Op = "mean") -> Any:
     if is_alone("reduce"):
         return value
     leaves, spec, tensors = tensors_in(value, "reduce")
-    compare([(structure, rows) for structure, rows, _ in everyones(spec, tensors)], "reduce")
+    compare(
+        [(structure, rows) for structure, rows, _ in everyones(spec, tensors, _cannot_reduce(tensors, op))], "reduce"
+    )
     reduced = [reduce_tensor(tensor, op) for tensor in tensors]
     kept = [new if isinstance(old, torch.Tensor) else new.item() for old, new in zip(leaves, reduced, strict=True)]
     return tree_unflatten(kept, spec)
+
+
+def _cannot_reduce(tensors: list[torch.Tensor], op: Op) -> str:
+    """Return why tensors of this rank cannot be combined; empty where they can."""
+    if op not in ("min", "max") or not any(tensor.is_complex() for tensor in tensors):
+        return ""
+    return (
+        f"reduce(op={op!r}) takes no complex numbers, which have no order. Give it their .abs(), or their two parts as "
+        f"torch.view_as_real(x); op='sum', 'mean' and 'product' take complex numbers."
+    )
 
 
 @among_members

@@ -445,6 +445,22 @@ def test_whole_numbers_do_not_wrap_around() -> None:
     assert run_ranks(on_rank, 2, timeout=30) == [2, 2]
 
 
+def test_complex_numbers_have_no_order() -> None:
+    """A maximum of complex numbers is refused on every rank, with what to write, also where one rank alone has them."""
+
+    def on_rank() -> list[complex]:
+        z = torch.tensor([1 + 2j]) * (dw.rank() + 1)
+        for op in ("max", "min"):
+            with pytest.raises(CollectiveError, match=rf"rank 0: reduce\(op='{op}'\) takes no complex .* \.abs\(\)"):
+                dw.reduce({"a": 1.0, "b": z}, op)
+            with pytest.raises(CollectiveError, match=rf"rank 1: reduce\(op='{op}'\) takes no complex"):
+                dw.reduce(z if dw.rank() == 1 else z.real, op)
+        assert dw.reduce(torch.view_as_real(z), "max").tolist() == [[2, 4]]
+        return [dw.reduce(z, op).item() for op in ("sum", "mean", "product")]
+
+    assert run_ranks(on_rank, 2, timeout=30) == [[3 + 6j, 1.5 + 3j, 2 * (1 + 2j) ** 2]] * 2
+
+
 class Slotted:
     """Something with a tensor inside that no nesting shows."""
 
