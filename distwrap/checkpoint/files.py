@@ -125,6 +125,18 @@ def point(link: Path, target: Path) -> None:
     _sync(link.parent)
 
 
+def refuse_target(source: Path, target: Path, *, force: bool) -> None:
+    """Refuse to write over what is read, or, unless it is forced, over what is there.
+
+    Raises:
+        CheckpointError: it would.
+    """
+    if target.exists() and source.exists() and target.samefile(source):
+        raise CheckpointError(f"{target} is the file that is read: give another name.")
+    if target.exists() and not force:
+        raise CheckpointError(f"{target} is there already: give another name, or --force to replace it.")
+
+
 def _owner(pid: object) -> str:
     return f".{socket.gethostname()}.{pid}."
 

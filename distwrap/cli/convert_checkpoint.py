@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from distwrap.checkpoint.convert import Stored
+from distwrap.checkpoint.files import refuse_target
 from distwrap.checkpoint.formats import CheckpointIO, choose
+from distwrap.checkpoint.prefixes import strip_prefixes
 from distwrap.checkpoint.safetensors_format import SUFFIX, SafetensorsIO
-from distwrap.cli.strip import refuse_target, strip
 from distwrap.errors import CheckpointError, DistwrapError
 from distwrap.wording import first_line
 
@@ -58,7 +59,7 @@ def _convert(given: argparse.Namespace) -> None:
         stored.state = stored.state[key]
     renames = 0
     if given.strip:
-        stored.state, renamed, _ = strip(stored.state)
+        stored.state, renamed, _ = strip_prefixes(stored.state)
         renames = len(renamed)
     if isinstance(io, SafetensorsIO) and (nested := _nested(stored.state)):
         raise CheckpointError(

@@ -2,21 +2,15 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from zipfile import is_zipfile
 
 import torch
 
-from distwrap.checkpoint import files
-from distwrap.checkpoint.formats import FileIO
-from distwrap.checkpoint.safetensors_format import SUFFIX, SafetensorsIO, safetensors
-from distwrap.checkpoint.untrusted import check_regular, load_file
+from distwrap.checkpoint.files import refuse_target
+from distwrap.checkpoint.prefixes import read_file, replace_state_dicts, strip_prefixes, write_file
 from distwrap.errors import CheckpointError, DistwrapError
-from distwrap.model.state_dict import strip_module_prefix
-from distwrap.nesting import rebuilt
-from distwrap.wording import first_line
 
 _SHOWN = 20
 
@@ -53,9 +47,9 @@ def _strip_file(given: argparse.Namespace) -> int:
         raise CheckpointError("strip IN writes nothing: give OUT, the file to write, or --dry-run to look only.")
     if given.target is not None and not given.dry_run:
         refuse_target(given.source, given.target, force=given.force)
-    state, metadata = read(given.source, unsafe=given.unsafe)
+    state, metadata = read_file(given.source, unsafe=given.unsafe)
     wanted = None if given.check is None else _model_in(given.check, unsafe=given.unsafe)
-    stripped, renames, dicts = strip(state, wanted)
+    stripped, renames, dicts = strip_prefixes(state, wanted)
     if given.dry_run:
         print(table(renames))
     kept = sum(map(len, dicts)) - len(renames)
@@ -71,73 +65,9 @@ def _strip_file(given: argparse.Namespace) -> int:
     if wanted is not None:
         print(f"fits {given.check}: {len(wanted)} keys")
     if given.target is not None and not given.dry_run:
-        write(stripped, metadata, given.target)
+        write_file(stripped, metadata, given.target)
         print(f"written to {given.target}")
     return 0
-
-
-def read(path: Path, *, unsafe: bool = False) -> tuple[Any, dict[str, str] | None]:
-    """Return the state in a file, and the words beside it; tensors are memory-mapped, where the format allows it.
-
-    Raises:
-        CheckpointError: it is no checkpoint, or only an unsafe load would take it.
-        FileNotFoundError: it is not there.
-    """
-    try:
-        if path.suffix == SUFFIX:
-            unsafe = True  # the format has no code, so that the hint would be none
-            check_regular(path)
-            with safetensors().safe_open(path, framework="pt") as file:
-                return {name: file.get_tensor(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
-        if unsafe:
-            can_map = is_zipfile(path)  # as torch's files are, but for those from before 1.6
-            return torch.load(path, map_location="cpu", mmap=can_map, weights_only=False), None
-        return load_file(path, "cpu", mapped=True), None
-    except (FileNotFoundError, CheckpointError):
-        raise
-    except Exception as error:
-        hint = "" if unsafe else " If you trust where it comes from, say --unsafe: reading it may run code in it."
-        raise CheckpointError(f"cannot read {path}: {first_line(error).rstrip('. ')}.{hint}") from error
-
-
-def write(state: Any, metadata: dict[str, str] | None, path: Path) -> None:
-    """Write a file whole, or not at all."""
-    io = SafetensorsIO(metadata) if path.suffix == SUFFIX else FileIO()
-    files.write_atomically(files.place_of(path), lambda temporary: io.save(state, temporary))
-
-
-def strip(
-    state: Any, wanted: dict[str, Any] | None = None
-) -> tuple[Any, list[tuple[str, str, Any]], list[dict[str, Any]]]:
-    """Strip every state dict in a nesting.
-
-    Args:
-        state: a state dict, or dicts and lists with some in them.
-        wanted: the model's own state dict, whose spelling is then the right one.
-
-    Returns:
-        The nesting with stripped state dicts; the renames, as old name, new name and tensor; and the state dicts.
-    """
-    renames: list[tuple[str, str, Any]] = []
-    dicts: list[dict[str, Any]] = []
-
-    def stripped(state_dict: dict[str, Any], place: str) -> dict[str, Any]:
-        result = strip_module_prefix(state_dict, target=wanted)
-        dicts.append(result)
-        pairs = zip(state_dict, result, strict=True)
-        renames.extend((place + old, place + new, result[new]) for old, new in pairs if old != new)
-        return result
-
-    return _replace_state_dicts(state, stripped), renames, dicts
-
-
-def _replace_state_dicts(value: Any, replace: Callable[[dict[str, Any], str], Any]) -> Any:
-    """Return a nesting in which each state dict is replaced by what a function makes of it and its place."""
-
-    def replaced(part: Any, path: tuple[Any, ...]) -> Any:
-        return replace(part, "".join(f"{key}/" for key in path)) if _is_state_dict(part) else part
-
-    return rebuilt(value, replaced)
 
 
 def table(renames: list[tuple[str, str, Any]]) -> str:
@@ -158,18 +88,10 @@ def table(renames: list[tuple[str, str, Any]]) -> str:
     return "\n".join("  ".join(cells).rstrip() for cells in padded)
 
 
-def _is_state_dict(value: Any) -> bool:
-    """Return whether this is a model's state dict: names, and tensors under most of them."""
-    if not isinstance(value, dict) or not value or not all(isinstance(key, str) for key in value):
-        return False
-    tensors = sum(isinstance(item, torch.Tensor) for item in value.values())
-    return tensors > 0 and not any(isinstance(item, (dict, list)) for item in value.values())
-
-
 def _model_in(path: Path, *, unsafe: bool) -> dict[str, Any]:
     """Return the one state dict in the file to compare with."""
     found: list[dict[str, Any]] = []
-    _replace_state_dicts(read(path, unsafe=unsafe)[0], lambda state_dict, _: found.append(state_dict))
+    replace_state_dicts(read_file(path, unsafe=unsafe)[0], lambda state_dict, _: found.append(state_dict))
     if len(found) != 1:
         raise CheckpointError(f"--check {path}: it holds {len(found)} state dicts; give a file with the model's alone.")
     return found[0]
@@ -186,15 +108,3 @@ def _differences(dicts: list[dict[str, Any]], wanted: dict[str, Any]) -> Iterato
         shapes = [tuple(value.shape) if isinstance(value, torch.Tensor) else () for value in (best[name], wanted[name])]
         if shapes[0] != shapes[1]:
             yield f"shape: {name} is {shapes[0]}, and {shapes[1]} in the model"
-
-
-def refuse_target(source: Path, target: Path, *, force: bool) -> None:
-    """Refuse to write over what is read, or, unless it is forced, over what is there.
-
-    Raises:
-        CheckpointError: it would.
-    """
-    if target.exists() and source.exists() and target.samefile(source):
-        raise CheckpointError(f"{target} is the file that is read: give another name.")
-    if target.exists() and not force:
-        raise CheckpointError(f"{target} is there already: give another name, or --force to replace it.")
