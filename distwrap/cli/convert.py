@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from distwrap.convert import require_libcst
-from distwrap.errors import ConversionError, DistwrapError
+from distwrap.errors import ConversionError
 
 
 def add_arguments(commands: Any) -> None:
@@ -16,7 +16,8 @@ def add_arguments(commands: Any) -> None:
         "convert",
         help="convert a training script to distwrap: prints a diff, and what was done and left",
         description="Reads a training script, and prints a diff and a list of what it did, what it left, and why. It "
-        "never runs the script. Exit code: 0 where it has a result, 1 where it refuses.",
+        "never runs the script. Exit code: 0 where it has a result, 1 where it refuses, 2 where a script cannot be "
+        "read or written.",
     )
     parser.add_argument("script", type=Path, metavar="SCRIPT.py", help="the script; only --write changes it")
     place = parser.add_mutually_exclusive_group()
@@ -31,15 +32,11 @@ def add_arguments(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Convert a script, print the diff and the list; return the exit code."""
-    try:
-        return _convert(given)
-    except DistwrapError as error:
-        print(f"distwrap convert: {error}", file=sys.stderr)
-        return 1
+    """Convert a script, print the diff and the list; return the exit code.
 
-
-def _convert(given: argparse.Namespace) -> int:
+    Raises:
+        ConversionError: the script cannot be read, or its result not written.
+    """
     require_libcst()
     from distwrap.convert.conversion import Wishes
     from distwrap.convert.converting import convert

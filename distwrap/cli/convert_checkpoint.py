@@ -1,7 +1,6 @@
 """``python -m distwrap convert-checkpoint``: writes a checkpoint in another format, tensor by tensor."""
 
 import argparse
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ def add_arguments(commands: Any) -> None:
         help="write a checkpoint in another format: .pt, .safetensors, or a folder of parts",
         description="Reads a .pt or .safetensors file, a folder of .safetensors with an index, or a folder of torch's "
         "distributed checkpoint, of distwrap, FSDP or torch alone, and writes it in another of these formats, tensor "
-        "by tensor. Exit code: 0 where it is done, 1 where it is not.",
+        "by tensor. Exit code: 0 where it is done, 2 where it cannot be.",
     )
     parser.add_argument("source", type=Path, metavar="IN", help="the file or folder; it is not changed")
     parser.add_argument("target", type=Path, metavar="OUT", help="the file or folder to write; must not exist")
@@ -37,15 +36,17 @@ def add_arguments(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Convert a checkpoint; return the exit code."""
+    """Convert a checkpoint; return the exit code.
+
+    Raises:
+        CheckpointError: there is none in IN, or OUT cannot hold it.
+    """
     try:
         _convert(given)
-    except (DistwrapError, OSError) as error:
-        print(f"distwrap convert-checkpoint: {error}", file=sys.stderr)
-        return 1
-    except Exception as error:  # noqa: BLE001 - whatever torch says of a file that is damaged
-        print(f"distwrap convert-checkpoint: cannot convert {given.source}: {first_line(error)}", file=sys.stderr)
-        return 1
+    except (DistwrapError, OSError):
+        raise
+    except Exception as error:  # whatever torch says of a file that is damaged
+        raise CheckpointError(f"cannot convert {given.source}: {first_line(error)}") from error
     return 0
 
 

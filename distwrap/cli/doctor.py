@@ -29,7 +29,7 @@ def add_arguments(commands: Any) -> None:
         "doctor",
         help="what would be decided here and why, then a real test",
         description="Shows what distwrap would decide here and why, then starts ranks and measures their exchange. "
-        "Exit code: 0 where it works, 1 where it does not.",
+        "Exit code: 0 where it works, 1 where it does not, 2 where it cannot look.",
     )
     parser.add_argument("--nprocs", type=int, help="ranks to start on this node; by default 2, or one a device")
     parser.add_argument("--json", action="store_true", help="for scripts: one JSON object on standard output")

@@ -16,7 +16,7 @@ from torch import nn
 
 from distwrap.checks import AT_LEAST_ONE, as_bytes
 from distwrap.devices.selection import visible_devices
-from distwrap.errors import DistwrapError, ModelError, OptionError
+from distwrap.errors import ModelError, OptionError
 from distwrap.model.empty import init_empty
 from distwrap.precision import InPrecision
 from distwrap.strategies.activations import activation_bytes, input_of
@@ -52,14 +52,6 @@ def add_arguments(commands: Any) -> None:
 
 def run(given: argparse.Namespace) -> int:
     """Estimate, and print the table; return the exit code."""
-    try:
-        return _estimate(given)
-    except DistwrapError as error:
-        print(f"distwrap estimate: {error}", file=sys.stderr)
-        return 2
-
-
-def _estimate(given: argparse.Namespace) -> int:
     devices = visible_devices()
     nprocs = AT_LEAST_ONE("--nprocs", max(1, devices.count) if given.nprocs is None else given.nprocs)
     ranks = nprocs * AT_LEAST_ONE("--nnodes", given.nnodes)

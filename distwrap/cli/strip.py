@@ -10,7 +10,7 @@ import torch
 
 from distwrap.checkpoint.files import refuse_target
 from distwrap.checkpoint.prefixes import read_file, replace_state_dicts, strip_prefixes, write_file
-from distwrap.errors import CheckpointError, DistwrapError
+from distwrap.errors import CheckpointError
 
 _SHOWN = 20
 
@@ -22,7 +22,7 @@ def add_arguments(commands: Any) -> None:
         help="remove prefixes such as module. and _orig_mod. from a checkpoint's keys",
         description="Reads a .pt or .safetensors file, memory-mapped, removes wrappers' prefixes from the keys of "
         "every state dict in it, and writes the result; tensors, types and metadata stay. Exit code: 0 where it is "
-        "done and fits, 1 where it is not.",
+        "done and fits, 1 where it does not fit, 2 where a file cannot be read or written.",
     )
     parser.add_argument("source", type=Path, metavar="IN", help="the file; it is not changed")
     parser.add_argument("target", type=Path, metavar="OUT", nargs="?", help="where to write; must not exist")
@@ -34,15 +34,11 @@ def add_arguments(commands: Any) -> None:
 
 
 def run(given: argparse.Namespace) -> int:
-    """Strip a file's keys, check them and write the result; return the exit code."""
-    try:
-        return _strip_file(given)
-    except (DistwrapError, OSError) as error:
-        print(f"distwrap strip: {error}", file=sys.stderr)
-        return 1
+    """Strip a file's keys, check them and write the result; return the exit code.
 
-
-def _strip_file(given: argparse.Namespace) -> int:
+    Raises:
+        CheckpointError: a file is no checkpoint, or the result not to be written there.
+    """
     if given.target is None and not given.dry_run and given.check is None:
         raise CheckpointError("strip IN writes nothing: give OUT, the file to write, or --dry-run to look only.")
     if given.target is not None and not given.dry_run:

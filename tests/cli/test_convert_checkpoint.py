@@ -123,6 +123,6 @@ def test_wrong_input_is_told(
     torch.save({"w": torch.ones(1).expand(4000, 4000)}, tmp_path / "small.pt")
     before = sorted(path.name for path in tmp_path.iterdir())
     places = [str(tmp_path / word) for word in words[:2]]
-    assert main(["convert-checkpoint", *places, *words[2:]]) == 1
+    assert main(["convert-checkpoint", *places, *words[2:]]) == 2
     assert re.search(message, capsys.readouterr().err)
     assert sorted(path.name for path in tmp_path.iterdir()) == before

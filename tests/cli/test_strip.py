@@ -126,10 +126,10 @@ def test_a_real_child_called_module_survives_with_check(tmp_path: Path) -> None:
 def test_nothing_is_overwritten(broken: Path, right: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A file that is there is left alone unless told; the file that is read is never the one that is written."""
     before = right.read_bytes()
-    assert main(["strip", str(broken), str(right)]) == 1
+    assert main(["strip", str(broken), str(right)]) == 2
     assert "is there already" in capsys.readouterr().err
     assert right.read_bytes() == before
-    assert main(["strip", str(broken), str(broken), "--force"]) == 1
+    assert main(["strip", str(broken), str(broken), "--force"]) == 2
     assert "the file that is read" in capsys.readouterr().err
     assert main(["strip", str(broken), str(right), "--force"]) == 0
     assert "epoch" in torch.load(right, weights_only=True)
@@ -149,7 +149,7 @@ def test_unsafe_pickles_are_refused_unless_told(tmp_path: Path, capsys: pytest.C
     """A file that would run code is not read; with ``--unsafe`` it is."""
     torch.save({"model": wrapped_state(), "bomb": Bomb(tmp_path / "exploded")}, tmp_path / "in.pt")
     arguments = ["strip", str(tmp_path / "in.pt"), str(tmp_path / "out.pt")]
-    assert main(arguments) == 1
+    assert main(arguments) == 2
     assert re.search(r"it holds [\w.]+, .*\. If .*--unsafe", capsys.readouterr().err)
     assert not (tmp_path / "exploded").exists()
     assert not (tmp_path / "out.pt").exists()
@@ -172,7 +172,7 @@ def test_safetensors_keep_types_and_metadata(tmp_path: Path) -> None:
     assert main(["strip", str(tmp_path / "in.pt"), str(tmp_path / "from.safetensors")]) == 0
     assert sorted(safetensors.load_file(tmp_path / "from.safetensors")) == sorted(model().state_dict())
     torch.save({"model": wrapped_state(), "epoch": 3}, tmp_path / "more.pt")
-    assert main(["strip", str(tmp_path / "more.pt"), str(tmp_path / "more.safetensors")]) == 1
+    assert main(["strip", str(tmp_path / "more.pt"), str(tmp_path / "more.safetensors")]) == 2
 
 
 @pytest.mark.parametrize("content", [b"", b"not a checkpoint", None])
@@ -182,12 +182,12 @@ def test_what_is_no_checkpoint_is_an_error_in_a_line(
     """An empty file, a text and a missing one are named, without a traceback."""
     if content is not None:
         (tmp_path / "in.pt").write_bytes(content)
-    assert main(["strip", str(tmp_path / "in.pt"), str(tmp_path / "out.pt")]) == 1
+    assert main(["strip", str(tmp_path / "in.pt"), str(tmp_path / "out.pt")]) == 2
     assert capsys.readouterr().err.startswith("distwrap strip: ")
     torch.save([1, 2], tmp_path / "list.pt")
-    assert main(["strip", str(tmp_path / "list.pt"), str(tmp_path / "out.pt")]) == 1
+    assert main(["strip", str(tmp_path / "list.pt"), str(tmp_path / "out.pt")]) == 2
     assert "holds no state dict" in capsys.readouterr().err
-    assert main(["strip", str(tmp_path / "list.pt")]) == 1
+    assert main(["strip", str(tmp_path / "list.pt")]) == 2
 
 
 def test_the_old_format_is_read_too(tmp_path: Path) -> None:
