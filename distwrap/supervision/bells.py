@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -26,7 +25,6 @@ from distwrap.supervision.board import Board, held
 
 _BOARD = "distwrap-board-"
 _NO_LIMIT = timedelta(days=7)  # torch complains on standard error when a wait comes to its limit
-_SPARE = 2048  # bytes of the board for where the rank is, whatever else it notes
 _CLOSE_SECONDS = 10.0  # for a thread in the store's native code to come out of it, also where all cores are busy
 _POLL_SECONDS = 1.0  # between looks at the mailbox where the store cannot be waited for, and after it was lost
 
@@ -52,9 +50,8 @@ class Bells:
         board = held(store, placement.world_size)
         self.is_held = board is not None
         self.board, self._box = (board, 0) if board is not None else self._share_board(placement.world_size)
-        self._texts: dict[str, Any] = {}
         if self.is_held:
-            self.board.write(self._rank, {})
+            self.board.write(self._rank, {})  # a rank before this one may have left notes there
         else:
             store.set(f"box/{self._rank}", str(self._box))
             self.listen()
@@ -116,40 +113,6 @@ class Bells:
         if not self.is_held:
             ring_boxes(self.store, self._ranks, besides=self._box)
 
-    def replace(self, name: str, value: Any) -> None:
-        """Note a value for all ranks, in the place of what this one has noted by that name before."""
-        if not self.write(name, value, spare=0):
-            self.store.set(f"{name}/{self._rank}", json.dumps(value))
-
-    def write(self, name: str, value: Any, spare: int = _SPARE) -> bool:
-        """Note a value on the board alone; return whether all ranks share the board, and it has room.
-
-        Args:
-            name: by which it is read; the board keeps what was last noted by each name.
-            value: as JSON has it.
-            spare: bytes to leave for what is replaced most often.
-        """
-        if not self.is_held:
-            return False
-        with self._lock:
-            self._texts[name] = value
-            has_room = self.board.write(self._rank, self._texts, spare)
-            if not has_room:
-                del self._texts[name]
-                self.board.write(self._rank, self._texts)  # what it noted before is no longer true
-            return has_room
-
-    def erase(self, name: str) -> bool:
-        """Take away what this rank has noted by a name; return whether that was on the board."""
-        with self._lock:
-            if self._texts.pop(name, None) is None:
-                return False
-            return self.board.write(self._rank, self._texts)
-
-    def read(self, name: str, rank: int) -> Any:
-        """Return what a rank has noted on the board by a name; ``None`` where it has not."""
-        return self.board.read(rank).get(name) if self.is_held else None
-
     def listen(self) -> None:
         """Wait for the board's mail from now on, until this process ends, unless another rank of the board does."""
         if self.is_held or self._waiter is not None:
@@ -191,21 +154,6 @@ class Bells:
             except RuntimeError:  # the store is gone, which each rank finds as it looks
                 waits = False
             self.board.ring_all()
-
-
-def replaced(store: Store, name: str, rank: int) -> Any:
-    """Return what a rank has last noted by a name; ``None`` where it has not.
-
-    Args:
-        store: the ranks'.
-        name: given to `Bells.replace`.
-        rank: the other rank.
-    """
-    board = held(store, rank + 1)
-    if board is not None and (noted := board.read(rank).get(name)) is not None:
-        return noted
-    text = read(store, f"{name}/{rank}")
-    return json.loads(text) if text else None
 
 
 def ring_from_outside(store: Store, ranks: int) -> None:

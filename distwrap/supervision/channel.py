@@ -25,6 +25,7 @@ from distwrap.supervision import hang_report
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.failure_news import NEWS_SECONDS, FailureNews, end_process, store_is_gone
 from distwrap.supervision.hang_report import Activity, Reporter
+from distwrap.supervision.notes import RankNotes
 from distwrap.supervision.order_check import WAY_OUT, OrderCheck
 from distwrap.supervision.shared_work import SharedWork
 from distwrap.supervision.stall_detection import StallDetector
@@ -61,13 +62,14 @@ class Channel:
     ) -> None:
         self.supervised = supervised
         self._bells, self._place, self._timeout = bells, placement, timeout
+        self._notes = RankNotes(bells, placement.rank)
         self._texts = texts = SignedTexts(bells.store, secret)
         self._owners: dict[str, weakref.ref[object]] = {}  # of what is noted
         self._stopped, self._heard, self._looked = threading.Event(), -1, 0.0
         self._parent = os.getppid() if supervised or "TORCHELASTIC_RUN_ID" in os.environ else None
-        self.reporter = Reporter(bells, placement, activity)
+        self.reporter = Reporter(bells, self._notes, placement, activity)
         self.failures = FailureNews(bells, texts, placement, supervised, self._stopped)
-        self.order = OrderCheck(bells, placement, activity)
+        self.order = OrderCheck(self._notes, placement, activity)
         self.stalls = StallDetector(bells.store, placement, timeout)
         self.work = SharedWork(bells, texts, placement, self.stalls, supervised)
         self.on_ring: Callable[[], None] = lambda: None
@@ -106,14 +108,14 @@ class Channel:
         if owner is not None and name not in self._owners:
             self._erase_notes_of_the_gone()
             self._owners[name] = weakref.ref(owner)
-        if not self._bells.write(f"note/{name}", text):
+        if not self._notes.write_on_board(f"note/{name}", text):
             with contextlib.suppress(RuntimeError):
                 self._texts.set(f"note/{name}/{self._place.rank}", text)
 
     def noted(self, name: str, rank: int) -> str:
         """Return the text that a rank has left; empty where there is none."""
         with contextlib.suppress(RuntimeError):
-            return self._bells.read(f"note/{name}", rank) or self._texts.read(f"note/{name}/{rank}") or ""
+            return self._notes.read_on_board(f"note/{name}", rank) or self._texts.read(f"note/{name}/{rank}") or ""
         return ""
 
     def ring_others(self) -> None:
@@ -124,7 +126,7 @@ class Channel:
     def _erase_notes_of_the_gone(self) -> None:
         for name in [name for name, owner in self._owners.items() if owner() is None]:
             del self._owners[name]
-            if not self._bells.erase(f"note/{name}"):
+            if not self._notes.erase_from_board(f"note/{name}"):
                 with contextlib.suppress(RuntimeError):
                     self._bells.store.delete_key(f"note/{name}/{self._place.rank}")
 

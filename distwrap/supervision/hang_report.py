@@ -19,7 +19,8 @@ from distwrap.environments import Placement
 from distwrap.network.keys import count, read, read_all
 from distwrap.network.waiting import are_all_counted, count_in, wait_until
 from distwrap.supervision import stacks
-from distwrap.supervision.bells import Bells, replaced, ring_from_outside
+from distwrap.supervision.bells import Bells, ring_from_outside
+from distwrap.supervision.notes import RankNotes, read_note
 from distwrap.wording import named_ranks
 
 ANSWER_SECONDS = 1.5  # for a rank to say where it is
@@ -103,12 +104,19 @@ class Location(NamedTuple):
 class Reporter:
     """Endpoint of the hang report on this rank: it answers whoever asks where the rank is, and can ask all ranks.
 
+    Args:
+        bells: of the ranks.
+        notes: in which this rank says where it is.
+        placement: this rank's place.
+        activity: the last helper that ran on it.
+
     Attributes:
         failed_at: where this rank failed, which is then its location, whatever it does afterwards to report it.
     """
 
-    def __init__(self, bells: Bells, placement: Placement, activity: Activity) -> None:
-        self._bells, self._store, self._place, self._activity = bells, bells.store, placement, activity
+    def __init__(self, bells: Bells, notes: RankNotes, placement: Placement, activity: Activity) -> None:
+        self._bells, self._notes, self._store = bells, notes, bells.store
+        self._place, self._activity = placement, activity
         self.failed_at: list[stacks.Line] | None = None
         self._answered = 0
         self._noted = -math.inf
@@ -136,7 +144,7 @@ class Reporter:
         now = time.monotonic()
         if now - self._noted > self._note_seconds:
             self._noted = now
-            self._bells.replace("seen", [time.time(), self.location()])
+            self._notes.write("seen", [time.time(), self.location()])
 
     def ask_all(self) -> str:
         """Ask all ranks from another thread than the one that answers."""
@@ -198,7 +206,7 @@ def _merged(store: Store, world_size: int, asked: int) -> str:
 def last_seen(store: Store, rank: int) -> str:
     """Return in words where a rank was when it last noted it; empty where it never did, or the store is gone."""
     with contextlib.suppress(OverflowError, RuntimeError, TypeError, ValueError):  # or it is none of a rank's
-        moment, parts = replaced(store, "seen", rank) or (0.0, ())
+        moment, parts = read_note(store, "seen", rank) or (0.0, ())
         if parts:
             location = Location(*parts)
             after = f", after {location.last}" if location.last else ""

@@ -8,8 +8,8 @@ averages and the other in collectives, they wait for each other, and nobody need
 import time
 
 from distwrap.environments import Placement
-from distwrap.supervision.bells import Bells, replaced
 from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.notes import RankNotes
 
 _PATIENCE = 1.0  # seconds in which a rank has begun nothing, after which it compares; each time twice as many
 _LONGEST = 60.0
@@ -28,13 +28,13 @@ class OrderCheck:
     """Check on one rank, by its channel's thread.
 
     Args:
-        bells: over which ranks note what they have begun.
+        notes: in which ranks say what they have begun.
         placement: this rank's place.
         activity: of this rank, which counts it.
     """
 
-    def __init__(self, bells: Bells, placement: Placement, activity: Activity) -> None:
-        self._bells, self._place, self._activity = bells, placement, activity
+    def __init__(self, notes: RankNotes, placement: Placement, activity: Activity) -> None:
+        self._notes, self._place, self._activity = notes, placement, activity
         self._begun, self._since, self._patience = (0, 0, 0, 0), time.monotonic(), _PATIENCE
         self._noted = self._begun
 
@@ -48,11 +48,11 @@ class OrderCheck:
         self._since, self._patience = now, min(_LONGEST, 2 * self._patience)
         if begun != self._noted:
             self._noted = begun
-            self._bells.replace("begun", begun)
+            self._notes.write("begun", begun)
         if begun == (0, 0, 0, 0):
             return ""
         for rank in range(self._place.world_size):
-            told = replaced(self._bells.store, "begun", rank) if rank != self._place.rank else None
+            told = self._notes.read("begun", rank) if rank != self._place.rank else None
             if told and (words := parted({self._place.rank: begun, rank: tuple(told)})):
                 return words
         return ""

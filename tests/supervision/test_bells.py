@@ -24,10 +24,11 @@ from distwrap.launch import store_file
 from distwrap.network import stores
 from distwrap.network.waiting import wait_until
 from distwrap.supervision import bells as bells_module
-from distwrap.supervision.bells import Bells, replaced
+from distwrap.supervision.bells import Bells
 from distwrap.supervision.board import Board
 from distwrap.supervision.channel import Channel
 from distwrap.supervision.hang_report import Activity, ask_all
+from distwrap.supervision.notes import RankNotes, read_note
 
 LIMIT = 60.0
 
@@ -186,21 +187,22 @@ def test_a_board_that_is_full() -> None:
     with store_file.place() as path:
         store, here = PrefixStore("run", FileStore(path)), [1.0, ["barrier", "train.py:8"]]
         bells, number = Bells(store, Placement(0, 2)), 0
-        while bells.write(f"note/{number}", "x"):
+        notes = RankNotes(bells, rank=0)
+        while notes.write_on_board(f"note/{number}", "x"):
             number += 1
         size = os.stat(path).st_size
-        bells.replace("seen", here)
+        notes.write("seen", here)
         assert os.stat(path).st_size == size
-        assert replaced(store, "seen", 0) == here
-        assert not bells.write("note/0", 5000 * "y")
-        assert bells.read("note/0", 0) is None, "what is no longer so"
-        assert bells.erase("note/1")
-        assert not bells.erase("note/1")
-        assert bells.read("note/1", 0) is None
-        bells.replace("seen", 20_000 * "z")
-        assert replaced(store, "seen", 0) == 20_000 * "z"
+        assert read_note(store, "seen", 0) == here
+        assert not notes.write_on_board("note/0", 5000 * "y")
+        assert notes.read_on_board("note/0", 0) is None, "what is no longer so"
+        assert notes.erase_from_board("note/1")
+        assert not notes.erase_from_board("note/1")
+        assert notes.read_on_board("note/1", 0) is None
+        notes.write("seen", 20_000 * "z")
+        assert read_note(store, "seen", 0) == 20_000 * "z"
         bells.close()
-        del store, bells
+        del store, bells, notes
 
 
 class StopsBeforeTheByte:

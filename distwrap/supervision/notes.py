@@ -1,0 +1,89 @@
+"""Notes: values that a rank leaves for whoever looks, each in the place of the last by its name. Nobody is rung.
+
+Ranks that share a board which their launcher holds find them there, where a look costs nothing. Others find them in the
+store, and so do all where the board has no room.
+"""
+
+import json
+import threading
+from typing import Any
+
+from torch.distributed import Store  # type: ignore[attr-defined]
+
+from distwrap.network.keys import read
+from distwrap.supervision.bells import Bells
+from distwrap.supervision.board import held
+
+_SPARE = 2048  # bytes of the board for where the rank is, whatever else it notes
+
+
+class RankNotes:
+    """This rank's notes, and a look at those that other ranks have left on the board.
+
+    Args:
+        bells: of the ranks, whose board it is.
+        rank: this one.
+    """
+
+    def __init__(self, bells: Bells, rank: int) -> None:
+        self._bells, self._rank = bells, rank
+        self._lock = threading.Lock()
+        self._on_board: dict[str, Any] = {}
+
+    def write(self, name: str, value: Any) -> None:
+        """Note a value, on the board or else in the store.
+
+        Args:
+            name: by which it is read.
+            value: as JSON has it.
+        """
+        if not self.write_on_board(name, value, spare=0):
+            self._bells.store.set(f"{name}/{self._rank}", json.dumps(value))
+
+    def read(self, name: str, rank: int) -> Any:
+        """Return what a rank has last noted by a name, wherever; ``None`` where it has not."""
+        return read_note(self._bells.store, name, rank)
+
+    def write_on_board(self, name: str, value: Any, spare: int = _SPARE) -> bool:
+        """Note a value on the board alone; return whether all ranks share the board, and it has room.
+
+        Args:
+            name: by which it is read.
+            value: as JSON has it.
+            spare: bytes to leave for what is noted most often.
+        """
+        if not self._bells.is_held:
+            return False
+        with self._lock:
+            self._on_board[name] = value
+            has_room = self._bells.board.write(self._rank, self._on_board, spare)
+            if not has_room:
+                del self._on_board[name]
+                self._bells.board.write(self._rank, self._on_board)  # what it noted before is no longer true
+            return has_room
+
+    def erase_from_board(self, name: str) -> bool:
+        """Take away what this rank has noted by a name; return whether that was on the board."""
+        with self._lock:
+            if self._on_board.pop(name, None) is None:
+                return False
+            return self._bells.board.write(self._rank, self._on_board)
+
+    def read_on_board(self, name: str, rank: int) -> Any:
+        """Return what a rank has noted on the board by a name; ``None`` where it has not."""
+        return self._bells.board.read(rank).get(name) if self._bells.is_held else None
+
+
+def read_note(store: Store, name: str, rank: int) -> Any:
+    """Return what a rank has last noted by a name, on the board or in the store; ``None`` where it has not.
+
+    Args:
+        store: the ranks'.
+        name: given to `RankNotes.write`.
+        rank: the other rank.
+    """
+    board = held(store, rank + 1)
+    if board is not None and (noted := board.read(rank).get(name)) is not None:
+        return noted
+    text = read(store, f"{name}/{rank}")
+    return json.loads(text) if text else None
