@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -42,9 +43,10 @@ class ByHand(RunPart):
 
     def first_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Return the batches of a loader, in front of the first of which the models are looked at."""
-        return batches if self._batches >= _LOOKS[-1] else self._looked_at(batches)
+        return batches if self._batches >= _LOOKS[-1] else chain(self._looked_at(batches), batches)
 
     def _looked_at(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Yield batches until there is no more to look at."""
         for batch in batches:
             if torch.is_grad_enabled():  # else it is no training
                 self._batches += 1
@@ -52,8 +54,7 @@ class ByHand(RunPart):
                     self._look()
             yield batch
             if self._batches >= _LOOKS[-1]:
-                break
-        yield from batches
+                return
 
     def _look(self) -> None:
         """Look at the models, tell the other ranks, and compare with what these have told.

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from collections import deque
+from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -50,10 +52,10 @@ class Plateaus(RunPart):
         if scheduler not in self._calls:
             self._calls[scheduler] = _Calls(f"plateau/{self._world.count('a scheduler that looks at a metric')}")
         calls = self._calls[scheduler]
+        calls.count += 1
         calls.numbers.append(number)
-        count = len(calls.numbers)
-        self._channel.note(calls.key, json.dumps([count, calls.numbers[-_KEPT:]]), scheduler)
-        self.pending.append(_Call(calls.key, count, number, place_of(next(users_frames(), None))))
+        self._channel.note(calls.key, json.dumps([calls.count, [*calls.numbers]]), scheduler)
+        self.pending.append(_Call(calls.key, calls.count, number, place_of(next(users_frames(), None))))
         self.compare()
 
     def compare(self) -> None:
@@ -92,18 +94,38 @@ class Plateaus(RunPart):
         ReduceLROnPlateau.step = self._plain  # type: ignore[method-assign]
 
 
+@dataclass
 class _Calls:
-    """The calls of one scheduler."""
+    """The calls of one scheduler.
 
-    def __init__(self, key: str) -> None:
-        self.key, self.numbers = key, list[float]()
+    Attributes:
+        key: of the scheduler on the side channel, alike on all ranks.
+        count: how many there were.
+        numbers: which the latest of them were given.
+    """
+
+    key: str
+    count: int = 0
+    numbers: deque[float] = field(default_factory=lambda: deque(maxlen=_KEPT))
 
 
+@dataclass(eq=False)
 class _Call:
-    """One call, until it is compared."""
+    """One call, until it is compared.
 
-    def __init__(self, key: str, count: int, number: float, place: str) -> None:
-        self.key, self.count, self.number, self.place, self.tries = key, count, number, place, 0
+    Attributes:
+        key: of its scheduler.
+        count: which of the scheduler's calls it is, from 1 on.
+        number: which it was given.
+        place: in the user's code.
+        tries: how often it was looked at.
+    """
+
+    key: str
+    count: int
+    number: float
+    place: str
+    tries: int = 0
 
 
 def _are_alike(one: float, other: float) -> bool:

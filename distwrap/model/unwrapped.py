@@ -8,7 +8,7 @@ right, and so are all where they have averaged by hand, since their gradients ar
 from __future__ import annotations
 
 import json
-import time
+from dataclasses import dataclass
 from weakref import WeakSet, ref
 
 from torch import nn
@@ -22,6 +22,7 @@ from distwrap.group.world import RunPart, World, say_once
 from distwrap.live_objects import instances
 from distwrap.model.fingerprints import fingerprint
 from distwrap.model.wrapped_models import parameters_of
+from distwrap.network.waiting import wait_until
 from distwrap.seeding import mix
 from distwrap.supervision.users_source import where_made
 
@@ -75,13 +76,9 @@ class Unwrapped(RunPart):
         assert self._world.channel is not None
         self._world.channel.note(name, mine, optimizer)
         step = _Step(name, mine, type(model).__name__, by_hand, ref(optimizer))
-        deadline = time.monotonic() + self._patience
-        while not self.is_settled(step, optimizer):
-            if time.monotonic() >= deadline:
-                self.open.append(step)
-                self._patience = _LATER_SECONDS  # this rank trains alone, and may do so again
-                return
-            time.sleep(0.005)
+        if not wait_until(lambda: self.is_settled(step, optimizer), self._patience):
+            self.open.append(step)
+            self._patience = _LATER_SECONDS  # this rank trains alone, and may do so again
 
     def _look_after(self, optimizer: Optimizer) -> None:
         """Look after the first step of an optimizer that computes its gradients in it, as L-BFGS does."""
@@ -100,9 +97,8 @@ class Unwrapped(RunPart):
         """Look whether other ranks have come to what this rank alone had trained so far."""
         for step in list(self.open):
             step.looks += 1
-            if step.optimizer() is not optimizer and step.optimizer() is not None:
-                continue
-            if step.optimizer() is None or step.looks > _LOOKS or self.is_settled(step, optimizer):
+            owner = step.optimizer()
+            if owner is None or (owner is optimizer and (step.looks > _LOOKS or self.is_settled(step, optimizer))):
                 self.open.remove(step)
 
     def is_settled(self, step: _Step, optimizer: Optimizer) -> bool:
@@ -136,6 +132,7 @@ class Unwrapped(RunPart):
         )
 
 
+@dataclass(eq=False)
 class _Step:
     """First step of an optimizer of a model that is not wrapped, until other ranks are seen to take it too.
 
@@ -148,9 +145,12 @@ class _Step:
         looks: how often this rank has looked since.
     """
 
-    def __init__(self, name: str, gradients: str, kind: str, by_hand: bool, optimizer: ref[Optimizer]) -> None:
-        self.name, self.gradients, self.kind, self.by_hand, self.optimizer = name, gradients, kind, by_hand, optimizer
-        self.looks = 0
+    name: str
+    gradients: str
+    kind: str
+    by_hand: bool
+    optimizer: ref[Optimizer]
+    looks: int = 0
 
 
 def _model_of(held: dict[int, nn.Parameter], modules: list[nn.Module]) -> nn.Module | None:
