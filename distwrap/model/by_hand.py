@@ -35,11 +35,11 @@ class ByHand(RunPart):
     """Watch over the models of a run in which no wrapper averages and no optimizer steps."""
 
     def __init__(self, world: World) -> None:
-        self._world, self._batches = world, 0
+        assert world.channel is not None
+        self._world, self._channel, self._batches = world, world.channel, 0
         self._names: WeakKeyDictionary[nn.Module, str] = WeakKeyDictionary()
         self._counts: Counter[str] = Counter()
         self._seen: dict[str, dict[str, int]] = {}  # of each model what it was, by the number of batches before
-        self._channel = world.channel
 
     def first_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Return the batches of a loader, in front of the first of which the models are looked at."""
@@ -62,7 +62,6 @@ class ByHand(RunPart):
         Raises:
             ModelError: a model has changed, and differs between ranks.
         """
-        assert self._channel is not None
         if self._world.part(Drift).averages or self._world.part(Optimizers).has_stepped:
             self._batches = _LOOKS[-1]  # it trains as most do, and is watched by that
             return
@@ -84,10 +83,10 @@ class ByHand(RunPart):
         Raises:
             ModelError: a model has changed, and differs between ranks.
         """
-        place, channel = self._world.placement, self._channel
-        for rank in range(place.world_size) if self._seen and channel is not None else ():
-            note = channel.noted("by hand", rank) if rank != place.rank and channel is not None else ""
-            for name, theirs in json.loads(note or "{}").items():
+        place = self._world.placement
+        others = [rank for rank in range(place.world_size) if rank != place.rank]
+        for rank in others if self._seen else ():
+            for name, theirs in json.loads(self._channel.noted("by hand", rank) or "{}").items():
                 mine = self._seen.get(name, {})
                 both = [batches for batches in mine if batches in theirs]
                 if len({mine[batches] for batches in both}) < 2 or len({theirs[batches] for batches in both}) < 2:

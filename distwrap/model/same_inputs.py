@@ -123,7 +123,7 @@ class InputsWatch:
         """
         if not self._told or not self._routing.is_looked_at:
             return
-        told = [json.loads(note) if (note := self._channel.noted(self._key, rank)) else [] for rank in self._others]
+        told = [json.loads(self._channel.noted(self._key, rank) or "[]") for rank in self._others]
         alike = set[str]()
         for number, digest in enumerate(self._told):
             theirs = {each[number] if number < len(each) else "" for each in told}
