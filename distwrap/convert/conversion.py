@@ -12,6 +12,11 @@ from distwrap.convert.findings import Notes
 from distwrap.convert.imports import Helpers
 from distwrap.convert.script import Function, Script
 
+BY_HAND = (
+    "by hand, in the file that makes the model: @distributed on the function that trains, wrap_model(model) before the "
+    "optimizer, shard_loader(loader)"
+)
+
 
 @dataclass(frozen=True)
 class Wishes:

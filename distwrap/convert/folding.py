@@ -9,10 +9,8 @@ import libcst as cst
 
 from distwrap.convert.edits import Edits
 from distwrap.convert.findings import Notes
-from distwrap.convert.rules.samplers import SAMPLER
+from distwrap.convert.names import INIT, SAMPLER, SPAWN, WRAPPER
 from distwrap.convert.script import Script, path_of
-from distwrap.convert.sources.ddp import INIT, WRAPPER
-from distwrap.convert.sources.spawn import SPAWN
 
 _NAMES = re.compile(r"(^|_)(distributed|ddp|use_dist|is_dist|multi_gpu|multiprocessing)(_|$)", re.IGNORECASE)
 _PASSES = 6

@@ -8,21 +8,9 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.facts import Loop, TrainingLoop
+from distwrap.convert.names import DRAWS, DRAWS_IN_PLACE, SEEDS
 from distwrap.convert.script import Function, argument, path_of
 from distwrap.convert.values import root_of
-
-_TORCH = {
-    f"torch.{name}"
-    for name in (
-        "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "rand_like",
-        "randn_like", "randint_like",
-    )
-}  # fmt: skip
-_RANDOM = ("random", "randint", "randrange", "choice", "choices", "sample", "shuffle", "uniform", "gauss")
-_NUMPY = ("rand", "randn", "randint", "random", "choice", "permutation", "shuffle", "uniform", "normal", "beta")
-_DRAWS = _TORCH | {f"random.{name}" for name in _RANDOM} | {f"numpy.random.{name}" for name in _NUMPY}
-_IN_PLACE = ("normal_", "uniform_", "bernoulli_", "random_", "exponential_")
-SEEDS = ("torch.manual_seed", "torch.cuda.manual_seed_all", "random.seed", "numpy.random.seed")
 
 
 def draw_apart(conversion: Conversion) -> None:
@@ -66,7 +54,7 @@ def _draws(conversion: Conversion, node: cst.CSTNode) -> Iterator[cst.Call]:
         if argument(call, "generator") is not None:
             continue
         name = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
-        if script.names(call.func) & _DRAWS or name in _IN_PLACE:
+        if script.names(call.func) & DRAWS or name in DRAWS_IN_PLACE:
             yield call
         elif name in ("sample", "rsample") and isinstance(call.func, cst.Attribute):
             sources = conversion.facts.values.sources(call.func.value)

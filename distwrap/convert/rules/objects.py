@@ -8,9 +8,10 @@ from collections.abc import Callable, Mapping
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
+from distwrap.convert.names import PREPARES
 from distwrap.convert.rules.handed import follow
 from distwrap.convert.script import argument, constant, path_of
-from distwrap.convert.values import PREPARES, root_of
+from distwrap.convert.values import root_of
 
 Special = Callable[[Conversion, cst.Call], bool]
 

@@ -5,22 +5,14 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
+from distwrap.convert.names import AUTOCAST, CLIP, SCALER
 from distwrap.convert.script import argument, argument_node, constant, path_of
-
-_AUTOCAST = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast")
-_SCALER = (
-    "torch.cuda.amp.GradScaler",
-    "torch.amp.GradScaler",
-    "torch.GradScaler",
-    "torch.cuda.amp.grad_scaler.GradScaler",
-)
-_CLIP = ("torch.nn.utils.clip_grad_norm_",)
 
 
 def use_precision(conversion: Conversion) -> None:
     """Convert mixed precision, where all of it is clear; torch's own way works under distwrap too, and else stays."""
     script = conversion.script
-    contexts, scalers = list(script.calls(*_AUTOCAST)), list(script.calls(*_SCALER))
+    contexts, scalers = list(script.calls(*AUTOCAST)), list(script.calls(*SCALER))
     if not contexts or not all(conversion.may_change(each) for each in [*contexts, *scalers]):
         return
     kinds = {_kind(conversion, each) for each in contexts}
@@ -182,7 +174,7 @@ def _clip_after(conversion: Conversion, unscale: cst.Call) -> cst.Call | None:
     if not isinstance(following, cst.SimpleStatementLine) or len(following.body) != 1:
         return None
     small = following.body[0]
-    if not isinstance(small, cst.Expr) or not isinstance(small.value, cst.Call) or not script.is_a(small.value, *_CLIP):
+    if not isinstance(small, cst.Expr) or not isinstance(small.value, cst.Call) or not script.is_a(small.value, *CLIP):
         return None
     first = small.value.args[0].value if len(small.value.args) == 2 else None
     is_whole = isinstance(first, cst.Call) and isinstance(first.func, cst.Attribute)

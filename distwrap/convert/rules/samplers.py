@@ -5,10 +5,8 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
-from distwrap.convert.facts import LOADER
+from distwrap.convert.names import LOADER, SAMPLER
 from distwrap.convert.script import argument, argument_node, constant, path_of
-
-SAMPLER = ("torch.utils.data.distributed.DistributedSampler", "torch.utils.data.DistributedSampler")
 
 
 def shard_instead_of_sampling(conversion: Conversion) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
+from distwrap.convert.names import ACCELERATOR, PREPARES
 from distwrap.convert.rules.entry import choose_entry, decorate_entry
 from distwrap.convert.rules.files import save_and_load
 from distwrap.convert.rules.objects import (
@@ -29,9 +30,7 @@ from distwrap.convert.sources.accelerate_functions import (
     state_dict_of,
 )
 from distwrap.convert.sources.accelerate_steps import SYNC, Micro, backward, is_asked, steps_of, write_out
-from distwrap.convert.values import PREPARES
 
-MADE = ("accelerate.Accelerator", "accelerate.accelerator.Accelerator")
 CALLS: dict[str, str | Special] = {
     "gather": first_alone("gather"),
     "gather_for_metrics": first_alone("gather"),
@@ -66,12 +65,12 @@ _PRECISIONS = {None: None, "no": None, "fp16": "fp16", "bf16": "bf16"}
 
 def is_accelerate(conversion: Conversion) -> bool:
     """Return whether a script makes an Accelerator."""
-    return any(conversion.script.calls(*MADE))
+    return any(conversion.script.calls(*ACCELERATOR))
 
 
 def convert_accelerate(conversion: Conversion) -> bool:
     """Convert a script with Accelerate; return whether it was done."""
-    found = names_of(conversion, MADE)
+    found = names_of(conversion, ACCELERATOR)
     if found is None:
         return False
     calls, names = found

@@ -5,17 +5,14 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
+from distwrap.convert.names import ACCELERATE_LOGGERS, ACCELERATE_SEEDS, LEVELS
 from distwrap.convert.script import argument, argument_node, constant, path_of
-
-_SEEDS = ("accelerate.utils.set_seed", "accelerate.utils.random.set_seed")
-_LOGGERS = ("accelerate.logging.get_logger",)
-_LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")
 
 
 def convert_functions(conversion: Conversion) -> None:
     """Convert the seed and the logger, whose messages are rank 0's alone unless they say otherwise."""
     script = conversion.script
-    for call in list(script.calls(*_SEEDS)):
+    for call in list(script.calls(*ACCELERATE_SEEDS)):
         apart = argument_node(call, "device_specific", 1)
         if apart is not None and constant(apart.value) not in (True, False):
             conversion.unsure(call, "seed", "device_specific= is not written here", "seed_everything(seed, apart=True)")
@@ -27,15 +24,15 @@ def convert_functions(conversion: Conversion) -> None:
         more = ", apart=True" if apart is not None and constant(apart.value) is True else ""
         conversion.edits.replace(call, conversion.call("seed_everything", script.code(seed) + more))
         conversion.done(call, "seed", "seeds Python, numpy and torch, as set_seed does")
-    for call in list(script.calls(*_LOGGERS)):
+    for call in list(script.calls(*ACCELERATE_LOGGERS)):
         if len(call.args) == 1:
-            conversion.helpers.take_over(conversion.edits, _LOGGERS[0])
+            conversion.helpers.take_over(conversion.edits, ACCELERATE_LOGGERS[0])
             conversion.rename_call(call, "get_logger")
             conversion.done(call, "log", "says the rank, and logs on rank 0 alone where it is told to")
-    for level in _LEVELS:
+    for level in LEVELS:
         for call, attribute in list(script.method_calls(level)):
             sources = list(conversion.facts.values.sources(attribute.value))
-            if sources and all(each is not None and script.is_a(each, *_LOGGERS) for each in sources):
+            if sources and all(each is not None and script.is_a(each, *ACCELERATE_LOGGERS) for each in sources):
                 _log(conversion, call)
 
 

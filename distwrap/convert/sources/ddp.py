@@ -5,6 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
+from distwrap.convert.names import INIT, PROCESSES, WRAPPER
 from distwrap.convert.rules.collectives import convert_collectives
 from distwrap.convert.rules.devices import use_own_device
 from distwrap.convert.rules.entry import choose_entry, decorate_entry
@@ -13,11 +14,8 @@ from distwrap.convert.rules.samplers import shard_instead_of_sampling
 from distwrap.convert.script import Function, argument, constant, path_of
 from distwrap.convert.values import root_of
 
-WRAPPER = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
-INIT = ("torch.distributed.init_process_group",)
 _DROPPED = ("device_ids", "output_device", "process_group", "dim")
 _ENDS = ("torch.distributed.destroy_process_group", "torch.cuda.set_device")
-_PROCESSES = ("torch.multiprocessing.Process", "multiprocessing.Process", "multiprocessing.context.Process")
 _RANKS = {
     "torch.distributed.get_rank": "rank",
     "torch.distributed.get_world_size": "world_size",
@@ -47,7 +45,7 @@ def convert_ddp(conversion: Conversion) -> bool:
                 "model is not wrapped trains alone", "one path for all: wrap_model, a no-op in one process",
             )  # fmt: skip
             return False
-    for call in script.calls(*_PROCESSES):
+    for call in script.calls(*PROCESSES):
         conversion.unsure(
             call, "entry", "the script starts its ranks by itself, and each of them would start ranks again",
             "@distributed(nprocs=...) on the function that they run, and a plain call of it",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
+from distwrap.convert.names import FABRIC, FABRIC_SEEDS
 from distwrap.convert.rules.entry import choose_entry, decorate_entry
 from distwrap.convert.rules.files import save_and_load
 from distwrap.convert.rules.objects import (
@@ -22,9 +23,6 @@ from distwrap.convert.rules.objects import (
     replace_or_drop,
 )
 from distwrap.convert.script import argument, constant, path_of
-
-SEEDS = ("lightning.fabric.seed_everything", "lightning.seed_everything", "lightning_fabric.seed_everything")
-MADE = ("lightning.fabric.Fabric", "lightning_fabric.Fabric", "lightning.Fabric")
 
 
 def _setup_optimizers(conversion: Conversion, call: cst.Call) -> bool:
@@ -126,7 +124,7 @@ def _rank_zero_first(conversion: Conversion, call: cst.Call) -> bool:
 
 def _seeds(conversion: Conversion) -> None:
     """Convert the seed, where it is a function and no method."""
-    for full in SEEDS:
+    for full in FABRIC_SEEDS:
         for call in list(conversion.script.calls(full)):
             if len(call.args) == 1 and (call.args[0].keyword is None or call.args[0].keyword.value == "seed"):
                 conversion.helpers.take_over(conversion.edits, full)
@@ -169,12 +167,12 @@ VALUES = {
 
 def is_fabric(conversion: Conversion) -> bool:
     """Return whether a script makes a Fabric."""
-    return any(conversion.script.calls(*MADE))
+    return any(conversion.script.calls(*FABRIC))
 
 
 def convert_fabric(conversion: Conversion) -> bool:
     """Convert a script with Fabric; return whether it was done."""
-    found = names_of(conversion, MADE)
+    found = names_of(conversion, FABRIC)
     if found is None or not all(_options(conversion, call) for call in found[0]):
         return False
     calls, names = found

@@ -8,6 +8,7 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
+from distwrap.convert.names import HOROVOD
 from distwrap.convert.rules.devices import use_own_device
 from distwrap.convert.rules.entry import choose_entry, decorate_entry
 from distwrap.convert.rules.files import save_and_load
@@ -15,8 +16,6 @@ from distwrap.convert.rules.models import wrap_models
 from distwrap.convert.rules.objects import Special, convert_uses, first_alone
 from distwrap.convert.rules.samplers import shard_instead_of_sampling
 from distwrap.convert.script import argument, path_of
-
-MODULE = "horovod.torch"
 
 
 def _optimizer(conversion: Conversion, call: cst.Call) -> bool:
@@ -73,7 +72,7 @@ def _drop_compression(conversion: Conversion, names: set[str]) -> bool:
             continue
         statement = script.small_statement_of(node)
         if any(
-            isinstance(each, cst.Call) and script.is_a(each, f"{MODULE}.DistributedOptimizer")
+            isinstance(each, cst.Call) and script.is_a(each, f"{HOROVOD}.DistributedOptimizer")
             for each in script.ancestors(node)
         ):
             continue
@@ -115,7 +114,7 @@ REMOVED = ("init", "shutdown", "broadcast_parameters", "broadcast_optimizer_stat
 
 def is_horovod(conversion: Conversion) -> bool:
     """Return whether a script joins Horovod's ranks."""
-    return any(conversion.script.calls(f"{MODULE}.init"))
+    return any(conversion.script.calls(f"{HOROVOD}.init"))
 
 
 def convert_horovod(conversion: Conversion) -> bool:
@@ -124,9 +123,9 @@ def convert_horovod(conversion: Conversion) -> bool:
     names = {
         node.value
         for node in script.find(cst.Name)
-        if MODULE in script.names(node) and not isinstance(script.parent(node), cst.ImportAlias)
+        if HOROVOD in script.names(node) and not isinstance(script.parent(node), cst.ImportAlias)
     }
-    needs: list[cst.CSTNode] = [*script.calls(f"{MODULE}.init"), *conversion.facts.optimizer_calls()]
+    needs: list[cst.CSTNode] = [*script.calls(f"{HOROVOD}.init"), *conversion.facts.optimizer_calls()]
     needs += [each.loop for each in conversion.facts.training_loops]
     if not choose_entry(conversion, needs):
         return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import libcst as cst
 
-from distwrap.convert.conversion import Conversion
+from distwrap.convert.conversion import BY_HAND, Conversion
 from distwrap.convert.rules.accumulation import accumulate_in_windows
 from distwrap.convert.rules.batches import note_sums, share_own_batches
 from distwrap.convert.rules.branches import agree_on_branches
@@ -16,11 +16,6 @@ from distwrap.convert.rules.loaders import shard_loaders
 from distwrap.convert.rules.models import constructions, models_of, wrap_models
 from distwrap.convert.rules.output import show_once
 from distwrap.convert.rules.precision import use_precision
-
-BY_HAND = (
-    "by hand, in the file that makes the model: @distributed on the function that trains, wrap_model(model) before the "
-    "optimizer, shard_loader(loader)"
-)
 
 
 def convert_plain(conversion: Conversion) -> bool:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
+from distwrap.convert.names import SPAWN
 from distwrap.convert.rules.entry import decorate
 from distwrap.convert.script import Function, argument, is_docstring, path_of
 from distwrap.convert.sources.ddp import convert_body
-
-SPAWN = ("torch.multiprocessing.spawn", "torch.multiprocessing.spawn.spawn")
 
 
 def is_spawn(conversion: Conversion) -> bool:
