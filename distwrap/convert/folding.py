@@ -177,8 +177,7 @@ def _without_flags(script: Script, flags: set[str]) -> str:
             if path_of(node) == flag and not any(script.inside(node, each) for each in assigns)
         ]
         reads = [node for node in reads if not isinstance(script.parent(node), cst.Attribute)]
-        others = any(script.inside(node, each) for each in assigns for node in reads)
-        if assigns and not reads and not others:
+        if not reads:
             for each in assigns:
                 edits.remove(each)
     return edits.apply()

@@ -9,7 +9,7 @@ import libcst as cst
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.facts import TrainingLoop
 from distwrap.convert.rules.metrics import read_loop
-from distwrap.convert.script import path_of
+from distwrap.convert.script import keyword_of, path_of
 
 
 def share_own_batches(conversion: Conversion) -> None:
@@ -165,7 +165,7 @@ def _has_sum(conversion: Conversion, node: cst.BaseExpression, depth: int = 3) -
         return depth > 0 and any(each is not None and _has_sum(conversion, each, depth - 1) for each in parts)
     if not isinstance(node, cst.Call):
         return False
-    reductions = [arg.value for arg in node.args if arg.keyword is not None and arg.keyword.value == "reduction"]
+    reductions = [arg.value for arg in node.args if keyword_of(arg) == "reduction"]
     is_method = isinstance(node.func, cst.Attribute) and node.func.attr.value == "sum"
     return (
         any(script.code(each).strip("\"'") == "sum" for each in reductions)

@@ -6,7 +6,7 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.names import ACCELERATORS, DEVICE
-from distwrap.convert.script import argument, constant, path_of
+from distwrap.convert.script import argument, constant, keyword_of, path_of
 
 
 def use_own_device(conversion: Conversion) -> None:
@@ -106,9 +106,7 @@ def _is_first_device(value: object) -> bool:
 
 
 def _arguments(conversion: Conversion, call: cst.Call) -> str:
-    kept = [
-        conversion.script.code(arg) for arg in call.args if arg.keyword is not None and arg.keyword.value != "device"
-    ]
+    kept = [conversion.script.code(arg) for arg in call.args if keyword_of(arg) not in ("", "device")]
     return ", ".join([conversion.call("device"), *kept])
 
 
@@ -168,16 +166,14 @@ def _only_places(conversion: Conversion, choice: cst.IfExp) -> bool:
     paths = {path_of(each.target) for found in values.bindings.values() for each in found if each.value is choice}
     if len(paths) != 1 or None in paths:
         return False
-    for node in script.find(cst.Name):
+    for node in script.reads(paths.pop()):
         above = script.parent(node)
-        if node.value not in paths or isinstance(above, cst.AssignTarget):
-            continue
         if isinstance(above, (cst.FormattedStringExpression, cst.Param)):
             continue
         call = script.parent(above) if isinstance(above, cst.Arg) else None
         if not isinstance(call, cst.Call) or not isinstance(above, cst.Arg):
             return False
-        keyword = above.keyword.value if above.keyword is not None else ""
+        keyword = keyword_of(above)
         places = isinstance(call.func, cst.Attribute) and call.func.attr.value == "to"
         handed = path_of(call.func) in values.functions or path_of(call.func) in values.classes
         if not (

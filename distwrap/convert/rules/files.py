@@ -6,7 +6,7 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.rules.branches import own_test
-from distwrap.convert.script import argument, constant, path_of
+from distwrap.convert.script import argument, constant, keywords_of, path_of
 from distwrap.convert.values import root_of
 
 
@@ -202,7 +202,7 @@ def _load(conversion: Conversion, call: cst.Call) -> None:
             conversion.script.span(block)[0], conversion.script.span(block.body.body[0])[0], ""
         )
         conversion.edits.replace(path, conversion.script.code(opened.args[0].value))
-    keywords = {arg.keyword.value for arg in call.args[1:] if arg.keyword is not None}
+    keywords = keywords_of(call.args[1:])
     if len(call.args) - 1 == len(keywords) and keywords <= {"map_location"} and _is_state(conversion, call):
         if "map_location" not in keywords:
             conversion.done(
@@ -226,13 +226,13 @@ def _is_state(conversion: Conversion, call: cst.Call) -> bool:
     statement = script.assignment_of(call)
     if statement is None:
         return False
-    path = path_of(statement.targets[0].target)
+    name = statement.targets[0].target
+    if not isinstance(name, cst.Name):  # an attribute may be read in any function
+        return False
     reads = [
         script.parent(node)
-        for node in script.find(cst.Name, script.function_of(call))
-        if node.value == path
-        and script.span(node)[0] > script.span(statement)[1]
-        and not isinstance(script.parent(node), cst.AssignTarget)
+        for node in script.reads(name.value, script.function_of(call))
+        if script.span(node)[0] > script.span(statement)[1]
     ]
     return bool(reads) and all(
         isinstance(each, (cst.Subscript, cst.ComparisonTarget))

@@ -53,15 +53,11 @@ def follow(conversion: Conversion, names: set[str]) -> Handed | None:
     for function in handed.parameters:
         calls = conversion.facts.values.callers(function)
         given = [call for call, _ in handed.arguments]
-        uses = [node for node in conversion.script.find(cst.Name) if _is_use(conversion, node, function)]
-        if not all(call in given for call in calls) or len(uses) != len(calls) + 1:
+        uses = list(conversion.script.reads(function.name.value))
+        if not all(call in given for call in calls) or len(uses) != len(calls):
             conversion.unsure(function, "object", "not all of its calls hand the object on", "one function for all")
             return None
     return handed
-
-
-def _is_use(conversion: Conversion, node: cst.Name, function: Function) -> bool:
-    return node.value == function.name.value and not conversion.script.is_label(node)
 
 
 def _take(conversion: Conversion, handed: Handed, call: cst.Call, arg: cst.Arg) -> bool:

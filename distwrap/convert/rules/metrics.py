@@ -148,12 +148,10 @@ def _reads_after(conversion: Conversion, loop: cst.For, name: str) -> list[cst.C
     stop = min((place[0] for place in again), default=script.span(function or script.tree)[1])
     return [
         node
-        for node in script.find(cst.Name, function or script.tree)
-        if node.value == name
-        and end <= script.span(node)[0] < stop
+        for node in script.reads(name, function)
+        if end <= script.span(node)[0] < stop
         and script.function_of(node) is function
         and not any(node is each.target and not isinstance(each.statement, cst.AugAssign) for each in given)
-        and not _is_label(conversion, node)
         and not any(_gives_before(conversion, each, node, end) for each in given)
     ]
 
@@ -181,14 +179,6 @@ def _is_plain_in(conversion: Conversion, statement: cst.CSTNode, loop: cst.For, 
     reads_itself = value is not None and any(each.value == name for each in script.find(cst.Name, value))
     blocks = [each for each in script.ancestors(loop) if isinstance(each, (cst.IndentedBlock, cst.Module))]
     return not reads_itself and line is not None and script.parent(line) in blocks
-
-
-def _is_label(conversion: Conversion, node: cst.Name) -> bool:
-    """Return whether a name is that of a keyword or attribute, and no variable."""
-    above = conversion.script.parent(node)
-    return (isinstance(above, cst.Arg) and above.keyword is node) or (
-        isinstance(above, cst.Attribute) and above.attr is node
-    )
 
 
 def _kind(conversion: Conversion, loop: cst.For, name: str, reads: list[cst.CSTNode]) -> str:

@@ -10,7 +10,7 @@ import libcst as cst
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.names import PREPARES
 from distwrap.convert.rules.handed import follow
-from distwrap.convert.script import argument, constant, path_of
+from distwrap.convert.script import argument, constant, keyword_of, path_of
 from distwrap.convert.values import root_of
 
 Special = Callable[[Conversion, cst.Call], bool]
@@ -30,11 +30,8 @@ def names_of(conversion: Conversion, made: tuple[str, ...]) -> tuple[list[cst.Ca
     if handed is None:
         return None
     names = handed.names
-    for node in script.find(cst.Name):
-        above = script.parent(node)
-        if node.value not in names or isinstance(above, cst.AssignTarget) or handed.is_part(above):
-            continue
-        if isinstance(above, cst.Attribute) or script.is_label(node):
+    for node in [read for name in sorted(names) for read in script.reads(name)]:
+        if handed.is_part(script.parent(node)) or isinstance(script.parent(node), cst.Attribute):
             continue
         conversion.unsure(node, "object", "it is handed on, so not all of its uses can be seen", "one function for all")
         return None
@@ -181,7 +178,7 @@ def reduction(keyword: str, default: str) -> Special:
     def convert(conversion: Conversion, call: cst.Call) -> bool:
         kind = argument(call, keyword, 1)
         op = default if kind is None else constant(kind)
-        others = [arg for arg in call.args[1:] if arg.keyword is None or arg.keyword.value not in (keyword, "name")]
+        others = [arg for arg in call.args[1:] if keyword_of(arg) not in (keyword, "name")]
         if op not in ("sum", "mean", "min", "max") or not call.args or (others and kind is not others[0].value):
             return False
         value = conversion.script.code(call.args[0].value)

@@ -6,7 +6,7 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.names import BARS, RANGES, RECORDS, WRITE_METHODS, WRITERS, WRITES
-from distwrap.convert.script import argument, constant, path_of
+from distwrap.convert.script import argument, constant, keywords_of, path_of
 
 
 def show_once(conversion: Conversion) -> None:
@@ -61,7 +61,7 @@ def _bars(conversion: Conversion) -> None:
                 continue
             conversion.rename_call(call, "progress")
             conversion.done(call, "progress", "rank 0 alone shows it")
-        elif not any(arg.keyword is not None and arg.keyword.value == "disable" for arg in call.args):
+        elif "disable" not in keywords_of(call.args):
             conversion.edits.add_argument(call, f"disable=not {conversion.call('is_rank_zero')}")
             conversion.done(call, "progress", "rank 0 alone shows it; it is used as an object, so it stays tqdm's")
         else:

@@ -96,9 +96,9 @@ def _uses(conversion: Conversion, scalers: list[cst.Call]) -> list[cst.Call] | N
         if statement is None:
             return None
         path = path_of(statement.targets[0].target)
-        for node in script.find(cst.Name):
+        for node in script.reads(path):
             above = script.parent(node)
-            if node.value != path or isinstance(above, (cst.AssignTarget, cst.Param)):
+            if isinstance(above, cst.Param):
                 continue
             call = script.parent(above) if isinstance(above, cst.Attribute) else None
             if not isinstance(above, cst.Attribute) or not isinstance(call, cst.Call) or call.func is not above:

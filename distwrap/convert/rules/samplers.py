@@ -6,7 +6,7 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.names import LOADER, SAMPLER
-from distwrap.convert.script import argument, argument_node, constant, path_of
+from distwrap.convert.script import argument, argument_node, constant, keywords_of, path_of
 
 
 def shard_instead_of_sampling(conversion: Conversion) -> None:
@@ -40,7 +40,7 @@ def shard_instead_of_sampling(conversion: Conversion) -> None:
 def _is_plain(conversion: Conversion, sampler: cst.Call, loader: cst.Call) -> bool:
     """Return whether a sampler can go: it only shuffles, and is used for nothing but ``set_epoch`` from 0."""
     script = conversion.script
-    keywords = {arg.keyword.value for arg in sampler.args if arg.keyword is not None}
+    keywords = keywords_of(sampler.args)
     if not keywords <= {"shuffle", "num_replicas", "rank", "seed", "drop_last", "dataset"}:
         return False
     if ("shuffle" in keywords and constant(argument(sampler, "shuffle")) is ...) or constant(
@@ -54,10 +54,8 @@ def _is_plain(conversion: Conversion, sampler: cst.Call, loader: cst.Call) -> bo
         )
     path = path_of(binding.targets[0].target)
     loaders = [each for each in script.calls(*LOADER) if path_of(argument(each, "sampler", 3)) == path]
-    for node in script.find(cst.Name):
+    for node in script.reads(path):
         above = script.parent(node)
-        if node.value != path or isinstance(above, cst.AssignTarget) or script.is_label(node):
-            continue
         call = script.parent(above) if isinstance(above, (cst.Arg, cst.Attribute)) else None
         if isinstance(above, cst.Attribute) and above.attr.value == "set_epoch":
             if not isinstance(call, cst.Call) or not _can_set(conversion, call, loader):

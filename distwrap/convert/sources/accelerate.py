@@ -21,7 +21,7 @@ from distwrap.convert.rules.objects import (
     print_once,
     reduction,
 )
-from distwrap.convert.script import argument, constant, path_of
+from distwrap.convert.script import argument, constant, keyword_of, path_of
 from distwrap.convert.sources.accelerate_functions import (
     convert_functions,
     load_state,
@@ -133,7 +133,7 @@ def _options(conversion: Conversion, call: cst.Call, needs: list[cst.CSTNode]) -
         conversion.unsure(call, "precision", "it is not written here", "precision= in the decorator")
         return None
     for arg in call.args:
-        keyword = arg.keyword.value if arg.keyword is not None else ""
+        keyword = keyword_of(arg)
         is_default = keyword == "step_scheduler_with_optimizer" and constant(arg.value) is True
         if keyword not in _TAKEN and not is_default:
             conversion.unsure(call, "object", f"{keyword or 'an argument'}= has no equal", "the helper for it, by hand")

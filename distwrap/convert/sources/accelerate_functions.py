@@ -6,7 +6,7 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.names import ACCELERATE_LOGGERS, ACCELERATE_SEEDS, LEVELS
-from distwrap.convert.script import argument, argument_node, constant, path_of
+from distwrap.convert.script import argument, argument_node, constant, keyword_of, keywords_of, path_of
 
 
 def convert_functions(conversion: Conversion) -> None:
@@ -37,8 +37,8 @@ def convert_functions(conversion: Conversion) -> None:
 
 
 def _log(conversion: Conversion, call: cst.Call) -> None:
-    given = next((arg for arg in call.args if arg.keyword and arg.keyword.value == "main_process_only"), None)
-    if any(arg.keyword is not None and arg.keyword.value == "in_order" for arg in call.args):
+    given = next((arg for arg in call.args if keyword_of(arg) == "main_process_only"), None)
+    if "in_order" in keywords_of(call.args):
         conversion.unsure(call, "log", "in_order= has no equal", "barrier() between the ranks")
     elif given is None:
         conversion.edits.add_argument(call, "rank_zero=True")
@@ -99,7 +99,7 @@ def _path(conversion: Conversion, call: cst.Call) -> str | None:
     if (
         not is_imported
         or len(call.args) != 1
-        or (call.args[0].keyword is not None and "dir" not in call.args[0].keyword.value)
+        or (call.args[0].keyword is not None and "dir" not in keyword_of(call.args[0]))
     ):
         return None
     return conversion.script.code(call.args[0].value)

@@ -11,7 +11,7 @@ from distwrap.convert.rules.devices import use_own_device
 from distwrap.convert.rules.entry import choose_entry, decorate_entry
 from distwrap.convert.rules.files import save_and_load
 from distwrap.convert.rules.samplers import shard_instead_of_sampling
-from distwrap.convert.script import Function, argument, constant, path_of
+from distwrap.convert.script import Function, argument, constant, keyword_of, path_of
 from distwrap.convert.values import root_of
 
 _DROPPED = ("device_ids", "output_device", "process_group", "dim")
@@ -131,7 +131,7 @@ def _wrap(conversion: Conversion) -> None:
 def keep_options(conversion: Conversion, call: cst.Call, dropped: tuple[str, ...]) -> None:
     """Write a wrapper's arguments anew without those that say which devices and group; the others stay."""
     script = conversion.script
-    kept = [call.args[0], *(arg for arg in call.args[1:] if arg.keyword and arg.keyword.value not in dropped)]
+    kept = [call.args[0], *(arg for arg in call.args[1:] if keyword_of(arg) not in ("", *dropped))]
     if len(kept) < len(call.args):
         start, end = script.span(call.args[0])[0], script.span(call.args[-1].value)[1]
         conversion.edits.replace_span(start, end, script.listed(kept))
@@ -264,14 +264,8 @@ def _tell_ranks(conversion: Conversion, call: cst.Call, statement: cst.Expr, gon
             for each in script.find(cst.Assign, script.function_of(call))
             if [path_of(one.target) for one in each.targets] == [path] and script.span(each)[0] < script.span(call)[0]
         ]
-        written = {id(each.targets[0].target) for each in before}
         reads = [
-            node
-            for node in script.expressions()
-            if path_of(node) == path
-            and id(node) not in written
-            and not script.inside(node, statement)
-            and not any(script.inside(node, each) for each in before)
+            node for node in script.reads(path) if not any(script.inside(node, each) for each in (statement, *before))
         ]
         for each in before:
             conversion.edits.remove(each)
@@ -315,8 +309,7 @@ def _is_if_of(conversion: Conversion, branch: cst.If, gone: list[cst.CSTNode]) -
 
 def _drop_function(conversion: Conversion, function: Function) -> None:
     script, name = conversion.script, function.name.value
-    uses = [node for node in script.find(cst.Name) if node.value == name and script.parent(node) is not function]
-    statements = [script.small_statement_of(node) for node in uses]
+    statements = [script.small_statement_of(node) for node in script.reads(name)]
     if function.decorators or not all(
         isinstance(each, cst.Expr) and isinstance(each.value, cst.Call) and path_of(each.value.func) == name
         for each in statements

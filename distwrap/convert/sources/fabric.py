@@ -22,7 +22,7 @@ from distwrap.convert.rules.objects import (
     reduction,
     replace_or_drop,
 )
-from distwrap.convert.script import argument, constant, path_of
+from distwrap.convert.script import argument, constant, keyword_of, keywords_of, path_of
 
 
 def _setup_optimizers(conversion: Conversion, call: cst.Call) -> bool:
@@ -70,16 +70,16 @@ def _clip(conversion: Conversion, call: cst.Call) -> bool:
     """Convert ``fabric.clip_gradients(model, optimizer, ...)`` of gradients that are no scaled ones."""
     model = path_of(argument(call, "module", 0))
     norm, value = argument(call, "max_norm", 3), argument(call, "clip_val", 2)
-    others = {arg.keyword.value for arg in call.args if arg.keyword is not None}
+    others = keywords_of(call.args)
     known = {"module", "optimizer", "max_norm", "clip_val", "norm_type", "error_if_nonfinite"}
     if not may_clip(conversion) or model is None or (norm is None) == (value is None) or not others <= known:
         return False
     code = conversion.script.code
     texts = [f"{model}.parameters()", code(norm or value)]  # type: ignore[arg-type]
     texts += [
-        f"{arg.keyword.value}={code(arg.value)}"
+        f"{keyword_of(arg)}={code(arg.value)}"
         for arg in call.args
-        if arg.keyword is not None and arg.keyword.value in ("norm_type", "error_if_nonfinite")
+        if keyword_of(arg) in ("norm_type", "error_if_nonfinite")
     ]
     if norm is not None and "error_if_nonfinite" not in others:
         texts.append("error_if_nonfinite=True")  # as by default in Fabric
@@ -126,7 +126,7 @@ def _seeds(conversion: Conversion) -> None:
     """Convert the seed, where it is a function and no method."""
     for full in FABRIC_SEEDS:
         for call in list(conversion.script.calls(full)):
-            if len(call.args) == 1 and (call.args[0].keyword is None or call.args[0].keyword.value == "seed"):
+            if len(call.args) == 1 and keyword_of(call.args[0]) in ("", "seed"):
                 conversion.helpers.take_over(conversion.edits, full)
                 conversion.edits.replace(
                     call, conversion.call("seed_everything", conversion.script.code(call.args[0].value))
@@ -191,7 +191,7 @@ def convert_fabric(conversion: Conversion) -> bool:
 def _options(conversion: Conversion, call: cst.Call) -> bool:
     """Take over the options that the decorator has too."""
     for arg in call.args:
-        name = arg.keyword.value if arg.keyword is not None else ""
+        name = keyword_of(arg)
         value = constant(arg.value)
         if name == "devices" and type(value) is int:
             conversion.options.setdefault("nprocs", str(value))

@@ -15,12 +15,12 @@ from distwrap.convert.rules.files import save_and_load
 from distwrap.convert.rules.models import wrap_models
 from distwrap.convert.rules.objects import Special, convert_uses, first_alone
 from distwrap.convert.rules.samplers import shard_instead_of_sampling
-from distwrap.convert.script import argument, path_of
+from distwrap.convert.script import argument, keyword_of, keywords_of, path_of
 
 
 def _optimizer(conversion: Conversion, call: cst.Call) -> bool:
     """Let an optimizer be itself again; the models that it trains are wrapped."""
-    names = {arg.keyword.value for arg in call.args[1:] if arg.keyword is not None}
+    names = keywords_of(call.args[1:])
     known = {"named_parameters", "compression", "op"}
     if not call.args or not names <= known or len(names) < len(call.args) - 1:
         return False
@@ -42,7 +42,7 @@ def _optimizer(conversion: Conversion, call: cst.Call) -> bool:
 
 def _all_reduce(conversion: Conversion, call: cst.Call) -> bool:
     """Convert ``hvd.allreduce``, which averages unless ``op=`` says otherwise."""
-    names = {arg.keyword.value for arg in call.args[1:] if arg.keyword is not None}
+    names = keywords_of(call.args[1:])
     if not call.args or not names <= {"name", "op"} or len(names) < len(call.args) - 1:
         return False
     kind = argument(call, "op")
@@ -94,7 +94,7 @@ def _drop_compression(conversion: Conversion, names: set[str]) -> bool:
 
 def _is_option(conversion: Conversion, node: cst.Name, statement: cst.Assign) -> bool:
     above = conversion.script.parent(node)
-    is_keyword = isinstance(above, cst.Arg) and above.keyword is not None and above.keyword.value == "compression"
+    is_keyword = isinstance(above, cst.Arg) and keyword_of(above) == "compression"
     return is_keyword or conversion.script.inside(node, statement)
 
 
