@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import libcst as cst
 
-from distwrap.convert.conversion import BY_HAND, Conversion, Wishes
+from distwrap.convert.conversion import BY_HAND, Conversion, ConversionOptions
 from distwrap.convert.findings import Notes
 from distwrap.convert.folding import at_lines_of, folded
 from distwrap.convert.imports import used_names, without_unused
@@ -31,7 +31,7 @@ class Converted:
     is_result: bool
 
 
-def convert(script: Script, wishes: Wishes | None = None) -> Converted:
+def convert(script: Script, options: ConversionOptions | None = None) -> Converted:
     """Convert a script, or leave it as it is and say why.
 
     Raises:
@@ -41,7 +41,7 @@ def convert(script: Script, wishes: Wishes | None = None) -> Converted:
         >>> convert(Script("print(3)")).is_result
         False
     """
-    conversion = Conversion(script, wishes or Wishes())
+    conversion = Conversion(script, options or ConversionOptions())
     for statement in (*script.find(cst.ImportFrom), *script.find(cst.Import)):
         if "distwrap" in script.code(statement).replace(".", " ").split():
             conversion.left(
@@ -51,7 +51,7 @@ def convert(script: Script, wishes: Wishes | None = None) -> Converted:
             return Converted(script.text, conversion.notes, True)
     text = folded(script)
     if text is not None and text != script.text:
-        return _convert_folded(script, Script(text, script.name), wishes)
+        return _convert_folded(script, Script(text, script.name), options)
     source = next(each for each in SOURCES if each.applies(conversion))
     if source.needs_loop and not conversion.facts.training_loops:
         conversion.unsure(
@@ -64,9 +64,9 @@ def convert(script: Script, wishes: Wishes | None = None) -> Converted:
     return Converted(_with_imports(conversion), conversion.notes, True)
 
 
-def _convert_folded(script: Script, shorter: Script, wishes: Wishes | None) -> Converted:
+def _convert_folded(script: Script, shorter: Script, options: ConversionOptions | None) -> Converted:
     """Convert a script of which the branches without ranks are left out; the list is of the script as it was."""
-    result = convert(shorter, wishes)
+    result = convert(shorter, options)
     notes = at_lines_of(result.notes, script, shorter)
     notes.add(
         1, "branches", "where the script runs with ranks or without, the way with ranks stays: it does for one "

@@ -116,7 +116,7 @@ def _add_guard(conversion: Conversion, name: str) -> None:
 
 def decorator(conversion: Conversion) -> str:
     """Return the decorator as text."""
-    options = ", ".join(f"{key}={value}" for key, value in conversion.options.items())
+    options = ", ".join(f"{key}={value}" for key, value in conversion.decorator_options.items())
     return f"@{conversion.helpers.name('distributed')}" + (f"({options})" if options else "")
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from distwrap.convert.conversion import Wishes
+from distwrap.convert.conversion import ConversionOptions
 from distwrap.convert.converting import Converted, convert
 from distwrap.convert.script import Script, read
 from tests.convert.runner import Runner, torchrun_variables
@@ -28,7 +28,7 @@ each_case = pytest.mark.parametrize("path", BEFORE, ids=lambda path: f"{path.par
 
 
 def converted(path: Path) -> Converted:
-    return convert(read(path)[0], Wishes())
+    return convert(read(path)[0], ConversionOptions())
 
 
 def after(path: Path) -> Path:

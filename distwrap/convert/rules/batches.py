@@ -21,10 +21,10 @@ def share_own_batches(conversion: Conversion) -> None:
         if not isinstance(ranges, cst.Call) or not conversion.script.is_a(ranges, "builtins.range"):
             continue
         if _split_slices(conversion, each, ranges):
-            conversion.split.add(each.loop)
-            conversion.fed.add(each.loop)
+            conversion.split_batches.add(each.loop)
+            conversion.own_batches.add(each.loop)
         elif _take_columns(conversion, ranges):
-            conversion.fed.add(each.loop)
+            conversion.own_batches.add(each.loop)
 
 
 def _split_slices(conversion: Conversion, training: TrainingLoop, ranges: cst.Call) -> bool:
@@ -143,7 +143,7 @@ def note_sums(conversion: Conversion) -> None:
     """Note losses that are sums, where the batch is that of all ranks together: their gradients become N times less."""
     script = conversion.script
     for each in conversion.facts.training_loops:
-        if not conversion.global_batch and each.loop not in conversion.split:
+        if not conversion.global_batch and each.loop not in conversion.split_batches:
             continue
         for call, attribute in script.method_calls("backward", each.body):
             sources = list(conversion.facts.values.sources(attribute.value, returned=True))

@@ -22,11 +22,12 @@ def choose_entry(conversion: Conversion, needs: Sequence[cst.CSTNode]) -> bool:
         Whether there is such a function, or one can be made; otherwise the list says why not.
     """
     script, facts = conversion.script, conversion.facts
-    conversion.entry = find_entry(conversion, needs)
-    if conversion.entry is not None:
+    entry = find_entry(conversion, needs)
+    if entry is not None:
+        conversion.reach.begin_at(entry)
         return True
     if any(script.function_of(each) is None for each in needs):
-        conversion.region = region_of(conversion, needs)
+        conversion.reach.region = region_of(conversion, needs)
         return True
     loop = facts.training_loops[0].loop if facts.training_loops else needs[0]
     conversion.unsure(
@@ -39,8 +40,8 @@ def choose_entry(conversion: Conversion, needs: Sequence[cst.CSTNode]) -> bool:
 
 def decorate_entry(conversion: Conversion, needs: Sequence[cst.CSTNode]) -> bool:
     """Put ``@distributed`` on the function that was chosen, or make one; return whether it was done."""
-    if conversion.entry is not None:
-        return decorate(conversion, conversion.entry)
+    if conversion.reach.entry is not None:
+        return decorate(conversion, conversion.reach.entry)
     return make_main(conversion, needs) is not None
 
 

@@ -60,7 +60,7 @@ def _note_what_goes_wrong(conversion: Conversion, call: cst.Call) -> None:
     """Note where rank 0's own ``torch.save`` may fail, or be read before it is done."""
     script = conversion.script
     moved = [each for each in script.tree.body if isinstance(each, cst.ClassDef) and conversion.on_ranks(each)]
-    if conversion.entry is None and moved:
+    if conversion.reach.entry is None and moved:
         conversion.left(
             moved[0], "save", f"it becomes main()'s own, and line {script.line(call)} can write no object of it",
             "the class above the code that moves into main()",

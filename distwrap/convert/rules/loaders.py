@@ -31,7 +31,7 @@ def shard_loaders(conversion: Conversion) -> None:
             rewrite(conversion, reading, all_shared=all(each in sharded for each in sources))
     note_lengths(conversion, readings.values())
     for each in facts.training_loops:
-        fed = each.loop in conversion.fed or any(facts.loader_of(facts.iterated(each.loop)))
+        fed = each.loop in conversion.own_batches or any(facts.loader_of(facts.iterated(each.loop)))
         if not fed:
             conversion.left(
                 each.loop, "shard_loader", "no DataLoader that can be seen feeds this loop; where every rank trains on "
@@ -122,8 +122,8 @@ def _look_at_seeds(conversion: Conversion) -> None:
         if seeded & {library, "all"} or any(each is not None for each in given) or not conversion.may_change(drawn):
             continue
         if conversion.on_ranks(drawn):
-            if "seed" not in conversion.options:
-                conversion.options["seed"] = "0"
+            if "seed" not in conversion.decorator_options:
+                conversion.decorator_options["seed"] = "0"
                 why = "unseeded, each rank would draw data of its own; seed=0 lets them draw alike"
                 conversion.done(drawn, "seed", why)
         elif script.function_of(drawn) is None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import libcst as cst
 
-from distwrap.convert.conversion import Conversion
+from distwrap.convert.conversion import Conversion, Kind, Prepared
 from distwrap.convert.names import PREPARES
 from distwrap.convert.rules.handed import follow
 from distwrap.convert.script import argument, constant, keyword_of, path_of
@@ -96,7 +96,7 @@ def prepare(conversion: Conversion, call: cst.Call) -> bool:
     """Wrap and shard what a call prepares, each by its kind, and leave optimizers and schedulers as they are."""
     script = conversion.script
     texts: list[str] = []
-    prepared: list[tuple[str, str | None]] = []
+    prepared: list[tuple[Kind, str | None]] = []
     for arg in call.args:
         if arg.keyword is not None or arg.star:
             return False
@@ -111,20 +111,24 @@ def prepare(conversion: Conversion, call: cst.Call) -> bool:
         prepared.append((kind, path_of(arg.value)))
         texts.append(text)
     statement = script.assignment_of(call)
-    conversion.prepared += [(kind, path, script.function_of(call)) for kind, path in prepared if path is not None]
+    conversion.prepared += [
+        Prepared(kind, path, script.function_of(call)) for kind, path in prepared if path is not None
+    ]
     if statement is not None:
         _remember_targets(conversion, statement, [kind for kind, _ in prepared])
     replace_or_drop(conversion, call, texts)
     return bool(texts)
 
 
-def _remember_targets(conversion: Conversion, statement: cst.Assign, kinds: list[str]) -> None:
+def _remember_targets(conversion: Conversion, statement: cst.Assign, kinds: list[Kind]) -> None:
     target = statement.targets[0].target
     parts = [each.value for each in target.elements] if isinstance(target, cst.Tuple) else [target]
     for kind, part in zip(kinds, parts, strict=False):
-        path, function = path_of(part), conversion.script.function_of(statement)
-        if path is not None and (kind, path, function) not in conversion.prepared:
-            conversion.prepared.append((kind, path, function))
+        path = path_of(part)
+        if path is not None:
+            prepared = Prepared(kind, path, conversion.script.function_of(statement))
+            if prepared not in conversion.prepared:
+                conversion.prepared.append(prepared)
 
 
 def replace_or_drop(conversion: Conversion, call: cst.Call, texts: list[str]) -> None:
@@ -149,7 +153,7 @@ def replace_or_drop(conversion: Conversion, call: cst.Call, texts: list[str]) ->
             edits.line_after(statement, line)
 
 
-def kind_of(conversion: Conversion, node: cst.BaseExpression) -> str | None:
+def kind_of(conversion: Conversion, node: cst.BaseExpression) -> Kind | None:
     """Return whether something is a model, a loader, an optimizer or a scheduler; none where it is not known."""
     facts = conversion.facts
     if facts.is_scheduler(node):
@@ -209,7 +213,7 @@ def print_once(conversion: Conversion, call: cst.Call) -> bool:
 
 def may_clip(conversion: Conversion) -> bool:
     """Return whether torch's own functions can clip gradients: torch has its name, and gradients are not scaled."""
-    precision = conversion.options.get("precision", "")
+    precision = conversion.decorator_options.get("precision", "")
     is_scaled = any(f'"{name}"' in precision for name in ("fp16", "16-mixed", "16"))
     return not is_scaled and "torch" in conversion.script.bound_names
 

@@ -29,7 +29,7 @@ def use_precision(conversion: Conversion) -> None:
         )  # fmt: skip
         return
     condition = conditions.pop()
-    conversion.options["precision"] = f'"{precision}"' + (f' if {condition} else "32"' if condition else "")
+    conversion.decorator_options["precision"] = f'"{precision}"' + (f' if {condition} else "32"' if condition else "")
     for each in contexts:
         conversion.edits.replace(each, conversion.call("autocast"))
         conversion.done(each, "precision", f"the forward of wrapped models is in {precision}; so is what is in here")

@@ -79,7 +79,7 @@ def convert_accelerate(conversion: Conversion) -> bool:
     micro = micros[0]
     if micro is None or len(calls) > 1:
         return False
-    if conversion.entry is None and not choose_entry(conversion, needs):
+    if conversion.reach.entry is None and not choose_entry(conversion, needs):
         return False
     return _convert(conversion, calls, names, micro) and decorate_entry(conversion, needs)
 
@@ -112,7 +112,7 @@ def _clip_unscaled(conversion: Conversion, micro: Micro, call: cst.Call, name: s
     """Convert a clip of gradients that may be scaled, where it is clear of which optimizer they are."""
     script = conversion.script
     statement, function = script.small_statement_of(call), script.function_of(call)
-    paths = {path for kind, path, where in conversion.prepared if kind == "optimizer" and where is function}
+    paths = {each.path for each in conversion.prepared if each.kind == "optimizer" and each.function is function}
     is_plain = isinstance(statement, cst.Expr) and statement.value is call and "torch" in script.bound_names
     is_partial = bool(micro.windows) and not is_asked(conversion, call)  # scaled gradients would be added to others
     if len(paths) != 1 or not is_plain or is_partial:
@@ -128,7 +128,7 @@ def _options(conversion: Conversion, call: cst.Call, needs: list[cst.CSTNode]) -
     name = constant(precision) if precision is not None else None
     if name in _PRECISIONS:
         if _PRECISIONS[name] is not None:
-            conversion.options["precision"] = f'"{name}"'
+            conversion.decorator_options["precision"] = f'"{name}"'
     elif precision is None or not _precision_of_call(conversion, call, precision, needs):
         conversion.unsure(call, "precision", "it is not written here", "precision= in the decorator")
         return None
@@ -167,7 +167,7 @@ def _precision_of_call(
         return False
     if not all(conversion.facts.holds(function, each) for each in needs):
         return False
-    conversion.entry = function
+    conversion.reach.begin_at(function)
     for each, value in zip(calls, given, strict=True):
         text = f'{path_of(value)}{dot}{rest} or "no"'
         conversion.edits.insert(script.span(each.func)[1], f".options(precision={text})")

@@ -108,7 +108,9 @@ def _path(conversion: Conversion, call: cst.Call) -> str | None:
 def _state(conversion: Conversion, call: cst.Call) -> str | None:
     """Return the dict of what was prepared in the function of a call, but for the loaders, as text."""
     function = conversion.script.function_of(call)
-    names = dict.fromkeys(path for kind, path, where in conversion.prepared if where is function and kind != "loader")
+    names = dict.fromkeys(
+        each.path for each in conversion.prepared if each.function is function and each.kind != "loader"
+    )
     if not names:
         return None
     parts = [f'"{path.removeprefix("self.")}": {path}' for path in names]

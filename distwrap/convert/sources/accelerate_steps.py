@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from distwrap.convert.conversion import Conversion
+from distwrap.convert.conversion import Conversion, Kind
 from distwrap.convert.edits import INDENT, LINE
 from distwrap.convert.rules.accumulation import take_windows
 from distwrap.convert.script import Function, constant, path_of
@@ -158,24 +158,23 @@ def _steps(conversion: Conversion, micro: Micro) -> None:
             _under_window(conversion, micro, run)
 
 
-def _kind(conversion: Conversion, call: cst.Call, attribute: cst.Attribute) -> str | None:
+def _kind(conversion: Conversion, call: cst.Call, attribute: cst.Attribute) -> Kind | None:
     """Return whether what steps is a prepared optimizer or scheduler, also by another name or in another function."""
     path = path_of(attribute.value)
     function = conversion.script.function_of(call)
-    for kind, own, where in conversion.prepared:
-        if kind in ("optimizer", "scheduler") and own == path and where is function:
-            return kind
+    for one in conversion.prepared:
+        if one.kind in ("optimizer", "scheduler") and one.path == path and one.function is function:
+            return one.kind
     if conversion.facts.values.parameter(function, path or "") is None:
         return None
     given = {
-        kind
+        one.kind
         for each in conversion.facts.values.callers(function)  # type: ignore[arg-type]
         for arg in each.args
-        for kind, own, where in conversion.prepared
-        if own == path_of(arg.value) and where is conversion.script.function_of(each)
+        for one in conversion.prepared
+        if one.path == path_of(arg.value) and one.function is conversion.script.function_of(each)
     }
-    is_scheduler = conversion.facts.is_scheduler(attribute.value)
-    kind = "scheduler" if is_scheduler else "optimizer"
+    kind: Kind = "scheduler" if conversion.facts.is_scheduler(attribute.value) else "optimizer"
     return kind if kind in given else None
 
 

@@ -194,10 +194,10 @@ def _options(conversion: Conversion, call: cst.Call) -> bool:
         name = keyword_of(arg)
         value = constant(arg.value)
         if name == "devices" and type(value) is int:
-            conversion.options.setdefault("nprocs", str(value))
+            conversion.decorator_options.setdefault("nprocs", str(value))
         elif name in ("strategy", "precision") and isinstance(value, str):
             if value not in ("auto", "32", "32-true"):
-                conversion.options.setdefault(name, f'"{value}"')
+                conversion.decorator_options.setdefault(name, f'"{value}"')
         elif name == "accelerator" and value not in ("auto", "cuda", "gpu"):
             conversion.left(
                 call, "device", "distwrap takes the accelerators that it sees, and the CPU where there is none",

@@ -19,7 +19,19 @@ from distwrap.convert.rules.precision import use_precision
 
 
 def convert_plain(conversion: Conversion) -> bool:
-    """Convert a plain loop; return whether it was done."""
+    """Convert a plain loop; return whether it was done.
+
+    The order of the rules matters, here as in the other sources:
+
+    - `choose_entry` comes first, since every rule asks what the ranks run.
+    - `wrap_models` comes before the rules that look for wrapped models: those of draws, precision, accumulation, saves.
+    - `share_own_batches` and `draw_apart` come before `shard_loaders`, which notes the loops that nothing feeds, and
+      `draw_apart` also since what it averages is not to be added up again.
+    - `shard_loaders` comes before `save_and_load` and `agree_on_branches`, which ask for names that hold what a rank's
+      own share has given.
+    - `decorate_entry` comes after all that give the decorator an option: draws, loaders and precision.
+    - `show_once` comes after `save_and_load`, which may take a file away that rank 0 would else write alone.
+    """
     if not conversion.facts.optimizer_calls():
         loops = conversion.facts.training_loops
         conversion.unsure(

@@ -35,7 +35,7 @@ def convert_spawn(conversion: Conversion) -> bool:
     ):
         conversion.unsure(calls[0], "spawn", "its arguments or its value are not plain", "a plain call of the function")
         return False
-    conversion.entry = function
+    conversion.reach.begin_at(function)
     first = function.params.params[0].name.value
     conversion.rank_names.add(first)
     for call in calls:
