@@ -31,7 +31,7 @@ def _save(conversion: Conversion, call: cst.Call) -> None:
         _save_to_open_file(conversion, call, block, state)
     elif state is None or path is None or len(call.args) != 2 or not _is_path(conversion, path):
         conversion.unsure(call, "save", "it does not write to a path", "save(state, path), or under is_rank_zero()")
-    elif is_alone and _is_plain(conversion, state) and (own := own_test(conversion, call)) is not None:
+    elif is_alone and _is_plain_state(conversion, state) and (own := own_test(conversion, call)) is not None:
         if conversion.edits.has_line_of_its_own(statement):
             conversion.edits.insert(script.span(statement)[0], f"if {conversion.call('is_rank_zero')}: ")
         conversion.rename_call(call, "save")
@@ -39,7 +39,7 @@ def _save(conversion: Conversion, call: cst.Call) -> None:
             own, "save", "each rank's own data decides whether a file is written, so that of rank 0 alone does",
             "the mean over the ranks in the test, as of mean(loss, count)",
         )  # fmt: skip
-    elif _is_plain(conversion, state):
+    elif _is_plain_state(conversion, state):
         if is_alone and _is_called_by_some(conversion, call) and conversion.edits.has_line_of_its_own(statement):
             conversion.edits.insert(script.span(statement)[0], f"if {conversion.call('is_rank_zero')}: ")
         conversion.rename_call(call, "save")
@@ -97,7 +97,7 @@ def _save_to_open_file(conversion: Conversion, call: cst.Call, block: cst.With, 
     script, opened = conversion.script, block.items[0].item
     assert isinstance(opened, cst.Call)
     where = script.code(opened.args[0].value)
-    if _is_plain(conversion, state):
+    if _is_plain_state(conversion, state):
         written = conversion.call("save", f"{script.code(state)}, {where}")
         conversion.done(block, "save", "rank 0 writes it, whole or not at all, and the others wait")
     else:
@@ -138,17 +138,18 @@ def _is_path(conversion: Conversion, node: cst.BaseExpression) -> bool:
     return True
 
 
-def _is_plain(conversion: Conversion, node: cst.BaseExpression, depth: int = 4) -> bool:
+def _is_plain_state(conversion: Conversion, node: cst.BaseExpression, depth: int = 4) -> bool:
     """Return whether a state is certainly of tensors and plain values, and has no whole model in it."""
     script = conversion.script
     if depth == 0:
         return False
     if isinstance(node, (cst.Dict,)):
         return all(
-            isinstance(each, cst.DictElement) and _is_plain(conversion, each.value, depth - 1) for each in node.elements
+            isinstance(each, cst.DictElement) and _is_plain_state(conversion, each.value, depth - 1)
+            for each in node.elements
         )
     if isinstance(node, (cst.List, cst.Tuple)):
-        return all(_is_plain(conversion, each.value, depth - 1) for each in node.elements)
+        return all(_is_plain_state(conversion, each.value, depth - 1) for each in node.elements)
     if constant(node) is not ... or isinstance(node, (cst.FormattedString, cst.BinaryOperation, cst.Comparison)):
         return True
     if isinstance(node, cst.Call):
@@ -161,7 +162,9 @@ def _is_plain(conversion: Conversion, node: cst.BaseExpression, depth: int = 4) 
         ):
             return True
         if script.is_a(node, "builtins.dict"):
-            return all(arg.keyword is not None and _is_plain(conversion, arg.value, depth - 1) for arg in node.args)
+            return all(
+                arg.keyword is not None and _is_plain_state(conversion, arg.value, depth - 1) for arg in node.args
+            )
         return script.is_a(
             node, "builtins.float", "builtins.int", "builtins.str", "builtins.len", "torch.get_rng_state", "torch.cat",
             "torch.tensor", "torch.zeros",
@@ -174,7 +177,7 @@ def _is_plain(conversion: Conversion, node: cst.BaseExpression, depth: int = 4) 
     position = conversion.facts.values.parameter(function, path)
     if not found and isinstance(function, cst.FunctionDef) and position is not None:
         given = conversion.facts.values.given(function, path, position)
-        return bool(given) and all(each is not None and _is_plain(conversion, each, depth - 1) for each in given)
+        return bool(given) and all(each is not None and _is_plain_state(conversion, each, depth - 1) for each in given)
     if found and all(isinstance(each.statement, (cst.For, cst.AugAssign)) for each in found):
         return True
     values = [each.value for each in found if not isinstance(each.statement, (cst.For, cst.AugAssign))]
@@ -184,7 +187,7 @@ def _is_plain(conversion: Conversion, node: cst.BaseExpression, depth: int = 4) 
         ):
             values.append(assign.value)
     return bool(values) and all(
-        each is not None and (path_of(root_of(each)) == path or _is_plain(conversion, each, depth - 1))
+        each is not None and (path_of(root_of(each)) == path or _is_plain_state(conversion, each, depth - 1))
         for each in values
     )
 

@@ -6,7 +6,7 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.names import BARS, CPU_SEEDS, DRAWS_OF_DATA, SEED_FUNCTIONS
-from distwrap.convert.rules.metrics import Reading, note_lengths, read_loop, rewrite
+from distwrap.convert.rules.metrics import Reading, add_up_sums, note_lengths, read_loop
 from distwrap.convert.script import argument, path_of
 
 
@@ -28,11 +28,11 @@ def shard_loaders(conversion: Conversion) -> None:
     for loop, reading in readings.items():
         sources = facts.loader_of(facts.iterated(loop))
         if any(each in sharded for each in sources if each is not None):
-            rewrite(conversion, reading, all_shared=all(each in sharded for each in sources))
+            add_up_sums(conversion, reading, all_shared=all(each in sharded for each in sources))
     note_lengths(conversion, readings.values())
     for each in facts.training_loops:
-        fed = each.loop in conversion.own_batches or any(facts.loader_of(facts.iterated(each.loop)))
-        if not fed:
+        is_fed = each.loop in conversion.own_batches or any(facts.loader_of(facts.iterated(each.loop)))
+        if not is_fed:
             conversion.left(
                 each.loop, "shard_loader", "no DataLoader that can be seen feeds this loop; where every rank trains on "
                 "the same, the run ends with an error", "shard_loader(DataLoader(...)), or split(batch)",

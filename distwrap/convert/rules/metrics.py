@@ -53,7 +53,7 @@ def read_loop(conversion: Conversion, loop: cst.For, *, is_training: bool) -> Re
         reads = _reads_after(conversion, loop, name)
         if not reads:
             continue
-        kind = _kind(conversion, loop, name, reads)
+        kind = _role_of(conversion, loop, name, reads)
         if kind == "sum":
             reading.sums.append(name)
         elif kind == "count":
@@ -181,7 +181,7 @@ def _is_plain_in(conversion: Conversion, statement: cst.CSTNode, loop: cst.For, 
     return not reads_itself and line is not None and script.parent(line) in blocks
 
 
-def _kind(conversion: Conversion, loop: cst.For, name: str, reads: list[cst.CSTNode]) -> str:
+def _role_of(conversion: Conversion, loop: cst.For, name: str, reads: list[cst.CSTNode]) -> str:
     script, values = conversion.script, conversion.facts.values
     bindings = values.bindings.get((script.function_of(loop), name), [])
     within = [each for each in bindings if script.inside(each.target, loop)]
@@ -251,7 +251,7 @@ def _is_zero(conversion: Conversion, node: cst.BaseExpression) -> bool:
     return conversion.script.is_a(node, "torch.zeros")
 
 
-def rewrite(conversion: Conversion, reading: Reading, *, all_shared: bool) -> None:
+def add_up_sums(conversion: Conversion, reading: Reading, *, all_shared: bool) -> None:
     """Let the code after a loop see what all ranks have added up, or note what it sees instead.
 
     Args:

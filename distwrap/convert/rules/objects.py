@@ -9,7 +9,7 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion, Kind, Prepared
 from distwrap.convert.names import PREPARES
-from distwrap.convert.rules.handed import follow
+from distwrap.convert.rules.handed import find_where_handed
 from distwrap.convert.script import argument, constant, keyword_of, path_of
 from distwrap.convert.values import root_of
 
@@ -26,7 +26,7 @@ def names_of(conversion: Conversion, made: tuple[str, ...]) -> tuple[list[cst.Ca
             conversion.unsure(call, "object", "it is not simply given a name", "wrap_model and shard_loader by hand")
             return None
         names.add(path_of(statement.targets[0].target) or "")
-    handed = follow(conversion, names)
+    handed = find_where_handed(conversion, names)
     if handed is None:
         return None
     names = handed.names

@@ -15,7 +15,7 @@ def use_precision(conversion: Conversion) -> None:
     contexts, scalers = list(script.calls(*AUTOCAST)), list(script.calls(*SCALER))
     if not contexts or not all(conversion.may_change(each) for each in [*contexts, *scalers]):
         return
-    kinds = {_kind(conversion, each) for each in contexts}
+    kinds = {_precision_of(conversion, each) for each in contexts}
     conditions = {_condition(conversion, each) for each in [*contexts, *scalers]}
     uses = _uses(conversion, scalers)
     precision = kinds.pop() if len(kinds) == 1 else None
@@ -66,7 +66,7 @@ def _outside(conversion: Conversion, contexts: list[cst.Call]) -> cst.Call | Non
     return None
 
 
-def _kind(conversion: Conversion, call: cst.Call) -> str | None:
+def _precision_of(conversion: Conversion, call: cst.Call) -> str | None:
     dtype = argument(call, "dtype", 1)
     name = "" if dtype is None else next(iter(conversion.script.names(dtype)), "?")
     device = constant(argument(call, "device_type", 0))

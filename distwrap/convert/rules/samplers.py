@@ -23,7 +23,7 @@ def shard_instead_of_sampling(conversion: Conversion) -> None:
             continue
         for each in samplers:
             others.pop(each, None)
-        if len(sources) != 1 or not _is_plain(conversion, samplers[0], loader):
+        if len(sources) != 1 or not _is_needless(conversion, samplers[0], loader):
             conversion.left(
                 loader, "sampler", "the loader stays with its DistributedSampler, which fails in one process",
                 "shard_loader(DataLoader(..., shuffle=True)), without a sampler",
@@ -37,7 +37,7 @@ def shard_instead_of_sampling(conversion: Conversion) -> None:
         )  # fmt: skip
 
 
-def _is_plain(conversion: Conversion, sampler: cst.Call, loader: cst.Call) -> bool:
+def _is_needless(conversion: Conversion, sampler: cst.Call, loader: cst.Call) -> bool:
     """Return whether a sampler can go: it only shuffles, and is used for nothing but ``set_epoch`` from 0."""
     script = conversion.script
     keywords = keywords_of(sampler.args)
@@ -124,10 +124,10 @@ def _set_epochs(conversion: Conversion, path: str | None, loader: cst.Call) -> l
 def _counts_from_zero(conversion: Conversion, call: cst.Call) -> bool:
     """Return whether the epoch that is set is the number of a loop from 0, as a sharded loader counts by itself."""
     given = call.args[0].value if len(call.args) == 1 else None
-    return given is not None and _is_count(conversion, given)
+    return given is not None and _is_number_of_turn(conversion, given)
 
 
-def _is_count(conversion: Conversion, given: cst.BaseExpression) -> bool:
+def _is_number_of_turn(conversion: Conversion, given: cst.BaseExpression) -> bool:
     """Return whether an expression is the number of a loop from 0, perhaps handed on."""
     script, values = conversion.script, conversion.facts.values
     path, function = path_of(given), script.function_of(given)
@@ -135,7 +135,7 @@ def _is_count(conversion: Conversion, given: cst.BaseExpression) -> bool:
     if function is not None and position is not None:
         position -= script.class_of(function) is not None
         handed = [argument(each, path or "", position) for each in values.callers(function)]
-        return bool(handed) and all(each is not None and _is_count(conversion, each) for each in handed)
+        return bool(handed) and all(each is not None and _is_number_of_turn(conversion, each) for each in handed)
     for each in script.ancestors(given):
         if isinstance(each, cst.For) and path is not None and path_of(each.target) == path:
             ranges = each.iter

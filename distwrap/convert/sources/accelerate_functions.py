@@ -26,7 +26,7 @@ def convert_functions(conversion: Conversion) -> None:
         conversion.done(call, "seed", "seeds Python, numpy and torch, as set_seed does")
     for call in list(script.calls(*ACCELERATE_LOGGERS)):
         if len(call.args) == 1:
-            conversion.helpers.take_over(conversion.edits, ACCELERATE_LOGGERS[0])
+            conversion.helpers.replace_import(conversion.edits, ACCELERATE_LOGGERS[0])
             conversion.rename_call(call, "get_logger")
             conversion.done(call, "log", "says the rank, and logs on rank 0 alone where it is told to")
     for level in LEVELS:

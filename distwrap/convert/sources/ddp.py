@@ -36,8 +36,8 @@ def is_ddp(conversion: Conversion) -> bool:
 def convert_ddp(conversion: Conversion) -> bool:
     """Convert a script that torchrun starts; return whether it was done."""
     script = conversion.script
-    needs: list[cst.CSTNode] = [*script.calls(*WRAPPER, *INIT, *_RANKS), *conversion.facts.optimizer_calls()]
-    needs += [each.loop for each in conversion.facts.training_loops]
+    needed: list[cst.CSTNode] = [*script.calls(*WRAPPER, *INIT, *_RANKS), *conversion.facts.optimizer_calls()]
+    needed += [each.loop for each in conversion.facts.training_loops]
     for call in script.calls(*WRAPPER):
         if _is_conditional(conversion, call):
             conversion.unsure(
@@ -51,8 +51,8 @@ def convert_ddp(conversion: Conversion) -> bool:
             "@distributed(nprocs=...) on the function that they run, and a plain call of it",
         )  # fmt: skip
         return False
-    needs = [each for each in needs if not _is_of_helper(conversion, each)] or needs
-    return choose_entry(conversion, needs) and convert_body(conversion) and decorate_entry(conversion, needs)
+    needed = [each for each in needed if not _is_of_helper(conversion, each)] or needed
+    return choose_entry(conversion, needed) and convert_body(conversion) and decorate_entry(conversion, needed)
 
 
 def _is_conditional(conversion: Conversion, call: cst.Call) -> bool:

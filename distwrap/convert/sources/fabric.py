@@ -127,7 +127,7 @@ def _seeds(conversion: Conversion) -> None:
     for full in FABRIC_SEEDS:
         for call in list(conversion.script.calls(full)):
             if len(call.args) == 1 and keyword_of(call.args[0]) in ("", "seed"):
-                conversion.helpers.take_over(conversion.edits, full)
+                conversion.helpers.replace_import(conversion.edits, full)
                 conversion.edits.replace(
                     call, conversion.call("seed_everything", conversion.script.code(call.args[0].value))
                 )
@@ -176,8 +176,8 @@ def convert_fabric(conversion: Conversion) -> bool:
     if found is None or not all(_options(conversion, call) for call in found[0]):
         return False
     calls, names = found
-    needs: list[cst.CSTNode] = [*calls, *(each.loop for each in conversion.facts.training_loops)]
-    if not choose_entry(conversion, needs):
+    needed: list[cst.CSTNode] = [*calls, *(each.loop for each in conversion.facts.training_loops)]
+    if not choose_entry(conversion, needed):
         return False
     if not convert_uses(conversion, names, calls=CALLS, values=VALUES, removed=("launch",)):
         return False
@@ -185,7 +185,7 @@ def convert_fabric(conversion: Conversion) -> bool:
         conversion.edits.remove(conversion.script.small_statement_of(call))
     _seeds(conversion)
     save_and_load(conversion)
-    return decorate_entry(conversion, needs)
+    return decorate_entry(conversion, needed)
 
 
 def _options(conversion: Conversion, call: cst.Call) -> bool:

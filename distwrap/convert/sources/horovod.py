@@ -125,9 +125,9 @@ def convert_horovod(conversion: Conversion) -> bool:
         for node in script.find(cst.Name)
         if HOROVOD in script.names(node) and not isinstance(script.parent(node), cst.ImportAlias)
     }
-    needs: list[cst.CSTNode] = [*script.calls(f"{HOROVOD}.init"), *conversion.facts.optimizer_calls()]
-    needs += [each.loop for each in conversion.facts.training_loops]
-    if not choose_entry(conversion, needs):
+    needed: list[cst.CSTNode] = [*script.calls(f"{HOROVOD}.init"), *conversion.facts.optimizer_calls()]
+    needed += [each.loop for each in conversion.facts.training_loops]
+    if not choose_entry(conversion, needed):
         return False
     shard_instead_of_sampling(conversion)
     if not _drop_compression(conversion, names):
@@ -140,4 +140,4 @@ def convert_horovod(conversion: Conversion) -> bool:
         conversion.edits.remove(script.small_statement_of(call))
     use_own_device(conversion)
     save_and_load(conversion)
-    return decorate_entry(conversion, needs)
+    return decorate_entry(conversion, needed)

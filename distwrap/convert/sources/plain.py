@@ -38,7 +38,7 @@ def convert_plain(conversion: Conversion) -> bool:
             loops[0].step, "wrap_model", "it is not clear which model this optimizer trains", BY_HAND,
         )  # fmt: skip
         return False
-    needed = needs(conversion)
+    needed = code_for_ranks(conversion)
     if not choose_entry(conversion, needed):
         return False
     if not wrap_models(conversion):  # one that is not wrapped would train apart on each rank
@@ -58,7 +58,7 @@ def convert_plain(conversion: Conversion) -> bool:
     return True
 
 
-def needs(conversion: Conversion) -> list[cst.CSTNode]:
+def code_for_ranks(conversion: Conversion) -> list[cst.CSTNode]:
     """Return the code that has to run on the ranks: loops, optimizers, models and loaders."""
     facts = conversion.facts
     made = [each for _, model in models_of(conversion) for each in constructions(conversion, model) if each is not None]
