@@ -124,7 +124,7 @@ def _choose(script: Script, edits: Edits, branch: cst.If, *, taken: bool) -> Non
         way = branch.body if taken else None if other is None else other.body
         text = "" if way is None else _dedented(script, edits, way, branch)
         if is_elif:  # not taken, with or without an else, which then is that of the branch above
-            text = "" if other is None else edits.indent_of(branch) + script.code(other)
+            text = "" if other is None else edits.indent_of(branch) + script.code(other).rstrip() + script.newline
         alone = not text and len(script.siblings(branch)) == 1 and not is_elif
         text = f"{edits.indent_of(branch)}pass{script.newline}" if alone else text
         edits.replace_span(edits.line_start(start), edits.line_end(end - 1), text)

@@ -35,6 +35,11 @@ def names_of(conversion: Conversion, made: tuple[str, ...]) -> tuple[list[cst.Ca
             continue
         conversion.unsure(node, "object", "it is handed on, so not all of its uses can be seen", "one function for all")
         return None
+    attributes = {name.rpartition(".")[2] for name in names if "." in name}
+    for attribute in script.find(cst.Attribute):  # as trainer.accelerator, which may be self.accelerator
+        if attribute.attr.value in attributes and path_of(attribute) not in names:
+            conversion.unsure(attribute, "object", "it may be the object under another name", "one name for all uses")
+            return None
     handed.remove(conversion)
     return calls, names
 
@@ -63,7 +68,7 @@ def convert_uses(
     """
     script, whole = conversion.script, True
     for node in list(script.find(cst.Attribute)):
-        if path_of(node.value) not in names or not isinstance(node.value, cst.Name) or node.attr.value in words:
+        if path_of(node.value) not in names or node.attr.value in words:
             continue
         name, above = node.attr.value, script.parent(node)
         call = above if isinstance(above, cst.Call) and above.func is node else None

@@ -168,12 +168,14 @@ def _steps(conversion: Conversion, accumulation: Accumulation) -> None:
 
 def _kind_of_stepped(conversion: Conversion, call: cst.Call, attribute: cst.Attribute) -> Kind | None:
     """Return whether what steps is a prepared optimizer or scheduler, also by another name or in another function."""
-    path = path_of(attribute.value)
+    path, scope = path_of(attribute.value) or "", conversion.facts.values.scope
     function = conversion.script.function_of(call)
     for one in conversion.prepared:
-        if one.kind in ("optimizer", "scheduler") and one.path == path and one.function is function:
-            return one.kind
-    if conversion.facts.values.parameter(function, path or "") is None:
+        if one.kind in ("optimizer", "scheduler") and one.path == path:
+            is_of_self = path.startswith("self.") and one.function is not None
+            if one.function is function or (is_of_self and scope(call, path) is scope(one.function or call, path)):
+                return one.kind
+    if conversion.facts.values.parameter(function, path) is None:
         return None
     given = {
         one.kind
