@@ -77,20 +77,18 @@ def _block_of(conversion: Conversion, call: cst.Call) -> cst.With | None:
     """Return the ``with open(path, "wb") as f:`` that holds nothing but a statement that writes or reads ``f``."""
     script = conversion.script
     line = script.statement_of(call)
-    block = script.parent(script.parent(line) or line)
-    if not isinstance(block, cst.With) or len(block.items) != 1 or len(block.body.body) != 1:
-        return None
-    opened, name = block.items[0].item, block.items[0].asname
-    fits = (
-        isinstance(opened, cst.Call)
-        and script.is_a(opened, "builtins.open")
-        and len(opened.args) == 2
-        and name is not None
-        and path_of(name.name) == path_of(argument(call, "f", len(call.args) - 1)) is not None
-        and isinstance(line, cst.SimpleStatementLine)
-        and len(line.body) == 1
-    )
-    return block if fits and conversion.edits.has_line_of_its_own(block) else None
+    match line, script.parent(script.parent(line) or line):
+        case (
+            cst.SimpleStatementLine(body=[_]),
+            cst.With(
+                items=[cst.WithItem(item=cst.Call(args=[_, _]) as opened, asname=cst.AsName(name=name))],
+                body=cst.IndentedBlock(body=[_]),
+            ) as block,
+        ):
+            file = path_of(argument(call, "f", len(call.args) - 1))
+            is_its = script.is_a(opened, "builtins.open") and file is not None and path_of(name) == file
+            return block if is_its and conversion.edits.has_line_of_its_own(block) else None
+    return None
 
 
 def _save_to_open_file(conversion: Conversion, call: cst.Call, block: cst.With, state: cst.BaseExpression) -> None:

@@ -308,14 +308,17 @@ def _is_divisor(conversion: Conversion, reading: Reading, name: str) -> bool:
 def _divides(conversion: Conversion, node: cst.CSTNode) -> bool:
     """Return whether something is divided by a node."""
     above = conversion.script.parent(node)
-    if isinstance(above, cst.Arg):  # max(count, 1)
-        call = conversion.script.parent(above)
-        return call is not None and conversion.script.is_a(call, "builtins.max") and _divides(conversion, call)
-    if isinstance(above, cst.BinaryOperation):
-        if isinstance(above.operator, cst.Multiply):  # len(loader) * batch_size
+    match above:
+        case cst.Arg():  # max(count, 1)
+            call = conversion.script.parent(above)
+            return call is not None and conversion.script.is_a(call, "builtins.max") and _divides(conversion, call)
+        case cst.BinaryOperation(operator=cst.Multiply()):  # len(loader) * batch_size
             return _divides(conversion, above)
-        return isinstance(above.operator, (cst.Divide, cst.FloorDivide)) and above.right is node
-    return isinstance(above, cst.AugAssign) and isinstance(above.operator, cst.DivideAssign) and above.value is node
+        case cst.BinaryOperation(operator=cst.Divide() | cst.FloorDivide(), right=divisor):
+            return divisor is node
+        case cst.AugAssign(operator=cst.DivideAssign(), value=divisor):
+            return divisor is node
+    return False
 
 
 def _lengths(conversion: Conversion, reading: Reading) -> Iterator[cst.CSTNode]:

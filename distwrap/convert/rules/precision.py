@@ -171,11 +171,9 @@ def _clip_after(conversion: Conversion, unscale: cst.Call) -> cst.Call | None:
     block = script.siblings(statement)
     index = next(number for number, each in enumerate(block) if each is statement)
     following = block[index + 1] if index + 1 < len(block) else None
-    if not isinstance(following, cst.SimpleStatementLine) or len(following.body) != 1:
-        return None
-    small = following.body[0]
-    if not isinstance(small, cst.Expr) or not isinstance(small.value, cst.Call) or not script.is_a(small.value, *CLIP):
-        return None
-    first = small.value.args[0].value if len(small.value.args) == 2 else None
-    is_whole = isinstance(first, cst.Call) and isinstance(first.func, cst.Attribute)
-    return small.value if is_whole and argument_node(small.value, "max_norm", 1) is not None else None
+    match following:
+        case cst.SimpleStatementLine(
+            body=[cst.Expr(value=cst.Call(args=[cst.Arg(value=cst.Call(func=cst.Attribute())), _]) as clip)]
+        ) if script.is_a(clip, *CLIP) and argument_node(clip, "max_norm", 1) is not None:
+            return clip
+    return None

@@ -210,13 +210,15 @@ def _query(conversion: Conversion, node: cst.CSTNode, helper: str) -> None:
 def _variable(conversion: Conversion, node: cst.CSTNode) -> str | None:
     """Return which variable of the environment an expression reads."""
     script = conversion.script
-    if isinstance(node, cst.Subscript) and script.is_a(node.value, "os.environ") and len(node.slice) == 1:
-        index = node.slice[0].slice
-        value = constant(index.value) if isinstance(index, cst.Index) else None
-    elif isinstance(node, cst.Call) and script.is_a(node, "os.environ.get", "os.getenv") and node.args:
-        value = constant(node.args[0].value)
-    else:
-        return None
+    match node:
+        case cst.Subscript(value=held, slice=[cst.SubscriptElement(slice=cst.Index(value=key))]) if script.is_a(
+            held, "os.environ"
+        ):
+            value = constant(key)
+        case cst.Call(args=[cst.Arg(value=key), *_]) if script.is_a(node, "os.environ.get", "os.getenv"):
+            value = constant(key)
+        case _:
+            return None
     return value if isinstance(value, str) else None
 
 
