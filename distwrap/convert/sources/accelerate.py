@@ -22,7 +22,14 @@ from distwrap.convert.rules.objects import (
     reduction,
 )
 from distwrap.convert.script import argument, constant, keyword_of, path_of
-from distwrap.convert.sources.accelerate_accumulation import SYNC, Accumulation, backward, is_asked, steps_of, write_out
+from distwrap.convert.sources.accelerate_accumulation import (
+    SYNC,
+    AccumulationPlan,
+    backward,
+    is_asked,
+    steps_of,
+    write_out,
+)
 from distwrap.convert.sources.accelerate_functions import (
     convert_functions,
     load_state,
@@ -84,7 +91,7 @@ def convert_accelerate(conversion: Conversion) -> bool:
     return _convert(conversion, calls, names, accumulation) and decorate_entry(conversion, needed)
 
 
-def _convert(conversion: Conversion, calls: list[cst.Call], names: set[str], accumulation: Accumulation) -> bool:
+def _convert(conversion: Conversion, calls: list[cst.Call], names: set[str], accumulation: AccumulationPlan) -> bool:
     script = conversion.script
     for call, attribute in [each for name in PREPARES for each in script.method_calls(name)]:
         if path_of(attribute.value) in names and not prepare(conversion, call):
@@ -108,7 +115,7 @@ def _convert(conversion: Conversion, calls: list[cst.Call], names: set[str], acc
     return True
 
 
-def _clip_unscaled(conversion: Conversion, accumulation: Accumulation, call: cst.Call, name: str) -> bool:
+def _clip_unscaled(conversion: Conversion, accumulation: AccumulationPlan, call: cst.Call, name: str) -> bool:
     """Convert a clip of gradients that may be scaled, where it is clear of which optimizer they are."""
     script = conversion.script
     statement, function = script.small_statement_of(call), script.function_of(call)
@@ -124,7 +131,7 @@ def _clip_unscaled(conversion: Conversion, accumulation: Accumulation, call: cst
     return True
 
 
-def _options(conversion: Conversion, call: cst.Call, needed: list[cst.CSTNode]) -> Accumulation | None:
+def _options(conversion: Conversion, call: cst.Call, needed: list[cst.CSTNode]) -> AccumulationPlan | None:
     """Take over the options of the object that a decorator has too; others, where they matter, are refused."""
     precision = argument(call, "mixed_precision")
     name = constant(precision) if precision is not None else None
@@ -144,7 +151,7 @@ def _options(conversion: Conversion, call: cst.Call, needed: list[cst.CSTNode]) 
     if every is None:
         conversion.unsure(call, "accumulate", "its number of batches is not plain", "a name for the number")
         return None
-    return Accumulation(every, conversion.script.function_of(call), name in ("fp16", ...))
+    return AccumulationPlan(every, conversion.script.function_of(call), name in ("fp16", ...))
 
 
 def _precision_of_call(

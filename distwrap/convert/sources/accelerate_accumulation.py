@@ -18,7 +18,7 @@ SYNC = "sync_gradients"
 
 
 @dataclass
-class Accumulation:
+class AccumulationPlan:
     """Accumulation of a script with Accelerate.
 
     Attributes:
@@ -38,7 +38,7 @@ class Accumulation:
     kept_indent: set[int] = field(default_factory=set)
 
 
-def write_out(conversion: Conversion, accumulation: Accumulation, names: set[str]) -> bool:
+def write_out(conversion: Conversion, accumulation: AccumulationPlan, names: set[str]) -> bool:
     """Convert windows and steps, before the other uses of the object; return whether all of it was clear."""
     script = conversion.script
     found = [call for call, attribute in script.method_calls("accumulate") if path_of(attribute.value) in names]
@@ -59,7 +59,7 @@ def write_out(conversion: Conversion, accumulation: Accumulation, names: set[str
     return True
 
 
-def _answer(conversion: Conversion, accumulation: Accumulation, node: cst.Attribute) -> bool:
+def _answer(conversion: Conversion, accumulation: AccumulationPlan, node: cst.Attribute) -> bool:
     window = _window_of(conversion, accumulation, node)
     if window is None and accumulation.windows:
         conversion.unsure(node, "accumulate", "it is asked outside of the loop that accumulates", "window.last")
@@ -69,12 +69,12 @@ def _answer(conversion: Conversion, accumulation: Accumulation, node: cst.Attrib
     return True
 
 
-def _window_of(conversion: Conversion, accumulation: Accumulation, node: cst.CSTNode) -> str | None:
+def _window_of(conversion: Conversion, accumulation: AccumulationPlan, node: cst.CSTNode) -> str | None:
     loops = (each for each in conversion.script.ancestors(node) if isinstance(each, cst.For))
     return next((accumulation.windows[each] for each in loops if each in accumulation.windows), None)
 
 
-def _window(conversion: Conversion, accumulation: Accumulation, call: cst.Call) -> bool:
+def _window(conversion: Conversion, accumulation: AccumulationPlan, call: cst.Call) -> bool:
     """Let the loop around a ``with accelerator.accumulate(model)`` go through windows."""
     script = conversion.script
     block = script.small_statement_of(call)
@@ -114,7 +114,7 @@ def _window(conversion: Conversion, accumulation: Accumulation, call: cst.Call) 
     return True
 
 
-def _is_seen(conversion: Conversion, accumulation: Accumulation, node: cst.CSTNode) -> bool:
+def _is_seen(conversion: Conversion, accumulation: AccumulationPlan, node: cst.CSTNode) -> bool:
     """Return whether the number of batches has its meaning at a node too."""
     function = accumulation.function
     if accumulation.every.isdigit() or function is None or conversion.script.function_of(node) is function:
@@ -123,7 +123,7 @@ def _is_seen(conversion: Conversion, accumulation: Accumulation, node: cst.CSTNo
     return False
 
 
-def backward(conversion: Conversion, accumulation: Accumulation, call: cst.Call) -> bool:
+def backward(conversion: Conversion, accumulation: AccumulationPlan, call: cst.Call) -> bool:
     """Convert ``accelerator.backward(loss)``, which divides the loss by the number of batches."""
     if len(call.args) != 1 or call.args[0].keyword is not None or call.args[0].star:
         return False
@@ -137,7 +137,7 @@ def backward(conversion: Conversion, accumulation: Accumulation, call: cst.Call)
     return True
 
 
-def _steps(conversion: Conversion, accumulation: Accumulation) -> None:
+def _steps(conversion: Conversion, accumulation: AccumulationPlan) -> None:
     """Let steps act at a window's end alone, schedules as often as Accelerate's, and unscale where needed."""
     script = conversion.script
     groups: dict[cst.CSTNode, list[cst.CSTNode]] = {}
@@ -210,7 +210,7 @@ def _runs(conversion: Conversion, lines: list[cst.CSTNode]) -> list[list[cst.CST
     return runs
 
 
-def _under_window(conversion: Conversion, accumulation: Accumulation, run: list[cst.CSTNode]) -> None:
+def _under_window(conversion: Conversion, accumulation: AccumulationPlan, run: list[cst.CSTNode]) -> None:
     """Put statements under ``if window.last:``; within a block that goes they are indented enough already."""
     script, edits = conversion.script, conversion.edits
     inside = any(each in accumulation.blocks for each in script.ancestors(run[0]))
@@ -227,7 +227,7 @@ def _under_window(conversion: Conversion, accumulation: Accumulation, run: list[
         place = edits.line_end(place)
 
 
-def _dedent(conversion: Conversion, accumulation: Accumulation, block: cst.With) -> None:
+def _dedent(conversion: Conversion, accumulation: AccumulationPlan, block: cst.With) -> None:
     """Remove the line that heads a block, and the indentation of the block."""
     script, edits = conversion.script, conversion.edits
     start, end = script.span(block)
