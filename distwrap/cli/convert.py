@@ -38,7 +38,7 @@ def run(given: argparse.Namespace) -> int:
         ConversionError: the script cannot be read, or its result not written.
     """
     require_libcst()
-    from distwrap.convert.conversion import Wishes
+    from distwrap.convert.conversion import ConversionOptions
     from distwrap.convert.converting import convert
     from distwrap.convert.findings import report
     from distwrap.convert.script import read
@@ -48,7 +48,7 @@ def run(given: argparse.Namespace) -> int:
     if given.out is not None and not given.out.parent.is_dir():
         raise ConversionError(f"there is no folder {given.out.parent} to write {given.out.name} into: make it first.")
     script, encoding = read(given.script)
-    converted = convert(script, Wishes(given.strategy, given.nprocs, given.global_batch))
+    converted = convert(script, ConversionOptions(given.strategy, given.nprocs, given.global_batch))
     sys.stdout.writelines(_diff(script.text, converted.text, given.script, given.out))
     for line in report(converted.notes, given.script.name):
         print(line)

@@ -8,27 +8,12 @@ import libcst as cst
 
 from distwrap.convert.facts import ScriptFacts
 from distwrap.convert.findings import Notes
-from distwrap.convert.rules.branches import own_branches
-from distwrap.convert.rules.draws import SEEDS
-from distwrap.convert.rules.samplers import SAMPLER
+from distwrap.convert.names import AUGMENTING, COLLECTIVES, DATA_PARALLEL, INIT, SAMPLER, SEEDS, WRAPPER
+from distwrap.convert.own_data import own_branches
 from distwrap.convert.script import Script, argument, constant, is_about_rank, path_of
-from distwrap.convert.sources.data_parallel import WRAPPER as DATA_PARALLEL
-from distwrap.convert.sources.ddp import INIT, WRAPPER
 from distwrap.convert.values import root_of
 
 _DISTWRAP = "distwrap."
-_COLLECTIVES = {
-    *(f"distwrap.{name}" for name in ("gather", "gather_object", "reduce", "mean", "broadcast", "barrier", "agree")),
-    "distwrap.assert_in_sync", "distwrap.sync_buffers",
-    *(
-        f"torch.distributed.{name}"
-        for name in (
-            "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "reduce", "broadcast", "barrier",
-            "gather", "scatter", "broadcast_object_list", "reduce_scatter", "all_to_all",
-        )
-    ),
-}  # fmt: skip
-_AUGMENTING = ("torchvision.transforms", "albumentations", "kornia.augmentation")
 
 Rule = Callable[[ScriptFacts, Notes], None]
 
@@ -98,13 +83,13 @@ def _collective_on_one_rank(facts: ScriptFacts, notes: Notes) -> None:
     holders = {
         name
         for name, function in facts.values.functions.items()
-        if any(script.names(call.func) & _COLLECTIVES for call in script.find(cst.Call, function))
+        if any(script.names(call.func) & COLLECTIVES for call in script.find(cst.Call, function))
     }
     for branch in script.find(cst.If):
         if not is_about_rank(script.code(branch.test)) or "world_size" in script.code(branch.test):
             continue
         for call in script.find(cst.Call, branch.body):
-            if script.names(call.func) & _COLLECTIVES or path_of(call.func) in holders:
+            if script.names(call.func) & COLLECTIVES or path_of(call.func) in holders:
                 notes.add(
                     script.line(call), "one-rank", "only some ranks come to this collective, and wait for the others "
                     "without end", "call it on every rank, and use its result under the condition",
@@ -147,7 +132,7 @@ def _seeds(facts: ScriptFacts, notes: Notes) -> None:
         (
             call
             for call in script.find(cst.Call)
-            if any(name.startswith(_AUGMENTING) and "Random" in name for name in script.names(call.func))
+            if any(name.startswith(AUGMENTING) and "Random" in name for name in script.names(call.func))
         ),
         None,
     )
@@ -183,7 +168,7 @@ def _own_sums(facts: ScriptFacts, notes: Notes) -> None:
             continue
         scope: cst.CSTNode = function or script.tree
         shared = any(
-            script.names(call.func) & _COLLECTIVES
+            script.names(call.func) & COLLECTIVES
             and any(name.value == path for arg in call.args for name in script.find(cst.Name, arg))
             for call in script.find(cst.Call, scope)
         )
@@ -201,7 +186,7 @@ def _own_sums(facts: ScriptFacts, notes: Notes) -> None:
 
 
 def _is_collective(script: Script, node: cst.CSTNode | None) -> bool:
-    return isinstance(node, cst.Call) and bool(script.names(node.func) & _COLLECTIVES)
+    return isinstance(node, cst.Call) and bool(script.names(node.func) & COLLECTIVES)
 
 
 def _is_shared(facts: ScriptFacts, loop: cst.For) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple
 
 import libcst as cst
 
@@ -10,12 +11,19 @@ from distwrap.convert.edits import Edits
 from distwrap.convert.facts import ScriptFacts
 from distwrap.convert.findings import Notes
 from distwrap.convert.imports import Helpers
+from distwrap.convert.reach import Reach
 from distwrap.convert.script import Function, Script
+
+Kind = Literal["model", "loader", "optimizer", "scheduler"]
+BY_HAND = (
+    "by hand, in the file that makes the model: @distributed on the function that trains, wrap_model(model) before the "
+    "optimizer, shard_loader(loader)"
+)
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """Options that a user gives a conversion.
+class ConversionOptions:
+    """Options of a conversion, as a user gives them.
 
     Attributes:
         strategy: for the decorator.
@@ -28,45 +36,63 @@ class Wishes:
     global_batch: bool = False
 
 
+class Prepared(NamedTuple):
+    """Name of something that Accelerate or Fabric prepares.
+
+    Attributes:
+        kind: of the thing.
+        path: the name or attribute that holds it.
+        function: in which it has this name; none for the file's own level.
+    """
+
+    kind: Kind
+    path: str
+    function: Function | None
+
+
 class Conversion:
     """Everything that the rules of a conversion share.
 
     Attributes:
         script: as it is.
         facts: what it holds.
+        reach: what of it the ranks run.
         edits: what is to change.
         helpers: names of distwrap that it will use.
         notes: the list for the user.
-        options: of the decorator, as text.
+        decorator_options: of the decorator, as text.
         below_imports: a line that stands below the script's imports.
-        wrapped: the paths of variables that hold wrapped models, for rules that come later.
+        global_batch: whether the batch size of the script is that of all ranks together.
+        wrapped: the paths of variables that hold wrapped models.
         wrapped_expressions: those that make these models.
-        fed: the training loops without a loader, whose batches each rank has of its own.
+        prepared: what Accelerate or Fabric prepares.
+        own_batches: the training loops without a loader whose batches each rank has of its own.
+        split_batches: those of them whose batches are divided among the ranks.
+        averaged: the expressions whose values are averaged or added up over the ranks already.
+        own_reads: the names that are read after a loop, as a rank's own share of the data has set them.
+        rank_names: the variables that hold a rank, and so may stand for a device.
     """
 
-    def __init__(self, script: Script, wishes: Wishes) -> None:
+    def __init__(self, script: Script, options: ConversionOptions) -> None:
         self.script = script
         self.facts, self.edits = ScriptFacts(script), Edits(script)
+        self.reach = Reach(self.facts)
         self.helpers, self.notes = Helpers(script), Notes(script.text)
-        self.options: dict[str, str] = {}
+        self.decorator_options: dict[str, str] = {}
+        if options.strategy is not None:
+            self.decorator_options["strategy"] = f'"{options.strategy}"'
+        if options.nprocs is not None:
+            self.decorator_options["nprocs"] = str(options.nprocs)
         self.below_imports = ""
+        self.global_batch = options.global_batch
         self.wrapped: set[str] = set()
-        self.fed: set[cst.CSTNode] = set()
-        self.split: set[cst.CSTNode] = set()  # those of them whose batch is divided
-        self.seeded_apart: set[cst.CSTNode] = set()  # statements before which each rank gets numbers of its own
-        self.own_reads: set[cst.CSTNode] = set()  # names that are read after a loop, as a rank's own share has set them
-        self.averaged: set[cst.CSTNode] = set()  # calls whose results are averaged already
-        self.rank_names: set[str] = set()  # variables that hold a rank, and so may stand for a device
         self.wrapped_expressions: set[cst.CSTNode] = set()
-        self.prepared: list[tuple[str, str, Function | None]] = []  # kind, path and function, by Accelerate or Fabric
-        self.global_batch = wishes.global_batch
-        self.entry: Function | None = None  # none: the file's own level
-        self.region = (0, 0)  # the part of the file's own level that the ranks run, if there is no entry
-        self._reached: set[Function] | None = None
-        if wishes.strategy is not None:
-            self.options["strategy"] = f'"{wishes.strategy}"'
-        if wishes.nprocs is not None:
-            self.options["nprocs"] = str(wishes.nprocs)
+        self.prepared: list[Prepared] = []
+        self.own_batches: set[cst.CSTNode] = set()
+        self.split_batches: set[cst.CSTNode] = set()
+        self.averaged: set[cst.CSTNode] = set()
+        self.own_reads: set[cst.CSTNode] = set()
+        self.rank_names: set[str] = set()
 
     def may_change(self, node: cst.CSTNode) -> bool:
         """Return whether a node's line is not to be ignored, and the node is not removed already."""
@@ -74,16 +100,7 @@ class Conversion:
 
     def on_ranks(self, node: cst.CSTNode) -> bool:
         """Return whether the ranks run a piece of code, as far as calls by name tell."""
-        function = self.script.function_of(node)
-        if self.entry is None:
-            return function is not None or self.region[0] <= self.script.span(node)[0] < self.region[1]
-        if self._reached is None:
-            self._reached = self.facts.reached(self.entry) | {self.entry}
-        while function is not None:
-            if function in self._reached:
-                return True
-            function = self.script.function_of(function)
-        return False
+        return self.reach.holds(node)
 
     def done(self, node: cst.CSTNode, rule: str, why: str) -> None:
         """Note a change."""

@@ -3,50 +3,17 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import libcst as cst
 
-from distwrap.convert.conversion import Conversion, Wishes
+from distwrap.convert.conversion import BY_HAND, Conversion, ConversionOptions
 from distwrap.convert.findings import Notes
 from distwrap.convert.folding import at_lines_of, folded
 from distwrap.convert.imports import used_names, without_unused
 from distwrap.convert.script import Script
-from distwrap.convert.sources.accelerate import convert_accelerate, is_accelerate
-from distwrap.convert.sources.data_parallel import convert_data_parallel, is_data_parallel
-from distwrap.convert.sources.ddp import convert_ddp, is_ddp
-from distwrap.convert.sources.fabric import convert_fabric, is_fabric
-from distwrap.convert.sources.horovod import convert_horovod, is_horovod
-from distwrap.convert.sources.plain import BY_HAND, convert_plain
-from distwrap.convert.sources.spawn import convert_spawn, is_spawn
+from distwrap.convert.sources import SOURCES
 from distwrap.errors import ConversionError
-
-
-class Source(NamedTuple):
-    """Kind of script that is converted.
-
-    Attributes:
-        applies: whether a script is of this kind.
-        convert: edits it, and returns whether it was done; the list says why where it was not.
-        needs_loop: whether there is nothing to do without a training loop; ranks may train by functions of other files.
-    """
-
-    applies: Callable[[Conversion], bool]
-    convert: Callable[[Conversion], bool]
-    needs_loop: bool = True
-
-
-SOURCES = (
-    Source(is_accelerate, convert_accelerate),
-    Source(is_fabric, convert_fabric),
-    Source(is_horovod, convert_horovod),
-    Source(is_spawn, convert_spawn, needs_loop=False),
-    Source(is_ddp, convert_ddp, needs_loop=False),
-    Source(is_data_parallel, convert_data_parallel),
-    Source(lambda conversion: True, convert_plain),
-)  # the first that applies converts
 
 
 @dataclass(frozen=True)
@@ -64,7 +31,7 @@ class Converted:
     is_result: bool
 
 
-def convert(script: Script, wishes: Wishes | None = None) -> Converted:
+def convert(script: Script, options: ConversionOptions | None = None) -> Converted:
     """Convert a script, or leave it as it is and say why.
 
     Raises:
@@ -74,7 +41,7 @@ def convert(script: Script, wishes: Wishes | None = None) -> Converted:
         >>> convert(Script("print(3)")).is_result
         False
     """
-    conversion = Conversion(script, wishes or Wishes())
+    conversion = Conversion(script, options or ConversionOptions())
     for statement in (*script.find(cst.ImportFrom), *script.find(cst.Import)):
         if "distwrap" in script.code(statement).replace(".", " ").split():
             conversion.left(
@@ -84,7 +51,7 @@ def convert(script: Script, wishes: Wishes | None = None) -> Converted:
             return Converted(script.text, conversion.notes, True)
     text = folded(script)
     if text is not None and text != script.text:
-        return _convert_folded(script, Script(text, script.name), wishes)
+        return _convert_folded(script, Script(text, script.name), options)
     source = next(each for each in SOURCES if each.applies(conversion))
     if source.needs_loop and not conversion.facts.training_loops:
         conversion.unsure(
@@ -97,9 +64,9 @@ def convert(script: Script, wishes: Wishes | None = None) -> Converted:
     return Converted(_with_imports(conversion), conversion.notes, True)
 
 
-def _convert_folded(script: Script, shorter: Script, wishes: Wishes | None) -> Converted:
+def _convert_folded(script: Script, shorter: Script, options: ConversionOptions | None) -> Converted:
     """Convert a script of which the branches without ranks are left out; the list is of the script as it was."""
-    result = convert(shorter, wishes)
+    result = convert(shorter, options)
     notes = at_lines_of(result.notes, script, shorter)
     notes.add(
         1, "branches", "where the script runs with ranks or without, the way with ranks stays: it does for one "

@@ -8,10 +8,10 @@ from functools import cached_property
 
 import libcst as cst
 
+from distwrap.convert.names import LOADER
 from distwrap.convert.script import Function, Script, path_of
 from distwrap.convert.values import Values, root_of
 
-LOADER = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
 _SAME_ITEMS = ("builtins.enumerate", "builtins.iter")
 Loop = cst.For | cst.While
 

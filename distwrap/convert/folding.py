@@ -9,10 +9,8 @@ import libcst as cst
 
 from distwrap.convert.edits import Edits
 from distwrap.convert.findings import Notes
-from distwrap.convert.rules.samplers import SAMPLER
+from distwrap.convert.names import INIT, SAMPLER, SPAWN, WRAPPER
 from distwrap.convert.script import Script, path_of
-from distwrap.convert.sources.ddp import INIT, WRAPPER
-from distwrap.convert.sources.spawn import SPAWN
 
 _NAMES = re.compile(r"(^|_)(distributed|ddp|use_dist|is_dist|multi_gpu|multiprocessing)(_|$)", re.IGNORECASE)
 _PASSES = 6
@@ -126,7 +124,7 @@ def _choose(script: Script, edits: Edits, branch: cst.If, *, taken: bool) -> Non
         way = branch.body if taken else None if other is None else other.body
         text = "" if way is None else _dedented(script, edits, way, branch)
         if is_elif:  # not taken, with or without an else, which then is that of the branch above
-            text = "" if other is None else edits.indent_of(branch) + script.code(other)
+            text = "" if other is None else edits.indent_of(branch) + script.code(other).rstrip() + script.newline
         alone = not text and len(script.siblings(branch)) == 1 and not is_elif
         text = f"{edits.indent_of(branch)}pass{script.newline}" if alone else text
         edits.replace_span(edits.line_start(start), edits.line_end(end - 1), text)
@@ -179,8 +177,7 @@ def _without_flags(script: Script, flags: set[str]) -> str:
             if path_of(node) == flag and not any(script.inside(node, each) for each in assigns)
         ]
         reads = [node for node in reads if not isinstance(script.parent(node), cst.Attribute)]
-        others = any(script.inside(node, each) for each in assigns for node in reads)
-        if assigns and not reads and not others:
+        if not reads:
             for each in assigns:
                 edits.remove(each)
     return edits.apply()

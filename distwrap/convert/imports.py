@@ -27,7 +27,7 @@ class Helpers:
             self._names[helper] = f"distwrap_{helper}" if taken else helper
         return self._names[helper]
 
-    def take_over(self, edits: Edits, full: str) -> None:
+    def replace_import(self, edits: Edits, full: str) -> None:
         """Let a helper have the name of another library's function, whose import goes.
 
         Args:

@@ -16,19 +16,19 @@ _HARMLESS = {"os.environ.get", "os.getenv", "pathlib.Path", "warnings.filterwarn
 _FREE = {"globals", "exec", "eval", "locals", "vars"}
 
 
-def make_main(conversion: Conversion, needs: Sequence[cst.CSTNode]) -> str | None:
+def make_main(conversion: Conversion, needed: Sequence[cst.CSTNode]) -> str | None:
     """Put the code at the script's own level into a function, behind a guard.
 
     Args:
         conversion: under way.
-        needs: what has to be in the function.
+        needed: what has to be in the function.
 
     Returns:
         The function's name, or none where this is not safe; the list says why.
     """
     script, guard = conversion.script, conversion.facts.guard
     name = next(each for each in ("main", "train_main", "distributed_main") if each not in script.bound_names)
-    of_file = [each for each in needs if script.function_of(each) is None]
+    of_file = [each for each in needed if script.function_of(each) is None]
     if guard is not None and all(script.inside(each, guard) for each in of_file):
         return _of_guard(conversion, guard, name)
     start = _start_of_region(script)
@@ -116,7 +116,7 @@ def _add_guard(conversion: Conversion, name: str) -> None:
 
 def decorator(conversion: Conversion) -> str:
     """Return the decorator as text."""
-    options = ", ".join(f"{key}={value}" for key, value in conversion.options.items())
+    options = ", ".join(f"{key}={value}" for key, value in conversion.decorator_options.items())
     return f"@{conversion.helpers.name('distributed')}" + (f"({options})" if options else "")
 
 
@@ -162,10 +162,10 @@ def _blank_lines(data: bytes) -> int:
     return count
 
 
-def region_of(conversion: Conversion, needs: Sequence[cst.CSTNode]) -> tuple[int, int]:
+def region_of(conversion: Conversion, needed: Sequence[cst.CSTNode]) -> tuple[int, int]:
     """Return the first byte, and the one after the last, of what `make_main` would put into the function."""
     script, guard = conversion.script, conversion.facts.guard
-    if guard is not None and all(script.inside(each, guard) for each in needs if script.function_of(each) is None):
+    if guard is not None and all(script.inside(each, guard) for each in needed if script.function_of(each) is None):
         return script.span(guard)
     start = _start_of_region(script)
     return (len(script.data) if start is None else _first_byte(script, script.tree.body, start)), len(script.data)

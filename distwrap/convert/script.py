@@ -169,7 +169,20 @@ class Script:
         is_whole = isinstance(above, cst.Assign) and above.value is value and len(above.targets) == 1
         return above if is_whole and isinstance(above, cst.Assign) else None
 
-    def is_label(self, name: cst.Name) -> bool:
+    def reads(self, path: str | None, within: cst.CSTNode | None = None) -> Iterator[cst.Name | cst.Attribute]:
+        """Yield where a name, or a chain of attributes as ``"self.model"``, is used for what it holds.
+
+        Targets of assignments, names of keywords, attributes and definitions are left out. A target among others, a
+        parameter of the name and the like are not: there it is not plain what the name holds.
+        """
+        for node in self.nodes(within):
+            if isinstance(node, (cst.Name, cst.Attribute)) and path is not None and path_of(node) == path:
+                above = self.parent(node)
+                is_defined = isinstance(above, (cst.FunctionDef, cst.ClassDef)) and above.name is node
+                if not (isinstance(above, cst.AssignTarget) or is_defined or self.is_label(node)):
+                    yield node
+
+    def is_label(self, name: cst.CSTNode) -> bool:
         """Return whether a name is that of a keyword or attribute, and no variable."""
         above = self.parent(name)
         return (isinstance(above, cst.Arg) and above.keyword is name) or (
@@ -233,6 +246,21 @@ def argument_node(call: cst.Call, keyword: str, position: int | None = None) -> 
         elif index == position:
             return arg
     return None
+
+
+def keyword_of(arg: cst.Arg) -> str:
+    """Return the keyword of an argument; empty where it has none."""
+    return "" if arg.keyword is None else arg.keyword.value
+
+
+def keywords_of(args: Sequence[cst.Arg]) -> set[str]:
+    """Return the keywords of a call's arguments.
+
+    Example:
+        >>> keywords_of(cst.parse_expression("f(1, *a, x=2, y=3)").args) == {"x", "y"}
+        True
+    """
+    return {arg.keyword.value for arg in args if arg.keyword is not None}
 
 
 def path_of(node: cst.CSTNode | None) -> str | None:

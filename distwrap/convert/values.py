@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import libcst as cst
 
+from distwrap.convert.names import MOVES, PREPARES
 from distwrap.convert.script import Function, Script, argument, path_of
 
 
@@ -221,18 +222,8 @@ class Values:
         return [argument(call, name, position) for call in self.callers(function)]
 
 
-# Methods of Accelerate's and Fabric's objects, which return what they are given.
-PREPARES = (
-    "prepare", "prepare_model", "prepare_data_loader", "prepare_optimizer", "prepare_scheduler",
-    "setup", "setup_dataloaders", "setup_module", "setup_optimizers",
-)  # fmt: skip
-
-
 def _returns_its_arguments(call: cst.Call) -> bool:
     return isinstance(call.func, cst.Attribute) and call.func.attr.value in PREPARES
-
-
-MOVES = ("to", "cuda", "cpu", "train", "eval", "double", "float", "half", "bfloat16", "requires_grad_", "apply", "type")
 
 
 def root_of(node: cst.CSTNode) -> cst.CSTNode:

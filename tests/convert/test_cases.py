@@ -1,4 +1,4 @@
-"""Scripts before and after: the text, a second conversion, and what both compute.
+"""Scripts before and after: the text, and what both compute.
 
 A case is a script under ``cases/``, with the text beside it that it is to become. Each is executed: the script as it
 was in one process, with a batch of eight, and the converted one in one process and on two ranks with four each. Where
@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from distwrap.convert.conversion import Wishes
+from distwrap.convert.conversion import ConversionOptions
 from distwrap.convert.converting import Converted, convert
 from distwrap.convert.script import Script, read
 from tests.convert.runner import Runner, torchrun_variables
@@ -28,7 +28,7 @@ each_case = pytest.mark.parametrize("path", BEFORE, ids=lambda path: f"{path.par
 
 
 def converted(path: Path) -> Converted:
-    return convert(read(path)[0], Wishes())
+    return convert(read(path)[0], ConversionOptions())
 
 
 def after(path: Path) -> Path:
@@ -43,11 +43,12 @@ def test_the_text(path: Path) -> None:
     assert result.text == after(path).read_bytes().decode()
 
 
-@each_case
-def test_a_second_conversion_changes_nothing(path: Path) -> None:
-    """A converted script is left as it is."""
-    text = after(path).read_bytes().decode()
-    assert convert(Script(text)).text == text
+def test_a_script_that_imports_distwrap_is_left() -> None:
+    """A script that uses distwrap, as a converted one does, stays as it is, and the list says so."""
+    text = after(BEFORE[0]).read_bytes().decode()
+    result = convert(Script(text))
+    assert result.text == text
+    assert [each.rule for each in result.notes] == ["converted"]
 
 
 @each_case

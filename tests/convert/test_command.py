@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from distwrap.cli import main
-from distwrap.convert.conversion import Wishes
+from distwrap.convert.conversion import ConversionOptions
 from distwrap.convert.converting import convert
 from distwrap.convert.script import Script
 
@@ -98,7 +98,7 @@ def test_the_encoding_stays(tmp_path: Path) -> None:
 
 def test_wishes() -> None:
     """Strategy, number of processes and the meaning of the batch size go into the script."""
-    text = convert(Script(CASE.read_text()), Wishes("fsdp", 4, global_batch=True)).text
+    text = convert(Script(CASE.read_text()), ConversionOptions("fsdp", 4, global_batch=True)).text
     assert '@distributed(strategy="fsdp", nprocs=4)\ndef main(' in text
     assert 'batch_size=int(os.environ["BATCH"])), batch_size="global")' in text
 
@@ -152,7 +152,10 @@ def test_what_is_not_clear_is_refused(code: str, why: str, tmp_path: Path, capsy
 def test_a_sum_over_a_divided_batch_is_said() -> None:
     """Gradients of a loss that is a sum become less where the batch size is that of all ranks: the list says so."""
     before = (CASE.parents[2] / "programs" / "vae.py").read_text()
-    rules = {each: {note.rule for note in convert(Script(before), Wishes(global_batch=each)).notes} for each in (0, 1)}
+    rules = {
+        each: {note.rule for note in convert(Script(before), ConversionOptions(global_batch=each)).notes}
+        for each in (0, 1)
+    }
     assert "sum" in rules[1]
     assert "sum" not in rules[0]
 

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from distwrap.convert.checking import check
-from distwrap.convert.conversion import Wishes
+from distwrap.convert.conversion import ConversionOptions
 from distwrap.convert.converting import convert
 from distwrap.convert.script import Script, read
 from tests.convert.runner import Runner, torchrun_variables
@@ -41,7 +41,7 @@ COMPARED = {
 @each_program
 def test_the_text(path: Path) -> None:
     """A program becomes the text beside it, with nothing unsure, and another conversion leaves that as it is."""
-    result = convert(read(path)[0], Wishes())
+    result = convert(read(path)[0], ConversionOptions())
     assert result.text == after(path).read_text()
     assert [each.text(path.name) for each in result.notes.of("unsure")] == []
     assert convert(Script(result.text)).text == result.text

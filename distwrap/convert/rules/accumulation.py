@@ -26,34 +26,27 @@ def accumulate_in_windows(conversion: Conversion) -> None:
 def _every(conversion: Conversion, loop: TrainingLoop) -> str | None:
     """Return after how many batches a loop steps, as text, where it steps ``if (i + 1) % n == 0``."""
     script = conversion.script
-    if not isinstance(loop.loop, cst.For):
-        return None
-    target, call = loop.loop.target, loop.loop.iter
-    if (
-        not isinstance(target, cst.Tuple)
-        or not isinstance(call, cst.Call)
-        or not script.is_a(call, "builtins.enumerate")
-    ):
-        return None
-    index = path_of(target.elements[0].value)
-    start = "1" if len(call.args) == 2 and constant(call.args[1].value) == 1 else "0"
+    match loop.loop:
+        case cst.For(target=cst.Tuple(elements=[index, *_]), iter=cst.Call(args=given) as call) if script.is_a(
+            call, "builtins.enumerate"
+        ):
+            from_one = len(given) == 2 and constant(given[1].value) == 1
+            turn = path_of(index.value) if from_one else f"{path_of(index.value)}+1"
+        case _:
+            return None
     for branch in script.ancestors(loop.step):
         if branch is loop.loop:
             break
         if not isinstance(branch, cst.If):
             continue
         for node in script.find(cst.Comparison, branch.test):
-            left = node.left
-            if (
-                isinstance(left, cst.BinaryOperation)
-                and isinstance(left.operator, cst.Modulo)
-                and len(node.comparisons) == 1
-                and isinstance(node.comparisons[0].operator, cst.Equal)
-                and constant(node.comparisons[0].comparator) == 0
-                and script.code(left.left).replace(" ", "") == (index if start == "1" else f"{index}+1")
-                and (isinstance(left.right, cst.Integer) or path_of(left.right) is not None)
-            ):
-                return script.code(left.right)
+            match node:
+                case cst.Comparison(
+                    left=cst.BinaryOperation(left=counted, operator=cst.Modulo(), right=every),
+                    comparisons=[cst.ComparisonTarget(operator=cst.Equal(), comparator=rest)],
+                ) if constant(rest) == 0 and script.code(counted).replace(" ", "") == turn:
+                    if isinstance(every, cst.Integer) or path_of(every) is not None:
+                        return script.code(every)
     return None
 
 

@@ -9,7 +9,7 @@ import libcst as cst
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.facts import TrainingLoop
 from distwrap.convert.rules.metrics import read_loop
-from distwrap.convert.script import path_of
+from distwrap.convert.script import keyword_of, path_of
 
 
 def share_own_batches(conversion: Conversion) -> None:
@@ -21,10 +21,10 @@ def share_own_batches(conversion: Conversion) -> None:
         if not isinstance(ranges, cst.Call) or not conversion.script.is_a(ranges, "builtins.range"):
             continue
         if _split_slices(conversion, each, ranges):
-            conversion.split.add(each.loop)
-            conversion.fed.add(each.loop)
+            conversion.split_batches.add(each.loop)
+            conversion.own_batches.add(each.loop)
         elif _take_columns(conversion, ranges):
-            conversion.fed.add(each.loop)
+            conversion.own_batches.add(each.loop)
 
 
 def _split_slices(conversion: Conversion, training: TrainingLoop, ranges: cst.Call) -> bool:
@@ -62,16 +62,16 @@ def _split_slices(conversion: Conversion, training: TrainingLoop, ranges: cst.Ca
 
 
 def _is_slice(conversion: Conversion, cut: cst.Subscript, index: str, step: str) -> bool:
-    part = cut.slice[0].slice if len(cut.slice) == 1 else None
-    if not isinstance(part, cst.Slice) or path_of(part.lower) != index or part.step is not None:
-        return False
-    upper = part.upper
-    return (
-        isinstance(upper, cst.BinaryOperation)
-        and isinstance(upper.operator, cst.Add)
-        and path_of(upper.left) == index
-        and conversion.script.code(upper.right) == step
-    )
+    match cut.slice:
+        case [
+            cst.SubscriptElement(
+                slice=cst.Slice(
+                    lower=lower, upper=cst.BinaryOperation(left=start, operator=cst.Add(), right=size), step=None
+                )
+            )
+        ]:
+            return path_of(lower) == path_of(start) == index and conversion.script.code(size) == step
+    return False
 
 
 def _take_columns(conversion: Conversion, ranges: cst.Call) -> bool:
@@ -115,27 +115,24 @@ def _measured(conversion: Conversion, node: cst.BaseExpression) -> Iterator[cst.
 def _columns_parameter(conversion: Conversion, function: cst.FunctionDef) -> int | None:
     """Return which parameter is the number of columns of ``data.view(columns, -1).t()``."""
     for node in conversion.script.expressions(function.body):
-        inner = _transposed(node)
-        if (
-            isinstance(inner, cst.Call)
-            and isinstance(inner.func, cst.Attribute)
-            and inner.func.attr.value in ("view", "reshape")
-            and len(inner.args) == 2
-            and conversion.script.code(inner.args[1].value) == "-1"
-        ):
-            name = path_of(inner.args[0].value)
-            return None if name is None else conversion.facts.values.parameter(function, name)
+        match _transposed(node):
+            case cst.Call(func=cst.Attribute(attr=cst.Name(value="view" | "reshape")), args=[columns, rest]) if (
+                conversion.script.code(rest.value) == "-1"
+            ):
+                name = path_of(columns.value)
+                return None if name is None else conversion.facts.values.parameter(function, name)
     return None
 
 
 def _transposed(node: cst.BaseExpression) -> cst.BaseExpression | None:
     """Return what ``.t()``, ``.T`` or ``.transpose(0, 1)`` turns around."""
-    if isinstance(node, cst.Attribute) and node.attr.value == "T":
-        return node.value
-    if isinstance(node, cst.Call) and isinstance(node.func, cst.Attribute):
-        name, more = node.func.attr.value, len(node.args)
-        if (name == "t" and not more) or (name == "transpose" and more == 2):
-            return node.func.value
+    match node:
+        case cst.Attribute(value=value, attr=cst.Name(value="T")):
+            return value
+        case cst.Call(func=cst.Attribute(value=value, attr=cst.Name(value="t")), args=[]):
+            return value
+        case cst.Call(func=cst.Attribute(value=value, attr=cst.Name(value="transpose")), args=[_, _]):
+            return value
     return None
 
 
@@ -143,7 +140,7 @@ def note_sums(conversion: Conversion) -> None:
     """Note losses that are sums, where the batch is that of all ranks together: their gradients become N times less."""
     script = conversion.script
     for each in conversion.facts.training_loops:
-        if not conversion.global_batch and each.loop not in conversion.split:
+        if not conversion.global_batch and each.loop not in conversion.split_batches:
             continue
         for call, attribute in script.method_calls("backward", each.body):
             sources = list(conversion.facts.values.sources(attribute.value, returned=True))
@@ -165,7 +162,7 @@ def _has_sum(conversion: Conversion, node: cst.BaseExpression, depth: int = 3) -
         return depth > 0 and any(each is not None and _has_sum(conversion, each, depth - 1) for each in parts)
     if not isinstance(node, cst.Call):
         return False
-    reductions = [arg.value for arg in node.args if arg.keyword is not None and arg.keyword.value == "reduction"]
+    reductions = [arg.value for arg in node.args if keyword_of(arg) == "reduction"]
     is_method = isinstance(node.func, cst.Attribute) and node.func.attr.value == "sum"
     return (
         any(script.code(each).strip("\"'") == "sum" for each in reductions)

@@ -5,36 +5,9 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
-from distwrap.convert.facts import Loop, ScriptFacts
-from distwrap.convert.script import Script, path_of
-
-_COUNTED = ("builtins.enumerate",)
-_CLOCKS_AND_DRAWS = ("time.", "datetime.", "random.", "numpy.random.", "torch.rand")
-
-
-def own_branches(script: Script, facts: ScriptFacts) -> list[tuple[cst.CSTNode, cst.If]]:
-    """Return each ``break``, ``continue`` or ``return`` of a training loop under a test of what the batch has given."""
-    found: list[tuple[cst.CSTNode, cst.If]] = []
-    for each in facts.training_loops:
-        own = _own_names(script, facts, each.loop)
-        for kind in (cst.Break, cst.Continue, cst.Return):
-            for leave in script.find(kind, each.loop.body):
-                test = next((above for above in script.ancestors(leave) if isinstance(above, cst.If)), None)
-                inner = next(
-                    (above for above in script.ancestors(leave) if isinstance(above, (cst.For, cst.While))), None
-                )
-                if test is None or inner is not each.loop or not script.inside(test, each.loop):
-                    continue
-                if _is_own(script, test.test, own):
-                    found.append((leave, test))
-    return found
-
-
-def _is_own(script: Script, test: cst.CSTNode, own: set[str]) -> bool:
-    """Return whether a test is of what a batch has given, of the clock, or of a number that is drawn."""
-    return bool({node.value for node in script.find(cst.Name, test)} & own) or any(
-        name.startswith(_CLOCKS_AND_DRAWS) for call in script.find(cst.Call, test) for name in script.names(call.func)
-    )
+from distwrap.convert.facts import Loop
+from distwrap.convert.own_data import is_of_own, own_branches, own_names
+from distwrap.convert.script import path_of
 
 
 def own_test(conversion: Conversion, node: cst.CSTNode, depth: int = 2) -> cst.If | None:
@@ -46,7 +19,7 @@ def own_test(conversion: Conversion, node: cst.CSTNode, depth: int = 2) -> cst.I
             break
         if isinstance(test, cst.If) and (
             any(
-                script.inside(test, each.loop) and _is_own(script, test.test, _of_batch(conversion, each.loop))
+                script.inside(test, each.loop) and is_of_own(script, test.test, _of_batch(conversion, each.loop))
                 for each in facts.training_loops
                 if script.function_of(each.loop) is function
                 and next((up for up in script.ancestors(test) if isinstance(up, (cst.For, cst.While))), None)
@@ -62,7 +35,7 @@ def own_test(conversion: Conversion, node: cst.CSTNode, depth: int = 2) -> cst.I
 def _of_batch(conversion: Conversion, loop: Loop) -> set[str]:
     """Return the names that a loop makes of its batch, or of what a wrapped model gives."""
     script, values = conversion.script, conversion.facts.values
-    own = _own_names(script, conversion.facts, loop)
+    own = own_names(script, conversion.facts, loop)
     target = loop.target if isinstance(loop, cst.For) else None
     found = own & {each.value for each in script.find(cst.Name, target)} if target is not None else set()
     known = -1
@@ -87,34 +60,12 @@ def _is_of_own_share(conversion: Conversion, name: cst.Name) -> bool:
     )
 
 
-def _own_names(script: Script, facts: ScriptFacts, loop: Loop) -> set[str]:
-    """Return the names to which a loop gives values, but for its index, which is the same on all ranks."""
-    index = None
-    if isinstance(loop, cst.For) and isinstance(loop.target, cst.Tuple) and script.is_a(loop.iter, *_COUNTED):
-        index = path_of(loop.target.elements[0].value)
-    elif isinstance(loop, cst.For) and script.is_a(facts.iterated(loop), "builtins.range", "itertools.count"):
-        index = path_of(loop.target)
-    function = script.function_of(loop)
-    return {
-        name
-        for (scope, name), bindings in facts.values.bindings.items()
-        if scope is function and name != index
-        for each in bindings
-        if script.inside(each.target, loop)
-        and not (isinstance(each.statement, cst.AugAssign) and _is_count(each.statement))
-    }
-
-
-def _is_count(statement: cst.AugAssign) -> bool:
-    return isinstance(statement.value, cst.Integer)
-
-
 def agree_on_branches(conversion: Conversion) -> None:
     """Let all ranks together leave a training loop, or skip a batch, where each would do so by its own data."""
     script = conversion.script
     for each in conversion.facts.training_loops:
         if isinstance(each.loop, cst.While):
-            own = _own_names(script, conversion.facts, each.loop)
+            own = own_names(script, conversion.facts, each.loop)
             if {node.value for node in script.find(cst.Name, each.loop.test)} & own:
                 conversion.left(
                     each.loop, "branch", "a rank whose loop ends by its own data takes fewer steps than the others, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
-from distwrap.convert.script import argument, constant, path_of
+from distwrap.convert.script import argument, constant, keyword_of, path_of
 
 _OPS = {"SUM": "sum", "AVG": "mean", "MIN": "min", "MAX": "max"}
 _OTHERS = {
@@ -45,7 +45,7 @@ def _in_place(conversion: Conversion, call: cst.Call, name: str) -> None:
     path = path_of(tensor)
     fix = f"{path or 'x'} = {'broadcast' if name == 'broadcast' else 'reduce'}({path or 'x'})"
     waits = argument(call, "async_op")
-    extra = [arg for arg in call.args[1:] if arg.keyword is not None and arg.keyword.value == "group"]
+    extra = [arg for arg in call.args[1:] if keyword_of(arg) == "group"]
     extra += [arg for arg in call.args[1:] if arg.value is waits and constant(waits) is not False]
     is_own = path is not None and bool(conversion.facts.values.bindings.get((script.function_of(call), path)))
     if not isinstance(statement, cst.Expr) or statement.value is not call or not is_own or extra or tensor is None:

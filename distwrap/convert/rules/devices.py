@@ -5,10 +5,8 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
-from distwrap.convert.script import argument, constant, path_of
-
-_DEVICE = "torch.device"
-_ACCELERATORS = ("cuda", "mps", "xpu", "npu")
+from distwrap.convert.names import ACCELERATORS, DEVICE
+from distwrap.convert.script import argument, constant, keyword_of, path_of
 
 
 def use_own_device(conversion: Conversion) -> None:
@@ -33,7 +31,7 @@ def _drop_first_numbers(conversion: Conversion) -> None:
 
 def _replace_devices(conversion: Conversion) -> None:
     script = conversion.script
-    for call in list(script.calls(_DEVICE)):
+    for call in list(script.calls(DEVICE)):
         if (
             conversion.may_change(call)
             and conversion.on_ranks(call)
@@ -49,7 +47,7 @@ def _replace_choices(conversion: Conversion) -> None:
     for choice in list(script.find(cst.IfExp)):
         above = script.parent(choice)
         if constant(choice.orelse) == "cpu" and not (
-            isinstance(above, cst.Arg) and script.is_a(script.parent(above), _DEVICE)
+            isinstance(above, cst.Arg) and script.is_a(script.parent(above), DEVICE)
         ):
             if isinstance(above, cst.IfExp) or not conversion.may_change(choice) or not conversion.on_ranks(choice):
                 continue
@@ -88,7 +86,7 @@ def _replace_in_to(conversion: Conversion) -> None:
             and conversion.may_change(call)
             and (
                 type(name) is int
-                or (isinstance(name, str) and name.split(":")[0] in _ACCELERATORS)
+                or (isinstance(name, str) and name.split(":")[0] in ACCELERATORS)
                 or path_of(first.value) in conversion.rank_names
             )
         ):
@@ -100,17 +98,15 @@ def _is_each_ranks(conversion: Conversion, choice: cst.IfExp) -> bool:
     """Return whether a choice is between the CPU and names of devices without a number."""
     words = [constant(each) for each in conversion.script.find(cst.SimpleString, choice.body)]
     words += [constant(choice.orelse)]
-    return isinstance(choice.body, cst.SimpleString) and all(each in (*_ACCELERATORS, "cpu") for each in words)
+    return isinstance(choice.body, cst.SimpleString) and all(each in (*ACCELERATORS, "cpu") for each in words)
 
 
 def _is_first_device(value: object) -> bool:
-    return isinstance(value, str) and value in {f"{name}:0" for name in _ACCELERATORS}
+    return isinstance(value, str) and value in {f"{name}:0" for name in ACCELERATORS}
 
 
 def _arguments(conversion: Conversion, call: cst.Call) -> str:
-    kept = [
-        conversion.script.code(arg) for arg in call.args if arg.keyword is not None and arg.keyword.value != "device"
-    ]
+    kept = [conversion.script.code(arg) for arg in call.args if keyword_of(arg) not in ("", "device")]
     return ", ".join([conversion.call("device"), *kept])
 
 
@@ -131,11 +127,11 @@ def _names_accelerator(conversion: Conversion, node: cst.BaseExpression) -> bool
     if isinstance(node, cst.IfExp):
         return _names_accelerator(conversion, node.body) or _names_accelerator(conversion, node.orelse)
     if isinstance(node, cst.FormattedString):
-        return conversion.script.code(node).lstrip("fF\"'").startswith(_ACCELERATORS)
+        return conversion.script.code(node).lstrip("fF\"'").startswith(ACCELERATORS)
     value = constant(node)
     if value is ...:
         return "accelerator" in (path_of(getattr(node, "value", None)) or conversion.script.code(node))
-    return type(value) is int or (isinstance(value, str) and value.split(":")[0] in _ACCELERATORS)
+    return type(value) is int or (isinstance(value, str) and value.split(":")[0] in ACCELERATORS)
 
 
 def _outermost(conversion: Conversion, call: cst.Call) -> cst.CSTNode:
@@ -153,7 +149,7 @@ def _is_within(conversion: Conversion, call: cst.Call) -> bool:
         return False
     outermost = _outermost(conversion, call)
     first = next(
-        each for each in conversion.script.calls(_DEVICE, within=outermost) if _is_accelerator(conversion, each)
+        each for each in conversion.script.calls(DEVICE, within=outermost) if _is_accelerator(conversion, each)
     )
     return first is not call
 
@@ -170,20 +166,18 @@ def _only_places(conversion: Conversion, choice: cst.IfExp) -> bool:
     paths = {path_of(each.target) for found in values.bindings.values() for each in found if each.value is choice}
     if len(paths) != 1 or None in paths:
         return False
-    for node in script.find(cst.Name):
+    for node in script.reads(paths.pop()):
         above = script.parent(node)
-        if node.value not in paths or isinstance(above, cst.AssignTarget):
-            continue
         if isinstance(above, (cst.FormattedStringExpression, cst.Param)):
             continue
         call = script.parent(above) if isinstance(above, cst.Arg) else None
         if not isinstance(call, cst.Call) or not isinstance(above, cst.Arg):
             return False
-        keyword = above.keyword.value if above.keyword is not None else ""
+        keyword = keyword_of(above)
         places = isinstance(call.func, cst.Attribute) and call.func.attr.value == "to"
         handed = path_of(call.func) in values.functions or path_of(call.func) in values.classes
         if not (
-            places or handed or keyword in ("device", "map_location") or script.is_a(call, "builtins.print", _DEVICE)
+            places or handed or keyword in ("device", "map_location") or script.is_a(call, "builtins.print", DEVICE)
         ):
             return False
     return True

@@ -8,32 +8,21 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.facts import Loop, TrainingLoop
+from distwrap.convert.names import DRAWS, DRAWS_IN_PLACE, SEEDS
 from distwrap.convert.script import Function, argument, path_of
 from distwrap.convert.values import root_of
-
-_TORCH = {
-    f"torch.{name}"
-    for name in (
-        "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "rand_like",
-        "randn_like", "randint_like",
-    )
-}  # fmt: skip
-_RANDOM = ("random", "randint", "randrange", "choice", "choices", "sample", "shuffle", "uniform", "gauss")
-_NUMPY = ("rand", "randn", "randint", "random", "choice", "permutation", "shuffle", "uniform", "normal", "beta")
-_DRAWS = _TORCH | {f"random.{name}" for name in _RANDOM} | {f"numpy.random.{name}" for name in _NUMPY}
-_IN_PLACE = ("normal_", "uniform_", "bernoulli_", "random_", "exponential_")
-SEEDS = ("torch.manual_seed", "torch.cuda.manual_seed_all", "random.seed", "numpy.random.seed")
 
 
 def draw_apart(conversion: Conversion) -> None:
     """Let each rank draw numbers of its own from where training begins, where its loop draws batches or noise."""
+    begun: set[cst.CSTNode] = set()  # statements before which a seed is written
     for each in conversion.facts.training_loops:
         code = code_of(conversion, each.body)
         if each.body is not each.loop:
             code += code_of(conversion, each.loop)
         drawing = [node for node in code if any(_draws(conversion, node))]
         if drawing:
-            _seed_before(conversion, each, drawing)
+            _seed_before(conversion, each, drawing, begun)
     _seed_what_is_drawn_by_the_seed(conversion)
 
 
@@ -66,7 +55,7 @@ def _draws(conversion: Conversion, node: cst.CSTNode) -> Iterator[cst.Call]:
         if argument(call, "generator") is not None:
             continue
         name = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
-        if script.names(call.func) & _DRAWS or name in _IN_PLACE:
+        if script.names(call.func) & DRAWS or name in DRAWS_IN_PLACE:
             yield call
         elif name in ("sample", "rsample") and isinstance(call.func, cst.Attribute):
             sources = conversion.facts.values.sources(call.func.value)
@@ -80,7 +69,9 @@ def _is_distribution(conversion: Conversion, node: cst.BaseExpression) -> bool:
     )
 
 
-def _seed_before(conversion: Conversion, loop: TrainingLoop, drawing: list[cst.CSTNode]) -> None:
+def _seed_before(
+    conversion: Conversion, loop: TrainingLoop, drawing: list[cst.CSTNode], begun: set[cst.CSTNode]
+) -> None:
     script = conversion.script
     first = next(call for node in drawing for call in _draws(conversion, node))
     statement = _beginning(conversion, loop.loop)
@@ -90,13 +81,13 @@ def _seed_before(conversion: Conversion, loop: TrainingLoop, drawing: list[cst.C
         return
     names = {each.name.value for each in drawing if isinstance(each, cst.FunctionDef)}
     statement = _first_that_draws(conversion, statement, names)
-    if statement not in conversion.seeded_apart:
-        conversion.seeded_apart.add(statement)
+    if statement not in begun:
+        begun.add(statement)
         seed = "int(torch.randint(2**31, ()))"  # goes on with the script's own numbers, which are alike until here
         conversion.edits.line_before(statement, conversion.call("seed_everything", f"{seed}, apart=True"))
         conversion.done(statement, "draws", "from here on each rank draws numbers of its own, from a seed alike on all")
     if not any(conversion.facts.loader_of(conversion.facts.iterated(loop.loop))):
-        conversion.fed.add(loop.loop)
+        conversion.own_batches.add(loop.loop)
     conversion.done(first, "draws", "each rank draws its own, so a step sees as many times more as there are ranks")
     _average_estimates(conversion, names)
 
@@ -112,7 +103,7 @@ def _beginning(conversion: Conversion, loop: Loop) -> cst.BaseStatement | None:
             if isinstance(each, (cst.For, cst.While)):
                 outermost = each
         function = script.function_of(outermost)
-        if function is None or function is conversion.entry:
+        if function is None or function is conversion.reach.entry:
             return script.statement_of(outermost)
         calls = [each for each in _callers(conversion, function) if script.function_of(each) is not function]
         if len(calls) != 1:
@@ -179,8 +170,8 @@ def _seed_what_is_drawn_by_the_seed(conversion: Conversion) -> None:
         given = call.args[0].value if call.args else None
         sources = [] if given is None else [*conversion.facts.values.sources(given), *_of_attribute(conversion, given)]
         drawn = [each for each in sources if each is not None and any(_draws(conversion, each))]
-        if drawn and "seed" not in conversion.options and conversion.on_ranks(drawn[0]):
-            conversion.options["seed"] = "0"
+        if drawn and "seed" not in conversion.decorator_options and conversion.on_ranks(drawn[0]):
+            conversion.decorator_options["seed"] = "0"
             conversion.done(drawn[0], "seed", "each rank would draw a seed of its own; seed=0 lets them draw alike")
 
 

@@ -11,24 +11,25 @@ from distwrap.convert.main_guard import decorator, make_main, region_of
 from distwrap.convert.script import Function, path_of
 
 
-def choose_entry(conversion: Conversion, needs: Sequence[cst.CSTNode]) -> bool:
+def choose_entry(conversion: Conversion, needed: Sequence[cst.CSTNode]) -> bool:
     """Find out what the ranks will run.
 
     Args:
         conversion: under way.
-        needs: the code that the ranks have to run.
+        needed: the code that the ranks have to run.
 
     Returns:
         Whether there is such a function, or one can be made; otherwise the list says why not.
     """
     script, facts = conversion.script, conversion.facts
-    conversion.entry = find_entry(conversion, needs)
-    if conversion.entry is not None:
+    entry = find_entry(conversion, needed)
+    if entry is not None:
+        conversion.reach.begin_at(entry)
         return True
-    if any(script.function_of(each) is None for each in needs):
-        conversion.region = region_of(conversion, needs)
+    if any(script.function_of(each) is None for each in needed):
+        conversion.reach.region = region_of(conversion, needed)
         return True
-    loop = facts.training_loops[0].loop if facts.training_loops else needs[0]
+    loop = facts.training_loops[0].loop if facts.training_loops else needed[0]
     conversion.unsure(
         loop, "entry", "no function of this file holds the whole training: the model, the optimizer, the loader and "
         "the loop", "def main(): around the code that makes them and starts the training, and a call of main(); then "
@@ -37,21 +38,21 @@ def choose_entry(conversion: Conversion, needs: Sequence[cst.CSTNode]) -> bool:
     return False
 
 
-def decorate_entry(conversion: Conversion, needs: Sequence[cst.CSTNode]) -> bool:
+def decorate_entry(conversion: Conversion, needed: Sequence[cst.CSTNode]) -> bool:
     """Put ``@distributed`` on the function that was chosen, or make one; return whether it was done."""
-    if conversion.entry is not None:
-        return decorate(conversion, conversion.entry)
-    return make_main(conversion, needs) is not None
+    if conversion.reach.entry is not None:
+        return decorate(conversion, conversion.reach.entry)
+    return make_main(conversion, needed) is not None
 
 
-def find_entry(conversion: Conversion, needs: Sequence[cst.CSTNode]) -> Function | None:
+def find_entry(conversion: Conversion, needed: Sequence[cst.CSTNode]) -> Function | None:
     """Return the function that holds all of the training: one that the file's own level starts, if there is one."""
     script, facts = conversion.script, conversion.facts
-    holding = [each for each in facts.values.functions.values() if all(facts.holds(each, need) for need in needs)]
+    holding = [each for each in facts.values.functions.values() if all(facts.holds(each, need) for need in needed)]
     started = [each for each in holding if _is_started(conversion, each)]
     if started:
         return started[0]
-    if any(script.function_of(each) is None for each in needs):
+    if any(script.function_of(each) is None for each in needed):
         return None
     called = {other for each in holding for other in facts.reached(each)}
     outermost = [each for each in holding if each not in called]

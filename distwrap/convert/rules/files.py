@@ -6,7 +6,7 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.rules.branches import own_test
-from distwrap.convert.script import argument, constant, path_of
+from distwrap.convert.script import argument, constant, keywords_of, path_of
 from distwrap.convert.values import root_of
 
 
@@ -31,7 +31,7 @@ def _save(conversion: Conversion, call: cst.Call) -> None:
         _save_to_open_file(conversion, call, block, state)
     elif state is None or path is None or len(call.args) != 2 or not _is_path(conversion, path):
         conversion.unsure(call, "save", "it does not write to a path", "save(state, path), or under is_rank_zero()")
-    elif is_alone and _is_plain(conversion, state) and (own := own_test(conversion, call)) is not None:
+    elif is_alone and _is_plain_state(conversion, state) and (own := own_test(conversion, call)) is not None:
         if conversion.edits.has_line_of_its_own(statement):
             conversion.edits.insert(script.span(statement)[0], f"if {conversion.call('is_rank_zero')}: ")
         conversion.rename_call(call, "save")
@@ -39,7 +39,7 @@ def _save(conversion: Conversion, call: cst.Call) -> None:
             own, "save", "each rank's own data decides whether a file is written, so that of rank 0 alone does",
             "the mean over the ranks in the test, as of mean(loss, count)",
         )  # fmt: skip
-    elif _is_plain(conversion, state):
+    elif _is_plain_state(conversion, state):
         if is_alone and _is_called_by_some(conversion, call) and conversion.edits.has_line_of_its_own(statement):
             conversion.edits.insert(script.span(statement)[0], f"if {conversion.call('is_rank_zero')}: ")
         conversion.rename_call(call, "save")
@@ -60,7 +60,7 @@ def _note_what_goes_wrong(conversion: Conversion, call: cst.Call) -> None:
     """Note where rank 0's own ``torch.save`` may fail, or be read before it is done."""
     script = conversion.script
     moved = [each for each in script.tree.body if isinstance(each, cst.ClassDef) and conversion.on_ranks(each)]
-    if conversion.entry is None and moved:
+    if conversion.reach.entry is None and moved:
         conversion.left(
             moved[0], "save", f"it becomes main()'s own, and line {script.line(call)} can write no object of it",
             "the class above the code that moves into main()",
@@ -77,27 +77,25 @@ def _block_of(conversion: Conversion, call: cst.Call) -> cst.With | None:
     """Return the ``with open(path, "wb") as f:`` that holds nothing but a statement that writes or reads ``f``."""
     script = conversion.script
     line = script.statement_of(call)
-    block = script.parent(script.parent(line) or line)
-    if not isinstance(block, cst.With) or len(block.items) != 1 or len(block.body.body) != 1:
-        return None
-    opened, name = block.items[0].item, block.items[0].asname
-    fits = (
-        isinstance(opened, cst.Call)
-        and script.is_a(opened, "builtins.open")
-        and len(opened.args) == 2
-        and name is not None
-        and path_of(name.name) == path_of(argument(call, "f", len(call.args) - 1)) is not None
-        and isinstance(line, cst.SimpleStatementLine)
-        and len(line.body) == 1
-    )
-    return block if fits and conversion.edits.has_line_of_its_own(block) else None
+    match line, script.parent(script.parent(line) or line):
+        case (
+            cst.SimpleStatementLine(body=[_]),
+            cst.With(
+                items=[cst.WithItem(item=cst.Call(args=[_, _]) as opened, asname=cst.AsName(name=name))],
+                body=cst.IndentedBlock(body=[_]),
+            ) as block,
+        ):
+            file = path_of(argument(call, "f", len(call.args) - 1))
+            is_its = script.is_a(opened, "builtins.open") and file is not None and path_of(name) == file
+            return block if is_its and conversion.edits.has_line_of_its_own(block) else None
+    return None
 
 
 def _save_to_open_file(conversion: Conversion, call: cst.Call, block: cst.With, state: cst.BaseExpression) -> None:
     script, opened = conversion.script, block.items[0].item
     assert isinstance(opened, cst.Call)
     where = script.code(opened.args[0].value)
-    if _is_plain(conversion, state):
+    if _is_plain_state(conversion, state):
         written = conversion.call("save", f"{script.code(state)}, {where}")
         conversion.done(block, "save", "rank 0 writes it, whole or not at all, and the others wait")
     else:
@@ -138,17 +136,18 @@ def _is_path(conversion: Conversion, node: cst.BaseExpression) -> bool:
     return True
 
 
-def _is_plain(conversion: Conversion, node: cst.BaseExpression, depth: int = 4) -> bool:
+def _is_plain_state(conversion: Conversion, node: cst.BaseExpression, depth: int = 4) -> bool:
     """Return whether a state is certainly of tensors and plain values, and has no whole model in it."""
     script = conversion.script
     if depth == 0:
         return False
     if isinstance(node, (cst.Dict,)):
         return all(
-            isinstance(each, cst.DictElement) and _is_plain(conversion, each.value, depth - 1) for each in node.elements
+            isinstance(each, cst.DictElement) and _is_plain_state(conversion, each.value, depth - 1)
+            for each in node.elements
         )
     if isinstance(node, (cst.List, cst.Tuple)):
-        return all(_is_plain(conversion, each.value, depth - 1) for each in node.elements)
+        return all(_is_plain_state(conversion, each.value, depth - 1) for each in node.elements)
     if constant(node) is not ... or isinstance(node, (cst.FormattedString, cst.BinaryOperation, cst.Comparison)):
         return True
     if isinstance(node, cst.Call):
@@ -161,7 +160,9 @@ def _is_plain(conversion: Conversion, node: cst.BaseExpression, depth: int = 4) 
         ):
             return True
         if script.is_a(node, "builtins.dict"):
-            return all(arg.keyword is not None and _is_plain(conversion, arg.value, depth - 1) for arg in node.args)
+            return all(
+                arg.keyword is not None and _is_plain_state(conversion, arg.value, depth - 1) for arg in node.args
+            )
         return script.is_a(
             node, "builtins.float", "builtins.int", "builtins.str", "builtins.len", "torch.get_rng_state", "torch.cat",
             "torch.tensor", "torch.zeros",
@@ -174,7 +175,7 @@ def _is_plain(conversion: Conversion, node: cst.BaseExpression, depth: int = 4) 
     position = conversion.facts.values.parameter(function, path)
     if not found and isinstance(function, cst.FunctionDef) and position is not None:
         given = conversion.facts.values.given(function, path, position)
-        return bool(given) and all(each is not None and _is_plain(conversion, each, depth - 1) for each in given)
+        return bool(given) and all(each is not None and _is_plain_state(conversion, each, depth - 1) for each in given)
     if found and all(isinstance(each.statement, (cst.For, cst.AugAssign)) for each in found):
         return True
     values = [each.value for each in found if not isinstance(each.statement, (cst.For, cst.AugAssign))]
@@ -184,7 +185,7 @@ def _is_plain(conversion: Conversion, node: cst.BaseExpression, depth: int = 4) 
         ):
             values.append(assign.value)
     return bool(values) and all(
-        each is not None and (path_of(root_of(each)) == path or _is_plain(conversion, each, depth - 1))
+        each is not None and (path_of(root_of(each)) == path or _is_plain_state(conversion, each, depth - 1))
         for each in values
     )
 
@@ -202,7 +203,7 @@ def _load(conversion: Conversion, call: cst.Call) -> None:
             conversion.script.span(block)[0], conversion.script.span(block.body.body[0])[0], ""
         )
         conversion.edits.replace(path, conversion.script.code(opened.args[0].value))
-    keywords = {arg.keyword.value for arg in call.args[1:] if arg.keyword is not None}
+    keywords = keywords_of(call.args[1:])
     if len(call.args) - 1 == len(keywords) and keywords <= {"map_location"} and _is_state(conversion, call):
         if "map_location" not in keywords:
             conversion.done(
@@ -226,13 +227,13 @@ def _is_state(conversion: Conversion, call: cst.Call) -> bool:
     statement = script.assignment_of(call)
     if statement is None:
         return False
-    path = path_of(statement.targets[0].target)
+    name = statement.targets[0].target
+    if not isinstance(name, cst.Name):  # an attribute may be read in any function
+        return False
     reads = [
         script.parent(node)
-        for node in script.find(cst.Name, script.function_of(call))
-        if node.value == path
-        and script.span(node)[0] > script.span(statement)[1]
-        and not isinstance(script.parent(node), cst.AssignTarget)
+        for node in script.reads(name.value, script.function_of(call))
+        if script.span(node)[0] > script.span(statement)[1]
     ]
     return bool(reads) and all(
         isinstance(each, (cst.Subscript, cst.ComparisonTarget))

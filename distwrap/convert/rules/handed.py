@@ -11,7 +11,7 @@ from distwrap.convert.script import Function, path_of
 
 
 @dataclass
-class Handed:
+class HandedObject:
     """Arguments and parameters by which an object goes from function to function.
 
     Attributes:
@@ -39,32 +39,28 @@ class Handed:
             )
 
 
-def follow(conversion: Conversion, names: set[str]) -> Handed | None:
+def find_where_handed(conversion: Conversion, names: set[str]) -> HandedObject | None:
     """Return where an object is handed to; none where one of these places cannot be seen whole."""
-    handed, known = Handed(set(names)), -1
+    handed, known = HandedObject(set(names)), -1
     while known < len(handed.names) + len(handed.arguments):
         known = len(handed.names) + len(handed.arguments)
         for call in conversion.script.find(cst.Call):
             for arg in call.args:
                 is_new = not any(arg is each for _, each in handed.arguments)
                 holds = isinstance(arg.value, cst.Name) and arg.value.value in handed.names
-                if holds and is_new and not _take(conversion, handed, call, arg):
+                if holds and is_new and not _note_argument(conversion, handed, call, arg):
                     return None
     for function in handed.parameters:
         calls = conversion.facts.values.callers(function)
         given = [call for call, _ in handed.arguments]
-        uses = [node for node in conversion.script.find(cst.Name) if _is_use(conversion, node, function)]
-        if not all(call in given for call in calls) or len(uses) != len(calls) + 1:
+        uses = list(conversion.script.reads(function.name.value))
+        if not all(call in given for call in calls) or len(uses) != len(calls):
             conversion.unsure(function, "object", "not all of its calls hand the object on", "one function for all")
             return None
     return handed
 
 
-def _is_use(conversion: Conversion, node: cst.Name, function: Function) -> bool:
-    return node.value == function.name.value and not conversion.script.is_label(node)
-
-
-def _take(conversion: Conversion, handed: Handed, call: cst.Call, arg: cst.Arg) -> bool:
+def _note_argument(conversion: Conversion, handed: HandedObject, call: cst.Call, arg: cst.Arg) -> bool:
     """Note an argument with the parameter that takes it; return whether this is plain."""
     function = conversion.facts.values.functions.get(path_of(call.func) or "")
     param = _parameter(function, call, arg) if function is not None else None

@@ -5,16 +5,9 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
-from distwrap.convert.rules.metrics import Reading, note_lengths, read_loop, rewrite
+from distwrap.convert.names import BARS, CPU_SEEDS, DRAWS_OF_DATA, SEED_FUNCTIONS
+from distwrap.convert.rules.metrics import Reading, add_up_sums, note_lengths, read_loop
 from distwrap.convert.script import argument, path_of
-
-_RANDOM = (
-    "torch.utils.data.random_split", "torch.randperm", "torch.randn", "torch.rand", "torch.randint",
-    "numpy.random.permutation", "numpy.random.randn", "numpy.random.rand", "numpy.random.shuffle", "random.shuffle",
-    "random.sample", "numpy.random.choice", "sklearn.model_selection.train_test_split",
-)  # fmt: skip
-_SEEDS = ("torch.manual_seed", "numpy.random.seed", "random.seed", "torch.random.manual_seed")
-_SEED_ALL = ("seed_everything", "set_seed", "setup_seed", "set_random_seed", "init_seeds", "fix_seed", "seed_all")
 
 
 def shard_loaders(conversion: Conversion) -> None:
@@ -35,11 +28,11 @@ def shard_loaders(conversion: Conversion) -> None:
     for loop, reading in readings.items():
         sources = facts.loader_of(facts.iterated(loop))
         if any(each in sharded for each in sources if each is not None):
-            rewrite(conversion, reading, all_shared=all(each in sharded for each in sources))
+            add_up_sums(conversion, reading, all_shared=all(each in sharded for each in sources))
     note_lengths(conversion, readings.values())
     for each in facts.training_loops:
-        fed = each.loop in conversion.fed or any(facts.loader_of(facts.iterated(each.loop)))
-        if not fed:
+        is_fed = each.loop in conversion.own_batches or any(facts.loader_of(facts.iterated(each.loop)))
+        if not is_fed:
             conversion.left(
                 each.loop, "shard_loader", "no DataLoader that can be seen feeds this loop; where every rank trains on "
                 "the same, the run ends with an error", "shard_loader(DataLoader(...)), or split(batch)",
@@ -84,7 +77,7 @@ def _other_use(conversion: Conversion, loader: cst.Call) -> bool:
             name = path_of(call.func) if isinstance(call, cst.Call) else None
             is_method = (name or "").startswith("self.") or "." in (name or "")
             known = name in values.functions or name in values.classes or is_method
-            if not known and not script.is_a(call, "builtins.len", "builtins.enumerate", "tqdm.tqdm", "tqdm.auto.tqdm"):
+            if not known and not script.is_a(call, "builtins.len", "builtins.enumerate", *BARS):
                 return True
         elif not isinstance(above, (cst.For, cst.Assign, cst.Return, cst.Element, cst.AnnAssign)):
             return True
@@ -118,19 +111,19 @@ def _look_at_seeds(conversion: Conversion) -> None:
     """Seed the ranks alike where a script draws its data or a split without a seed."""
     script = conversion.script
     seeded = {
-        name.split(".")[0] if name in _SEEDS else "all"
+        name.split(".")[0] if name in CPU_SEEDS else "all"
         for call in script.find(cst.Call)
         for name in (script.names(call.func) or {path_of(call.func) or ""})
-        if (name in _SEEDS or name.split(".")[-1] in _SEED_ALL) and not _is_conditional(conversion, call)
+        if (name in CPU_SEEDS or name.split(".")[-1] in SEED_FUNCTIONS) and not _is_conditional(conversion, call)
     }
-    for drawn in script.calls(*_RANDOM):
-        library = next(iter(script.names(drawn.func) & set(_RANDOM))).split(".")[0].replace("sklearn", "numpy")
+    for drawn in script.calls(*DRAWS_OF_DATA):
+        library = next(iter(script.names(drawn.func) & set(DRAWS_OF_DATA))).split(".")[0].replace("sklearn", "numpy")
         given = [argument(drawn, "generator"), argument(drawn, "random_state")]
         if seeded & {library, "all"} or any(each is not None for each in given) or not conversion.may_change(drawn):
             continue
         if conversion.on_ranks(drawn):
-            if "seed" not in conversion.options:
-                conversion.options["seed"] = "0"
+            if "seed" not in conversion.decorator_options:
+                conversion.decorator_options["seed"] = "0"
                 why = "unseeded, each rank would draw data of its own; seed=0 lets them draw alike"
                 conversion.done(drawn, "seed", why)
         elif script.function_of(drawn) is None:

@@ -53,7 +53,7 @@ def read_loop(conversion: Conversion, loop: cst.For, *, is_training: bool) -> Re
         reads = _reads_after(conversion, loop, name)
         if not reads:
             continue
-        kind = _kind(conversion, loop, name, reads)
+        kind = _role_of(conversion, loop, name, reads)
         if kind == "sum":
             reading.sums.append(name)
         elif kind == "count":
@@ -148,12 +148,10 @@ def _reads_after(conversion: Conversion, loop: cst.For, name: str) -> list[cst.C
     stop = min((place[0] for place in again), default=script.span(function or script.tree)[1])
     return [
         node
-        for node in script.find(cst.Name, function or script.tree)
-        if node.value == name
-        and end <= script.span(node)[0] < stop
+        for node in script.reads(name, function)
+        if end <= script.span(node)[0] < stop
         and script.function_of(node) is function
         and not any(node is each.target and not isinstance(each.statement, cst.AugAssign) for each in given)
-        and not _is_label(conversion, node)
         and not any(_gives_before(conversion, each, node, end) for each in given)
     ]
 
@@ -183,15 +181,7 @@ def _is_plain_in(conversion: Conversion, statement: cst.CSTNode, loop: cst.For, 
     return not reads_itself and line is not None and script.parent(line) in blocks
 
 
-def _is_label(conversion: Conversion, node: cst.Name) -> bool:
-    """Return whether a name is that of a keyword or attribute, and no variable."""
-    above = conversion.script.parent(node)
-    return (isinstance(above, cst.Arg) and above.keyword is node) or (
-        isinstance(above, cst.Attribute) and above.attr is node
-    )
-
-
-def _kind(conversion: Conversion, loop: cst.For, name: str, reads: list[cst.CSTNode]) -> str:
+def _role_of(conversion: Conversion, loop: cst.For, name: str, reads: list[cst.CSTNode]) -> str:
     script, values = conversion.script, conversion.facts.values
     bindings = values.bindings.get((script.function_of(loop), name), [])
     within = [each for each in bindings if script.inside(each.target, loop)]
@@ -261,7 +251,7 @@ def _is_zero(conversion: Conversion, node: cst.BaseExpression) -> bool:
     return conversion.script.is_a(node, "torch.zeros")
 
 
-def rewrite(conversion: Conversion, reading: Reading, *, all_shared: bool) -> None:
+def add_up_sums(conversion: Conversion, reading: Reading, *, all_shared: bool) -> None:
     """Let the code after a loop see what all ranks have added up, or note what it sees instead.
 
     Args:
@@ -318,14 +308,17 @@ def _is_divisor(conversion: Conversion, reading: Reading, name: str) -> bool:
 def _divides(conversion: Conversion, node: cst.CSTNode) -> bool:
     """Return whether something is divided by a node."""
     above = conversion.script.parent(node)
-    if isinstance(above, cst.Arg):  # max(count, 1)
-        call = conversion.script.parent(above)
-        return call is not None and conversion.script.is_a(call, "builtins.max") and _divides(conversion, call)
-    if isinstance(above, cst.BinaryOperation):
-        if isinstance(above.operator, cst.Multiply):  # len(loader) * batch_size
+    match above:
+        case cst.Arg():  # max(count, 1)
+            call = conversion.script.parent(above)
+            return call is not None and conversion.script.is_a(call, "builtins.max") and _divides(conversion, call)
+        case cst.BinaryOperation(operator=cst.Multiply()):  # len(loader) * batch_size
             return _divides(conversion, above)
-        return isinstance(above.operator, (cst.Divide, cst.FloorDivide)) and above.right is node
-    return isinstance(above, cst.AugAssign) and isinstance(above.operator, cst.DivideAssign) and above.value is node
+        case cst.BinaryOperation(operator=cst.Divide() | cst.FloorDivide(), right=divisor):
+            return divisor is node
+        case cst.AugAssign(operator=cst.DivideAssign(), value=divisor):
+            return divisor is node
+    return False
 
 
 def _lengths(conversion: Conversion, reading: Reading) -> Iterator[cst.CSTNode]:

@@ -6,8 +6,9 @@ import libcst as cst
 
 from distwrap.convert.conversion import Conversion
 from distwrap.convert.facts import is_parameters
+from distwrap.convert.names import MOVES
 from distwrap.convert.script import path_of
-from distwrap.convert.values import MOVES, root_of
+from distwrap.convert.values import root_of
 
 
 def models_of(conversion: Conversion) -> list[tuple[cst.Call, cst.BaseExpression]]:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 
 import libcst as cst
 
-from distwrap.convert.conversion import Conversion
-from distwrap.convert.rules.handed import follow
-from distwrap.convert.script import argument, constant, path_of
-from distwrap.convert.values import PREPARES, root_of
+from distwrap.convert.conversion import Conversion, Kind, Prepared
+from distwrap.convert.names import PREPARES
+from distwrap.convert.rules.handed import find_where_handed
+from distwrap.convert.script import argument, constant, keyword_of, path_of
+from distwrap.convert.values import root_of
 
 Special = Callable[[Conversion, cst.Call], bool]
 
@@ -25,18 +26,20 @@ def names_of(conversion: Conversion, made: tuple[str, ...]) -> tuple[list[cst.Ca
             conversion.unsure(call, "object", "it is not simply given a name", "wrap_model and shard_loader by hand")
             return None
         names.add(path_of(statement.targets[0].target) or "")
-    handed = follow(conversion, names)
+    handed = find_where_handed(conversion, names)
     if handed is None:
         return None
     names = handed.names
-    for node in script.find(cst.Name):
-        above = script.parent(node)
-        if node.value not in names or isinstance(above, cst.AssignTarget) or handed.is_part(above):
-            continue
-        if isinstance(above, cst.Attribute) or script.is_label(node):
+    for node in [read for name in sorted(names) for read in script.reads(name)]:
+        if handed.is_part(script.parent(node)) or isinstance(script.parent(node), cst.Attribute):
             continue
         conversion.unsure(node, "object", "it is handed on, so not all of its uses can be seen", "one function for all")
         return None
+    attributes = {name.rpartition(".")[2] for name in names if "." in name}
+    for attribute in script.find(cst.Attribute):  # as trainer.accelerator, which may be self.accelerator
+        if attribute.attr.value in attributes and path_of(attribute) not in names:
+            conversion.unsure(attribute, "object", "it may be the object under another name", "one name for all uses")
+            return None
     handed.remove(conversion)
     return calls, names
 
@@ -65,7 +68,7 @@ def convert_uses(
     """
     script, whole = conversion.script, True
     for node in list(script.find(cst.Attribute)):
-        if path_of(node.value) not in names or not isinstance(node.value, cst.Name) or node.attr.value in words:
+        if path_of(node.value) not in names or node.attr.value in words:
             continue
         name, above = node.attr.value, script.parent(node)
         call = above if isinstance(above, cst.Call) and above.func is node else None
@@ -98,7 +101,7 @@ def prepare(conversion: Conversion, call: cst.Call) -> bool:
     """Wrap and shard what a call prepares, each by its kind, and leave optimizers and schedulers as they are."""
     script = conversion.script
     texts: list[str] = []
-    prepared: list[tuple[str, str | None]] = []
+    prepared: list[tuple[Kind, str | None]] = []
     for arg in call.args:
         if arg.keyword is not None or arg.star:
             return False
@@ -113,20 +116,24 @@ def prepare(conversion: Conversion, call: cst.Call) -> bool:
         prepared.append((kind, path_of(arg.value)))
         texts.append(text)
     statement = script.assignment_of(call)
-    conversion.prepared += [(kind, path, script.function_of(call)) for kind, path in prepared if path is not None]
+    conversion.prepared += [
+        Prepared(kind, path, script.function_of(call)) for kind, path in prepared if path is not None
+    ]
     if statement is not None:
         _remember_targets(conversion, statement, [kind for kind, _ in prepared])
     replace_or_drop(conversion, call, texts)
     return bool(texts)
 
 
-def _remember_targets(conversion: Conversion, statement: cst.Assign, kinds: list[str]) -> None:
+def _remember_targets(conversion: Conversion, statement: cst.Assign, kinds: list[Kind]) -> None:
     target = statement.targets[0].target
     parts = [each.value for each in target.elements] if isinstance(target, cst.Tuple) else [target]
     for kind, part in zip(kinds, parts, strict=False):
-        path, function = path_of(part), conversion.script.function_of(statement)
-        if path is not None and (kind, path, function) not in conversion.prepared:
-            conversion.prepared.append((kind, path, function))
+        path = path_of(part)
+        if path is not None:
+            prepared = Prepared(kind, path, conversion.script.function_of(statement))
+            if prepared not in conversion.prepared:
+                conversion.prepared.append(prepared)
 
 
 def replace_or_drop(conversion: Conversion, call: cst.Call, texts: list[str]) -> None:
@@ -151,7 +158,7 @@ def replace_or_drop(conversion: Conversion, call: cst.Call, texts: list[str]) ->
             edits.line_after(statement, line)
 
 
-def kind_of(conversion: Conversion, node: cst.BaseExpression) -> str | None:
+def kind_of(conversion: Conversion, node: cst.BaseExpression) -> Kind | None:
     """Return whether something is a model, a loader, an optimizer or a scheduler; none where it is not known."""
     facts = conversion.facts
     if facts.is_scheduler(node):
@@ -180,7 +187,7 @@ def reduction(keyword: str, default: str) -> Special:
     def convert(conversion: Conversion, call: cst.Call) -> bool:
         kind = argument(call, keyword, 1)
         op = default if kind is None else constant(kind)
-        others = [arg for arg in call.args[1:] if arg.keyword is None or arg.keyword.value not in (keyword, "name")]
+        others = [arg for arg in call.args[1:] if keyword_of(arg) not in (keyword, "name")]
         if op not in ("sum", "mean", "min", "max") or not call.args or (others and kind is not others[0].value):
             return False
         value = conversion.script.code(call.args[0].value)
@@ -211,7 +218,7 @@ def print_once(conversion: Conversion, call: cst.Call) -> bool:
 
 def may_clip(conversion: Conversion) -> bool:
     """Return whether torch's own functions can clip gradients: torch has its name, and gradients are not scaled."""
-    precision = conversion.options.get("precision", "")
+    precision = conversion.decorator_options.get("precision", "")
     is_scaled = any(f'"{name}"' in precision for name in ("fp16", "16-mixed", "16"))
     return not is_scaled and "torch" in conversion.script.bound_names
 

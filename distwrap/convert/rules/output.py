@@ -5,22 +5,8 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
-from distwrap.convert.script import argument, constant, path_of
-
-_BARS = ("tqdm.tqdm", "tqdm.auto.tqdm", "tqdm.notebook.tqdm", "tqdm.std.tqdm")
-_RANGES = ("tqdm.trange", "tqdm.auto.trange")
-_WRITERS = (
-    "torch.utils.tensorboard.SummaryWriter", "torch.utils.tensorboard.writer.SummaryWriter",
-    "tensorboardX.SummaryWriter", "wandb.init",
-)  # fmt: skip
-_ONCE = ("wandb.log", "wandb.finish", "wandb.watch", "mlflow.log_metric", "mlflow.log_metrics", "mlflow.log_params")
-_WRITES = (
-    "numpy.save", "numpy.savez", "numpy.savetxt", "matplotlib.pyplot.savefig", "torchvision.utils.save_image",
-    "shutil.copyfile", "shutil.copy", "shutil.copy2", "shutil.move", "shutil.rmtree", "os.remove", "os.unlink",
-    "os.rename", "os.mkdir",
-)  # fmt: skip
-_WRITE_METHODS = ("to_csv", "savefig", "write_text", "save_pretrained")
-_LEVELS = ("debug", "info", "warning", "error", "critical")
+from distwrap.convert.names import BARS, RANGES, RECORDS, WRITE_METHODS, WRITERS, WRITES
+from distwrap.convert.script import argument, constant, keywords_of, path_of
 
 
 def show_once(conversion: Conversion) -> None:
@@ -28,19 +14,19 @@ def show_once(conversion: Conversion) -> None:
     _prints(conversion)
     _bars(conversion)
     _files(conversion)
-    for call in list(conversion.script.calls(*_WRITERS)):
+    for call in list(conversion.script.calls(*WRITERS)):
         if conversion.may_change(call) and conversion.on_ranks(call):
             conversion.wrap(call, "on_rank_zero", "")
             conversion.edits.insert(conversion.script.span(call)[0], "lambda: ")
             conversion.done(call, "on_rank_zero", "one run and not one a rank; elsewhere it takes any call")
-    for call in list(conversion.script.calls(*_ONCE)):
+    for call in list(conversion.script.calls(*RECORDS)):
         _under_rank_zero(conversion, call)
-    for call, attribute in [each for level in _LEVELS for each in conversion.script.method_calls(level)]:
+    for call, attribute in [each for level in ("debug", "info") for each in conversion.script.method_calls(level)]:
         is_logger = conversion.script.is_a(call, f"logging.{attribute.attr.value}") or any(
             source is not None and conversion.script.is_a(source, "logging.getLogger")
             for source in conversion.facts.values.sources(attribute.value)
         )
-        if is_logger and attribute.attr.value in ("debug", "info"):
+        if is_logger:
             _under_rank_zero(conversion, call)
 
 
@@ -61,7 +47,7 @@ def _prints(conversion: Conversion) -> None:
 
 def _bars(conversion: Conversion) -> None:
     script = conversion.script
-    for call in list(script.calls(*_BARS, *_RANGES)):
+    for call in list(script.calls(*BARS, *RANGES)):
         if not conversion.may_change(call) or not conversion.on_ranks(call):
             continue
         above = script.parent(call)
@@ -69,13 +55,13 @@ def _bars(conversion: Conversion) -> None:
         is_iterated = (isinstance(holder, cst.For) and holder.iter is call) or (
             isinstance(holder, cst.Call) and script.is_a(holder, "builtins.enumerate")
         )
-        if is_iterated and script.is_a(call, *_BARS) and call.args and call.args[0].keyword is None:
+        if is_iterated and script.is_a(call, *BARS) and call.args and call.args[0].keyword is None:
             if len(call.args) > 1 and call.args[1].keyword is None:
                 conversion.unsure(call, "progress", "its second argument has no keyword", "progress(loader, desc=...)")
                 continue
             conversion.rename_call(call, "progress")
             conversion.done(call, "progress", "rank 0 alone shows it")
-        elif not any(arg.keyword is not None and arg.keyword.value == "disable" for arg in call.args):
+        elif "disable" not in keywords_of(call.args):
             conversion.edits.add_argument(call, f"disable=not {conversion.call('is_rank_zero')}")
             conversion.done(call, "progress", "rank 0 alone shows it; it is used as an object, so it stays tqdm's")
         else:
@@ -89,7 +75,7 @@ def _files(conversion: Conversion) -> None:
         method = call.func.attr.value if isinstance(call.func, cst.Attribute) else ""
         mode = constant(argument(call, "mode", 1)) if script.is_a(call, "builtins.open") else None
         opens = isinstance(mode, str) and any(letter in mode for letter in "wax")
-        if not (opens or script.is_a(call, *_WRITES) or method in _WRITE_METHODS) or not conversion.may_change(call):
+        if not (opens or script.is_a(call, *WRITES) or method in WRITE_METHODS) or not conversion.may_change(call):
             continue
         statement = script.small_statement_of(call)
         if isinstance(statement, cst.Expr) and isinstance(statement.value, cst.Call):

@@ -5,25 +5,17 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
+from distwrap.convert.names import AUTOCAST, CLIP, SCALER
 from distwrap.convert.script import argument, argument_node, constant, path_of
-
-_AUTOCAST = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast")
-_SCALER = (
-    "torch.cuda.amp.GradScaler",
-    "torch.amp.GradScaler",
-    "torch.GradScaler",
-    "torch.cuda.amp.grad_scaler.GradScaler",
-)
-_CLIP = ("torch.nn.utils.clip_grad_norm_",)
 
 
 def use_precision(conversion: Conversion) -> None:
     """Convert mixed precision, where all of it is clear; torch's own way works under distwrap too, and else stays."""
     script = conversion.script
-    contexts, scalers = list(script.calls(*_AUTOCAST)), list(script.calls(*_SCALER))
+    contexts, scalers = list(script.calls(*AUTOCAST)), list(script.calls(*SCALER))
     if not contexts or not all(conversion.may_change(each) for each in [*contexts, *scalers]):
         return
-    kinds = {_kind(conversion, each) for each in contexts}
+    kinds = {_precision_of(conversion, each) for each in contexts}
     conditions = {_condition(conversion, each) for each in [*contexts, *scalers]}
     uses = _uses(conversion, scalers)
     precision = kinds.pop() if len(kinds) == 1 else None
@@ -37,7 +29,7 @@ def use_precision(conversion: Conversion) -> None:
         )  # fmt: skip
         return
     condition = conditions.pop()
-    conversion.options["precision"] = f'"{precision}"' + (f' if {condition} else "32"' if condition else "")
+    conversion.decorator_options["precision"] = f'"{precision}"' + (f' if {condition} else "32"' if condition else "")
     for each in contexts:
         conversion.edits.replace(each, conversion.call("autocast"))
         conversion.done(each, "precision", f"the forward of wrapped models is in {precision}; so is what is in here")
@@ -74,7 +66,7 @@ def _outside(conversion: Conversion, contexts: list[cst.Call]) -> cst.Call | Non
     return None
 
 
-def _kind(conversion: Conversion, call: cst.Call) -> str | None:
+def _precision_of(conversion: Conversion, call: cst.Call) -> str | None:
     dtype = argument(call, "dtype", 1)
     name = "" if dtype is None else next(iter(conversion.script.names(dtype)), "?")
     device = constant(argument(call, "device_type", 0))
@@ -104,9 +96,9 @@ def _uses(conversion: Conversion, scalers: list[cst.Call]) -> list[cst.Call] | N
         if statement is None:
             return None
         path = path_of(statement.targets[0].target)
-        for node in script.find(cst.Name):
+        for node in script.reads(path):
             above = script.parent(node)
-            if node.value != path or isinstance(above, (cst.AssignTarget, cst.Param)):
+            if isinstance(above, cst.Param):
                 continue
             call = script.parent(above) if isinstance(above, cst.Attribute) else None
             if not isinstance(above, cst.Attribute) or not isinstance(call, cst.Call) or call.func is not above:
@@ -179,11 +171,9 @@ def _clip_after(conversion: Conversion, unscale: cst.Call) -> cst.Call | None:
     block = script.siblings(statement)
     index = next(number for number, each in enumerate(block) if each is statement)
     following = block[index + 1] if index + 1 < len(block) else None
-    if not isinstance(following, cst.SimpleStatementLine) or len(following.body) != 1:
-        return None
-    small = following.body[0]
-    if not isinstance(small, cst.Expr) or not isinstance(small.value, cst.Call) or not script.is_a(small.value, *_CLIP):
-        return None
-    first = small.value.args[0].value if len(small.value.args) == 2 else None
-    is_whole = isinstance(first, cst.Call) and isinstance(first.func, cst.Attribute)
-    return small.value if is_whole and argument_node(small.value, "max_norm", 1) is not None else None
+    match following:
+        case cst.SimpleStatementLine(
+            body=[cst.Expr(value=cst.Call(args=[cst.Arg(value=cst.Call(func=cst.Attribute())), _]) as clip)]
+        ) if script.is_a(clip, *CLIP) and argument_node(clip, "max_norm", 1) is not None:
+            return clip
+    return None

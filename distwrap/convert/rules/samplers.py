@@ -5,10 +5,8 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
-from distwrap.convert.facts import LOADER
-from distwrap.convert.script import argument, argument_node, constant, path_of
-
-SAMPLER = ("torch.utils.data.distributed.DistributedSampler", "torch.utils.data.DistributedSampler")
+from distwrap.convert.names import LOADER, SAMPLER
+from distwrap.convert.script import argument, argument_node, constant, keywords_of, path_of
 
 
 def shard_instead_of_sampling(conversion: Conversion) -> None:
@@ -25,7 +23,7 @@ def shard_instead_of_sampling(conversion: Conversion) -> None:
             continue
         for each in samplers:
             others.pop(each, None)
-        if len(sources) != 1 or not _is_plain(conversion, samplers[0], loader):
+        if len(sources) != 1 or not _is_needless(conversion, samplers[0], loader):
             conversion.left(
                 loader, "sampler", "the loader stays with its DistributedSampler, which fails in one process",
                 "shard_loader(DataLoader(..., shuffle=True)), without a sampler",
@@ -39,10 +37,10 @@ def shard_instead_of_sampling(conversion: Conversion) -> None:
         )  # fmt: skip
 
 
-def _is_plain(conversion: Conversion, sampler: cst.Call, loader: cst.Call) -> bool:
+def _is_needless(conversion: Conversion, sampler: cst.Call, loader: cst.Call) -> bool:
     """Return whether a sampler can go: it only shuffles, and is used for nothing but ``set_epoch`` from 0."""
     script = conversion.script
-    keywords = {arg.keyword.value for arg in sampler.args if arg.keyword is not None}
+    keywords = keywords_of(sampler.args)
     if not keywords <= {"shuffle", "num_replicas", "rank", "seed", "drop_last", "dataset"}:
         return False
     if ("shuffle" in keywords and constant(argument(sampler, "shuffle")) is ...) or constant(
@@ -56,10 +54,8 @@ def _is_plain(conversion: Conversion, sampler: cst.Call, loader: cst.Call) -> bo
         )
     path = path_of(binding.targets[0].target)
     loaders = [each for each in script.calls(*LOADER) if path_of(argument(each, "sampler", 3)) == path]
-    for node in script.find(cst.Name):
+    for node in script.reads(path):
         above = script.parent(node)
-        if node.value != path or isinstance(above, cst.AssignTarget) or script.is_label(node):
-            continue
         call = script.parent(above) if isinstance(above, (cst.Arg, cst.Attribute)) else None
         if isinstance(above, cst.Attribute) and above.attr.value == "set_epoch":
             if not isinstance(call, cst.Call) or not _can_set(conversion, call, loader):
@@ -128,10 +124,10 @@ def _set_epochs(conversion: Conversion, path: str | None, loader: cst.Call) -> l
 def _counts_from_zero(conversion: Conversion, call: cst.Call) -> bool:
     """Return whether the epoch that is set is the number of a loop from 0, as a sharded loader counts by itself."""
     given = call.args[0].value if len(call.args) == 1 else None
-    return given is not None and _is_count(conversion, given)
+    return given is not None and _is_number_of_turn(conversion, given)
 
 
-def _is_count(conversion: Conversion, given: cst.BaseExpression) -> bool:
+def _is_number_of_turn(conversion: Conversion, given: cst.BaseExpression) -> bool:
     """Return whether an expression is the number of a loop from 0, perhaps handed on."""
     script, values = conversion.script, conversion.facts.values
     path, function = path_of(given), script.function_of(given)
@@ -139,7 +135,7 @@ def _is_count(conversion: Conversion, given: cst.BaseExpression) -> bool:
     if function is not None and position is not None:
         position -= script.class_of(function) is not None
         handed = [argument(each, path or "", position) for each in values.callers(function)]
-        return bool(handed) and all(each is not None and _is_count(conversion, each) for each in handed)
+        return bool(handed) and all(each is not None and _is_number_of_turn(conversion, each) for each in handed)
     for each in script.ancestors(given):
         if isinstance(each, cst.For) and path is not None and path_of(each.target) == path:
             ranges = each.iter

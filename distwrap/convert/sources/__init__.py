@@ -1,1 +1,40 @@
-"""Sources of a conversion: a file for each way in which scripts train."""
+"""Kinds of scripts that are converted: a new one is a file here, a row of the table, and names in `names.py`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+from distwrap.convert.conversion import Conversion
+from distwrap.convert.sources.accelerate import convert_accelerate, is_accelerate
+from distwrap.convert.sources.data_parallel import convert_data_parallel, is_data_parallel
+from distwrap.convert.sources.ddp import convert_ddp, is_ddp
+from distwrap.convert.sources.fabric import convert_fabric, is_fabric
+from distwrap.convert.sources.horovod import convert_horovod, is_horovod
+from distwrap.convert.sources.plain import convert_plain
+from distwrap.convert.sources.spawn import convert_spawn, is_spawn
+
+
+class Source(NamedTuple):
+    """Kind of script that is converted.
+
+    Attributes:
+        applies: whether a script is of this kind.
+        convert: edits it, and returns whether it was done; the list says why where it was not.
+        needs_loop: whether there is nothing to do without a training loop; ranks may train by functions of other files.
+    """
+
+    applies: Callable[[Conversion], bool]
+    convert: Callable[[Conversion], bool]
+    needs_loop: bool = True
+
+
+SOURCES = (
+    Source(is_accelerate, convert_accelerate),
+    Source(is_fabric, convert_fabric),
+    Source(is_horovod, convert_horovod),
+    Source(is_spawn, convert_spawn, needs_loop=False),
+    Source(is_ddp, convert_ddp, needs_loop=False),
+    Source(is_data_parallel, convert_data_parallel),
+    Source(lambda conversion: True, convert_plain),
+)  # the first that applies converts

@@ -8,6 +8,7 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
+from distwrap.convert.names import ACCELERATOR, PREPARES
 from distwrap.convert.rules.entry import choose_entry, decorate_entry
 from distwrap.convert.rules.files import save_and_load
 from distwrap.convert.rules.objects import (
@@ -20,7 +21,15 @@ from distwrap.convert.rules.objects import (
     print_once,
     reduction,
 )
-from distwrap.convert.script import argument, constant, path_of
+from distwrap.convert.script import argument, constant, keyword_of, path_of
+from distwrap.convert.sources.accelerate_accumulation import (
+    SYNC,
+    AccumulationPlan,
+    backward,
+    is_asked,
+    steps_of,
+    write_out,
+)
 from distwrap.convert.sources.accelerate_functions import (
     convert_functions,
     load_state,
@@ -28,10 +37,7 @@ from distwrap.convert.sources.accelerate_functions import (
     save_state,
     state_dict_of,
 )
-from distwrap.convert.sources.accelerate_steps import SYNC, Micro, backward, is_asked, steps_of, write_out
-from distwrap.convert.values import PREPARES
 
-MADE = ("accelerate.Accelerator", "accelerate.accelerator.Accelerator")
 CALLS: dict[str, str | Special] = {
     "gather": first_alone("gather"),
     "gather_for_metrics": first_alone("gather"),
@@ -66,26 +72,26 @@ _PRECISIONS = {None: None, "no": None, "fp16": "fp16", "bf16": "bf16"}
 
 def is_accelerate(conversion: Conversion) -> bool:
     """Return whether a script makes an Accelerator."""
-    return any(conversion.script.calls(*MADE))
+    return any(conversion.script.calls(*ACCELERATOR))
 
 
 def convert_accelerate(conversion: Conversion) -> bool:
     """Convert a script with Accelerate; return whether it was done."""
-    found = names_of(conversion, MADE)
+    found = names_of(conversion, ACCELERATOR)
     if found is None:
         return False
     calls, names = found
-    needs: list[cst.CSTNode] = [*calls, *(each.loop for each in conversion.facts.training_loops)]
-    micros = [_options(conversion, call, needs) for call in calls]
-    micro = micros[0]
-    if micro is None or len(calls) > 1:
+    needed: list[cst.CSTNode] = [*calls, *(each.loop for each in conversion.facts.training_loops)]
+    accumulations = [_options(conversion, call, needed) for call in calls]
+    accumulation = accumulations[0]
+    if accumulation is None or len(calls) > 1:
         return False
-    if conversion.entry is None and not choose_entry(conversion, needs):
+    if conversion.reach.entry is None and not choose_entry(conversion, needed):
         return False
-    return _convert(conversion, calls, names, micro) and decorate_entry(conversion, needs)
+    return _convert(conversion, calls, names, accumulation) and decorate_entry(conversion, needed)
 
 
-def _convert(conversion: Conversion, calls: list[cst.Call], names: set[str], micro: Micro) -> bool:
+def _convert(conversion: Conversion, calls: list[cst.Call], names: set[str], accumulation: AccumulationPlan) -> bool:
     script = conversion.script
     for call, attribute in [each for name in PREPARES for each in script.method_calls(name)]:
         if path_of(attribute.value) in names and not prepare(conversion, call):
@@ -93,12 +99,12 @@ def _convert(conversion: Conversion, calls: list[cst.Call], names: set[str], mic
                 call, "object", "it is not known of what kind its arguments are", "wrap_model, shard_loader"
             )
             return False
-    if not write_out(conversion, micro, names):
+    if not write_out(conversion, accumulation, names):
         return False
-    table: dict[str, str | Special] = {**CALLS, "backward": lambda each, call: backward(each, micro, call)}
-    if micro.may_scale:
-        table["clip_grad_norm_"] = lambda each, call: _clip_unscaled(each, micro, call, "clip_grad_norm_")
-        table["clip_grad_value_"] = lambda each, call: _clip_unscaled(each, micro, call, "clip_grad_value_")
+    table: dict[str, str | Special] = {**CALLS, "backward": lambda each, call: backward(each, accumulation, call)}
+    if accumulation.may_scale:
+        table["clip_grad_norm_"] = lambda each, call: _clip_unscaled(each, accumulation, call, "clip_grad_norm_")
+        table["clip_grad_value_"] = lambda each, call: _clip_unscaled(each, accumulation, call, "clip_grad_value_")
     words = (SYNC, "accumulate", *PREPARES)
     if not convert_uses(conversion, names, calls=table, values=VALUES, removed=REMOVED, words=words):
         return False
@@ -109,13 +115,15 @@ def _convert(conversion: Conversion, calls: list[cst.Call], names: set[str], mic
     return True
 
 
-def _clip_unscaled(conversion: Conversion, micro: Micro, call: cst.Call, name: str) -> bool:
+def _clip_unscaled(conversion: Conversion, accumulation: AccumulationPlan, call: cst.Call, name: str) -> bool:
     """Convert a clip of gradients that may be scaled, where it is clear of which optimizer they are."""
     script = conversion.script
     statement, function = script.small_statement_of(call), script.function_of(call)
-    paths = {path for kind, path, where in conversion.prepared if kind == "optimizer" and where is function}
+    paths = {each.path for each in conversion.prepared if each.kind == "optimizer" and each.function is function}
     is_plain = isinstance(statement, cst.Expr) and statement.value is call and "torch" in script.bound_names
-    is_partial = bool(micro.windows) and not is_asked(conversion, call)  # scaled gradients would be added to others
+    is_partial = bool(accumulation.windows) and not is_asked(
+        conversion, call
+    )  # scaled gradients would be added to others
     if len(paths) != 1 or not is_plain or is_partial:
         return False
     unscaled = conversion.call("unscale", paths.pop())
@@ -123,18 +131,18 @@ def _clip_unscaled(conversion: Conversion, micro: Micro, call: cst.Call, name: s
     return True
 
 
-def _options(conversion: Conversion, call: cst.Call, needs: list[cst.CSTNode]) -> Micro | None:
+def _options(conversion: Conversion, call: cst.Call, needed: list[cst.CSTNode]) -> AccumulationPlan | None:
     """Take over the options of the object that a decorator has too; others, where they matter, are refused."""
     precision = argument(call, "mixed_precision")
     name = constant(precision) if precision is not None else None
     if name in _PRECISIONS:
         if _PRECISIONS[name] is not None:
-            conversion.options["precision"] = f'"{name}"'
-    elif precision is None or not _precision_of_call(conversion, call, precision, needs):
+            conversion.decorator_options["precision"] = f'"{name}"'
+    elif precision is None or not _precision_of_call(conversion, call, precision, needed):
         conversion.unsure(call, "precision", "it is not written here", "precision= in the decorator")
         return None
     for arg in call.args:
-        keyword = arg.keyword.value if arg.keyword is not None else ""
+        keyword = keyword_of(arg)
         is_default = keyword == "step_scheduler_with_optimizer" and constant(arg.value) is True
         if keyword not in _TAKEN and not is_default:
             conversion.unsure(call, "object", f"{keyword or 'an argument'}= has no equal", "the helper for it, by hand")
@@ -143,11 +151,11 @@ def _options(conversion: Conversion, call: cst.Call, needs: list[cst.CSTNode]) -
     if every is None:
         conversion.unsure(call, "accumulate", "its number of batches is not plain", "a name for the number")
         return None
-    return Micro(every, conversion.script.function_of(call), name in ("fp16", ...))
+    return AccumulationPlan(every, conversion.script.function_of(call), name in ("fp16", ...))
 
 
 def _precision_of_call(
-    conversion: Conversion, call: cst.Call, precision: cst.BaseExpression, needs: list[cst.CSTNode]
+    conversion: Conversion, call: cst.Call, precision: cst.BaseExpression, needed: list[cst.CSTNode]
 ) -> bool:
     """Let the caller of the function that trains choose the precision, where it is one of the arguments."""
     script, values = conversion.script, conversion.facts.values
@@ -166,9 +174,9 @@ def _precision_of_call(
     is_plain = all(each is not None and path_of(each) is not None for each in given) and calls
     if position is None or values.bindings.get((function, name)) or not is_plain:
         return False
-    if not all(conversion.facts.holds(function, each) for each in needs):
+    if not all(conversion.facts.holds(function, each) for each in needed):
         return False
-    conversion.entry = function
+    conversion.reach.begin_at(function)
     for each, value in zip(calls, given, strict=True):
         text = f'{path_of(value)}{dot}{rest} or "no"'
         conversion.edits.insert(script.span(each.func)[1], f".options(precision={text})")

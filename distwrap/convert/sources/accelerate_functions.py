@@ -5,17 +5,14 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
-from distwrap.convert.script import argument, argument_node, constant, path_of
-
-_SEEDS = ("accelerate.utils.set_seed", "accelerate.utils.random.set_seed")
-_LOGGERS = ("accelerate.logging.get_logger",)
-_LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")
+from distwrap.convert.names import ACCELERATE_LOGGERS, ACCELERATE_SEEDS, LEVELS
+from distwrap.convert.script import argument, argument_node, constant, keyword_of, keywords_of, path_of
 
 
 def convert_functions(conversion: Conversion) -> None:
     """Convert the seed and the logger, whose messages are rank 0's alone unless they say otherwise."""
     script = conversion.script
-    for call in list(script.calls(*_SEEDS)):
+    for call in list(script.calls(*ACCELERATE_SEEDS)):
         apart = argument_node(call, "device_specific", 1)
         if apart is not None and constant(apart.value) not in (True, False):
             conversion.unsure(call, "seed", "device_specific= is not written here", "seed_everything(seed, apart=True)")
@@ -27,21 +24,21 @@ def convert_functions(conversion: Conversion) -> None:
         more = ", apart=True" if apart is not None and constant(apart.value) is True else ""
         conversion.edits.replace(call, conversion.call("seed_everything", script.code(seed) + more))
         conversion.done(call, "seed", "seeds Python, numpy and torch, as set_seed does")
-    for call in list(script.calls(*_LOGGERS)):
+    for call in list(script.calls(*ACCELERATE_LOGGERS)):
         if len(call.args) == 1:
-            conversion.helpers.take_over(conversion.edits, _LOGGERS[0])
+            conversion.helpers.replace_import(conversion.edits, ACCELERATE_LOGGERS[0])
             conversion.rename_call(call, "get_logger")
             conversion.done(call, "log", "says the rank, and logs on rank 0 alone where it is told to")
-    for level in _LEVELS:
+    for level in LEVELS:
         for call, attribute in list(script.method_calls(level)):
             sources = list(conversion.facts.values.sources(attribute.value))
-            if sources and all(each is not None and script.is_a(each, *_LOGGERS) for each in sources):
+            if sources and all(each is not None and script.is_a(each, *ACCELERATE_LOGGERS) for each in sources):
                 _log(conversion, call)
 
 
 def _log(conversion: Conversion, call: cst.Call) -> None:
-    given = next((arg for arg in call.args if arg.keyword and arg.keyword.value == "main_process_only"), None)
-    if any(arg.keyword is not None and arg.keyword.value == "in_order" for arg in call.args):
+    given = next((arg for arg in call.args if keyword_of(arg) == "main_process_only"), None)
+    if "in_order" in keywords_of(call.args):
         conversion.unsure(call, "log", "in_order= has no equal", "barrier() between the ranks")
     elif given is None:
         conversion.edits.add_argument(call, "rank_zero=True")
@@ -102,7 +99,7 @@ def _path(conversion: Conversion, call: cst.Call) -> str | None:
     if (
         not is_imported
         or len(call.args) != 1
-        or (call.args[0].keyword is not None and "dir" not in call.args[0].keyword.value)
+        or (call.args[0].keyword is not None and "dir" not in keyword_of(call.args[0]))
     ):
         return None
     return conversion.script.code(call.args[0].value)
@@ -111,7 +108,9 @@ def _path(conversion: Conversion, call: cst.Call) -> str | None:
 def _state(conversion: Conversion, call: cst.Call) -> str | None:
     """Return the dict of what was prepared in the function of a call, but for the loaders, as text."""
     function = conversion.script.function_of(call)
-    names = dict.fromkeys(path for kind, path, where in conversion.prepared if where is function and kind != "loader")
+    names = dict.fromkeys(
+        each.path for each in conversion.prepared if each.function is function and each.kind != "loader"
+    )
     if not names:
         return None
     parts = [f'"{path.removeprefix("self.")}": {path}' for path in names]

@@ -5,23 +5,22 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
+from distwrap.convert.names import DATA_PARALLEL
 from distwrap.convert.script import path_of
 from distwrap.convert.sources.ddp import keep_options, use_the_model_itself
 from distwrap.convert.sources.plain import convert_plain
 
-WRAPPER = ("torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "torch.nn.parallel.data_parallel.DataParallel")
-
 
 def is_data_parallel(conversion: Conversion) -> bool:
     """Return whether a script trains by DataParallel."""
-    return any(conversion.script.calls(*WRAPPER))
+    return any(conversion.script.calls(*DATA_PARALLEL))
 
 
 def convert_data_parallel(conversion: Conversion) -> bool:
     """Convert a loop with DataParallel; return whether it was done."""
     script = conversion.script
     conversion.global_batch = True
-    for call in list(script.calls(*WRAPPER)):
+    for call in list(script.calls(*DATA_PARALLEL)):
         if not call.args or any(each.star for each in call.args) or not conversion.may_change(call):
             conversion.unsure(call, "wrap_model", "its arguments are not clear", "wrap_model(model)")
             return False
@@ -38,7 +37,7 @@ def convert_data_parallel(conversion: Conversion) -> bool:
             keep_options(conversion, call, ("device_ids", "output_device", "dim"))
             conversion.rename_call(call, "wrap_model")
         conversion.done(call, "wrap_model", "one process a device, in the place of threads in one process")
-    use_the_model_itself(conversion, WRAPPER)
+    use_the_model_itself(conversion, DATA_PARALLEL)
     return convert_plain(conversion)
 
 

@@ -5,19 +5,17 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
+from distwrap.convert.names import INIT, PROCESSES, WRAPPER
 from distwrap.convert.rules.collectives import convert_collectives
 from distwrap.convert.rules.devices import use_own_device
 from distwrap.convert.rules.entry import choose_entry, decorate_entry
 from distwrap.convert.rules.files import save_and_load
 from distwrap.convert.rules.samplers import shard_instead_of_sampling
-from distwrap.convert.script import Function, argument, constant, path_of
+from distwrap.convert.script import Function, argument, constant, keyword_of, path_of
 from distwrap.convert.values import root_of
 
-WRAPPER = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
-INIT = ("torch.distributed.init_process_group",)
 _DROPPED = ("device_ids", "output_device", "process_group", "dim")
 _ENDS = ("torch.distributed.destroy_process_group", "torch.cuda.set_device")
-_PROCESSES = ("torch.multiprocessing.Process", "multiprocessing.Process", "multiprocessing.context.Process")
 _RANKS = {
     "torch.distributed.get_rank": "rank",
     "torch.distributed.get_world_size": "world_size",
@@ -38,8 +36,8 @@ def is_ddp(conversion: Conversion) -> bool:
 def convert_ddp(conversion: Conversion) -> bool:
     """Convert a script that torchrun starts; return whether it was done."""
     script = conversion.script
-    needs: list[cst.CSTNode] = [*script.calls(*WRAPPER, *INIT, *_RANKS), *conversion.facts.optimizer_calls()]
-    needs += [each.loop for each in conversion.facts.training_loops]
+    needed: list[cst.CSTNode] = [*script.calls(*WRAPPER, *INIT, *_RANKS), *conversion.facts.optimizer_calls()]
+    needed += [each.loop for each in conversion.facts.training_loops]
     for call in script.calls(*WRAPPER):
         if _is_conditional(conversion, call):
             conversion.unsure(
@@ -47,14 +45,14 @@ def convert_ddp(conversion: Conversion) -> bool:
                 "model is not wrapped trains alone", "one path for all: wrap_model, a no-op in one process",
             )  # fmt: skip
             return False
-    for call in script.calls(*_PROCESSES):
+    for call in script.calls(*PROCESSES):
         conversion.unsure(
             call, "entry", "the script starts its ranks by itself, and each of them would start ranks again",
             "@distributed(nprocs=...) on the function that they run, and a plain call of it",
         )  # fmt: skip
         return False
-    needs = [each for each in needs if not _is_of_helper(conversion, each)] or needs
-    return choose_entry(conversion, needs) and convert_body(conversion) and decorate_entry(conversion, needs)
+    needed = [each for each in needed if not _is_of_helper(conversion, each)] or needed
+    return choose_entry(conversion, needed) and convert_body(conversion) and decorate_entry(conversion, needed)
 
 
 def _is_conditional(conversion: Conversion, call: cst.Call) -> bool:
@@ -133,7 +131,7 @@ def _wrap(conversion: Conversion) -> None:
 def keep_options(conversion: Conversion, call: cst.Call, dropped: tuple[str, ...]) -> None:
     """Write a wrapper's arguments anew without those that say which devices and group; the others stay."""
     script = conversion.script
-    kept = [call.args[0], *(arg for arg in call.args[1:] if arg.keyword and arg.keyword.value not in dropped)]
+    kept = [call.args[0], *(arg for arg in call.args[1:] if keyword_of(arg) not in ("", *dropped))]
     if len(kept) < len(call.args):
         start, end = script.span(call.args[0])[0], script.span(call.args[-1].value)[1]
         conversion.edits.replace_span(start, end, script.listed(kept))
@@ -212,13 +210,15 @@ def _query(conversion: Conversion, node: cst.CSTNode, helper: str) -> None:
 def _variable(conversion: Conversion, node: cst.CSTNode) -> str | None:
     """Return which variable of the environment an expression reads."""
     script = conversion.script
-    if isinstance(node, cst.Subscript) and script.is_a(node.value, "os.environ") and len(node.slice) == 1:
-        index = node.slice[0].slice
-        value = constant(index.value) if isinstance(index, cst.Index) else None
-    elif isinstance(node, cst.Call) and script.is_a(node, "os.environ.get", "os.getenv") and node.args:
-        value = constant(node.args[0].value)
-    else:
-        return None
+    match node:
+        case cst.Subscript(value=held, slice=[cst.SubscriptElement(slice=cst.Index(value=key))]) if script.is_a(
+            held, "os.environ"
+        ):
+            value = constant(key)
+        case cst.Call(args=[cst.Arg(value=key), *_]) if script.is_a(node, "os.environ.get", "os.getenv"):
+            value = constant(key)
+        case _:
+            return None
     return value if isinstance(value, str) else None
 
 
@@ -266,14 +266,8 @@ def _tell_ranks(conversion: Conversion, call: cst.Call, statement: cst.Expr, gon
             for each in script.find(cst.Assign, script.function_of(call))
             if [path_of(one.target) for one in each.targets] == [path] and script.span(each)[0] < script.span(call)[0]
         ]
-        written = {id(each.targets[0].target) for each in before}
         reads = [
-            node
-            for node in script.expressions()
-            if path_of(node) == path
-            and id(node) not in written
-            and not script.inside(node, statement)
-            and not any(script.inside(node, each) for each in before)
+            node for node in script.reads(path) if not any(script.inside(node, each) for each in (statement, *before))
         ]
         for each in before:
             conversion.edits.remove(each)
@@ -317,8 +311,7 @@ def _is_if_of(conversion: Conversion, branch: cst.If, gone: list[cst.CSTNode]) -
 
 def _drop_function(conversion: Conversion, function: Function) -> None:
     script, name = conversion.script, function.name.value
-    uses = [node for node in script.find(cst.Name) if node.value == name and script.parent(node) is not function]
-    statements = [script.small_statement_of(node) for node in uses]
+    statements = [script.small_statement_of(node) for node in script.reads(name)]
     if function.decorators or not all(
         isinstance(each, cst.Expr) and isinstance(each.value, cst.Call) and path_of(each.value.func) == name
         for each in statements

@@ -8,6 +8,7 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
+from distwrap.convert.names import FABRIC, FABRIC_SEEDS
 from distwrap.convert.rules.entry import choose_entry, decorate_entry
 from distwrap.convert.rules.files import save_and_load
 from distwrap.convert.rules.objects import (
@@ -21,10 +22,7 @@ from distwrap.convert.rules.objects import (
     reduction,
     replace_or_drop,
 )
-from distwrap.convert.script import argument, constant, path_of
-
-SEEDS = ("lightning.fabric.seed_everything", "lightning.seed_everything", "lightning_fabric.seed_everything")
-MADE = ("lightning.fabric.Fabric", "lightning_fabric.Fabric", "lightning.Fabric")
+from distwrap.convert.script import argument, constant, keyword_of, keywords_of, path_of
 
 
 def _setup_optimizers(conversion: Conversion, call: cst.Call) -> bool:
@@ -72,16 +70,16 @@ def _clip(conversion: Conversion, call: cst.Call) -> bool:
     """Convert ``fabric.clip_gradients(model, optimizer, ...)`` of gradients that are no scaled ones."""
     model = path_of(argument(call, "module", 0))
     norm, value = argument(call, "max_norm", 3), argument(call, "clip_val", 2)
-    others = {arg.keyword.value for arg in call.args if arg.keyword is not None}
+    others = keywords_of(call.args)
     known = {"module", "optimizer", "max_norm", "clip_val", "norm_type", "error_if_nonfinite"}
     if not may_clip(conversion) or model is None or (norm is None) == (value is None) or not others <= known:
         return False
     code = conversion.script.code
     texts = [f"{model}.parameters()", code(norm or value)]  # type: ignore[arg-type]
     texts += [
-        f"{arg.keyword.value}={code(arg.value)}"
+        f"{keyword_of(arg)}={code(arg.value)}"
         for arg in call.args
-        if arg.keyword is not None and arg.keyword.value in ("norm_type", "error_if_nonfinite")
+        if keyword_of(arg) in ("norm_type", "error_if_nonfinite")
     ]
     if norm is not None and "error_if_nonfinite" not in others:
         texts.append("error_if_nonfinite=True")  # as by default in Fabric
@@ -126,10 +124,10 @@ def _rank_zero_first(conversion: Conversion, call: cst.Call) -> bool:
 
 def _seeds(conversion: Conversion) -> None:
     """Convert the seed, where it is a function and no method."""
-    for full in SEEDS:
+    for full in FABRIC_SEEDS:
         for call in list(conversion.script.calls(full)):
-            if len(call.args) == 1 and (call.args[0].keyword is None or call.args[0].keyword.value == "seed"):
-                conversion.helpers.take_over(conversion.edits, full)
+            if len(call.args) == 1 and keyword_of(call.args[0]) in ("", "seed"):
+                conversion.helpers.replace_import(conversion.edits, full)
                 conversion.edits.replace(
                     call, conversion.call("seed_everything", conversion.script.code(call.args[0].value))
                 )
@@ -169,17 +167,17 @@ VALUES = {
 
 def is_fabric(conversion: Conversion) -> bool:
     """Return whether a script makes a Fabric."""
-    return any(conversion.script.calls(*MADE))
+    return any(conversion.script.calls(*FABRIC))
 
 
 def convert_fabric(conversion: Conversion) -> bool:
     """Convert a script with Fabric; return whether it was done."""
-    found = names_of(conversion, MADE)
+    found = names_of(conversion, FABRIC)
     if found is None or not all(_options(conversion, call) for call in found[0]):
         return False
     calls, names = found
-    needs: list[cst.CSTNode] = [*calls, *(each.loop for each in conversion.facts.training_loops)]
-    if not choose_entry(conversion, needs):
+    needed: list[cst.CSTNode] = [*calls, *(each.loop for each in conversion.facts.training_loops)]
+    if not choose_entry(conversion, needed):
         return False
     if not convert_uses(conversion, names, calls=CALLS, values=VALUES, removed=("launch",)):
         return False
@@ -187,19 +185,19 @@ def convert_fabric(conversion: Conversion) -> bool:
         conversion.edits.remove(conversion.script.small_statement_of(call))
     _seeds(conversion)
     save_and_load(conversion)
-    return decorate_entry(conversion, needs)
+    return decorate_entry(conversion, needed)
 
 
 def _options(conversion: Conversion, call: cst.Call) -> bool:
     """Take over the options that the decorator has too."""
     for arg in call.args:
-        name = arg.keyword.value if arg.keyword is not None else ""
+        name = keyword_of(arg)
         value = constant(arg.value)
         if name == "devices" and type(value) is int:
-            conversion.options.setdefault("nprocs", str(value))
+            conversion.decorator_options.setdefault("nprocs", str(value))
         elif name in ("strategy", "precision") and isinstance(value, str):
             if value not in ("auto", "32", "32-true"):
-                conversion.options.setdefault(name, f'"{value}"')
+                conversion.decorator_options.setdefault(name, f'"{value}"')
         elif name == "accelerator" and value not in ("auto", "cuda", "gpu"):
             conversion.left(
                 call, "device", "distwrap takes the accelerators that it sees, and the CPU where there is none",

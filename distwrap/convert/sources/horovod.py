@@ -8,20 +8,19 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
+from distwrap.convert.names import HOROVOD
 from distwrap.convert.rules.devices import use_own_device
 from distwrap.convert.rules.entry import choose_entry, decorate_entry
 from distwrap.convert.rules.files import save_and_load
 from distwrap.convert.rules.models import wrap_models
 from distwrap.convert.rules.objects import Special, convert_uses, first_alone
 from distwrap.convert.rules.samplers import shard_instead_of_sampling
-from distwrap.convert.script import argument, path_of
-
-MODULE = "horovod.torch"
+from distwrap.convert.script import argument, keyword_of, keywords_of, path_of
 
 
 def _optimizer(conversion: Conversion, call: cst.Call) -> bool:
     """Let an optimizer be itself again; the models that it trains are wrapped."""
-    names = {arg.keyword.value for arg in call.args[1:] if arg.keyword is not None}
+    names = keywords_of(call.args[1:])
     known = {"named_parameters", "compression", "op"}
     if not call.args or not names <= known or len(names) < len(call.args) - 1:
         return False
@@ -43,7 +42,7 @@ def _optimizer(conversion: Conversion, call: cst.Call) -> bool:
 
 def _all_reduce(conversion: Conversion, call: cst.Call) -> bool:
     """Convert ``hvd.allreduce``, which averages unless ``op=`` says otherwise."""
-    names = {arg.keyword.value for arg in call.args[1:] if arg.keyword is not None}
+    names = keywords_of(call.args[1:])
     if not call.args or not names <= {"name", "op"} or len(names) < len(call.args) - 1:
         return False
     kind = argument(call, "op")
@@ -73,7 +72,7 @@ def _drop_compression(conversion: Conversion, names: set[str]) -> bool:
             continue
         statement = script.small_statement_of(node)
         if any(
-            isinstance(each, cst.Call) and script.is_a(each, f"{MODULE}.DistributedOptimizer")
+            isinstance(each, cst.Call) and script.is_a(each, f"{HOROVOD}.DistributedOptimizer")
             for each in script.ancestors(node)
         ):
             continue
@@ -95,7 +94,7 @@ def _drop_compression(conversion: Conversion, names: set[str]) -> bool:
 
 def _is_option(conversion: Conversion, node: cst.Name, statement: cst.Assign) -> bool:
     above = conversion.script.parent(node)
-    is_keyword = isinstance(above, cst.Arg) and above.keyword is not None and above.keyword.value == "compression"
+    is_keyword = isinstance(above, cst.Arg) and keyword_of(above) == "compression"
     return is_keyword or conversion.script.inside(node, statement)
 
 
@@ -115,7 +114,7 @@ REMOVED = ("init", "shutdown", "broadcast_parameters", "broadcast_optimizer_stat
 
 def is_horovod(conversion: Conversion) -> bool:
     """Return whether a script joins Horovod's ranks."""
-    return any(conversion.script.calls(f"{MODULE}.init"))
+    return any(conversion.script.calls(f"{HOROVOD}.init"))
 
 
 def convert_horovod(conversion: Conversion) -> bool:
@@ -124,11 +123,11 @@ def convert_horovod(conversion: Conversion) -> bool:
     names = {
         node.value
         for node in script.find(cst.Name)
-        if MODULE in script.names(node) and not isinstance(script.parent(node), cst.ImportAlias)
+        if HOROVOD in script.names(node) and not isinstance(script.parent(node), cst.ImportAlias)
     }
-    needs: list[cst.CSTNode] = [*script.calls(f"{MODULE}.init"), *conversion.facts.optimizer_calls()]
-    needs += [each.loop for each in conversion.facts.training_loops]
-    if not choose_entry(conversion, needs):
+    needed: list[cst.CSTNode] = [*script.calls(f"{HOROVOD}.init"), *conversion.facts.optimizer_calls()]
+    needed += [each.loop for each in conversion.facts.training_loops]
+    if not choose_entry(conversion, needed):
         return False
     shard_instead_of_sampling(conversion)
     if not _drop_compression(conversion, names):
@@ -141,4 +140,4 @@ def convert_horovod(conversion: Conversion) -> bool:
         conversion.edits.remove(script.small_statement_of(call))
     use_own_device(conversion)
     save_and_load(conversion)
-    return decorate_entry(conversion, needs)
+    return decorate_entry(conversion, needed)

@@ -5,11 +5,10 @@ from __future__ import annotations
 import libcst as cst
 
 from distwrap.convert.conversion import Conversion
+from distwrap.convert.names import SPAWN
 from distwrap.convert.rules.entry import decorate
-from distwrap.convert.script import Function, argument, is_docstring, path_of
+from distwrap.convert.script import Function, argument, is_docstring, keywords_of, path_of
 from distwrap.convert.sources.ddp import convert_body
-
-SPAWN = ("torch.multiprocessing.spawn", "torch.multiprocessing.spawn.spawn")
 
 
 def is_spawn(conversion: Conversion) -> bool:
@@ -24,13 +23,7 @@ def convert_spawn(conversion: Conversion) -> bool:
     given = {path_of(argument(call, "fn", 0)) for call in calls}
     name = given.pop() if len(given) == 1 else None
     function = facts.values.functions.get(name or "")
-    others = [
-        node
-        for node in script.find(cst.Name)
-        if node.value == name
-        and script.parent(node) is not function
-        and not any(script.inside(node, call) for call in calls)
-    ]
+    others = [node for node in script.reads(name) if not any(script.inside(node, call) for call in calls)]
     if function is None or others or not function.params.params:
         conversion.unsure(
             calls[0], "spawn", "the function that it starts is not one of this file, or is called elsewhere too",
@@ -42,7 +35,7 @@ def convert_spawn(conversion: Conversion) -> bool:
     ):
         conversion.unsure(calls[0], "spawn", "its arguments or its value are not plain", "a plain call of the function")
         return False
-    conversion.entry = function
+    conversion.reach.begin_at(function)
     first = function.params.params[0].name.value
     conversion.rank_names.add(first)
     for call in calls:
@@ -52,8 +45,7 @@ def convert_spawn(conversion: Conversion) -> bool:
 
 
 def _can_replace(conversion: Conversion, call: cst.Call) -> bool:
-    keywords = {arg.keyword.value for arg in call.args if arg.keyword is not None}
-    return keywords <= {"fn", "args", "nprocs", "join"} and not any(arg.star for arg in call.args)
+    return keywords_of(call.args) <= {"fn", "args", "nprocs", "join"} and not any(arg.star for arg in call.args)
 
 
 def _call_plainly(conversion: Conversion, call: cst.Call, function: Function) -> None:
@@ -77,7 +69,7 @@ def _drop_parameter(conversion: Conversion, function: Function, first: str) -> N
     end = script.span(params[1])[0] if len(params) > 1 else script.span(params[0])[1]
     conversion.edits.replace_span(start, end, "")
     body = function.body.body
-    used = any(node.value == first for line in body for node in script.find(cst.Name, line))
+    used = any(script.reads(first, function.body))
     index = 1 if is_docstring(body[0]) and len(body) > 1 else 0
     if used:
         own = "rank" if _is_global(conversion, first) else "local_rank"
@@ -91,6 +83,6 @@ def _is_global(conversion: Conversion, first: str) -> bool:
     return not any(
         isinstance(assign.value, cst.BinaryOperation)
         and (path_of(assign.targets[0].target) or "").split(".")[-1] in ("rank", "global_rank")
-        and any(node.value == first for node in script.find(cst.Name, assign.value))
+        and any(script.reads(first, assign.value))
         for assign in script.find(cst.Assign)
     )

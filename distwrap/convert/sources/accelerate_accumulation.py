@@ -1,4 +1,4 @@
-"""Accelerate's steps: an optimizer and a scheduler that only act when gradients are complete, written out.
+"""Accelerate's accumulation: an optimizer and a scheduler that only act when gradients are complete, written out.
 
 Source: https://huggingface.co/docs/accelerate/concept_guides/gradient_synchronization
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import libcst as cst
 
-from distwrap.convert.conversion import Conversion
+from distwrap.convert.conversion import Conversion, Kind
 from distwrap.convert.edits import INDENT, LINE
 from distwrap.convert.rules.accumulation import take_windows
 from distwrap.convert.script import Function, constant, path_of
@@ -18,7 +18,7 @@ SYNC = "sync_gradients"
 
 
 @dataclass
-class Micro:
+class AccumulationPlan:
     """Accumulation of a script with Accelerate.
 
     Attributes:
@@ -38,30 +38,30 @@ class Micro:
     kept_indent: set[int] = field(default_factory=set)
 
 
-def write_out(conversion: Conversion, micro: Micro, names: set[str]) -> bool:
+def write_out(conversion: Conversion, accumulation: AccumulationPlan, names: set[str]) -> bool:
     """Convert windows and steps, before the other uses of the object; return whether all of it was clear."""
     script = conversion.script
     found = [call for call, attribute in script.method_calls("accumulate") if path_of(attribute.value) in names]
-    if not all(_window(conversion, micro, call) for call in found):
+    if not all(_window(conversion, accumulation, call) for call in found):
         return False
-    if micro.every and not found:
+    if accumulation.every and not found:
         conversion.unsure(
             script.tree, "accumulate", "gradients accumulate, but no accelerator.accumulate(model) says where",
             "for batch, window in accumulate(loader, steps, model)",
         )  # fmt: skip
         return False
     for node in list(script.find(cst.Attribute)):
-        if node.attr.value == SYNC and path_of(node.value) in names and not _answer(conversion, micro, node):
+        if node.attr.value == SYNC and path_of(node.value) in names and not _answer(conversion, accumulation, node):
             return False
-    _steps(conversion, micro)
-    for block in micro.blocks:
-        _dedent(conversion, micro, block)
+    _steps(conversion, accumulation)
+    for block in accumulation.blocks:
+        _dedent(conversion, accumulation, block)
     return True
 
 
-def _answer(conversion: Conversion, micro: Micro, node: cst.Attribute) -> bool:
-    window = _window_of(conversion, micro, node)
-    if window is None and micro.windows:
+def _answer(conversion: Conversion, accumulation: AccumulationPlan, node: cst.Attribute) -> bool:
+    window = _window_of(conversion, accumulation, node)
+    if window is None and accumulation.windows:
         conversion.unsure(node, "accumulate", "it is asked outside of the loop that accumulates", "window.last")
         return False
     conversion.edits.replace(node, f"{window}.last" if window is not None else "True")
@@ -69,11 +69,12 @@ def _answer(conversion: Conversion, micro: Micro, node: cst.Attribute) -> bool:
     return True
 
 
-def _window_of(conversion: Conversion, micro: Micro, node: cst.CSTNode) -> str | None:
-    return next((micro.windows[each] for each in conversion.script.ancestors(node) if each in micro.windows), None)  # type: ignore[index]
+def _window_of(conversion: Conversion, accumulation: AccumulationPlan, node: cst.CSTNode) -> str | None:
+    loops = (each for each in conversion.script.ancestors(node) if isinstance(each, cst.For))
+    return next((accumulation.windows[each] for each in loops if each in accumulation.windows), None)
 
 
-def _window(conversion: Conversion, micro: Micro, call: cst.Call) -> bool:
+def _window(conversion: Conversion, accumulation: AccumulationPlan, call: cst.Call) -> bool:
     """Let the loop around a ``with accelerator.accumulate(model)`` go through windows."""
     script = conversion.script
     block = script.small_statement_of(call)
@@ -89,7 +90,13 @@ def _window(conversion: Conversion, micro: Micro, call: cst.Call) -> bool:
         and block.items[0].asname is None
         and isinstance(loop, cst.For)
     )
-    if not is_plain or not models or None in models or not micro.every or not _is_seen(conversion, micro, call):
+    if (
+        not is_plain
+        or not models
+        or None in models
+        or not accumulation.every
+        or not _is_seen(conversion, accumulation, call)
+    ):
         conversion.unsure(
             call, "accumulate", "accumulate used in this way has no equal in the table",
             "for batch, window in accumulate(loader, steps, model)",
@@ -98,48 +105,49 @@ def _window(conversion: Conversion, micro: Micro, call: cst.Call) -> bool:
     assert isinstance(loop, cst.For)
     assert isinstance(block, cst.With)
     model = models[0] if len(models) == 1 else f"[{', '.join(each or '' for each in models)}]"
-    window = take_windows(conversion, loop, micro.every, model or "")
+    window = take_windows(conversion, loop, accumulation.every, model or "")
     if window is None:
         conversion.unsure(loop, "accumulate", "its loop is not plain", "for batch, window in accumulate(loader, ...)")
         return False
-    micro.windows[loop] = window
-    micro.blocks.append(block)
+    accumulation.windows[loop] = window
+    accumulation.blocks.append(block)
     return True
 
 
-def _is_seen(conversion: Conversion, micro: Micro, node: cst.CSTNode) -> bool:
+def _is_seen(conversion: Conversion, accumulation: AccumulationPlan, node: cst.CSTNode) -> bool:
     """Return whether the number of batches has its meaning at a node too."""
-    if micro.every.isdigit() or micro.function is None or conversion.script.function_of(node) is micro.function:
+    function = accumulation.function
+    if accumulation.every.isdigit() or function is None or conversion.script.function_of(node) is function:
         return True
-    conversion.unsure(node, "accumulate", f"{micro.every} belongs to another function", "pass it as an argument")
+    conversion.unsure(node, "accumulate", f"{accumulation.every} belongs to another function", "pass it as an argument")
     return False
 
 
-def backward(conversion: Conversion, micro: Micro, call: cst.Call) -> bool:
+def backward(conversion: Conversion, accumulation: AccumulationPlan, call: cst.Call) -> bool:
     """Convert ``accelerator.backward(loss)``, which divides the loss by the number of batches."""
     if len(call.args) != 1 or call.args[0].keyword is not None or call.args[0].star:
         return False
-    if micro.every and not _is_seen(conversion, micro, call):
+    if accumulation.every and not _is_seen(conversion, accumulation, call):
         return False
     value = conversion.script.code(call.args[0].value)
-    if micro.every:
+    if accumulation.every:
         value = value if path_of(call.args[0].value) is not None else f"({value})"
-        value = f"{value} / {micro.every}"
+        value = f"{value} / {accumulation.every}"
     conversion.edits.replace(call, conversion.call("backward", value))
     return True
 
 
-def _steps(conversion: Conversion, micro: Micro) -> None:
+def _steps(conversion: Conversion, accumulation: AccumulationPlan) -> None:
     """Let steps act at a window's end alone, schedules as often as Accelerate's, and unscale where needed."""
     script = conversion.script
     groups: dict[cst.CSTNode, list[cst.CSTNode]] = {}
     for name in ("step", "zero_grad"):
         for call, attribute in list(script.method_calls(name)):
-            kind = _kind(conversion, call, attribute)
+            kind = _kind_of_stepped(conversion, call, attribute)
             statement = script.small_statement_of(call)
             if kind is None or not isinstance(statement, cst.Expr) or statement.value is not call:
                 continue
-            window = _window_of(conversion, micro, call)
+            window = _window_of(conversion, accumulation, call)
             if window is not None and not is_asked(conversion, call):
                 line = script.statement_of(call)
                 groups.setdefault(script.parent(line) or line, []).append(line)
@@ -150,32 +158,33 @@ def _steps(conversion: Conversion, micro: Micro) -> None:
                     call, "scheduler", "Accelerate steps a prepared schedule once for each rank; so does this line. "
                     "A schedule over the steps of one rank needs one call alone"
                 )  # fmt: skip
-            elif name == "step" and micro.may_scale:
+            elif name == "step" and accumulation.may_scale:
                 conversion.edits.replace(call, conversion.call("optimizer_step", script.code(attribute.value)))
                 conversion.done(call, "precision", "unscales, steps or skips, where the precision is fp16")
     for lines in groups.values():
         for run in _runs(conversion, lines):
-            _under_window(conversion, micro, run)
+            _under_window(conversion, accumulation, run)
 
 
-def _kind(conversion: Conversion, call: cst.Call, attribute: cst.Attribute) -> str | None:
+def _kind_of_stepped(conversion: Conversion, call: cst.Call, attribute: cst.Attribute) -> Kind | None:
     """Return whether what steps is a prepared optimizer or scheduler, also by another name or in another function."""
-    path = path_of(attribute.value)
+    path, scope = path_of(attribute.value) or "", conversion.facts.values.scope
     function = conversion.script.function_of(call)
-    for kind, own, where in conversion.prepared:
-        if kind in ("optimizer", "scheduler") and own == path and where is function:
-            return kind
-    if conversion.facts.values.parameter(function, path or "") is None:
+    for one in conversion.prepared:
+        if one.kind in ("optimizer", "scheduler") and one.path == path:
+            is_of_self = path.startswith("self.") and one.function is not None
+            if one.function is function or (is_of_self and scope(call, path) is scope(one.function or call, path)):
+                return one.kind
+    if conversion.facts.values.parameter(function, path) is None:
         return None
     given = {
-        kind
+        one.kind
         for each in conversion.facts.values.callers(function)  # type: ignore[arg-type]
         for arg in each.args
-        for kind, own, where in conversion.prepared
-        if own == path_of(arg.value) and where is conversion.script.function_of(each)
+        for one in conversion.prepared
+        if one.path == path_of(arg.value) and one.function is conversion.script.function_of(each)
     }
-    is_scheduler = conversion.facts.is_scheduler(attribute.value)
-    kind = "scheduler" if is_scheduler else "optimizer"
+    kind: Kind = "scheduler" if conversion.facts.is_scheduler(attribute.value) else "optimizer"
     return kind if kind in given else None
 
 
@@ -201,11 +210,11 @@ def _runs(conversion: Conversion, lines: list[cst.CSTNode]) -> list[list[cst.CST
     return runs
 
 
-def _under_window(conversion: Conversion, micro: Micro, run: list[cst.CSTNode]) -> None:
+def _under_window(conversion: Conversion, accumulation: AccumulationPlan, run: list[cst.CSTNode]) -> None:
     """Put statements under ``if window.last:``; within a block that goes they are indented enough already."""
     script, edits = conversion.script, conversion.edits
-    inside = any(each in micro.blocks for each in script.ancestors(run[0]))
-    indent, window = edits.indent_of(run[0]), _window_of(conversion, micro, run[0])
+    inside = any(each in accumulation.blocks for each in script.ancestors(run[0]))
+    indent, window = edits.indent_of(run[0]), _window_of(conversion, accumulation, run[0])
     start = edits.line_start(script.span(run[0])[0])
     head = indent.removesuffix(script.indent) if inside else indent
     edits.insert(start, f"{head}if {window}.last:{script.newline}", LINE)
@@ -214,11 +223,11 @@ def _under_window(conversion: Conversion, micro: Micro, run: list[cst.CSTNode]) 
     while place < end:
         if not inside:
             edits.insert(place, script.indent, INDENT)
-        micro.kept_indent.add(place)
+        accumulation.kept_indent.add(place)
         place = edits.line_end(place)
 
 
-def _dedent(conversion: Conversion, micro: Micro, block: cst.With) -> None:
+def _dedent(conversion: Conversion, accumulation: AccumulationPlan, block: cst.With) -> None:
     """Remove the line that heads a block, and the indentation of the block."""
     script, edits = conversion.script, conversion.edits
     start, end = script.span(block)
@@ -228,7 +237,7 @@ def _dedent(conversion: Conversion, micro: Micro, block: cst.With) -> None:
     while place < end:
         line = script.data[place : edits.line_end(place)]
         is_text = any(low < place < high for low, high in texts)
-        stays = is_text or place in micro.kept_indent
+        stays = is_text or place in accumulation.kept_indent
         if line.startswith(script.indent.encode()) and line.strip() and not stays:
             edits.replace_span(place, place + len(script.indent), "")
         place = edits.line_end(place)

@@ -1,0 +1,110 @@
+"""Names of other libraries' things that a script may use, each by its full name; the names of methods by their own."""
+
+# Data
+
+LOADER = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
+SAMPLER = ("torch.utils.data.distributed.DistributedSampler", "torch.utils.data.DistributedSampler")
+
+# Ranks
+
+WRAPPER = ("torch.nn.parallel.DistributedDataParallel", "torch.nn.parallel.distributed.DistributedDataParallel")
+DATA_PARALLEL = (
+    "torch.nn.DataParallel", "torch.nn.parallel.DataParallel", "torch.nn.parallel.data_parallel.DataParallel",
+)  # fmt: skip
+INIT = ("torch.distributed.init_process_group",)
+SPAWN = ("torch.multiprocessing.spawn", "torch.multiprocessing.spawn.spawn")
+PROCESSES = ("torch.multiprocessing.Process", "multiprocessing.Process", "multiprocessing.context.Process")
+COLLECTIVES = {
+    *(f"distwrap.{name}" for name in ("gather", "gather_object", "reduce", "mean", "broadcast", "barrier", "agree")),
+    "distwrap.assert_in_sync", "distwrap.sync_buffers",
+    *(
+        f"torch.distributed.{name}"
+        for name in (
+            "all_reduce", "all_gather", "all_gather_object", "all_gather_into_tensor", "reduce", "broadcast", "barrier",
+            "gather", "scatter", "broadcast_object_list", "reduce_scatter", "all_to_all",
+        )
+    ),
+}  # fmt: skip
+
+# Objects of libraries that start ranks
+
+ACCELERATOR = ("accelerate.Accelerator", "accelerate.accelerator.Accelerator")
+FABRIC = ("lightning.fabric.Fabric", "lightning_fabric.Fabric", "lightning.Fabric")
+HOROVOD = "horovod.torch"
+# Methods of Accelerate's and Fabric's objects, which return what they are given.
+PREPARES = (
+    "prepare", "prepare_model", "prepare_data_loader", "prepare_optimizer", "prepare_scheduler",
+    "setup", "setup_dataloaders", "setup_module", "setup_optimizers",
+)  # fmt: skip
+
+# Models and precision
+
+# Methods that return the model or tensor that they are called on, moved or changed.
+MOVES = ("to", "cuda", "cpu", "train", "eval", "double", "float", "half", "bfloat16", "requires_grad_", "apply", "type")
+DEVICE = "torch.device"
+ACCELERATORS = ("cuda", "mps", "xpu", "npu")
+AUTOCAST = ("torch.autocast", "torch.amp.autocast", "torch.cuda.amp.autocast", "torch.cpu.amp.autocast")
+SCALER = (
+    "torch.cuda.amp.GradScaler", "torch.amp.GradScaler", "torch.GradScaler", "torch.cuda.amp.grad_scaler.GradScaler",
+)  # fmt: skip
+CLIP = ("torch.nn.utils.clip_grad_norm_",)
+
+# Random numbers
+
+# Seeds of what is drawn on the CPU, as data is.
+CPU_SEEDS = ("torch.manual_seed", "torch.random.manual_seed", "numpy.random.seed", "random.seed")
+SEEDS = (*CPU_SEEDS, "torch.cuda.manual_seed_all")
+# Names that scripts and libraries give to a function that seeds everything.
+SEED_FUNCTIONS = (
+    "seed_everything", "set_seed", "setup_seed", "set_random_seed", "init_seeds", "fix_seed", "seed_all",
+)  # fmt: skip
+ACCELERATE_SEEDS = ("accelerate.utils.set_seed", "accelerate.utils.random.set_seed")
+FABRIC_SEEDS = ("lightning.fabric.seed_everything", "lightning.seed_everything", "lightning_fabric.seed_everything")
+# Whatever draws from the generators that all of a process shares.
+DRAWS = {
+    f"{library}{name}"
+    for library, names in {
+        "torch.": (
+            "rand", "randn", "randint", "randperm", "normal", "bernoulli", "multinomial", "poisson", "rand_like",
+            "randn_like", "randint_like",
+        ),
+        "random.": (
+            "random", "randint", "randrange", "choice", "choices", "sample", "shuffle", "uniform", "gauss",
+        ),
+        "numpy.random.": (
+            "rand", "randn", "randint", "random", "choice", "permutation", "shuffle", "uniform", "normal", "beta",
+        ),
+    }.items()
+    for name in names
+}  # fmt: skip
+DRAWS_IN_PLACE = ("normal_", "uniform_", "bernoulli_", "random_", "exponential_")
+# Those by which a script makes, orders or divides data as a whole, where ranks that draw apart train on what others
+# evaluate; a single number, as of `random.random`, says nothing of that.
+DRAWS_OF_DATA = (
+    "torch.utils.data.random_split", "torch.randperm", "torch.randn", "torch.rand", "torch.randint",
+    "numpy.random.permutation", "numpy.random.randn", "numpy.random.rand", "numpy.random.shuffle", "random.shuffle",
+    "random.sample", "numpy.random.choice", "sklearn.model_selection.train_test_split",
+)  # fmt: skip
+CLOCKS_AND_DRAWS = ("time.", "datetime.", "random.", "numpy.random.", "torch.rand")  # how their names begin
+AUGMENTING = ("torchvision.transforms", "albumentations", "kornia.augmentation")  # how their names begin
+
+# Output
+
+BARS = ("tqdm.tqdm", "tqdm.auto.tqdm", "tqdm.notebook.tqdm", "tqdm.std.tqdm")
+RANGES = ("tqdm.trange", "tqdm.auto.trange")
+WRITERS = (
+    "torch.utils.tensorboard.SummaryWriter", "torch.utils.tensorboard.writer.SummaryWriter",
+    "tensorboardX.SummaryWriter", "wandb.init",
+)  # fmt: skip
+RECORDS = ("wandb.log", "wandb.finish", "wandb.watch", "mlflow.log_metric", "mlflow.log_metrics", "mlflow.log_params")
+LEVELS = ("debug", "info", "warning", "error", "critical", "exception", "log")
+ACCELERATE_LOGGERS = ("accelerate.logging.get_logger",)
+
+# Files
+
+WRITES = (
+    "numpy.save", "numpy.savez", "numpy.savetxt", "matplotlib.pyplot.savefig", "torchvision.utils.save_image",
+    "shutil.copyfile", "shutil.copy", "shutil.copy2", "shutil.move", "shutil.rmtree", "os.remove", "os.unlink",
+    "os.rename", "os.mkdir",
+)  # fmt: skip
+WRITE_METHODS = ("to_csv", "savefig", "write_text", "save_pretrained")
