@@ -104,11 +104,16 @@ class ByHand(RunPart):
                 known |= parameters_of(optimizer).keys()
         inner = {id(part) for module in modules for part in module.children()}
         left = {
-            module: [each for each in module.parameters() if each.requires_grad and id(each) not in known]
+            module: [each for each in module.parameters() if _may_be_stepped(each) and id(each) not in known]
             for module in modules
             if id(module) not in inner
         }
         return {module: parameters for module, parameters in left.items() if parameters}
+
+
+def _may_be_stepped(parameter: nn.Parameter) -> bool:
+    """Return whether a loop may step a parameter by hand; a look at a part of a divided one is a collective."""
+    return type(parameter) is nn.Parameter and parameter.requires_grad and not parameter.is_meta
 
 
 def _in_words(kind: str, rank: int, other: int, world_size: int) -> str:

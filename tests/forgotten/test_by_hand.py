@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import distwrap as dw
@@ -121,3 +123,17 @@ def test_nothing_is_looked_at_later() -> None:
         return found
 
     assert run_ranks(on_rank, 2) == [[True, True]] * 2
+
+
+def left_over() -> int:
+    net: Any = nn.Linear(4, 4)
+    mesh = init_device_mesh("cpu", (2,))
+    net.weight = nn.Parameter(distribute_tensor(net.weight.detach(), mesh, [Shard(0)]))
+    if dw.rank() == 1:
+        del net
+    return sum(1 for _ in shares())
+
+
+def test_a_part_of_a_divided_model_is_not_looked_at() -> None:
+    """It may be of a run before, or on some ranks alone, and its numbers are on all of them."""
+    assert run_ranks(left_over, 2, timeout=30) == [BATCHES] * 2
