@@ -91,6 +91,8 @@ if typing.TYPE_CHECKING:
     from distwrap.strategies.pipeline import PipelineStrategy as PipelineStrategy
     from distwrap.strategies.steps import backward as backward, optimizer_step as optimizer_step, unscale as unscale
     from distwrap.strategies.windows import Window as Window, scale_loss as scale_loss
+    from distwrap.timing.report import Report as Report, report as report
+    from distwrap.timing.trace import trace as trace
 
 # The same for the interpreter, which imports a module when one of its names is first asked for.
 _MODULES = {
@@ -127,6 +129,8 @@ _MODULES = {
     "strategies.pipeline": "PipelineStrategy",
     "strategies.steps": "backward optimizer_step unscale",
     "strategies.windows": "Window scale_loss",
+    "timing.report": "Report report",
+    "timing.trace": "trace",
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
 __all__ = sorted({*_MODULE_OF, "__version__"} - {"print"})  # `import *` must not take the builtin's place

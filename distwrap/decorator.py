@@ -44,6 +44,7 @@ class GivenOptions(TypedDict, total=False):
     max_restarts: int
     max_lost: int
     retrofit: bool
+    report: bool | str | os.PathLike[str]
     log_dir: str | os.PathLike[str] | None
 
 
@@ -159,6 +160,8 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         returns: ``"rank0"``, or ``"all"`` for the list of all ranks' values.
         retrofit: wrap models, optimizers and loaders among the arguments before the function sees them, and write the
             trained weights and optimizer state back into the caller's own objects.
+        report: whether to tell at the end where the time went, on rank 0's standard error; the path of a file that
+            ends in ``.json`` gets all figures too. See `report`.
         log_dir: a folder for what each rank prints, besides the console: ``rank_0.stdout.log``, ``rank_0.stderr.log``,
             …, appended to. Left to an outer launcher where there is one.
 
@@ -169,8 +172,9 @@ def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
         OptionError: an option is wrong, or the function is of a kind that cannot be launched.
 
     Environment: ``DISTWRAP_STRATEGY``, ``_LAUNCHER``, ``_NPROCS``, ``_NNODES``, ``_NODE_RANK``, ``_RDZV_ENDPOINT``,
-    ``_BACKEND``, ``_PRECISION``, ``_COMM``, ``_SEED``, ``_TIMEOUT``, ``_MAX_RESTARTS``, ``_MAX_LOST`` and ``_LOG_DIR``
-    override these arguments, ``.options()`` overrides both; ``DISTWRAP_DISABLE=1`` runs the function in this process.
+    ``_BACKEND``, ``_PRECISION``, ``_COMM``, ``_SEED``, ``_TIMEOUT``, ``_MAX_RESTARTS``, ``_MAX_LOST``, ``_REPORT`` and
+    ``_LOG_DIR`` override these arguments, ``.options()`` overrides both; ``DISTWRAP_DISABLE=1`` runs the function in
+    this process.
 
     Example:
         >>> @distributed(nprocs=1)

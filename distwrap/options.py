@@ -41,6 +41,9 @@ class Text(NamedTuple):
 WORD = Text(str, "a word")
 WHOLE = Text(int, "a whole number")
 AUTO_OR_WHOLE = Text(lambda text: text if text == "auto" else int(text), "'auto' or a whole number")
+REPORT = Text(
+    lambda text: text if text.endswith(".json") else switched_on({"": text}, ""), "1, or a path that ends in .json"
+)
 NUMBER = Text(float, "a number of seconds")
 
 
@@ -123,6 +126,11 @@ _BACKEND = Check(
     "'auto' or a name that torch.distributed knows, as 'gloo'", lambda value: isinstance(value, str) and bool(value)
 )
 _SWITCH = Check("True or False", lambda value: isinstance(value, bool))
+_REPORT = Check(
+    "True, False, or the path of a file that ends in .json",
+    lambda value: isinstance(value, bool) or (isinstance(value, (str, os.PathLike)) and str(value).endswith(".json")),
+    lambda value: value if isinstance(value, bool) else str(os.fspath(value)),
+)
 _FOLDER = Check(
     "the path of a folder", lambda value: isinstance(value, (str, os.PathLike)), lambda value: str(os.fspath(value))
 )
@@ -152,6 +160,7 @@ class Options:
     max_lost: int = option(0, whole(0), "ranks that may be lost while the others go on", WHOLE)
     returns: Returns = option("rank0", one_of("value for returns", get_args(Returns)), "whose values a call returns")
     retrofit: bool = option(False, _SWITCH, "whether models and loaders among the arguments are wrapped")
+    report: bool | str = option(False, _REPORT, "whether to tell where the time goes; a path gets the figures", REPORT)
     log_dir: str | None = option(None, either(None, _FOLDER), "the folder for what each rank prints", WORD)
 
     def updated(self, given: Mapping[str, Any], where: str = "@distributed") -> Options:

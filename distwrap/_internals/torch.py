@@ -73,6 +73,22 @@ def version_of(tensor: torch.Tensor) -> int:
 # DistributedDataParallel
 
 
+def settings_of_ddp(model: DistributedDataParallel) -> dict[str, Any]:
+    """Return how DDP exchanges gradients, and the bytes of parameters that had none at the last step.
+
+    Relies on ``torch.nn.parallel:DistributedDataParallel._get_ddp_logging_data``.
+    Without it: a report's advice does not say that no parameter is without a gradient.
+    """
+    logged: dict[str, Any] = getattr(model, "_get_ddp_logging_data", dict)()
+    return {
+        "bucket_bytes": getattr(model, "bucket_bytes_cap", None),
+        "is_bucket_view": model.gradient_as_bucket_view,
+        "finds_unused": model.find_unused_parameters,
+        "unused_bytes": logged.get("unused_parameter_size"),
+        "is_static": model.static_graph,
+    }
+
+
 def begin_ddp_forward(model: DistributedDataParallel) -> None:
     """Do what DDP does before the module's own forward.
 

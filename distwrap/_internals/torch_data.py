@@ -63,6 +63,35 @@ def held_iterators(loader: DataLoader[Any]) -> list[str]:
     return [name for name, value in vars(loader).items() if name != ITERATOR and isinstance(value, kind)]
 
 
+def iterator_class() -> type:
+    """Return the class of the iterators of all loaders of torch's.
+
+    Relies on ``torch.utils.data.dataloader:_BaseDataLoaderIter``.
+    Without it: the time that a loop waits for a loader that is not sharded counts as the loop's own.
+    """
+    return getattr(dataloader, "_BaseDataLoaderIter", type("NoIterator", (), {"__next__": None}))
+
+
+def workers_of(iterator: Any) -> int | None:
+    """Return with how many workers a loader's iterator reads; ``None`` where nobody knows.
+
+    Relies on ``torch.utils.data:DataLoader([0]).__iter__()._num_workers``.
+    Without it: a report's advice does not say how many workers there are.
+    """
+    workers = getattr(iterator, "_num_workers", None)
+    return workers if isinstance(workers, int) else None
+
+
+def pins(iterator: Any) -> bool | None:
+    """Return whether a loader's iterator pins the memory of its batches; ``None`` where nobody knows.
+
+    Relies on ``torch.utils.data:DataLoader([0]).__iter__()._pin_memory``.
+    Without it: a report does not advise to pin memory.
+    """
+    found = getattr(iterator, "_pin_memory", None)
+    return found if isinstance(found, bool) else None
+
+
 @contextmanager
 def worker_info_shown(info: Any) -> Iterator[None]:
     """Let `get_worker_info` return `info` for the time of a ``with``; see `show_worker_info`."""

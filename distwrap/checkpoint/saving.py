@@ -18,6 +18,8 @@ from distwrap.group.world import current_world
 from distwrap.model.drift import Drift
 from distwrap.model.wrapped_models import bound_strategy
 from distwrap.nesting import rebuilt
+from distwrap.stopwatch import Part
+from distwrap.supervision.hang_report import Activity
 
 
 def save(
@@ -79,13 +81,14 @@ def save(
     current_world().part(Drift).pause()
     if background and chosen.collective and not hasattr(chosen, "over"):
         raise OptionError(f"save(background=True): {type(chosen).__name__} is written by all ranks, and not meanwhile.")
-    if chosen.collective or _needs_all_ranks(state):
-        current_world().part(SaveMeetings).meet(path)
-    state = _with_collective_states(state, chosen)
-    if chosen.collective:
-        write_parts(state, path, keep, chosen, background=background)
-    else:
-        write_file(state, path, keep, chosen, background=background)
+    with current_world().part(Activity).part(Part.CHECKPOINT):
+        if chosen.collective or _needs_all_ranks(state):
+            current_world().part(SaveMeetings).meet(path)
+        state = _with_collective_states(state, chosen)
+        if chosen.collective:
+            write_parts(state, path, keep, chosen, background=background)
+        else:
+            write_file(state, path, keep, chosen, background=background)
 
 
 def wait_for_saves() -> None:
@@ -134,9 +137,10 @@ def load(
         >>> load(path, into={"model": model})["lr"]
         0.1
     """
-    state = read(files.found(Path(path)), into, map_location=map_location, io=format_of(io))
-    if into is not None:
-        load_into(into, state, strict=strict)
+    with current_world().part(Activity).part(Part.CHECKPOINT):
+        state = read(files.found(Path(path)), into, map_location=map_location, io=format_of(io))
+        if into is not None:
+            load_into(into, state, strict=strict)
     return state
 
 

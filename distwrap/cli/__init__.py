@@ -8,12 +8,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from distwrap.cli import check, convert, convert_checkpoint, doctor, estimate, strip
+from distwrap.cli import check, convert, convert_checkpoint, doctor, estimate, report, strip, top
 from distwrap.errors import DistwrapError
 
 __all__ = ["main"]
 
-_COMMANDS = (convert, check, doctor, estimate, strip, convert_checkpoint)  # in the order of --help
+_COMMANDS = (convert, check, doctor, report, top, estimate, strip, convert_checkpoint)  # in the order of --help
 _EXIT_CODES = (
     "Exit codes: 0 where a command has done what it was asked and all is well; 1 where it has found that something is "
     "not; 2 where it could not look or write, because what it was given is wrong, cannot be read, or is not installed."

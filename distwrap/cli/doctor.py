@@ -10,7 +10,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from distwrap.cli import report
+from distwrap.cli import doctor_report
 from distwrap.cli.facts import look
 from distwrap.cli.measure import Measured, measure
 from distwrap.decorator import distributed
@@ -64,13 +64,13 @@ def run(given: argparse.Namespace) -> int:
     if measured is not None:
         facts = measured.facts[0] if is_rank else facts
         problems += [text for each in measured.facts for text in each.problems if text not in problems]
-        remarks += report.disagreements(measured.facts)
+        remarks += doctor_report.disagreements(measured.facts)
     if rank == 0:
-        found = report.Report(facts, measured, problems, remarks, time.monotonic() - began)
+        found = doctor_report.DoctorReport(facts, measured, problems, remarks, time.monotonic() - began)
         print(found.json() if given.json else found.text())
         if given.plot and measured is not None and measured.all_reduces:
             try:
-                report.plot(measured, given.plot)
+                doctor_report.plot(measured, given.plot)
             except ImportError:
                 print("--plot needs matplotlib: pip install matplotlib", file=sys.stderr)
     return 1 if problems else 0

@@ -44,12 +44,13 @@ class ShardedLoader(SkippingLoader):
 
     def __iter__(self) -> Any:
         sharding = self._sharding
+        timed = current_world().part(Activity).timed
         if sharding.changing is not None:
-            return sharding.changing.batches(self)
+            return timed(sharding.changing.batches(self))
         if not sharding.uneven:
-            return self._rank_batches()
+            return timed(self._rank_batches())
         sharding.lockstep = in_step(self, sharding.uneven)
-        return iter(sharding.lockstep)
+        return timed(iter(sharding.lockstep))
 
     def __len__(self) -> int:
         sharding = self._sharding

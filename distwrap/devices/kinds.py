@@ -123,6 +123,11 @@ class DeviceKind:
         properties = getattr(self.module, "get_device_properties", lambda _: None)(device)
         return bool(getattr(properties, "has_fp64", True))  # as torch.xpu tells it
 
+    def peak_memory(self, device: torch.device) -> int | None:
+        """Return the most bytes that tensors have held on the device at a time; ``None`` where torch does not tell."""
+        peak = getattr(self.module, "max_memory_allocated", None)
+        return None if peak is None else int(peak(device))
+
     def versions(self) -> dict[str, str]:
         """Return the versions of the libraries that torch uses for these devices."""
         return {}
@@ -161,6 +166,9 @@ class CPU(DeviceKind):
         pass
 
     def streams(self) -> None:
+        return None
+
+    def peak_memory(self, device: torch.device) -> None:
         return None
 
     def has_float64(self, device: torch.device) -> bool:

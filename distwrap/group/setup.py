@@ -159,6 +159,7 @@ def join(
     supervised = distwrap_environment.STORE in os.environ
     activity = world.part(Activity)
     world.channel = Channel(bells, placement, activity, supervised, options.timeout, world.secret or b"")
+    world.channel.live.device = world.device
     world.channel.start()
     world.arrange()
     return world

@@ -178,12 +178,18 @@ def _here(task: Task) -> Any:
     return gather_object(value) if task.options.returns == "all" else value
 
 
+def _whole_run(task: Task) -> Any:
+    """Run a call that is a run of its own, in the world that was made for it."""
+    with worker.reported(task):
+        return _here(task)
+
+
 def _in_process(task: Task) -> Any:
     kept = preserved() if task.options.seed is not None else nullcontext()
     logs = Logs(task.options.log_dir, [0])
     with closing(logs), redirected(logs.streams(0)), setup.temporary_world(setup.single_world(task.options)), kept:
         logs.start(keep=1)
-        return _here(task)
+        return _whole_run(task)
 
 
 def _in_users_group(task: Task) -> Any:
@@ -192,7 +198,7 @@ def _in_users_group(task: Task) -> Any:
     with setup.temporary_world(world):
         _say_what_is_left_to(world.placement, task.options)
         world.arrange()
-        return _here(task)
+        return _whole_run(task)
 
 
 def _joining(task: Task, placement: Placement) -> Any:
@@ -200,7 +206,7 @@ def _joining(task: Task, placement: Placement) -> Any:
         world = setup.join(placement, task.options)
         setup.announce(world, placement.source)
         _say_what_is_left_to(placement, task.options)
-        value = _here(task)
+        value = _whole_run(task)
     except BaseException as error:
         told = failures.explained(error)
         failures.tell(told)

@@ -15,6 +15,7 @@ from distwrap.launch.other_callers import OtherCallers
 from distwrap.launch.task import NodePlan
 from distwrap.network import memory_file
 from distwrap.supervision import board
+from distwrap.supervision.bells import BOARD
 
 
 @dataclass(frozen=True)
@@ -70,7 +71,7 @@ def meeting(plan: NodePlan, nprocs: int, seconds: float) -> Iterator[Meeting]:
 def place() -> Iterator[str]:
     """Hold the file for torch's FileStore, and the ranks' board beside it; yield the path of the store."""
     if memory_file.ARE_POSSIBLE:
-        fds = [memory_file.make(name) for name in ("distwrap-store", "distwrap-board")]
+        fds = [memory_file.make(name) for name in ("distwrap-store", BOARD)]
         path, beside = map(memory_file.path_of, fds)
         try:
             board.hold(path, beside)

@@ -12,7 +12,7 @@ import threading
 import time
 import types
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn, Protocol, TypeVar
@@ -193,15 +193,25 @@ def take_part(
         world.channel.on_stall, world.channel.failures.on_loss = on_stall, on_loss
     if world.tells_others:
         world.part(Optimizers)
-    try:
-        value, trained = execute(task)
-    except SystemExit as error:
-        if failures.is_failure(error):
-            raise
-        world.wait()
-        value, trained = Exit(), []  # the others go on; whoever waits for this rank learns that it has left
+    with reported(task):
+        try:
+            value, trained = execute(task)
+        except SystemExit as error:
+            if failures.is_failure(error):
+                raise
+            world.wait()
+            value, trained = Exit(), []  # the others go on; whoever waits for this rank learns that it has left
     world.conclude()
     return (gather_object(value) if assignment.returns == "gathered" else value), trained
+
+
+def reported(task: Task) -> AbstractContextManager[None]:
+    """Tell where the time of a run goes, where its options ask for it; what is within the ``with`` is the run."""
+    if not task.options.report:
+        return nullcontext()
+    from distwrap.timing.report import report_of_run  # which most runs do not need
+
+    return report_of_run(task.options.report)
 
 
 def packed(assignment: Assignment, task: Task, value: Any, trained: list[Retrofitted]) -> bytes | None:

@@ -24,6 +24,7 @@ from distwrap.precision import InPrecision
 from distwrap.wording import unknown_name
 
 ForwardMethods = Literal["auto"] | Iterable[str]
+Around = Callable[[Callable[..., Any]], Callable[..., Any]]  # returns what runs in the place of a forward
 
 
 class Routing:
@@ -52,7 +53,8 @@ class Routing:
         self._parts = {id(part) for part in self.model.modules()}
         self._in_precision = in_precision
         self._look: Callable[[Any], object] | None = None
-        self._unlooked: Callable[..., Any] | None = None
+        self._around: Around | None = None
+        self._bare: Callable[..., Any] | None = None
 
     @property
     def is_looked_at(self) -> bool:
@@ -61,13 +63,23 @@ class Routing:
 
     def look_with(self, look: Callable[[Any], object] | None) -> None:
         """Let a function look at the inputs of each call from now on; ``None``: nothing does, and nothing is paid."""
-        if self._unlooked is not None:
-            self.run, self._unlooked = self._unlooked, None
         self._look = look
-        if look is None:
-            return
-        run, itself = self.run, ref(self)  # which would else hold itself, and the model
-        self._unlooked = run
+        self._dress()
+
+    def put_around(self, around: Around | None) -> None:
+        """Let something run around each forward from now on; ``None``: nothing does, and nothing is paid."""
+        self._around = around
+        self._dress()
+
+    def _dress(self) -> None:
+        run = self._bare = self.run if self._bare is None else self._bare
+        run = run if self._look is None else self._looked_at(run, self._look)
+        self.run = run if self._around is None else self._around(run)
+        if self._look is None and self._around is None:
+            self._bare = None
+
+    def _looked_at(self, run: Callable[..., Any], look: Callable[[Any], object]) -> Callable[..., Any]:
+        itself = ref(self)  # which would else hold itself, and the model
 
         def looked_at(*args: Any, **kwargs: Any) -> Any:
             routing = itself()
@@ -75,13 +87,14 @@ class Routing:
                 look((args, kwargs))
             return run(*args, **kwargs)
 
-        self.run = looked_at
+        return looked_at
 
     def looked_up(self, name: str, method: MethodType) -> Callable[..., Any]:
         """Return what is called for a method of the user's model."""
         if self._forward_methods is not None and name not in self._forward_methods:
             return method
-        return self._routed(name, method)
+        routed = self._routed(name, method)
+        return routed if self._around is None else self._around(routed)
 
     def check_place(self) -> None:
         """Refuse a model that a method has just moved, where it had to stay."""

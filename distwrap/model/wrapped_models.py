@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary, ref
 
@@ -28,6 +28,7 @@ class WrappedModels(RunPart):
 
     Attributes:
         gradients: the watch over the gradients of each model under DDP.
+        on_added: called with each model that is wrapped from now on.
         bound: the strategies of what is the caller's own, and outlives the run: optimizers, and models that a strategy
             has prepared without a wrapper.
     """
@@ -36,6 +37,7 @@ class WrappedModels(RunPart):
         self._world = world
         self._models: list[ref[nn.Module]] = []
         self._guard = world.part(CollectiveGuard)
+        self.on_added: list[Callable[[nn.Module], None]] = []
         self.gradients: WeakKeyDictionary[nn.Module, Gradients] = WeakKeyDictionary()
         self.bound: WeakKeyDictionary[nn.Module | Optimizer, Strategy] = WeakKeyDictionary()
 
@@ -56,6 +58,8 @@ class WrappedModels(RunPart):
         """Note a model that was wrapped just now."""
         self._models = [ref(other) for other in self if other is not model] + [ref(model)]
         self._guard.models.add(under_ddp(model) or model)
+        for call in self.on_added:
+            call(model)
 
     def close(self) -> None:
         """Let the models go on as bare ones, without the process group, unless that is the user's, which stays."""

@@ -23,7 +23,7 @@ from distwrap.network.keys import count, read, set_all
 from distwrap.network.waiting import Found, wait_until
 from distwrap.supervision.board import Board, held
 
-_BOARD = "distwrap-board-"
+BOARD = "distwrap-board"  # with which the names of boards begin, for the system
 _NO_LIMIT = timedelta(days=7)  # torch complains on standard error when a wait comes to its limit
 _CLOSE_SECONDS = 10.0  # for a thread in the store's native code to come out of it, also where all cores are busy
 _POLL_SECONDS = 1.0  # between looks at the mailbox where the store cannot be waited for, and after it was lost
@@ -62,19 +62,24 @@ class Bells:
         box = 0
         if memory_file.ARE_POSSIBLE:
             if not self.store.check([key]):
-                box, name = int(self.store.add("boxes", 1)), f"{_BOARD}{secrets.token_hex(8)}"
+                box, name = int(self.store.add("boxes", 1)), f"{BOARD}-{secrets.token_hex(8)}"
                 self._fd = memory_file.make(name)
                 mine = json.dumps([box, memory_file.path_of(self._fd), name])
                 if self.store.compare_set(key, "", mine).decode() == mine:
-                    return Board(self._fd, world_size), box
+                    return Board(self._fd, world_size, texts=True), box
                 os.close(self._fd)
                 self._fd = -1
             with suppress(OSError, TypeError, ValueError, AttributeError):  # it may be gone, or another user's
                 box, path, name = json.loads(self.store.get(key))
-                if name.startswith(_BOARD):
+                if name.startswith(BOARD):
                     self._fd = memory_file.open_own(path, name)
-                    return Board(self._fd, world_size), box
+                    return Board(self._fd, world_size, texts=True), box
         return Board(ranks=world_size), int(self.store.add("boxes", 1))
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether other processes can see the board."""
+        return self.is_held or self._fd >= 0
 
     def heard(self) -> int:
         """Return how often this rank was rung."""

@@ -11,6 +11,7 @@ from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
 from distwrap.network.keys import read
 
 _TEXT = 1 << 14  # bytes for what a rank writes, twice; the system gives only the pages that are written to
+_PER_RANK = 2 * _TEXT
 _HEAD = 9  # of them, for which of the two counts, the length and the sum
 _HELD = "distwrap board"  # key of the path to the board that a launcher on this node holds
 
@@ -29,10 +30,15 @@ class Board:
 
     def __init__(self, fd: int = -1, ranks: int = 1, *, texts: bool = False) -> None:
         self._bells = -(-ranks // mmap.PAGESIZE) * mmap.PAGESIZE
-        size = self._bells + 2 * _TEXT * ranks * texts
+        size = self._bells + _PER_RANK * ranks * texts
         if fd >= 0 and os.fstat(fd).st_size < size:
             os.ftruncate(fd, size)
         self._memory, self._ranks = mmap.mmap(fd, size), ranks
+
+    @staticmethod
+    def ranks_in(size: int) -> int:
+        """Return how many ranks a board with texts of a size is for."""
+        return size // (_PER_RANK + 1)  # the byte is the bell, of which whole pages are taken
 
     def ring(self, rank: int) -> None:
         """Ring one rank's bell."""

@@ -25,6 +25,7 @@ from distwrap.supervision import hang_report
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.failure_news import NEWS_SECONDS, FailureNews, end_process, store_is_gone
 from distwrap.supervision.hang_report import Activity, Reporter
+from distwrap.supervision.live import Live
 from distwrap.supervision.notes import RankNotes
 from distwrap.supervision.order_check import WAY_OUT, OrderCheck
 from distwrap.supervision.shared_work import SharedWork
@@ -52,6 +53,7 @@ class Channel:
         failures: news of failures.
         order: check that the ranks begin the same collectives.
         stalls: detector of a run in which no rank moves.
+        live: what this rank shows to whoever looks from outside.
         work: work of one rank for which others wait.
         on_ring: called in the channel's thread when this rank was rung.
         on_stall: called with the hang report on the rank that finds the run stalled. None: it ends the process.
@@ -71,6 +73,7 @@ class Channel:
         self.failures = FailureNews(bells, texts, placement, supervised, self._stopped)
         self.order = OrderCheck(self._notes, placement, activity)
         self.stalls = StallDetector(bells.store, placement, timeout)
+        self.live = Live(self._notes, placement, activity, self.reporter.location)
         self.work = SharedWork(bells, texts, placement, self.stalls, supervised)
         self.on_ring: Callable[[], None] = lambda: None
         self.on_stall: Callable[[str], None] | None = None
@@ -143,6 +146,7 @@ class Channel:
         self._bells.listen()
         for each in (self.reporter, self.work, self.failures):
             each.look(rung)
+        self.live.look()
         if self.stalls.look():
             self._report(f"no rank has moved for {self._timeout:g} s")
         if parted := self.order.look():

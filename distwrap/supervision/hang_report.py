@@ -8,7 +8,8 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from distwrap._internals.torch_data import batches_given
 from distwrap.environments import Placement
 from distwrap.network.keys import count, read, read_all
 from distwrap.network.waiting import are_all_counted, count_in, wait_until
+from distwrap.stopwatch import Item, Part, Stopwatch
 from distwrap.supervision import stacks
 from distwrap.supervision.bells import Bells, ring_from_outside
 from distwrap.supervision.notes import RankNotes, read_note
@@ -37,6 +39,8 @@ class Activity:
             which it tells that it has left.
         averages: returns how often averages of gradients were counted anew, and twice the number it has begun since,
             which is odd in another exchange of the models' between two averages.
+        stopwatch: of a run that reports where its time goes.
+        bar: returns what a progress bar of the loop shows beside how far it is, as the loss.
     """
 
     def __init__(self, world: object) -> None:
@@ -45,6 +49,8 @@ class Activity:
         self.collectives = self.turns = 0
         self.averages: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._batches: weakref.ref[Any] | None = None
+        self.stopwatch: Stopwatch | None = None
+        self.bar: Callable[[], str] = lambda: ""
 
     def record(self, helper: str) -> None:
         """Note that a helper runs, and who called it."""
@@ -61,6 +67,14 @@ class Activity:
     def follow(self, batches: Iterable[Any]) -> None:
         """Take the step from a loader's iterator when it is asked for: counting here would cost each step."""
         self._batches = weakref.ref(batches)
+
+    def timed(self, batches: Iterator[Item]) -> Iterator[Item]:
+        """Return batches for whose coming the loop's time is counted, where it is."""
+        return batches if self.stopwatch is None else self.stopwatch.timed(batches)
+
+    def part(self, part: Part) -> AbstractContextManager[None]:
+        """Count what is within a ``with`` as a part of the loop's time, where that is counted."""
+        return nullcontext() if self.stopwatch is None else self.stopwatch.part(part)
 
     @property
     def step(self) -> int | None:

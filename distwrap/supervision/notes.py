@@ -62,6 +62,14 @@ class RankNotes:
                 self._bells.board.write(self._rank, self._on_board)  # what it noted before is no longer true
             return has_room
 
+    def show(self, name: str, value: Any) -> None:
+        """Show a value on the board of this node, where there is one, to whoever looks from outside."""
+        if self._bells.is_shared:
+            with self._lock:
+                self._on_board[name] = value
+                if not self._bells.board.write(self._rank, self._on_board, _SPARE):
+                    del self._on_board[name]
+
     def erase_from_board(self, name: str) -> bool:
         """Take away what this rank has noted by a name; return whether that was on the board."""
         with self._lock:

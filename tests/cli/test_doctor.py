@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from distwrap.cli import main
+from distwrap.cli.doctor_report import disagreements
 from distwrap.cli.facts import Facts, look
 from distwrap.cli.measure import AllReduceTime
-from distwrap.cli.report import disagreements
 from tests.clusters.running import PYTHON, run
 from tests.limits import INTERPRETERS
 

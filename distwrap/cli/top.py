@@ -1,0 +1,111 @@
+"""``python -m distwrap top`` and ``where``: the ranks of the runs on this node, as they show themselves."""
+
+import argparse
+import contextlib
+import sys
+import time
+from typing import Any
+
+from distwrap.supervision.hang_report import merge
+from distwrap.supervision.live import Run, runs
+from distwrap.wording import as_size
+
+_HOME, _CLEAR = "\x1b[H", "\x1b[J"
+_LATE = 5.0  # seconds after which a rank should have shown itself again
+
+
+def add_arguments(commands: Any) -> None:
+    """Add the commands and their options to the command line."""
+    top: argparse.ArgumentParser = commands.add_parser(
+        "top",
+        help="a table of the ranks that are running here, again and again",
+        description="Shows the ranks of your runs on this node: where each is, how fast, how much it waits. Under "
+        "Slurm: srun --overlap --jobid JOB python -m distwrap top. Exit code: 1 where nothing runs.",
+    )
+    _add_pid(top)
+    top.add_argument("--once", action="store_true", help="print one table, and end")
+    top.add_argument("--seconds", type=float, default=2.0, help="between two tables; by default 2")
+    top.set_defaults(run=run_top)
+    where: argparse.ArgumentParser = commands.add_parser(
+        "where",
+        help="where all ranks of a run are, once",
+        description="Prints the line of the program in which each rank is, as SIGQUIT to the caller does. Exit code: "
+        "1 where nothing runs.",
+    )
+    _add_pid(where)
+    where.set_defaults(run=run_where)
+
+
+def _add_pid(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("pid", nargs="?", type=int, help="of the program, or of a rank; by default all runs of yours")
+
+
+def run_top(given: argparse.Namespace) -> int:
+    """Print tables until the runs end, or Ctrl-C; return the exit code."""
+    refreshes = sys.stdout.isatty() and not given.once
+    seen = False
+    with contextlib.suppress(KeyboardInterrupt):
+        while found := _found(given.pid):
+            seen = True
+            text = "\n\n".join(table(run, time.time()) for run in found)
+            print(f"{_HOME}{_CLEAR}{text}" if refreshes else text, flush=True)
+            if given.once:
+                break
+            time.sleep(given.seconds)
+    return 0 if seen else _nothing(given.pid)
+
+
+def run_where(given: argparse.Namespace) -> int:
+    """Print where the ranks are; return the exit code."""
+    found = _found(given.pid)
+    for run in found:
+        print(f"run of process {run.holder}:")
+        print(merge({shown["rank"]: _place(shown, time.time()) for shown in run.figures}))
+    return 0 if found else _nothing(given.pid)
+
+
+def _found(pid: int | None) -> list[Run]:
+    return [run for run in runs() if pid is None or run.has(pid)]
+
+
+def _nothing(pid: int | None) -> int:
+    what = "no run of yours is on this node" if pid is None else f"process {pid} is no rank, and has none, on this node"
+    print(f"distwrap: {what}, or it has just begun.", file=sys.stderr)
+    return 1
+
+
+def _place(shown: dict[str, Any], now: float) -> str:
+    late = now - shown["time"]
+    return f"{shown['where']}{f', {late:.0f} s ago' if late > _LATE else ''}"
+
+
+def table(run: Run, now: float) -> str:
+    """Return the table of a run's ranks on this node.
+
+    Args:
+        run: the run.
+        now: the time of day, in seconds.
+    """
+    rows = [["rank", "pid", "host", "device", "step", "steps/s", "waits", "memory", "shows", "where"]]
+    for shown in sorted(run.figures, key=lambda shown: shown["rank"]):
+        memory = as_size(shown["memory"])
+        if shown["device_memory"] is not None:
+            memory = f"{as_size(shown['device_memory'])} + {memory}"
+        rows.append(
+            [
+                *(str(shown[name]) for name in ("rank", "pid", "host", "device")),
+                "-" if shown["step"] is None else str(shown["step"]),
+                f"{shown['speed']:.1f}",
+                f"{100 * shown['idle']:.0f} %",
+                memory,
+                shown["shown"],
+                _place(shown, now),
+            ]
+        )
+    columns = [column for column in zip(*rows, strict=True) if any(column[1:])]
+    widths = [max(map(len, column)) for column in columns]
+    lines = [
+        "  ".join(cell.ljust(width) if name[0] == "where" else cell.rjust(width) for cell, width, name in row).rstrip()
+        for row in (list(zip(cells, widths, columns, strict=True)) for cells in zip(*columns, strict=True))
+    ]
+    return "\n".join([f"run of process {run.holder}", *lines])

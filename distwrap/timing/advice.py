@@ -1,0 +1,233 @@
+"""Suggestions for a run from what was measured: with the figure on which each rests, and what it brings at most."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from statistics import median
+
+from distwrap.stopwatch import Part
+from distwrap.timing.analysis import WORTH_TELLING, Analysis, Lag
+from distwrap.timing.measured import RankTimes
+from distwrap.wording import as_size, named_ranks
+
+_ALONE = 4  # times as long as on the others: a part that hardly any other rank has
+_FEW = 0.5  # collectives of the loop itself in a step
+_HALF = 0.5  # of a device's memory
+_MUCH = 0.05  # of a device's memory, for gradients
+_SMALL = 1_000_000  # bytes of gradients, which nothing hides
+
+
+@dataclass(frozen=True)
+class Suggestion:
+    """One piece of advice.
+
+    Attributes:
+        text: what was seen, and what to do.
+        gain: share of a step that it saves at most.
+    """
+
+    text: str
+    gain: float
+
+
+def advise(found: Analysis) -> list[Suggestion]:
+    """Return what is worth changing, the most worthwhile first; nothing where all is well."""
+    looks = (_on_lags, _on_data, _on_link, _on_ddp, _on_threads, _on_checkpoints, _on_own_code)
+    pieces = [piece for look in looks for piece in look(found)]
+    worth = [piece for piece in pieces if piece.gain >= WORTH_TELLING]
+    return sorted(worth, key=lambda piece: -piece.gain)
+
+
+def _on_lags(found: Analysis) -> Iterator[Suggestion]:
+    for lag in found.lags:
+        yield Suggestion(f"{_seen(found, lag)}. {_cure(found, lag)}", lag.share)
+
+
+def _seen(found: Analysis, lag: Lag) -> str:
+    wait = f"{_percent(lag.share)} of each step"
+    part = PART_IN_WORDS[lag.part]
+    if lag.takes_turns:
+        return (
+            f"the ranks wait {wait} for each other, in turns: {part} takes {_ms(lag.usual)} on average and "
+            f"{_ms(lag.slower)} longer on the rank that is last"
+        )
+    who = f"{named_ranks(lag.ranks)} on {', '.join(sorted({found.by_number[rank].host for rank in lag.ranks}))}"
+    others = "the others wait" if len(found.ranks) > 2 else "the other waits"
+    if lag.slower > (_ALONE - 1) * lag.usual:
+        how = f"spends {_ms(lag.usual + lag.slower)} a step with {part}, and the others {_ms(lag.usual)}"
+    else:
+        how = f"is {_percent(lag.slower / lag.usual)} slower in {part} ({_ms(lag.usual + lag.slower)} a step)"
+    return f"{who} {how}; {others} {wait}"
+
+
+def _cure(found: Analysis, lag: Lag) -> str:
+    if lag.part is Part.EVALUATION:
+        return "Let every rank evaluate its share: shard_loader(loader) for the evaluation too, and gather or mean."
+    if lag.part is Part.CHECKPOINT:
+        return "save(..., background=True) writes in a thread."
+    if lag.takes_turns and lag.part in (Part.FORWARD, Part.BACKWARD):
+        return (
+            "Batches of uneven length do that: let samples of like length come together (sorted within windows), or "
+            "give each batch as many tokens."
+        )
+    if lag.part is Part.DATA:
+        return f"Look at what its data come from. {_WORKERS}"
+    if lag.part is Part.OWN:
+        return "Look at what the loop does there alone, as under `if is_rank_zero()`."
+    slow = [found.by_number[rank] for rank in lag.ranks]
+    others = [rank for rank in found.ranks if rank.rank not in lag.ranks]
+    if others and max(rank.settings.cpus for rank in slow) < median(rank.settings.cpus for rank in others):
+        return (
+            f"It may run on {slow[0].settings.cpus} CPUs, and the others on {others[0].settings.cpus}: give it as many."
+        )
+    if others and max(rank.settings.threads for rank in slow) < median(rank.settings.threads for rank in others):
+        return f"It computes with {slow[0].settings.threads} threads, and the others with {others[0].settings.threads}."
+    return "Look at that machine: another program on it, a lower clock, another device."
+
+
+_WORKERS = "DataLoader(..., num_workers=4, persistent_workers=True) reads ahead in processes of its own."
+
+
+def _on_data(found: Analysis) -> Iterator[Suggestion]:
+    share = _least(found, Part.DATA)
+    waits = f"every rank waits {_percent(share)} of each step for its loader"
+    settings = [rank.settings for rank in found.ranks]
+    workers = max((each.workers for each in settings if each.workers is not None), default=0)
+    if not workers:
+        yield Suggestion(f"{waits}, which reads in the loop itself. {_WORKERS}", share)
+        return
+    pin = ""
+    if any(rank.device != "cpu" and rank.settings.pins is False for rank in found.ranks):
+        pin = "pin_memory=True with shard_loader(loader, copy_ahead=True) copies while the step before computes."
+    spare = min(each.cpus for each in settings) - workers
+    more = f"{spare} CPUs are left for more of them" if spare > 0 else "all CPUs are taken, so make a sample less work"
+    yield Suggestion(
+        f"{waits}, with {workers} workers: {more}; a larger prefetch_factor evens out. {pin}".rstrip(), share
+    )
+
+
+def _on_link(found: Analysis) -> Iterator[Suggestion]:
+    """Advise on what even the rank that comes last waits for."""
+    share = found.link / found.step if found.step else 0.0
+    size = max(rank.gradient_bytes for rank in found.ranks)
+    settings = found.ranks[0].settings
+    ways = [f"accumulate(loader, 4) exchanges a quarter as often ({_percent(share * 3 / 4)} of a step less)"]
+    memory = [
+        rank.device_memory / rank.settings.total_memory
+        for rank in found.ranks
+        if rank.device_memory and rank.settings.total_memory
+    ]
+    if memory and max(memory) < _HALF:
+        ways.append(f"a batch twice as large fits: the devices' memory is used to {_percent(max(memory))}")
+    ways.append(
+        f"comm='bf16' sends half the bytes (up to {_percent(share / 2)}), and `python -m distwrap doctor --comm` "
+        f"predicts the others"
+    )
+    if settings.bucket_bytes and size <= settings.bucket_bytes and size > _SMALL:
+        cap = max(1, round(size / 8e6))
+        ways.append(
+            f"all gradients are in one group of DDP's, so that none travels before the backward is done: "
+            f"wrap_model(model, bucket_cap_mb={cap}) makes eight"
+        )
+    yield Suggestion(
+        f"{_percent(share)} of each step goes to the exchange of {as_size(size)} of gradients, beyond what the "
+        f"backward hides. {'; '.join(ways)}.",
+        share,
+    )
+
+
+def _on_ddp(found: Analysis) -> Iterator[Suggestion]:
+    """Advise on settings of DDP, which cost what nobody measures apart."""
+    settings = [rank.settings for rank in found.ranks]
+    if all(each.finds_unused for each in settings):
+        if not any(each.unused_bytes for each in settings):
+            yield Suggestion(
+                "find_unused_parameters=True looks through the graph of each step, and no parameter was without a "
+                "gradient: leave it out.",
+                WORTH_TELLING,
+            )
+        elif not settings[0].is_static:
+            yield Suggestion(
+                "find_unused_parameters=True looks through the graph of each step: if it is the same parameters each "
+                "time, wrap_model(model, static_graph=True) looks once.",
+                WORTH_TELLING,
+            )
+    held = [(rank.gradient_bytes, rank.settings) for rank in found.ranks]
+    if any(
+        each.total_memory and each.is_bucket_view is False and size > _MUCH * each.total_memory for size, each in held
+    ):
+        yield Suggestion(
+            f"gradients are held twice: wrap_model(model, gradient_as_bucket_view=True) frees "
+            f"{as_size(held[0][0])} on each device, and a copy a step.",
+            WORTH_TELLING,
+        )
+
+
+def _on_threads(found: Analysis) -> Iterator[Suggestion]:
+    """Advise on CPUs that nobody computes on."""
+    hosts: dict[str, list[RankTimes]] = {}
+    for rank in found.ranks:
+        if rank.device == "cpu":
+            hosts.setdefault(rank.host, []).append(rank)
+    for host, ranks in hosts.items():
+        taken = sum(rank.settings.threads + (rank.settings.workers or 0) for rank in ranks)
+        cpus = max(rank.settings.cpus for rank in ranks)
+        if 2 * taken <= cpus:
+            computing = sum(_least(found, part) for part in (Part.FORWARD, Part.BACKWARD, Part.OPTIMIZER))
+            yield Suggestion(
+                f"{taken} of {cpus} CPUs of {host} are computed on: OMP_NUM_THREADS={cpus // len(ranks)}, or more "
+                f"ranks.",
+                computing * (1 - taken / cpus),
+            )
+
+
+def _on_checkpoints(found: Analysis) -> Iterator[Suggestion]:
+    share = _least(found, Part.CHECKPOINT)
+    yield Suggestion(
+        f"{_percent(share)} of the time goes to checkpoints, for which all ranks wait. save(..., background=True) "
+        f"copies the state and writes in a thread.",
+        share,
+    )
+
+
+def _on_own_code(found: Analysis) -> Iterator[Suggestion]:
+    usual = _least(found, Part.OWN)
+    called = {name: count for name, count in found.ranks[0].collectives.items() if count >= _FEW}
+    if called:
+        names = ", ".join(f"{name} ({count:.0f} a step)" for name, count in sorted(called.items()))
+        yield Suggestion(
+            f"the loop itself waits for other ranks, or for the device, in each step: {names}. Once in many steps is "
+            f"enough for a log.",
+            WORTH_TELLING,
+        )
+    yield Suggestion(
+        f"{_percent(usual)} of each step is the loop's own code, beside data, forward, backward and the optimizer. "
+        f"Metrics, prints and `.item()` once in many steps cost less.",
+        usual if usual > 3 * WORTH_TELLING else 0.0,
+    )
+
+
+def _least(found: Analysis, part: Part) -> float:
+    """Return the share of a step that a part takes on the rank where it takes least."""
+    return min(rank.mean()[part] for rank in found.ranks) / found.step if found.step else 0.0
+
+
+PART_IN_WORDS = {
+    Part.DATA: "waiting for data",
+    Part.FORWARD: "its forward",
+    Part.BACKWARD: "its backward",
+    Part.EXCHANGE: "the exchange",
+    Part.OPTIMIZER: "the optimizer",
+    Part.CHECKPOINT: "checkpoints",
+    Part.EVALUATION: "evaluation",
+    Part.OWN: "the loop's own code",
+}
+
+
+def _percent(share: float) -> str:
+    return f"{100 * share:.0f} %"
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f} ms"

@@ -1,0 +1,270 @@
+"""What a stopwatch hears from torch and from wrapped models; all of it is taken away again."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import wraps
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from distwrap._internals.torch import after_backward, settings_of_ddp
+from distwrap._internals.torch_data import iterator_class, pins, workers_of
+from distwrap._internals.torch_tree import tensors_in
+from distwrap.group.world import World
+from distwrap.model.forward_routing import Routing
+from distwrap.model.wrapped_models import WrappedModels, under_ddp
+from distwrap.stopwatch import Part, Stopwatch
+from distwrap.supervision.hang_report import Activity
+
+# Of torch.distributed: functions that return when the other ranks have come.
+_BLOCKING = (
+    *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
+    *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "recv"),
+    *("reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list"),
+)
+
+
+_WAITS_FOR_DEVICE = ("item", "tolist", "__bool__", "__float__", "__int__")
+
+
+class Instruments:
+    """Instruments of one run, on this rank.
+
+    Args:
+        world: of the run.
+        stopwatch: which they start and stop.
+
+    Attributes:
+        stopwatch: which they start and stop.
+        samples: number of samples that the wrapped models have trained on.
+        workers: of the loader that was asked last.
+        pins: whether that one pins memory.
+        models: that have trained, or may.
+        collectives: how often the loop itself has called each of torch's collectives.
+    """
+
+    def __init__(self, world: World, stopwatch: Stopwatch) -> None:
+        self._world, self.stopwatch = world, stopwatch
+        self._thread = threading.get_ident()
+        self._is_divided = world.placement.world_size > 1
+        self._stepping: ref[Optimizer] | None = None  # the optimizer by which a step ends
+        self._outermost: ref[Optimizer] | None = None  # of those that are stepping, of which one may hold another
+        self.samples = 0
+        self.collectives: Counter[str] = Counter()
+        self._placed = ExitStack()
+        self.workers: int | None = None
+        self.pins: bool | None = None
+        self.models: WeakSet[nn.Module] = WeakSet()
+
+    def place(self) -> None:
+        """Place them."""
+        with ExitStack() as placed:
+            activity, models = self._world.part(Activity), self._world.part(WrappedModels)
+            activity.stopwatch = self.stopwatch
+            placed.callback(setattr, activity, "stopwatch", None)
+            for model in models:
+                self._follow(model)
+            models.on_added.append(self._follow)
+            placed.callback(models.on_added.remove, self._follow)
+            before = register_optimizer_step_pre_hook(self._before_step)
+            placed.callback(before.remove)
+            after = register_optimizer_step_post_hook(self._after_step)
+            placed.callback(after.remove)
+            self._replace(placed, torch.autograd, "backward", self._in_backward)
+            self._replace(placed, torch.autograd, "grad", self._timed(Part.BACKWARD))
+            self._replace(placed, torch, "save", self._timed(Part.CHECKPOINT))
+            self._replace(placed, torch, "load", self._timed(Part.CHECKPOINT))
+            self._replace(placed, iterator_class(), "__next__", self._in_loader)
+            if self._world.device.type != "cpu":
+                for name in _WAITS_FOR_DEVICE:
+                    self._replace(placed, torch.Tensor, name, self._counted)
+            for name in _BLOCKING if self._is_divided else ():
+                self._replace(placed, dist, name, self._in_collective)
+            self._placed = placed.pop_all()
+
+    def gradient_bytes(self) -> int:
+        """Return the bytes of the gradients of the models' weights."""
+        parameters = {id(p): p for model in self.models for p in model.parameters() if p.requires_grad}
+        return sum(p.numel() * p.element_size() for p in parameters.values())
+
+    def settings(self) -> dict[str, Any]:
+        """Return what is known of the loader that was asked last, and of the model with the most weights."""
+        found: dict[str, Any] = {"workers": self.workers, "pins": self.pins}
+        ddp = [inner for model in self.models if (inner := under_ddp(model)) is not None]
+        if ddp:
+            largest = max(ddp, key=lambda model: sum(p.numel() for p in model.parameters()))
+            found |= settings_of_ddp(largest)
+        return found
+
+    def take_away(self) -> None:
+        """Take all of them away."""
+        self._placed.close()
+
+    def _replace(self, placed: ExitStack, owner: Any, name: str, made: Callable[[Any], Any]) -> None:
+        plain = getattr(owner, name)
+        replaced = made(plain)
+        setattr(owner, name, replaced)
+
+        def put_back() -> None:
+            if getattr(owner, name) is replaced:  # else somebody has put another in its place meanwhile
+                setattr(owner, name, plain)
+
+        placed.callback(put_back)
+
+    def _timed(self, part: Part) -> Callable[[Any], Any]:
+        """Return what makes of a function one that is timed."""
+        watch, thread = self.stopwatch, self._thread
+
+        def of(plain: Any) -> Any:
+            @wraps(plain)
+            def timed(*args: Any, **kwargs: Any) -> Any:
+                if watch.is_in(part) or threading.get_ident() != thread:
+                    return plain(*args, **kwargs)
+                watch.begin(part, after=watch.since(part))
+                try:
+                    return plain(*args, **kwargs)
+                finally:
+                    watch.end(part)
+
+            return timed
+
+        return of
+
+    # Data
+
+    def _in_loader(self, plain: Any) -> Any:
+        data, evaluation = (self._timed(part)(plain) for part in (Part.DATA, Part.EVALUATION))
+
+        @wraps(plain)
+        def timed(iterator: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return evaluation(iterator)
+            self.workers, self.pins = workers_of(iterator), pins(iterator)
+            return data(iterator)
+
+        return timed
+
+    # Models
+
+    def _follow(self, model: nn.Module) -> None:
+        self.models.add(model)
+        routing = getattr(model, "__dict__", {}).get("_distwrap")
+        if isinstance(routing, Routing):
+            routing.put_around(self._in_forward)
+            self._placed.callback(_take_off, ref(routing))
+            return
+        begun: list[Part | None] = []  # in one process a model may come back from wrap_model() as it was
+        before = model.register_forward_pre_hook(
+            lambda module, args, kwargs: begun.append(self._begin_forward((args, kwargs))), with_kwargs=True
+        )
+        after = model.register_forward_hook(lambda module, *_: self._end_forward(begun.pop()), always_call=True)
+        self._placed.callback(before.remove)
+        self._placed.callback(after.remove)
+
+    def _in_forward(self, plain: Any) -> Any:
+        @wraps(plain)
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            part = self._begin_forward((args, kwargs))
+            try:
+                return plain(*args, **kwargs)
+            finally:
+                self._end_forward(part)
+
+        return timed
+
+    def _begin_forward(self, inputs: Any) -> Part | None:
+        """Begin the part that a forward is; return ``None`` where it is within one, as in a backward that recomputes."""
+        watch, part = self.stopwatch, Part.FORWARD if torch.is_grad_enabled() else Part.EVALUATION
+        if watch.is_in(part) or watch.is_in(Part.BACKWARD) or threading.get_ident() != self._thread:
+            return None
+        if part is Part.FORWARD:
+            self.samples += next((len(each) for each in tensors_in(inputs) if each.dim()), 0)
+        watch.begin(part, after=watch.since(part))
+        return part
+
+    def _end_forward(self, part: Part | None) -> None:
+        if part is not None:
+            self.stopwatch.end(part)
+
+    # Backwards and steps
+
+    def _in_backward(self, plain: Any) -> Any:
+        watch, thread = self.stopwatch, self._thread
+
+        def own_gradients_done() -> None:
+            if watch.is_in(Part.BACKWARD):
+                watch.begin(Part.EXCHANGE)
+
+        def queue(gradient: torch.Tensor) -> None:
+            after_backward(own_gradients_done)  # before DDP queues its wait for the other ranks
+
+        @wraps(plain)
+        def timed(tensors: Any, *args: Any, **kwargs: Any) -> Any:
+            if watch.is_in(Part.BACKWARD) or threading.get_ident() != thread:
+                return plain(tensors, *args, **kwargs)
+            root = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
+            hook = None
+            if self._is_divided and isinstance(root, torch.Tensor) and root.requires_grad:
+                hook = root.register_hook(queue)  # type: ignore[no-untyped-call]
+            watch.begin(Part.BACKWARD)
+            try:
+                return plain(tensors, *args, **kwargs)
+            finally:
+                watch.end(Part.BACKWARD)
+                if hook is not None:
+                    hook.remove()
+
+        return timed
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if not self.stopwatch.is_open(Part.OPTIMIZER) and threading.get_ident() == self._thread:
+            self._outermost = ref(optimizer)
+            self.stopwatch.begin(Part.OPTIMIZER)
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._outermost is None or self._outermost() is not optimizer or threading.get_ident() != self._thread:
+            return
+        self.stopwatch.end(Part.OPTIMIZER)
+        stepping = self._stepping() if self._stepping is not None else None
+        if stepping is None:
+            self._stepping = ref(optimizer)
+            self.stopwatch.begin_first()
+        elif stepping is optimizer:
+            self.stopwatch.step()
+
+    # Waits
+
+    def _counted(self, plain: Any) -> Any:
+        @wraps(plain)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if self.stopwatch.is_in(Part.OWN) and threading.get_ident() == self._thread:
+                self.collectives[f"Tensor.{plain.__name__}"] += 1
+            return plain(*args, **kwargs)
+
+        return counted
+
+    def _in_collective(self, plain: Any) -> Any:
+        timed, watch = self._timed(Part.EXCHANGE)(plain), self.stopwatch
+
+        @wraps(plain)
+        def counted(*args: Any, **kwargs: Any) -> Any:
+            if watch.is_in(Part.OWN) or watch.is_in(Part.EVALUATION):
+                self.collectives[plain.__name__] += 1
+            return timed(*args, **kwargs)
+
+        return counted
+
+
+def _take_off(held: ref[Routing]) -> None:
+    """Let a model run as it did, if somebody still holds it."""
+    routing = held()
+    if routing is not None:
+        routing.put_around(None)

@@ -1,0 +1,104 @@
+"""Measuring on this rank, for whoever wants to know; and a recorder of where the time goes, for all ranks together."""
+
+from __future__ import annotations
+
+import resource
+import socket
+from dataclasses import asdict
+
+import torch
+
+from distwrap.devices.cpus import allowed_cpus
+from distwrap.devices.kinds import kind_of
+from distwrap.group.collectives import gather_object
+from distwrap.group.world import RunPart, World
+from distwrap.stopwatch import Stopwatch, clock_of
+from distwrap.timing.instruments import Instruments
+from distwrap.timing.measured import Blocks, RankTimes, Settings
+
+
+class Measuring(RunPart):
+    """The stopwatch of a run and its instruments, which are there as long as somebody wants them."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._wanted = world, 0
+        self._instruments: Instruments | None = None
+
+    def begin(self) -> Instruments:
+        """Return the instruments, from now on in their places."""
+        if self._instruments is None:
+            self._instruments = Instruments(self._world, Stopwatch(clock_of(self._world.device)))
+            self._instruments.place()
+        self._wanted += 1
+        return self._instruments
+
+    def end(self) -> None:
+        """Take the instruments away, where nobody else wants them."""
+        self._wanted -= 1
+        if not self._wanted:
+            self.close()
+
+    def close(self) -> None:
+        """Take the instruments away, also where the run failed."""
+        if self._instruments is not None:
+            self._instruments.take_away()
+        self._instruments, self._wanted = None, 0
+
+
+class Recorder(RunPart):
+    """Recorder of where the time of a run goes, on this rank."""
+
+    def __init__(self, world: World) -> None:
+        self._world, self._measuring = world, world.part(Measuring)
+        self._instruments: Instruments | None = None
+        self._blocks = Blocks()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether it measures."""
+        return self._instruments is not None
+
+    def begin(self) -> None:
+        """Measure from now on."""
+        self._blocks = Blocks()
+        self._instruments = self._measuring.begin()
+        self._instruments.stopwatch.on_row.append(self._blocks.add)
+
+    def end(self) -> list[RankTimes]:
+        """Measure no more; return what all ranks have measured. Every rank calls it."""
+        instruments = self._instruments
+        assert instruments is not None
+        kind_of(self._world.device).finish(self._world.device)
+        instruments.stopwatch.settle()
+        self.stop()
+        return [RankTimes.from_dict(told) for told in gather_object(asdict(self._measured(instruments)))]
+
+    def stop(self) -> None:
+        """Measure no more, and forget."""
+        if self._instruments is not None:
+            self._instruments.stopwatch.on_row.remove(self._blocks.add)
+            self._instruments = None
+            self._measuring.end()
+
+    def _measured(self, instruments: Instruments) -> RankTimes:
+        device, blocks = self._world.device, self._blocks
+        steps = max(1, blocks.count)
+        return RankTimes(
+            rank=self._world.placement.rank,
+            host=socket.gethostname(),
+            device=str(device),
+            steps=blocks.count,
+            steps_in_block=blocks.steps,
+            rows=blocks.rows,
+            samples=instruments.samples / steps,
+            process_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+            device_memory=kind_of(device).peak_memory(device),
+            gradient_bytes=instruments.gradient_bytes(),
+            collectives={name: count / steps for name, count in instruments.collectives.items()},
+            settings=Settings(
+                cpus=len(allowed_cpus()),
+                threads=torch.get_num_threads(),
+                total_memory=kind_of(device).memory(device) if device.type != "cpu" else None,
+                **instruments.settings(),
+            ),
+        )

@@ -1,0 +1,203 @@
+"""The report of where the time of a run goes: a table of one screen, and all figures as JSON."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from distwrap.errors import OptionError
+from distwrap.group.world import current_world, is_rank_zero
+from distwrap.options import switched_on
+from distwrap.stopwatch import Part
+from distwrap.timing.advice import Suggestion, advise
+from distwrap.timing.analysis import Analysis, analysed
+from distwrap.timing.measured import RankTimes
+from distwrap.timing.recorder import Recorder
+from distwrap.wording import as_size
+
+_MOST_ROWS = 16  # of a table; of more ranks those are shown that differ most
+
+
+class Report:
+    """Report of where the time of a run goes.
+
+    It is empty until the ``with`` has ended; then every rank has the same.
+
+    Attributes:
+        advice: what is worth changing, the most worthwhile first.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Linear(1, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with report() as found:
+        ...     for _ in range(3):
+        ...         model(torch.ones(1, 1)).sum().backward()
+        ...         optimizer.step()
+        >>> found.figures["steps"], sorted(found.figures["parts"])[:3]
+        (2, ['backward', 'checkpoint', 'data'])
+    """
+
+    def __init__(self) -> None:
+        self._found: Analysis | None = None
+        self.advice: list[Suggestion] = []
+
+    def fill(self, ranks: list[RankTimes]) -> None:
+        """Take what all ranks have measured."""
+        if all(rank.steps for rank in ranks):
+            self._found = analysed(ranks)
+            self.advice = advise(self._found)
+
+    @property
+    def figures(self) -> dict[str, Any]:
+        """All figures, in plain lists and dicts; seconds are of a step."""
+        found = self._found
+        if found is None:
+            return {}
+        return {
+            "step": found.step,
+            "steps": found.steps,
+            "samples_per_second": found.samples_a_second,
+            "alone": found.alone,
+            "speedup": found.speedup,
+            "efficiency": found.efficiency,
+            "parts": _by_name(found.parts),
+            "link": found.link,
+            "waiting": found.waiting,
+            "lags": [{**asdict(lag), "part": lag.part.name.lower()} for lag in found.lags],
+            "advice": [asdict(piece) for piece in self.advice],
+            "ranks": [
+                {**{k: v for k, v in asdict(rank).items() if k != "rows"}, "parts": _by_name(rank.mean())}
+                for rank in found.ranks
+            ],
+        }
+
+    def text(self) -> str:
+        """Return the report in words."""
+        if self._found is None:
+            return "distwrap report: no step was measured; an optimizer must step twice at least"
+        return describe(self.figures)
+
+
+def _by_name(row: list[float]) -> dict[str, float]:
+    return {part.name.lower(): seconds for part, seconds in zip(Part, row, strict=True)}
+
+
+def describe(figures: dict[str, Any]) -> str:
+    """Describe a report's figures in a table and sentences."""
+    ranks = figures["ranks"]
+    step = figures["step"]
+    head = (
+        f"distwrap report: {figures['steps']} steps of {1e3 * step:.1f} ms on {len(ranks)} rank(s), "
+        f"{figures['samples_per_second']:.0f} samples a second"
+    )
+    lines = [head]
+    if len(ranks) > 1:
+        lines.append(
+            f"  {figures['speedup']:.1f} times as fast as one rank alone ({100 * figures['efficiency']:.0f} %), whose "
+            f"step would take {1e3 * figures['alone']:.1f} ms; {_bound(figures)}"
+        )
+    lines += ["", *_table(ranks)]
+    advice = figures["advice"]
+    if advice:
+        lines += ["", "What to change, and what it brings at most"]
+        lines += [f"  {100 * piece['gain']:3.0f} %  {piece['text']}" for piece in advice]
+    else:
+        lines += ["", "Nothing to change: it is well."]
+    return "\n".join(lines)
+
+
+def _bound(figures: dict[str, Any]) -> str:
+    """Say what the rest of a step is."""
+    link, waiting = (100 * figures[name] / figures["step"] for name in ("link", "waiting"))
+    return f"the exchange takes {link:.0f} % of a step, and waiting for other ranks {waiting:.0f} %"
+
+
+def _table(ranks: list[dict[str, Any]]) -> list[str]:
+    used = [part for part in ranks[0]["parts"] if any(rank["parts"][part] for rank in ranks)]
+    names = {"own": "own code"}
+    head = ["rank", "host", "device", *(names.get(part, part) for part in used), "memory"]
+    rows = [head]
+    for rank in _shown(ranks):
+        whole = sum(rank["parts"].values())
+        memory = as_size(rank["process_memory"])
+        if rank["device_memory"] is not None:
+            memory = f"{as_size(rank['device_memory'])} + {memory}"
+        shares = [f"{100 * rank['parts'][part] / whole:.0f} %" for part in used]
+        rows.append([str(rank["rank"]), rank["host"], rank["device"], *shares, memory])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
+
+
+def _shown(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the ranks to show: where there are many, those that waited least and most for the others."""
+    if len(ranks) <= _MOST_ROWS:
+        return ranks
+    by_wait = sorted(ranks, key=lambda rank: rank["parts"]["exchange"])
+    half = _MOST_ROWS // 2
+    return sorted(by_wait[:half] + by_wait[-half:], key=lambda rank: rank["rank"])
+
+
+@contextmanager
+def report() -> Iterator[Report]:
+    """Measure where the time goes within a ``with``, on all ranks; every rank enters and leaves it.
+
+    Yields:
+        The report; empty until the ``with`` has ended. It is printed on rank 0's standard error, unless DISTWRAP_QUIET
+        is set.
+
+    Raises:
+        OptionError: one is under way already.
+
+    Example:
+        >>> with report() as found:
+        ...     pass
+        >>> found.figures
+        {}
+    """
+    recorder = current_world().part(Recorder)
+    if recorder.is_on:
+        raise OptionError("report(): the run is measured already, by @distributed(report=…) or a report() around this.")
+    found = Report()
+    recorder.begin()
+    try:
+        yield found
+    except BaseException:
+        recorder.stop()
+        raise
+    found.fill(recorder.end())
+    show(found)
+
+
+def show(found: Report) -> None:
+    """Print a report, on rank 0 alone."""
+    if is_rank_zero() and not switched_on(os.environ, "DISTWRAP_QUIET"):
+        print(found.text(), file=sys.stderr, flush=True)
+
+
+def write(found: Report, path: str) -> None:
+    """Write all figures of a report as JSON, on rank 0 alone."""
+    if is_rank_zero():
+        Path(path).write_text(json.dumps(found.figures, indent=1) + "\n")
+
+
+@contextmanager
+def report_of_run(asked: bool | str) -> Iterator[None]:
+    """Measure a whole run within a ``with``, where its options ask for it; every rank enters and leaves it.
+
+    Args:
+        asked: the option: whether to, or the path for the figures too.
+    """
+    if not asked:
+        yield
+        return
+    with report() as found:
+        yield
+    if isinstance(asked, str):
+        write(found, asked)

@@ -1,0 +1,196 @@
+"""What the figures of all ranks say together, and what is advised: on figures that the test makes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, strategies as st
+
+from distwrap.stopwatch import Part, Row
+from distwrap.timing.advice import advise
+from distwrap.timing.analysis import Analysis, analysed
+from distwrap.timing.measured import Blocks, RankTimes, Settings
+
+LINK = 0.002
+
+
+def row(**seconds: float) -> Row:
+    return [seconds.get(part.name.lower(), 0.0) for part in Part]
+
+
+def rank(number: int, rows: list[Row], **more: object) -> RankTimes:
+    settings = {name: more.pop(name) for name in list(more) if name in Settings.__dataclass_fields__}
+    told: dict[str, object] = {
+        "host": f"node{number}", "device": "cpu", "steps": len(rows), "steps_in_block": 1, "samples": 8.0,
+        "process_memory": 10**9, "device_memory": None, "gradient_bytes": 4_000_000, "collectives": {},
+        "settings": Settings(**{"cpus": 4, "threads": 4, "workers": 0, **settings}),  # type: ignore[arg-type]
+    }  # fmt: skip
+    return RankTimes(rank=number, rows=rows, **{**told, **more})  # type: ignore[arg-type]
+
+
+def together(*busy: list[Row], **more: object) -> Analysis:
+    """Let ranks with these steps wait for each other, as an exchange lets them."""
+    for step in zip(*busy, strict=True):
+        longest = max(map(sum, step))
+        for own in step:
+            own[Part.EXCHANGE] = longest - sum(own) + LINK
+    return analysed([rank(number, rows, **more) for number, rows in enumerate(busy)])
+
+
+def healthy(forward: float = 0.02, backward: float = 0.04) -> Row:
+    return row(forward=forward, backward=backward, optimizer=0.005)
+
+
+def test_ranks_that_are_alike_get_no_advice() -> None:
+    found = together(*([healthy() for _ in range(20)] for _ in range(4)))
+    assert (found.lags, advise(found)) == ([], [])
+    assert found.step == pytest.approx(0.067)
+    assert found.alone == pytest.approx(0.065)
+    assert found.speedup == pytest.approx(4 * 65 / 67)
+
+
+def test_a_rank_that_is_always_slow() -> None:
+    slow = [[healthy(backward=0.05 if number == 2 else 0.04) for _ in range(20)] for number in range(4)]
+    found = together(*slow)
+    (lag,) = found.lags
+    assert (lag.ranks, lag.part, lag.takes_turns) == ([2], Part.BACKWARD, False)
+    assert lag.share == pytest.approx(0.010 / 0.077)
+    assert lag.slower / lag.usual == pytest.approx(0.25)
+    words = "rank 2 on node2 is 25 % slower in its backward (50.0 ms a step); the others wait 13 % of each step"
+    assert advise(found)[0].text.startswith(words)
+
+
+def test_two_ranks_that_are_slow_alike() -> None:
+    """Whoever of them comes last by a hair: they are named together, and take no turns."""
+    busy = [
+        [healthy(forward=(0.04 if number < 2 else 0.02) + 1e-4 * ((number + step) % 2)) for step in range(20)]
+        for number in range(6)
+    ]
+    (lag,) = together(*busy).lags
+    assert (lag.ranks, lag.part, lag.takes_turns) == ([0, 1], Part.FORWARD, False)
+
+
+def test_ranks_that_take_turns() -> None:
+    """As with batches of uneven length."""
+    busy = [[healthy(forward=0.05 if (number + step) % 4 == 0 else 0.02) for step in range(20)] for number in range(4)]
+    found = together(*busy)
+    (lag,) = found.lags
+    assert (lag.takes_turns, lag.part) == (True, Part.FORWARD)
+    assert lag.share == pytest.approx(0.030 / 0.097)
+    assert "in turns" in advise(found)[0].text
+    assert "length" in advise(found)[0].text
+
+
+def test_a_slow_rank_among_ranks_that_take_turns() -> None:
+    busy = [
+        [
+            healthy(forward=0.04 if (number + step) % 4 == 0 else 0.02, backward=0.055 if number == 1 else 0.04)
+            for step in range(40)
+        ]
+        for number in range(4)
+    ]
+    first, second = together(*busy).lags
+    assert (first.ranks, first.part, first.takes_turns) == ([1], Part.BACKWARD, False)
+    assert second.takes_turns
+
+
+@pytest.mark.parametrize(
+    ("part", "words"),
+    [
+        ("evaluation", "Let every rank evaluate its share"),
+        ("checkpoint", "background=True"),
+        ("own", "is_rank_zero"),
+        ("data", "num_workers"),
+    ],
+)
+def test_what_one_rank_does_alone(part: str, words: str) -> None:
+    busy = [[healthy() for _ in range(20)] for _ in range(2)]
+    for step in range(0, 20, 5):
+        busy[0][step][Part[part.upper()]] = 0.1
+    found = together(*busy)
+    (lag,) = found.lags
+    assert (lag.ranks, lag.part, lag.takes_turns) == ([0], Part[part.upper()], False)
+    assert lag.share == pytest.approx(0.02 / 0.087)
+    text = advise(found)[0].text
+    assert f"rank 0 on node0 spends 20.0 ms a step with {'' if part != 'own' else 'the loop'}" in text
+    assert words in text
+
+
+def test_fewer_cpus() -> None:
+    busy = [[healthy(forward=0.06 if number == 1 else 0.02) for _ in range(5)] for number in range(2)]
+    found = together(*busy)
+    found = analysed([found.ranks[0], rank(1, found.ranks[1].rows, cpus=1)])
+    assert "It may run on 1 CPUs, and the others on 4" in advise(found)[0].text
+
+
+def test_what_all_ranks_wait_for() -> None:
+    loader = advise(together(*([row(data=0.03, forward=0.03, backward=0.04)] * 5 for _ in range(2))))
+    assert [round(piece.gain, 2) for piece in loader] == [0.29]
+    assert loader[0].text.startswith(
+        "every rank waits 29 % of each step for its loader, which reads in the loop itself. Da"
+    )
+    own = advise(together(*([row(own=0.03, forward=0.03, backward=0.04)] * 5 for _ in range(2))))
+    assert own[0].text.startswith("29 % of each step is the loop's own code")
+    called = advise(together(*([healthy()] * 5 for _ in range(2)), collectives={"barrier": 1.0, "gather": 0.01}))
+    assert "barrier (1 a step)" in called[0].text
+    assert "gather" not in called[0].text
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"workers": 2}, "with 2 workers: 2 CPUs are left for more of them"),
+        ({"workers": 4}, "all CPUs are taken, so make a sample less work"),
+        ({"workers": 4, "pins": False, "device": "cuda:0"}, "pin_memory=True"),
+    ],
+)
+def test_a_loader_with_workers(settings: dict[str, object], words: str) -> None:
+    found = together(*([row(data=0.03, forward=0.03, backward=0.04)] * 5 for _ in range(2)), **settings)
+    assert words in advise(found)[0].text
+
+
+def test_a_link_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"{__name__}.LINK", 0.02)
+    first, *_ = advise(
+        together(*([healthy()] * 5 for _ in range(2)), gradient_bytes=16 * 10**6, bucket_bytes=25 * 2**20)
+    )
+    assert "24 % of each step goes to the exchange of 16.0 MB of gradients" in first.text
+    assert "accumulate(loader, 4) exchanges a quarter as often (18 % of a step less)" in first.text
+    assert "bucket_cap_mb=2" in first.text
+    first, *_ = advise(together(*([healthy()] * 5 for _ in range(2)), gradient_bytes=10**9, bucket_bytes=25 * 2**20))
+    assert "bucket_cap_mb" not in first.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"finds_unused": True, "unused_bytes": 0}, "no parameter was without a gradient: leave it out"),
+        ({"finds_unused": True, "unused_bytes": 10}, "static_graph=True"),
+        ({"finds_unused": True, "unused_bytes": 10, "is_static": True}, ""),
+        ({"finds_unused": False}, ""),
+        ({"is_bucket_view": False, "device": "cuda:0", "total_memory": 10**7}, "frees 4.0 MB"),
+        ({"threads": 1, "cpus": 16}, "OMP_NUM_THREADS=8"),
+    ],
+)
+def test_settings(settings: dict[str, object], words: str) -> None:
+    hosts = {"host": "one"} if "threads" in settings else {}
+    text = "".join(piece.text for piece in advise(together(*([healthy()] * 5 for _ in range(2)), **settings, **hosts)))
+    assert words in text
+    assert bool(text) is bool(words)
+
+
+def test_one_process() -> None:
+    found = analysed([rank(0, [healthy() for _ in range(5)])])
+    assert (found.speedup, found.lags, found.link, advise(found)) == (1.0, [], 0.0, [])
+
+
+@given(st.integers(1, 3 * 4096))
+def test_blocks_add_up(count: int) -> None:
+    """However many steps there were, few rows stay, and ranks that took as many have the same blocks."""
+    blocks = Blocks()
+    for step in range(count):
+        blocks.add(row(own=float(step)))
+    assert blocks.count == count
+    assert len(blocks.rows) < 4096
+    counted = len(blocks.rows) * blocks.steps
+    assert count - blocks.steps < counted <= count
+    assert sum(each[Part.OWN] for each in blocks.rows) == sum(range(counted))

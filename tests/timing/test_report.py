@@ -1,0 +1,184 @@
+"""Loops that are slow on purpose: what the report finds, on real ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import distwrap as dw
+from distwrap.cli import main
+from distwrap.errors import OptionError
+from distwrap.group.world import current_world
+from distwrap.testing import run_ranks
+from distwrap.timing.recorder import Recorder
+from tests.convert.runner import torchrun_variables
+from tests.timing import loops
+
+
+def figures(loop: Callable[..., object], *args: object) -> dict[str, Any]:
+    with dw.report() as found:
+        loop(*args)
+    return found.figures
+
+
+def measured(loop: Callable[..., object], *args: object) -> dict[str, Any]:
+    first, second = run_ranks(figures, 2, loop, *args, timeout=60)
+    assert first == second
+    return dict(first)
+
+
+@pytest.mark.parametrize(
+    ("loop", "rank", "part"),
+    [
+        (loops.slow_loader_on_one, 1, "data"),
+        (loops.slow_forward_on_one, 0, "forward"),
+        (loops.evaluation_on_one, 0, "evaluation"),
+        (loops.own_code_on_one, 1, "own"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_a_rank_that_holds_the_other_up(loop: Callable[[], None], rank: int, part: str) -> None:
+    found = measured(loop)
+    lag = found["lags"][0]
+    assert (lag["ranks"], lag["part"], lag["takes_turns"]) == ([rank], part, False)
+    assert 0.3 < lag["share"] < 1
+    assert f"rank {rank} on " in found["advice"][0]["text"]
+
+
+def test_a_loader_for_which_all_wait() -> None:
+    found = measured(loops.slow_loader)
+    assert max(found["parts"], key=found["parts"].get) == "data"
+    assert "for its loader" in found["advice"][0]["text"]
+
+
+def test_ranks_that_take_turns() -> None:
+    lag = measured(loops.slow_in_turns)["lags"][0]
+    assert (lag["part"], lag["takes_turns"]) == ("forward", True)
+
+
+def test_checkpoints(tmp_path: Path) -> None:
+    found = measured(loops.saving, tmp_path)
+    assert max(found["parts"], key=found["parts"].get) == "checkpoint"
+    assert any("background=True" in piece["text"] for piece in found["advice"])
+
+
+def test_the_parts_are_the_whole() -> None:
+    """The parts of each rank add up to the time of the loop, and the counts are those of the loop."""
+    found = measured(loops.train)
+    assert found["steps"] == loops.STEPS - 1
+    for rank in found["ranks"]:
+        assert rank["samples"] * found["steps"] == 4 * loops.STEPS
+        assert sum(rank["parts"].values()) == pytest.approx(found["step"], rel=0.5)
+
+
+def test_one_process() -> None:
+    """There the forward is one too, though wrap_model() returns the model as it was; its hooks go."""
+    found = figures(loops.train, lambda step: loops.LONG)
+    assert max(found["parts"], key=found["parts"].get) == "forward"
+    assert (found["speedup"], found["lags"], found["waiting"]) == (1.0, [], 0.0)
+    with dw.report():
+        model = loops.train()
+        assert model._forward_hooks
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+def test_nothing_stays() -> None:
+    """After the report torch's functions are what they were, and a wrapped model runs what it ran."""
+    run_ranks(_and_after, 2)
+
+
+def _and_after() -> None:
+    functions = torch.autograd.backward, torch.save, torch.distributed.all_reduce
+    with dw.report():
+        model = loops.train()
+        assert torch.autograd.backward is not functions[0]
+    assert (torch.autograd.backward, torch.save, torch.distributed.all_reduce) == functions
+    routing = model.__dict__["_distwrap"]
+    assert routing.run is routing.inner
+
+
+def test_the_numbers_are_the_same() -> None:
+    plain = run_ranks(_weights, 2, False)
+    reported = run_ranks(_weights, 2, True)
+    assert torch.equal(plain[0], reported[0])
+    assert torch.equal(reported[0], reported[1])
+
+
+def _weights(reports: bool) -> torch.Tensor:
+    torch.manual_seed(0)
+    if not reports:
+        return torch.nn.utils.parameters_to_vector(loops.train().parameters()).detach()
+    with dw.report():
+        return torch.nn.utils.parameters_to_vector(loops.train().parameters()).detach()
+
+
+def test_a_loop_that_fails() -> None:
+    """Its own error comes out, and nothing stays."""
+    run_ranks(_fails, 2)
+
+
+def _fails() -> None:
+    backward = torch.autograd.backward
+    with pytest.raises(ZeroDivisionError), dw.report() as found:
+        loops.train(each=lambda step, model: 1 // 0)
+    assert torch.autograd.backward is backward
+    assert found.figures == {}
+    assert not current_world().part(Recorder).is_on
+
+
+def test_one_in_another_is_refused() -> None:
+    with dw.report(), pytest.raises(OptionError, match="measured already"), dw.report():
+        pass
+
+
+SCRIPT = """
+import distwrap as dw
+from tests.timing import loops
+
+if __name__ == "__main__":
+    dw.distributed(nprocs=2, {options})(loops.slow_forward_on_one)()
+"""
+
+
+@pytest.mark.parametrize("how", ["option", "variable", "torchrun"])
+def test_the_report_of_a_run(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By an option or a variable: a table and advice on rank 0's standard error, all figures in a file."""
+    script, path = tmp_path / "train.py", tmp_path / "times.json"
+    script.write_text(SCRIPT.format(options=f"report={str(path)!r}" if how == "option" else ""))
+    monkeypatch.delenv("DISTWRAP_QUIET")
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    if how != "option":
+        monkeypatch.setenv("DISTWRAP_REPORT", str(path))
+    places = torchrun_variables(2) if how == "torchrun" else [{}]
+    ranks = [
+        subprocess.Popen([sys.executable, script], env={**os.environ, **place}, stderr=subprocess.PIPE, text=True)
+        for place in places
+    ]
+    said = "".join([rank.communicate(timeout=100)[1] for rank in ranks])
+    assert [rank.returncode for rank in ranks] == [0] * len(places)
+    assert "distwrap report: 11 steps of " in said
+    assert said.count("What to change") == 1
+    assert "rank 0 on " in said
+    assert json.loads(path.read_text())["lags"][0]["ranks"] == [0]
+    picture = tmp_path / "times.png"
+    again = [sys.executable, "-m", "distwrap", "report", str(path), "--plot", str(picture)]
+    shown = subprocess.run(again, capture_output=True, text=True, timeout=100, check=True).stdout
+    assert shown.strip() in said
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"ranks": 1, "step": 2}', "\0"])
+def test_a_file_that_holds_no_report(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "times.json").write_text(text)
+    assert main(["report", str(tmp_path / "times.json")]) == 2
+    assert main(["report", str(tmp_path / "none.json")]) == 2
+    assert capsys.readouterr().err.count("holds no report") == 2
