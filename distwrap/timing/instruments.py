@@ -181,7 +181,7 @@ class Instruments:
         return timed
 
     def _begin_forward(self, inputs: Any) -> Part | None:
-        """Begin the part that a forward is; return ``None`` where it is within one, as in a backward that recomputes."""
+        """Begin the part that a forward is; return ``None`` within another, as where a backward recomputes."""
         watch, part = self.stopwatch, Part.FORWARD if torch.is_grad_enabled() else Part.EVALUATION
         if watch.is_in(part) or watch.is_in(Part.BACKWARD) or threading.get_ident() != self._thread:
             return None
