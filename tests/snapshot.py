@@ -9,7 +9,8 @@ import random
 import sys
 import threading
 import time
-from dataclasses import dataclass, fields
+from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,9 @@ import numpy
 import torch
 
 from distwrap.launch import forkserver
+
+_AS_IT_WAS = ("environ", "directory", "umask", "import_path", "torch_threads")
+_NO_MORE = ("python_threads", "children", "open_files")  # fewer are garbage of before
 
 
 @dataclass
@@ -46,19 +50,26 @@ class Snapshot:
         )
 
     def differences(self) -> list[str]:
-        """Say what is not as it was; give threads and children of the system a moment to be gone."""
+        """Say what is not as it was, and what is there that was not; give what ends by itself a moment to be gone."""
         for pause in (0, 0.05, 0.2, 0.5, 1):
             if pause:
                 time.sleep(pause)
                 gc.collect()
-            now = Snapshot.take()
-            if now == self:
+            found = Snapshot.take()._beside(self)
+            if not found:
                 return []
+        return found
+
+    def _beside(self, before: Snapshot) -> list[str]:
+        changed = [name for name in _AS_IT_WAS if getattr(self, name) != getattr(before, name)]
+        left = {
+            name: list((Counter(getattr(self, name)) - Counter(getattr(before, name))).elements()) for name in _NO_MORE
+        }
         return [
-            f"{field.name}: was {getattr(self, field.name)!r}, is {getattr(now, field.name)!r}"
-            for field in fields(self)
-            if getattr(self, field.name) != getattr(now, field.name)
-        ] + [f"{child} is {_command(child)}" for child in now.children - self.children]
+            *(f"{name}: was {getattr(before, name)!r}, is {getattr(self, name)!r}" for name in changed),
+            *(f"{name}: {more!r}, which was not there" for name, more in left.items() if more),
+            *(f"{child} is {_command(child)}" for child in left["children"]),
+        ]
 
 
 def _command(pid: int) -> str:

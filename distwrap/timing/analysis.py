@@ -86,10 +86,10 @@ def analysed(ranks: Sequence[RankTimes]) -> Analysis:
     """Take the figures of all ranks together.
 
     Example:
-        >>> from distwrap.timing.measured import Settings
+        >>> from distwrap.timing.measured import RankSettings
         >>> def rank(number: int, forward: float, exchange: float) -> RankTimes:
         ...     row = [0.0, forward, 0.0, exchange, 0.0, 0.0, 0.0, 0.0]
-        ...     return RankTimes(number, "host", "cpu", 2, 1, [row, row], 8.0, 0, None, 0, {}, Settings(1, 1))
+        ...     return RankTimes(number, "host", "cpu", 2, 1, [row, row], 8.0, 0, None, 0, {}, RankSettings(1, 1))
         >>> found = analysed([rank(0, 0.1, 0.3), rank(1, 0.3, 0.1)])
         >>> round(found.step, 3), round(found.link, 3), round(found.waiting, 3)
         (0.4, 0.1, 0.1)

@@ -43,7 +43,7 @@ def _sum(rows: list[Row] | tuple[Row, ...]) -> Row:
 
 
 @dataclass(frozen=True)
-class Settings:
+class RankSettings:
     """Settings of a rank, which could be others; ``None`` where there is no such thing, or nobody knows.
 
     Attributes:
@@ -101,12 +101,12 @@ class RankTimes:
     device_memory: int | None
     gradient_bytes: int
     collectives: dict[str, float]
-    settings: Settings
+    settings: RankSettings
 
     @classmethod
     def from_dict(cls, told: dict[str, Any]) -> RankTimes:
         """Return what ``dataclasses.asdict`` has made a dict of."""
-        return cls(**{**told, "settings": Settings(**told["settings"])})
+        return cls(**{**told, "settings": RankSettings(**told["settings"])})
 
     def mean(self) -> Row:
         """Return the seconds of each part in a step."""

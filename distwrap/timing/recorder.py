@@ -14,7 +14,7 @@ from distwrap.group.collectives import gather_object
 from distwrap.group.world import RunPart, World
 from distwrap.stopwatch import Stopwatch, clock_of
 from distwrap.timing.instruments import Instruments
-from distwrap.timing.measured import Blocks, RankTimes, Settings
+from distwrap.timing.measured import Blocks, RankSettings, RankTimes
 
 
 class Measuring(RunPart):
@@ -95,7 +95,7 @@ class Recorder(RunPart):
             device_memory=kind_of(device).peak_memory(device),
             gradient_bytes=instruments.gradient_bytes(),
             collectives={name: count / steps for name, count in instruments.collectives.items()},
-            settings=Settings(
+            settings=RankSettings(
                 cpus=len(allowed_cpus()),
                 threads=torch.get_num_threads(),
                 total_memory=kind_of(device).memory(device) if device.type != "cpu" else None,

@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from distwrap.stopwatch import Part, Row
 from distwrap.timing.advice import advise
 from distwrap.timing.analysis import Analysis, analysed
-from distwrap.timing.measured import Blocks, RankTimes, Settings
+from distwrap.timing.measured import Blocks, RankSettings, RankTimes
 
 LINK = 0.002
 
@@ -18,11 +18,11 @@ def row(**seconds: float) -> Row:
 
 
 def rank(number: int, rows: list[Row], **more: object) -> RankTimes:
-    settings = {name: more.pop(name) for name in list(more) if name in Settings.__dataclass_fields__}
+    settings = {name: more.pop(name) for name in list(more) if name in RankSettings.__dataclass_fields__}
     told: dict[str, object] = {
         "host": f"node{number}", "device": "cpu", "steps": len(rows), "steps_in_block": 1, "samples": 8.0,
         "process_memory": 10**9, "device_memory": None, "gradient_bytes": 4_000_000, "collectives": {},
-        "settings": Settings(**{"cpus": 4, "threads": 4, "workers": 0, **settings}),  # type: ignore[arg-type]
+        "settings": RankSettings(**{"cpus": 4, "threads": 4, "workers": 0, **settings}),  # type: ignore[arg-type]
     }  # fmt: skip
     return RankTimes(rank=number, rows=rows, **{**told, **more})  # type: ignore[arg-type]
 
