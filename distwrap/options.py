@@ -42,7 +42,8 @@ WORD = Text(str, "a word")
 WHOLE = Text(int, "a whole number")
 AUTO_OR_WHOLE = Text(lambda text: text if text == "auto" else int(text), "'auto' or a whole number")
 REPORT = Text(
-    lambda text: text if text.endswith(".json") else switched_on({"": text}, ""), "1, or a path that ends in .json"
+    lambda text: text if text.endswith(".json") else _as_switch(text),
+    "1, true, yes, on, their opposites, or a path that ends in .json",
 )
 NUMBER = Text(float, "a number of seconds")
 
@@ -239,12 +240,24 @@ def switched_on(env: Mapping[str, str], variable: str) -> bool:
     Raises:
         OptionError: it says neither yes nor no; lists what is allowed.
     """
-    text = env.get(variable, "").strip().lower()
-    if text in ("", "0", "false", "no", "off"):
+    try:
+        return _as_switch(env.get(variable, ""))
+    except ValueError:
+        raise OptionError(f"{variable}={env[variable]!r}: say 1, true, yes or on; or 0, false, no or off.") from None
+
+
+def _as_switch(text: str) -> bool:
+    """Return whether a text says yes.
+
+    Raises:
+        ValueError: it says neither yes nor no.
+    """
+    word = text.strip().lower()
+    if word in ("", "0", "false", "no", "off"):
         return False
-    if text in ("1", "true", "yes", "on"):
+    if word in ("1", "true", "yes", "on"):
         return True
-    raise OptionError(f"{variable}={env[variable]!r}: say 1, true, yes or on; or 0, false, no or off.")
+    raise ValueError(text)
 
 
 def _from_text(variable: str, name: str, text: str) -> object:

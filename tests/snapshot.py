@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import io
 import os
 import random
 import sys
 import threading
 import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,7 @@ import torch
 
 from distwrap.launch import forkserver
 
-_AS_IT_WAS = ("environ", "directory", "umask", "import_path", "torch_threads")
-_NO_MORE = ("python_threads", "children", "open_files")  # fewer are garbage of before
+_COUNTED = ("children", "python_threads", "open_files")
 
 
 @dataclass
@@ -50,26 +50,48 @@ class Snapshot:
         )
 
     def differences(self) -> list[str]:
-        """Say what is not as it was, and what is there that was not; give what ends by itself a moment to be gone."""
+        """Say what is not as it was; give threads and children of the system a moment to be gone."""
         for pause in (0, 0.05, 0.2, 0.5, 1):
             if pause:
                 time.sleep(pause)
                 gc.collect()
-            found = Snapshot.take()._beside(self)
-            if not found:
+            now = Snapshot.take()
+            if now == self or (replace(now, open_files=self.open_files) == self and self._was_garbage(now)):
                 return []
-        return found
-
-    def _beside(self, before: Snapshot) -> list[str]:
-        changed = [name for name in _AS_IT_WAS if getattr(self, name) != getattr(before, name)]
-        left = {
-            name: list((Counter(getattr(self, name)) - Counter(getattr(before, name))).elements()) for name in _NO_MORE
+        more = {
+            name: list((Counter(getattr(now, name)) - Counter(getattr(self, name))).elements()) for name in _COUNTED
         }
         return [
-            *(f"{name}: was {getattr(before, name)!r}, is {getattr(self, name)!r}" for name in changed),
-            *(f"{name}: {more!r}, which was not there" for name, more in left.items() if more),
-            *(f"{child} is {_command(child)}" for child in left["children"]),
+            f"{field.name}: was {getattr(self, field.name)!r}, is {getattr(now, field.name)!r}"
+            for field in fields(self)
+            if field.name not in _COUNTED and getattr(self, field.name) != getattr(now, field.name)
+        ] + [
+            *(
+                f"{name}: {more[name]!r} more, and {fewer!r} fewer"
+                for name in _COUNTED
+                if (fewer := _fewer(self, now, name)) or more[name]
+            ),
+            *(f"{child} is {_command(child)}" for child in more["children"]),
         ]
+
+    def _was_garbage(self, now: Snapshot) -> bool:
+        """Return whether what is open no more was garbage: nobody's open file has lost its descriptor."""
+        if Counter(now.open_files) - Counter(self.open_files):
+            return False
+        files = [each for each in gc.get_objects() if isinstance(each, io.FileIO) and not each.closed]
+        return all(_is_open(each.fileno()) for each in files)
+
+
+def _fewer(before: Snapshot, now: Snapshot, name: str) -> list[object]:
+    return list((Counter(getattr(before, name)) - Counter(getattr(now, name))).elements())
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
 
 
 def _command(pid: int) -> str:

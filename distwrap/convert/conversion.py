@@ -102,6 +102,10 @@ class Conversion:
         """Return whether the ranks run a piece of code, as far as calls by name tell."""
         return self.reach.holds(node)
 
+    def under_rank_zero(self, statement: cst.CSTNode) -> None:
+        """Put a statement of one line behind ``if is_rank_zero():``."""
+        self.edits.insert(self.script.span(statement)[0], f"if {self.call('is_rank_zero')}: ")
+
     def done(self, node: cst.CSTNode, rule: str, why: str) -> None:
         """Note a change."""
         self.notes.add(self.script.line(node), rule, why, outcome="done")

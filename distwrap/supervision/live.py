@@ -17,6 +17,7 @@ import torch
 
 from distwrap.devices.kinds import kind_of
 from distwrap.environments import Placement
+from distwrap.network import memory_file
 from distwrap.supervision.bells import BOARD
 from distwrap.supervision.board import Board
 from distwrap.supervision.hang_report import Activity, Location
@@ -49,6 +50,8 @@ class Live:
 
     def look(self) -> None:
         """Note whether the main thread computes, and how far it is; now and then show it."""
+        if not memory_file.ARE_POSSIBLE:  # nobody could find the board
+            return
         now = time.monotonic()
         with suppress(OSError, IndexError):
             self._idle.append(Path(self._state).read_bytes().rpartition(b")")[2].split()[0] in (b"S", b"D"))

@@ -52,8 +52,14 @@ class RankNotes:
             value: as JSON has it.
             spare: bytes to leave for what is noted most often.
         """
-        if not self._bells.is_held:
-            return False
+        return self._bells.is_held and self._put(name, value, spare)
+
+    def show(self, name: str, value: Any) -> None:
+        """Show a value on the board of this node, where there is one, to whoever looks from outside."""
+        if self._bells.is_shared:
+            self._put(name, value, _SPARE)
+
+    def _put(self, name: str, value: Any, spare: int) -> bool:
         with self._lock:
             self._on_board[name] = value
             has_room = self._bells.board.write(self._rank, self._on_board, spare)
@@ -61,14 +67,6 @@ class RankNotes:
                 del self._on_board[name]
                 self._bells.board.write(self._rank, self._on_board)  # what it noted before is no longer true
             return has_room
-
-    def show(self, name: str, value: Any) -> None:
-        """Show a value on the board of this node, where there is one, to whoever looks from outside."""
-        if self._bells.is_shared:
-            with self._lock:
-                self._on_board[name] = value
-                if not self._bells.board.write(self._rank, self._on_board, _SPARE):
-                    del self._on_board[name]
 
     def erase_from_board(self, name: str) -> bool:
         """Take away what this rank has noted by a name; return whether that was on the board."""

@@ -33,7 +33,7 @@ def _save(conversion: Conversion, call: cst.Call) -> None:
         conversion.unsure(call, "save", "it does not write to a path", "save(state, path), or under is_rank_zero()")
     elif is_alone and _is_plain_state(conversion, state) and (own := own_test(conversion, call)) is not None:
         if conversion.edits.has_line_of_its_own(statement):
-            conversion.edits.insert(script.span(statement)[0], f"if {conversion.call('is_rank_zero')}: ")
+            conversion.under_rank_zero(statement)
         conversion.rename_call(call, "save")
         conversion.left(
             own, "save", "each rank's own data decides whether a file is written, so that of rank 0 alone does",
@@ -41,7 +41,7 @@ def _save(conversion: Conversion, call: cst.Call) -> None:
         )  # fmt: skip
     elif _is_plain_state(conversion, state):
         if is_alone and _is_called_by_some(conversion, call) and conversion.edits.has_line_of_its_own(statement):
-            conversion.edits.insert(script.span(statement)[0], f"if {conversion.call('is_rank_zero')}: ")
+            conversion.under_rank_zero(statement)
         conversion.rename_call(call, "save")
         conversion.done(call, "save", "rank 0 writes it, whole or not at all, and the others wait")
     elif guarded or _is_followed_up(conversion, call, path):
@@ -49,7 +49,7 @@ def _save(conversion: Conversion, call: cst.Call) -> None:
     elif (
         isinstance(statement, cst.Expr) and statement.value is call and conversion.edits.has_line_of_its_own(statement)
     ):
-        conversion.edits.insert(script.span(statement)[0], f"if {conversion.call('is_rank_zero')}: ")
+        conversion.under_rank_zero(statement)
         conversion.done(call, "save", "rank 0 alone writes it; what it holds may be more than the safe loader takes")
         _note_what_goes_wrong(conversion, call)
     else:

@@ -103,7 +103,7 @@ def _under_rank_zero(conversion: Conversion, call: cst.Call, does: str = "logs i
         and statement.value is call
         and conversion.edits.has_line_of_its_own(statement)
     ):
-        conversion.edits.insert(script.span(statement)[0], f"if {conversion.call('is_rank_zero')}: ")
+        conversion.under_rank_zero(statement)
         conversion.done(call, "log" if does == "logs it" else "file", f"rank 0 alone {does}")
     else:
         rule = "log" if does == "logs it" else "file"
