@@ -35,6 +35,10 @@ class RandomState:
         numpys = numpy.random.get_state() if numpy else None
         return cls(torch.get_rng_state(), random.getstate(), numpys, world.given_seed)
 
+    def __reduce__(self) -> Any:
+        # As a tensor, multiprocessing would put it into shared memory, and hold a file open as long as it lives.
+        return _unpacked, (bytes(self.torch.tolist()), self.python, self.numpy, self.seed)
+
     def draws_but_for_torch(self, later: RandomState) -> bool:
         """Return whether `random` or numpy has drawn until a later state."""
         return self.python != later.python or str(self.numpy) != str(later.numpy)
@@ -47,6 +51,10 @@ class RandomState:
         numpy = sys.modules.get("numpy")
         if numpy is not None and self.numpy is not None:
             numpy.random.set_state(self.numpy)
+
+
+def _unpacked(numbers: bytes, python: Any, numpy: Any, seed: int | None) -> RandomState:
+    return RandomState(torch.tensor(list(numbers), dtype=torch.uint8), python, numpy, seed)
 
 
 def seed_everything(seed: int, *, apart: bool = False) -> int:

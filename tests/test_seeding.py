@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import os
+import pickle
 import random
 from contextlib import suppress
+from multiprocessing.reduction import ForkingPickler
 
 import numpy
 import pytest
@@ -75,6 +78,17 @@ def test_a_captured_state_is_restored() -> None:
         first = draw()
         draw()
         state.restore()
+        assert draw() == first
+
+
+def test_a_sent_state_opens_nothing() -> None:
+    """A state that a spawned process is given holds no shared memory in its sender, and is the same there."""
+    with preserved():
+        state, before = RandomState.capture(), len(os.listdir("/proc/self/fd"))
+        sent = ForkingPickler.dumps(state)
+        assert len(os.listdir("/proc/self/fd")) == before
+        first = draw()
+        pickle.loads(sent).restore()
         assert draw() == first
 
 
