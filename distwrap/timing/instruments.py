@@ -45,9 +45,8 @@ class Instruments:
     Attributes:
         stopwatch: which they start and stop.
         samples: number of samples that the wrapped models have trained on.
-        workers: of the loader that was asked last.
-        pins: whether that one pins memory.
-        models: that have trained, or may.
+        gradient_bytes: of the weights of the models that have trained.
+        settings: what is known of the loader that was asked last, and of the model with the most weights.
         collectives: how often the loop itself has called each of torch's collectives.
     """
 
@@ -57,12 +56,13 @@ class Instruments:
         self._is_divided = world.placement.world_size > 1
         self._stepping: ref[Optimizer] | None = None  # the optimizer by which a step ends
         self._outermost: ref[Optimizer] | None = None  # of those that are stepping, of which one may hold another
+        self._steps = 0
         self.samples = 0
+        self.gradient_bytes = 0
+        self.settings: dict[str, Any] = {}
         self.collectives: Counter[str] = Counter()
         self._placed = ExitStack()
-        self.workers: int | None = None
-        self.pins: bool | None = None
-        self.models: WeakSet[nn.Module] = WeakSet()
+        self._models: WeakSet[nn.Module] = WeakSet()
 
     def place(self) -> None:
         """Place them."""
@@ -90,19 +90,14 @@ class Instruments:
                 self._replace(placed, dist, name, self._in_collective)
             self._placed = placed.pop_all()
 
-    def gradient_bytes(self) -> int:
-        """Return the bytes of the gradients of the models' weights."""
-        parameters = {id(p): p for model in self.models for p in model.parameters() if p.requires_grad}
-        return sum(p.numel() * p.element_size() for p in parameters.values())
-
-    def settings(self) -> dict[str, Any]:
-        """Return what is known of the loader that was asked last, and of the model with the most weights."""
-        found: dict[str, Any] = {"workers": self.workers, "pins": self.pins}
-        ddp = [inner for model in self.models if (inner := under_ddp(model)) is not None]
+    def look(self) -> None:
+        """Look at the models, of which none may be left when the loop has ended."""
+        parameters = {id(p): p for model in self._models for p in model.parameters() if p.requires_grad}
+        size = sum(p.numel() * p.element_size() for p in parameters.values())
+        self.gradient_bytes = max(size, self.gradient_bytes)
+        ddp = [inner for model in self._models if (inner := under_ddp(model)) is not None]
         if ddp:
-            largest = max(ddp, key=lambda model: sum(p.numel() for p in model.parameters()))
-            found |= settings_of_ddp(largest)
-        return found
+            self.settings |= settings_of_ddp(max(ddp, key=lambda model: sum(p.numel() for p in model.parameters())))
 
     def take_away(self) -> None:
         """Take all of them away."""
@@ -147,7 +142,7 @@ class Instruments:
         def timed(iterator: Any) -> Any:
             if not torch.is_grad_enabled():
                 return evaluation(iterator)
-            self.workers, self.pins = workers_of(iterator), pins(iterator)
+            self.settings["workers"], self.settings["pins"] = workers_of(iterator), pins(iterator)
             return data(iterator)
 
         return timed
@@ -155,7 +150,7 @@ class Instruments:
     # Models
 
     def _follow(self, model: nn.Module) -> None:
-        self.models.add(model)
+        self._models.add(model)
         routing = getattr(model, "__dict__", {}).get("_distwrap")
         if isinstance(routing, Routing):
             routing.put_around(self._in_forward)
@@ -233,6 +228,9 @@ class Instruments:
         if self._outermost is None or self._outermost() is not optimizer or threading.get_ident() != self._thread:
             return
         self.stopwatch.end(Part.OPTIMIZER)
+        self._steps += 1
+        if not self._steps & (self._steps - 1):  # 1, 2, 4, 8, ...
+            self.look()
         stepping = self._stepping() if self._stepping is not None else None
         if stepping is None:
             self._stepping = ref(optimizer)

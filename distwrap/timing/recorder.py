@@ -70,6 +70,7 @@ class Recorder(RunPart):
         assert instruments is not None
         kind_of(self._world.device).finish(self._world.device)
         instruments.stopwatch.settle()
+        instruments.look()
         self.stop()
         return [RankTimes.from_dict(told) for told in gather_object(asdict(self._measured(instruments)))]
 
@@ -93,12 +94,12 @@ class Recorder(RunPart):
             samples=instruments.samples / steps,
             process_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             device_memory=kind_of(device).peak_memory(device),
-            gradient_bytes=instruments.gradient_bytes(),
+            gradient_bytes=instruments.gradient_bytes,
             collectives={name: count / steps for name, count in instruments.collectives.items()},
             settings=RankSettings(
                 cpus=len(allowed_cpus()),
                 threads=torch.get_num_threads(),
                 total_memory=kind_of(device).memory(device) if device.type != "cpu" else None,
-                **instruments.settings(),
+                **instruments.settings,
             ),
         )

@@ -182,3 +182,10 @@ def test_a_file_that_holds_no_report(text: str, tmp_path: Path, capsys: pytest.C
     assert main(["report", str(tmp_path / "times.json")]) == 2
     assert main(["report", str(tmp_path / "none.json")]) == 2
     assert capsys.readouterr().err.count("holds no report") == 2
+
+
+def test_models_that_are_gone() -> None:
+    """What is known of a model that was the loop's own is known when the loop has ended."""
+    found = measured(lambda: loops.train() and None)
+    assert found["ranks"][0]["gradient_bytes"] == 4 * (8 * 16 + 16 + 16 + 1)
+    assert found["ranks"][0]["settings"]["bucket_bytes"]
