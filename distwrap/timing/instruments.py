@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,6 +16,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from distwrap._internals.torch import after_backward, settings_of_ddp
 from distwrap._internals.torch_data import iterator_class, pins, workers_of
+from distwrap._internals.torch_groups import waits_for_ranks
 from distwrap._internals.torch_tree import tensors_in
 from distwrap.group.world import World
 from distwrap.model.forward_routing import Routing
@@ -28,9 +28,8 @@ from distwrap.supervision.hang_report import Activity
 _BLOCKING = (
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
     *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "recv"),
-    *("reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list"),
+    *("reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send"),
 )
-
 
 _WAITS_FOR_DEVICE = ("item", "tolist", "__bool__", "__float__", "__int__")
 
@@ -44,7 +43,8 @@ class Instruments:
 
     Attributes:
         stopwatch: which they start and stop.
-        samples: number of samples that the wrapped models have trained on.
+        samples: number of samples that the wrapped models have trained on; of those on which several ranks train
+            together, this rank's share.
         gradient_bytes: of the weights of the models that have trained.
         settings: what is known of the loader that was asked last, and of the model with the most weights.
         collectives: how often the loop itself has called each of torch's collectives.
@@ -52,12 +52,11 @@ class Instruments:
 
     def __init__(self, world: World, stopwatch: Stopwatch) -> None:
         self._world, self.stopwatch = world, stopwatch
-        self._thread = threading.get_ident()
         self._is_divided = world.placement.world_size > 1
-        self._stepping: ref[Optimizer] | None = None  # the optimizer by which a step ends
+        self._stepped: WeakSet[Optimizer] | None = None  # the optimizers that have, since the last step ended
         self._outermost: ref[Optimizer] | None = None  # of those that are stepping, of which one may hold another
         self._steps = 0
-        self.samples = 0
+        self.samples = 0.0
         self.gradient_bytes = 0
         self.settings: dict[str, Any] = {}
         self.collectives: Counter[str] = Counter()
@@ -88,6 +87,8 @@ class Instruments:
                     self._replace(placed, torch.Tensor, name, self._counted)
             for name in _BLOCKING if self._is_divided else ():
                 self._replace(placed, dist, name, self._in_collective)
+            for owner, name in waits_for_ranks() if self._is_divided else ():
+                self._replace(placed, owner, name, self._timed(Part.EXCHANGE))
             self._placed = placed.pop_all()
 
     def look(self) -> None:
@@ -116,12 +117,12 @@ class Instruments:
 
     def _timed(self, part: Part) -> Callable[[Any], Any]:
         """Return what makes of a function one that is timed."""
-        watch, thread = self.stopwatch, self._thread
+        watch = self.stopwatch
 
         def of(plain: Any) -> Any:
             @wraps(plain)
             def timed(*args: Any, **kwargs: Any) -> Any:
-                if watch.is_in(part) or threading.get_ident() != thread:
+                if torch.compiler.is_compiling() or watch.is_in(part) or not watch.hears():
                     return plain(*args, **kwargs)
                 watch.begin(part, after=watch.since(part))
                 try:
@@ -178,10 +179,11 @@ class Instruments:
     def _begin_forward(self, inputs: Any) -> Part | None:
         """Begin the part that a forward is; return ``None`` within another, as where a backward recomputes."""
         watch, part = self.stopwatch, Part.FORWARD if torch.is_grad_enabled() else Part.EVALUATION
-        if watch.is_in(part) or watch.is_in(Part.BACKWARD) or threading.get_ident() != self._thread:
+        if watch.is_in(part) or watch.is_in(Part.BACKWARD) or not watch.hears():
             return None
         if part is Part.FORWARD:
-            self.samples += next((len(each) for each in tensors_in(inputs) if each.dim()), 0)
+            share = self._world.layout.size / self._world.placement.world_size
+            self.samples += share * next((len(each) for each in tensors_in(inputs) if each.dim()), 0)
         watch.begin(part, after=watch.since(part))
         return part
 
@@ -192,7 +194,7 @@ class Instruments:
     # Backwards and steps
 
     def _in_backward(self, plain: Any) -> Any:
-        watch, thread = self.stopwatch, self._thread
+        watch = self.stopwatch
 
         def own_gradients_done() -> None:
             if watch.is_in(Part.BACKWARD):
@@ -203,7 +205,7 @@ class Instruments:
 
         @wraps(plain)
         def timed(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if watch.is_in(Part.BACKWARD) or threading.get_ident() != thread:
+            if watch.is_in(Part.BACKWARD) or not watch.hears():
                 return plain(tensors, *args, **kwargs)
             root = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
             hook = None
@@ -220,30 +222,32 @@ class Instruments:
         return timed
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.stopwatch.is_open(Part.OPTIMIZER) and threading.get_ident() == self._thread:
+        if not self.stopwatch.is_open(Part.OPTIMIZER) and self.stopwatch.hears():
             self._outermost = ref(optimizer)
             self.stopwatch.begin(Part.OPTIMIZER)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._outermost is None or self._outermost() is not optimizer or threading.get_ident() != self._thread:
+        if self._outermost is None or self._outermost() is not optimizer or not self.stopwatch.hears():
             return
         self.stopwatch.end(Part.OPTIMIZER)
         self._steps += 1
         if not self._steps & (self._steps - 1):  # 1, 2, 4, 8, ...
             self.look()
-        stepping = self._stepping() if self._stepping is not None else None
-        if stepping is None:
-            self._stepping = ref(optimizer)
+        if self._stepped is None:
+            self._stepped, self.samples = WeakSet(), 0.0
+            self.collectives.clear()
             self.stopwatch.begin_first()
-        elif stepping is optimizer:
+        elif optimizer in self._stepped:
+            self._stepped.clear()
             self.stopwatch.step()
+        self._stepped.add(optimizer)
 
     # Waits
 
     def _counted(self, plain: Any) -> Any:
         @wraps(plain)
         def counted(*args: Any, **kwargs: Any) -> Any:
-            if self.stopwatch.is_in(Part.OWN) and threading.get_ident() == self._thread:
+            if self.stopwatch.is_in(Part.OWN) and self.stopwatch.hears():
                 self.collectives[f"Tensor.{plain.__name__}"] += 1
             return plain(*args, **kwargs)
 
@@ -254,7 +258,7 @@ class Instruments:
 
         @wraps(plain)
         def counted(*args: Any, **kwargs: Any) -> Any:
-            if watch.is_in(Part.OWN) or watch.is_in(Part.EVALUATION):
+            if watch.hears() and (watch.is_in(Part.OWN) or watch.is_in(Part.EVALUATION)):
                 self.collectives[plain.__name__] += 1
             return timed(*args, **kwargs)
 
