@@ -193,7 +193,10 @@ class Stopwatch:
             self.end(part)
 
     def timed(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield items, of which the time until each comes is one of waiting for data."""
+        """Yield items, of which the time until each comes is one of waiting for data; not in another thread."""
+        if not self.hears():
+            yield from items
+            return
         source, nothing = iter(items), object()
         while True:
             part = Part.DATA if torch.is_grad_enabled() else Part.EVALUATION

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -43,8 +43,9 @@ class Instruments:
 
     Attributes:
         stopwatch: which they start and stop.
-        samples: number of samples that the wrapped models have trained on; of those on which several ranks train
-            together, this rank's share.
+        samples: number of samples on which was trained in the steps that have ended: in each as many as the model has
+            taken that took the fewest, since a discriminator takes each more than once. Of samples that several ranks
+            take together, it is this rank's share.
         gradient_bytes: of the weights of the models that have trained.
         settings: what is known of the loader that was asked last, and of the model with the most weights.
         collectives: how often the loop itself has called each of torch's collectives.
@@ -56,6 +57,7 @@ class Instruments:
         self._stepped: WeakSet[Optimizer] | None = None  # the optimizers that have, since the last step ended
         self._outermost: ref[Optimizer] | None = None  # of those that are stepping, of which one may hold another
         self._steps = 0
+        self._in_step: dict[int, float] = {}  # samples that each model has trained on in this step
         self.samples = 0.0
         self.gradient_bytes = 0
         self.settings: dict[str, Any] = {}
@@ -154,36 +156,42 @@ class Instruments:
         self._models.add(model)
         routing = getattr(model, "__dict__", {}).get("_distwrap")
         if isinstance(routing, Routing):
-            routing.put_around(self._in_forward)
+            routing.put_around(partial(self._in_forward, id(model)))
             self._placed.callback(_take_off, ref(routing))
             return
         begun: list[Part | None] = []  # in one process a model may come back from wrap_model() as it was
         before = model.register_forward_pre_hook(
-            lambda module, args, kwargs: begun.append(self._begin_forward((args, kwargs))), with_kwargs=True
+            lambda module, args, kwargs: begun.append(self._begin_forward(id(module), (args, kwargs))), with_kwargs=True
         )
         after = model.register_forward_hook(lambda module, *_: self._end_forward(begun.pop()), always_call=True)
         self._placed.callback(before.remove)
         self._placed.callback(after.remove)
 
-    def _in_forward(self, plain: Any) -> Any:
+    def _in_forward(self, model: int, plain: Any) -> Any:
+        begin, end = map(torch.compiler.disable, (self._begin_forward, self._end_forward))
+
         @wraps(plain)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            part = self._begin_forward((args, kwargs))
+            part = begin(model, (args, kwargs))
             try:
                 return plain(*args, **kwargs)
             finally:
-                self._end_forward(part)
+                end(part)
 
-        return timed
+        # A model that is compiled is compiled within, and not what measures it.
+        return torch.compiler.disable(timed, recursive=False)  # type: ignore[no-untyped-call]
 
-    def _begin_forward(self, inputs: Any) -> Part | None:
+    def _begin_forward(self, model: int, inputs: Any) -> Part | None:
         """Begin the part that a forward is; return ``None`` within another, as where a backward recomputes."""
+        if torch.compiler.is_compiling():  # of a model that is compiled with its hooks
+            return None
         watch, part = self.stopwatch, Part.FORWARD if torch.is_grad_enabled() else Part.EVALUATION
         if watch.is_in(part) or watch.is_in(Part.BACKWARD) or not watch.hears():
             return None
         if part is Part.FORWARD:
             share = self._world.layout.size / self._world.placement.world_size
-            self.samples += share * next((len(each) for each in tensors_in(inputs) if each.dim()), 0)
+            samples = share * next((len(each) for each in tensors_in(inputs) if each.dim()), 0)
+            self._in_step[model] = self._in_step.get(model, 0.0) + samples
         watch.begin(part, after=watch.since(part))
         return part
 
@@ -205,26 +213,34 @@ class Instruments:
 
         @wraps(plain)
         def timed(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if watch.is_in(Part.BACKWARD) or not watch.hears():
+            if torch.compiler.is_compiling() or not watch.hears():
                 return plain(tensors, *args, **kwargs)
+            is_nested = watch.is_in(Part.BACKWARD)  # as where a checkpoint recomputes, and has a backward of its own
             root = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
             hook = None
             if self._is_divided and isinstance(root, torch.Tensor) and root.requires_grad:
                 hook = root.register_hook(queue)  # type: ignore[no-untyped-call]
-            watch.begin(Part.BACKWARD)
+            if not is_nested:
+                watch.begin(Part.BACKWARD)
             try:
                 return plain(tensors, *args, **kwargs)
             finally:
-                watch.end(Part.BACKWARD)
+                watch.end(Part.EXCHANGE if is_nested else Part.BACKWARD)
                 if hook is not None:
                     hook.remove()
 
         return timed
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.stopwatch.is_open(Part.OPTIMIZER) and self.stopwatch.hears():
-            self._outermost = ref(optimizer)
-            self.stopwatch.begin(Part.OPTIMIZER)
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self.stopwatch.is_open(Part.OPTIMIZER) or not self.stopwatch.hears():
+            return None
+        self._outermost = ref(optimizer)
+        self.stopwatch.begin(Part.OPTIMIZER)
+        if not any(map(callable, (*args[1:], *kwargs.values()))):
+            return None
+        own = self._timed(Part.OWN)  # around a closure
+        given = tuple(own(each) if callable(each) else each for each in args[1:])
+        return (args[0], *given), {name: own(each) if callable(each) else each for name, each in kwargs.items()}
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._outermost is None or self._outermost() is not optimizer or not self.stopwatch.hears():
@@ -234,11 +250,14 @@ class Instruments:
         if not self._steps & (self._steps - 1):  # 1, 2, 4, 8, ...
             self.look()
         if self._stepped is None:
-            self._stepped, self.samples = WeakSet(), 0.0
+            self._stepped = WeakSet()
+            self._in_step.clear()
             self.collectives.clear()
             self.stopwatch.begin_first()
         elif optimizer in self._stepped:
             self._stepped.clear()
+            self.samples += min(self._in_step.values(), default=0.0)
+            self._in_step.clear()
             self.stopwatch.step()
         self._stepped.add(optimizer)
 

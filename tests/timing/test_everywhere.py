@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,9 +11,10 @@ import distwrap as dw
 from distwrap import FSDPStrategy
 from distwrap.group.world import current_world
 from distwrap.options import Options
+from distwrap.testing import run_ranks
 from distwrap.testing.ranks import Launch
 from tests.limits import MORE_RANKS, slow
-from tests.timing import everywhere
+from tests.timing import everywhere, styles
 from tests.timing.everywhere import Attending, Plain, WithoutStatistics
 
 SAME_WAIT = "the same wait as in other cells"
@@ -67,3 +69,65 @@ def test_a_slow_rank_under_every_strategy(options: dict[str, Any], make: Any, np
             assert found["samples_per_second"] * found["step"] == pytest.approx(4 * shares)
         lag = found["lags"][0]
         assert (lag["ranks"], lag["part"], lag["takes_turns"]) == ([rank], place, False), (place, found["ranks"])
+
+
+def measured(loop: Callable[[], None]) -> tuple[dict[str, Any], float]:
+    styles.ENDS.clear()
+    with dw.report() as report:
+        loop()
+    return report.figures, styles.ENDS[-1] - styles.ENDS[0] if styles.ENDS else 0.0
+
+
+STYLES: dict[Callable[[], None], tuple[int, str]] = {
+    styles.accumulated: (1, "forward"),
+    styles.in_lockstep: (1, "forward"),
+    styles.by_a_generator: (1, "data"),
+    styles.joined: (1, "forward"),
+    styles.by_helpers: (1, "forward"),
+    styles.with_closures: (1, "own"),
+    styles.of_two_models: (1, "forward"),
+    styles.with_a_penalty: (1, "forward"),
+    styles.compiled_around: (1, "own"),
+    styles.compiled_within: (1, "own"),
+    styles.recomputed: (1, "forward"),
+    styles.recomputed_reentrantly: (1, "backward"),
+    styles.evaluated: (1, "evaluation"),
+    styles.twice: (1, "forward"),
+    styles.on_a_plateau: (1, "forward"),
+    styles.stopped_early: (1, "forward"),
+    styles.one_first: (0, "own"),
+    styles.by_workers: (1, "data"),
+    styles.copied_ahead: (1, "data"),
+    styles.dispatched: (0, "data"),
+    styles.with_a_bar: (1, "data"),
+}
+
+
+@pytest.mark.parametrize("loop", STYLES, ids=lambda loop: loop.__name__)
+def test_a_slow_rank_in_loops_of_every_style(loop: Callable[[], None]) -> None:
+    """It is named, with what it does; the parts are the whole; samples are counted once."""
+    ranks = run_ranks(measured, 2, loop, timeout=60)
+    found = ranks[0][0]
+    for number, (_, seconds) in enumerate(ranks):
+        mine = found["ranks"][number]
+        assert sum(mine["parts"].values()) * mine["steps"] == pytest.approx(seconds, rel=0.2), number
+        # The step between the two loops has the first step of the second one in it.
+        assert mine["samples"] == pytest.approx(4.5 if loop is styles.twice else 4), number
+    lag = found["lags"][0]
+    rank, part = STYLES[loop]
+    assert (lag["ranks"], lag["part"], lag["takes_turns"]) == ([rank], part, False), found["ranks"]
+    if loop in (styles.in_lockstep, styles.by_a_generator):
+        assert not found["ranks"][0]["collectives"]  # of the loop itself
+
+
+@pytest.mark.parametrize("precision", ["fp16", "bf16"])
+def test_a_slow_rank_in_other_precisions(precision: str) -> None:
+    (found, _), _ = Launch(Options(timeout=60, returns="all"), 2, 60)(measured, styles.by_helpers, precision=precision)
+    lag = found["lags"][0]
+    assert (lag["ranks"], lag["part"]) == ([1], "forward")
+
+
+def test_loops_without_steps() -> None:
+    """There is nothing to tell of them."""
+    for loop in (styles.no_step, styles.without_an_optimizer):
+        assert run_ranks(measured, 2, loop) == [({}, 0.0)] * 2
