@@ -52,10 +52,11 @@ def start(task: Task) -> Any:
         _check_fits(task, run)
         return _here(_with_seed_of(run, task))
     if switched_on(os.environ, "DISTWRAP_DISABLE"):
-        return _in_process(task)
+        return _in_process(_with_place_of_report(task, 0))
     if dist.is_initialized():
-        return _in_users_group(task)
+        return _in_users_group(_with_place_of_report(task, dist.get_rank()))
     found = detect(os.environ)
+    task = _with_place_of_report(task, found.rank if isinstance(found, Placement) else options.node_rank or 0)
     again = distwrap_environment.SCRIPT in os.environ  # this process runs the script again, for rank 0's call of it
     if isinstance(found, Placement) and found.source != "single" and not again:
         return _joining(task, found)
@@ -97,6 +98,30 @@ def _with_seed_of(run: World, task: Task) -> Task:
     if "seed" in task.asked or run.options.seed is None:
         return task
     return replace(task, options=replace(task.options, seed=None))
+
+
+def _with_place_of_report(task: Task, rank: int) -> Task:
+    """Return a task whose report goes where this process stands now; with rank 0 or its caller, see that it can.
+
+    Raises:
+        OptionError: nothing can be written there, which would else show when all is done.
+    """
+    report = task.options.report
+    if not isinstance(report, str):
+        return task
+    path = os.path.abspath(report)
+    if rank == 0:
+        try:
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            is_new = not os.path.exists(path)
+            os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666))
+            if is_new:
+                os.remove(path)  # a run that fails leaves none
+        except OSError as error:
+            raise OptionError(
+                f"report={report!r} cannot be written: {error}. Name a file in a folder that can be written."
+            ) from error
+    return replace(task, options=replace(task.options, report=path))
 
 
 def _with_losses(options: Options) -> Strategy:

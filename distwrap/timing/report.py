@@ -19,7 +19,7 @@ from distwrap.timing.advice import Suggestion, advise
 from distwrap.timing.analysis import Analysis, analysed
 from distwrap.timing.measured import RankTimes
 from distwrap.timing.recorder import Recorder
-from distwrap.wording import as_size
+from distwrap.wording import as_size, print_notice
 
 _MOST_ROWS = 16  # of a table; of more ranks those are shown that differ most
 
@@ -182,9 +182,12 @@ def show(found: Report) -> None:
 
 
 def write(found: Report, path: str) -> None:
-    """Write all figures of a report as JSON, on rank 0 alone."""
+    """Write all figures of a report as JSON, on rank 0 alone; where that fails, say so: the run has not failed."""
     if is_rank_zero():
-        Path(path).write_text(json.dumps(found.figures, indent=1) + "\n")
+        try:
+            Path(path).write_text(json.dumps(found.figures, indent=1) + "\n")
+        except OSError as error:
+            print_notice(f"the report cannot be written: {error}")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from pathlib import Path
 
@@ -55,6 +56,15 @@ def test_two_nodes_and_four_tasks(slurm: Slurm) -> None:
     assert len(done.values()) == 4  # the script goes on on every rank, as under any outer launcher
     for value in done.values():
         assert_like_one_process(value)
+
+
+def test_a_report_of_all_tasks(slurm: Slurm, tmp_path: Path) -> None:
+    """One table and one file come of it, from rank 0."""
+    path = tmp_path / "new" / "times.json"
+    done = srun(slurm, "-N2", "-n4", *JOB, DISTWRAP_QUIET="0", DISTWRAP_REPORT=str(path))
+    assert done.code == 0, done.output
+    assert done.output.count("distwrap report:") == 1
+    assert [rank["rank"] for rank in json.loads(path.read_text())["ranks"]] == [0, 1, 2, 3]
 
 
 def test_uneven_tasks(slurm: Slurm) -> None:

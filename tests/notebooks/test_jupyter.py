@@ -106,6 +106,21 @@ def test_a_cell_is_launched(notebook: Notebook) -> None:
     assert "started by forkserver" in printed
 
 
+def test_a_report_appears_in_the_cell(notebook: Notebook) -> None:
+    printed = notebook.run(
+        "@dw.distributed(nprocs=2, report='new/times.json')\n"
+        "def main(steps):\n"
+        "    model = dw.wrap_model(net)\n"
+        "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "    for _ in range(steps):\n"
+        "        model(torch.randn(2, 3, generator=dw.rank_generator(0))).sum().backward()\n"
+        "        optimizer.step()\n"
+        "main(5)"
+    )
+    assert printed.count("distwrap report: 4 steps") == 1
+    assert json.loads((notebook.folder / "new" / "times.json").read_text())["steps"] == 4
+
+
 def test_a_lambda(notebook: Notebook) -> None:
     """A lambda with a closure is launched too."""
     assert "[[0, 5], [1, 5]]" in notebook.run(

@@ -100,4 +100,4 @@ def train(make: Callable[[], nn.Module], slow_in: str = "", slow_rank: int = 0) 
         optimizer.zero_grad()
         ends.append(time.perf_counter())
     mine = [local(parameter.detach()) for parameter in model.parameters()]
-    return [each.numpy().tobytes() for each in mine if type(each) is torch.Tensor], ends[-1] - ends[0]
+    return [each.cpu().numpy().tobytes() for each in mine if type(each) is torch.Tensor], ends[-1] - ends[0]

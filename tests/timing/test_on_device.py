@@ -14,7 +14,7 @@ from distwrap.group.world import current_world
 from distwrap.stopwatch import DeviceClock
 from distwrap.timing.recorder import Measuring
 from tests.accelerator import accelerator
-from tests.timing import loops
+from tests.timing import everywhere, loops
 
 pytestmark = pytest.mark.gpu
 
@@ -51,6 +51,19 @@ def test_parts_by_the_devices_events(devices: int) -> None:
         assert rank["device"].startswith(accelerator())
         assert all(seconds >= 0 for seconds in rank["parts"].values())
         assert sum(rank["parts"].values()) == pytest.approx(found["step"], rel=0.5)
+
+
+def slow_backward() -> dict[str, Any]:
+    with dw.report() as found:
+        everywhere.train(everywhere.WithoutStatistics, "backward", 1)
+    return found.figures
+
+
+@pytest.mark.gpu(2)
+def test_waits_in_a_thread_of_the_devices(devices: int) -> None:
+    """There a backward runs, and FSDP waits in it for the weights of ranks that are behind."""
+    (lag, *_) = dw.distributed(nprocs=devices, strategy="fsdp")(slow_backward)()["lags"]
+    assert (lag["ranks"], lag["part"]) == ([1], "backward")
 
 
 def traced(path: str) -> None:

@@ -20,6 +20,7 @@ from distwrap.group.world import current_world
 from distwrap.testing import run_ranks
 from distwrap.timing.recorder import Recorder
 from tests.convert.runner import torchrun_variables
+from tests.limits import INTERPRETERS, slow
 from tests.timing import loops
 
 
@@ -142,6 +143,7 @@ def test_one_in_another_is_refused() -> None:
 
 SCRIPT = """
 import distwrap as dw
+from tests.limits import INTERPRETERS, slow
 from tests.timing import loops
 
 if __name__ == "__main__":
@@ -149,11 +151,18 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["option", "variable", "torchrun"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("option", "variable", "torchrun"),
+        *(slow(f"launcher={name!r}", why=INTERPRETERS) for name in ("fork", "spawn", "script", "elastic")),
+    ],
+)
 def test_the_report_of_a_run(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By an option or a variable: a table and advice on rank 0's standard error, all figures in a file."""
     script, path = tmp_path / "train.py", tmp_path / "times.json"
-    script.write_text(SCRIPT.format(options=f"report={str(path)!r}" if how == "option" else ""))
+    options = f"report={str(path)!r}" if how == "option" else how
+    script.write_text(SCRIPT.format(options=options if "=" in options else ""))
     monkeypatch.delenv("DISTWRAP_QUIET")
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     if how != "option":
@@ -174,6 +183,55 @@ def test_the_report_of_a_run(how: str, tmp_path: Path, monkeypatch: pytest.Monke
     shown = subprocess.run(again, capture_output=True, text=True, timeout=100, check=True).stdout
     assert shown.strip() in said
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_where_a_report_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its folder is made, and it is where the call was made, also where the function goes elsewhere."""
+    monkeypatch.chdir(tmp_path)
+
+    @dw.distributed(nprocs=1, report="new/times.json")
+    def train() -> None:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir(tmp_path / "elsewhere")
+        loops.train()
+
+    train()
+    assert json.loads((tmp_path / "new" / "times.json").read_text())["steps"]
+
+
+@pytest.mark.parametrize("wrong", ["file/times.json", "folder.json"])
+def test_a_report_that_cannot_be_written(wrong: str, tmp_path: Path) -> None:
+    """That is said before anything runs."""
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.json").mkdir()
+    with pytest.raises(OptionError, match=r"times\.json|folder\.json.* cannot be written: .* Name a file in a folder"):
+        dw.distributed(nprocs=2, report=tmp_path / wrong)(pytest.fail)("ran")
+
+
+def test_a_report_that_cannot_be_written_at_last(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """What the function has returned is returned all the same; a run that fails leaves no file."""
+    path = tmp_path / "new" / "times.json"
+
+    def run(fails: bool) -> int:
+        path.parent.rmdir()
+        assert not fails, "it fails"
+        return 3
+
+    reported = dw.distributed(nprocs=1, report=path)(run)
+    with pytest.raises(AssertionError, match="it fails"):
+        reported(True)
+    assert reported(False) == 3
+    assert "distwrap: the report cannot be written: " in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("wrong", ["", 1, 0, None, "times.txt", b"times.json", ["times.json"]])
+def test_a_report_that_is_no_path(wrong: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(OptionError, match=r"True, False, or the path of a file that ends in \.json"):
+        dw.distributed(report=wrong)
+    if isinstance(wrong, str) and wrong:
+        monkeypatch.setenv("DISTWRAP_REPORT", wrong)
+        with pytest.raises(OptionError, match=r"DISTWRAP_REPORT='times\.txt'.* or a path that ends in \.json"):
+            dw.distributed(nprocs=2)(pytest.fail)("ran")
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"ranks": 1, "step": 2}', "\0"])
