@@ -67,7 +67,8 @@ class Instruments:
 
     def place(self) -> None:
         """Place them."""
-        with ExitStack() as placed:
+        with ExitStack() as self._placed:
+            placed = self._placed
             activity, models = self._world.part(Activity), self._world.part(WrappedModels)
             activity.stopwatch = self.stopwatch
             placed.callback(setattr, activity, "stopwatch", None)
@@ -160,10 +161,15 @@ class Instruments:
             self._placed.callback(_take_off, ref(routing))
             return
         begun: list[Part | None] = []  # in one process a model may come back from wrap_model() as it was
-        before = model.register_forward_pre_hook(
-            lambda module, args, kwargs: begun.append(self._begin_forward(id(module), (args, kwargs))), with_kwargs=True
-        )
-        after = model.register_forward_hook(lambda module, *_: self._end_forward(begun.pop()), always_call=True)
+
+        def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
+            begun.append(self._begin_forward(id(module), (args, kwargs)))
+
+        def end(*_: object) -> None:
+            self._end_forward(begun.pop())
+
+        before = model.register_forward_pre_hook(_Hook(begin), with_kwargs=True)
+        after = model.register_forward_hook(_Hook(end), always_call=True)
         self._placed.callback(before.remove)
         self._placed.callback(after.remove)
 
@@ -282,6 +288,20 @@ class Instruments:
             return timed(*args, **kwargs)
 
         return counted
+
+
+class _Hook:
+    """Hook of a model; in a copy of the model, and in what is saved of it, it does nothing."""
+
+    def __init__(self, call: Callable[..., None] | None = None) -> None:
+        self._call = call
+
+    def __call__(self, *args: Any) -> None:
+        if self._call is not None:
+            self._call(*args)
+
+    def __reduce__(self) -> tuple[type[_Hook], tuple[()]]:
+        return _Hook, ()
 
 
 def _take_off(held: ref[Routing]) -> None:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
+import io
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 import distwrap as dw
 from distwrap import FSDPStrategy
@@ -125,6 +128,27 @@ def test_a_slow_rank_in_other_precisions(precision: str) -> None:
     (found, _), _ = Launch(Options(timeout=60, returns="all"), 2, 60)(measured, styles.by_helpers, precision=precision)
     lag = found["lags"][0]
     assert (lag["ranks"], lag["part"]) == ([1], "forward")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_was_wrapped_before(ranks: int) -> None:
+    """It is measured; it can be copied and saved meanwhile, and after the report it is as it was, as its copy is."""
+    run_ranks(_wrapped_before, ranks)
+
+
+def _wrapped_before() -> None:
+    model, optimizer = styles.wrapped(styles.net())
+    with dw.report() as report:
+        for x in torch.randn(3, 4, 8, generator=dw.rank_generator(0)):
+            model(x).mean().backward()
+            optimizer.step()
+        copied = copy.deepcopy(model)
+        torch.save(model, io.BytesIO())
+    assert report.figures["parts"]["forward"] > 0
+    for each in (model, copied):
+        routing = each.__dict__.get("_distwrap")
+        assert routing is None or routing._around is None
+    assert not model._forward_hooks
 
 
 def test_loops_without_steps() -> None:
