@@ -18,6 +18,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from distwrap._internals.torch import after_backward, settings_of_ddp
 from distwrap._internals.torch_data import iterator_class, pins, workers_of
 from distwrap._internals.torch_tree import tensors_in
+from distwrap.devices.cpus import queued_seconds
 from distwrap.group.world import World
 from distwrap.model.forward_routing import Routing
 from distwrap.model.wrapped_models import WrappedModels, under_ddp
@@ -57,7 +58,8 @@ class Instruments:
         self._stepping: ref[Optimizer] | None = None  # the optimizer by which a step ends
         self._outermost: ref[Optimizer] | None = None  # of those that are stepping, of which one may hold another
         self._steps = 0
-        self.samples = 0
+        self._queued_before: float | None = None
+        self._step_samples = self.samples = 0
         self.gradient_bytes = 0
         self.settings: dict[str, Any] = {}
         self.collectives: Counter[str] = Counter()
@@ -89,6 +91,17 @@ class Instruments:
             for name in _BLOCKING if self._is_divided else ():
                 self._replace(placed, dist, name, self._in_collective)
             self._placed = placed.pop_all()
+
+    def count_from_here(self) -> None:
+        """Forget what was counted of steps before."""
+        self.samples = self._step_samples = 0
+        self.collectives.clear()
+        self._queued_before = queued_seconds()
+
+    def queued_seconds(self) -> float | None:
+        """Return how long this thread has waited for a CPU since counting began; ``None`` where nobody tells."""
+        now, before = queued_seconds(), self._queued_before
+        return None if now is None or before is None else now - before
 
     def look(self) -> None:
         """Look at the models, of which none may be left when the loop has ended."""
@@ -181,7 +194,7 @@ class Instruments:
         if watch.is_in(part) or watch.is_in(Part.BACKWARD) or threading.get_ident() != self._thread:
             return None
         if part is Part.FORWARD:
-            self.samples += next((len(each) for each in tensors_in(inputs) if each.dim()), 0)
+            self._step_samples += next((len(each) for each in tensors_in(inputs) if each.dim()), 0)
         watch.begin(part, after=watch.since(part))
         return part
 
@@ -234,8 +247,11 @@ class Instruments:
         stepping = self._stepping() if self._stepping is not None else None
         if stepping is None:
             self._stepping = ref(optimizer)
+            self.count_from_here()
             self.stopwatch.begin_first()
         elif stepping is optimizer:
+            self.samples += self._step_samples
+            self._step_samples = 0
             self.stopwatch.step()
 
     # Waits

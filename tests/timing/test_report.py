@@ -75,7 +75,7 @@ def test_the_parts_are_the_whole() -> None:
     found = measured(loops.train)
     assert found["steps"] == loops.STEPS - 1
     for rank in found["ranks"]:
-        assert rank["samples"] * found["steps"] == 4 * loops.STEPS
+        assert rank["samples"] == 4
         assert sum(rank["parts"].values()) == pytest.approx(found["step"], rel=0.5)
 
 
