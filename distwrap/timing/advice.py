@@ -16,7 +16,7 @@ WORTH_CHANGING = 0.05  # of a step
 _MUCH_EXCHANGE = 0.1  # of a step: less, and another way to train is no gain
 _ALONE = 4  # times as long as on the others: a part that hardly any other rank has
 _FEW = 0.5  # collectives of the loop itself in a step
-_HALF = 0.5  # of a device's memory
+_HALF = 0.5  # of a device's memory; of what ranks that take turns are late
 _MUCH = 0.05  # of a device's memory, for gradients
 _SMALL = 1_000_000  # bytes of gradients, which nothing hides
 _CLEARLY = 0.1  # slower, or queued for longer, than others
@@ -39,15 +39,17 @@ class Suggestion:
 
 def advise(found: Analysis) -> list[Suggestion]:
     """Return what is worth changing, the most worthwhile first; nothing where all is well."""
-    looks = (_on_lags, _on_data, _on_link, _on_ddp, _on_threads, _on_checkpoints, _on_own_code)
-    pieces = [piece for look in looks for piece in look(found)]
+    looks = (_on_lags, _on_data, _on_link, _on_ddp, _on_queues, _on_threads, _on_checkpoints, _on_own_code)
+    pieces = [piece for look in looks for piece in look(found)] if found.step else []
     worth = [piece for piece in pieces if piece.gain is None or piece.gain >= WORTH_CHANGING]
     return sorted(worth, key=lambda piece: -(piece.gain or 0.0))
 
 
 def _on_lags(found: Analysis) -> Iterator[Suggestion]:
     for lag in found.lags:
-        yield Suggestion(f"{_seen(found, lag)}. {_cure(found, lag)}", lag.share)
+        # Evaluation that is shared takes its part of the time on every rank.
+        gain = lag.share * (1 - 1 / len(found.ranks)) if lag.part is Part.EVALUATION else lag.share
+        yield Suggestion(f"{_seen(found, lag)}. {_cure(found, lag)}", gain)
 
 
 def _seen(found: Analysis, lag: Lag) -> str:
@@ -72,13 +74,16 @@ def _cure(found: Analysis, lag: Lag) -> str:
         return "Let every rank evaluate its share: shard_loader(loader) for the evaluation too, and gather or mean."
     if lag.part is Part.CHECKPOINT:
         return "save(..., background=True) writes in a thread."
+    if lag.takes_turns and _queued(found) > _HALF * lag.slower:
+        return f"The ranks wait {_ms(_queued(found))} of each step for a CPU: other programs use them too."
     if lag.takes_turns and lag.part in (Part.FORWARD, Part.BACKWARD):
         return (
             "Batches of uneven length do that: let samples of like length come together (sorted within windows), or "
             "give each batch as many tokens."
         )
     if lag.part is Part.DATA:
-        return f"Look at what its data come from. {_WORKERS}"
+        has_workers = any(found.by_number[rank].settings.workers for rank in lag.ranks)
+        return f"Look at what its data come from. {_MORE_AHEAD if has_workers else _WORKERS}"
     if lag.part is Part.OWN:
         return "Look at what the loop does there alone, as under `if is_rank_zero()`."
     if lag.takes_turns:
@@ -108,10 +113,17 @@ def _why_slow(found: Analysis, lag: Lag) -> Iterator[str]:
         )
 
 
+def _queued(found: Analysis) -> float:
+    """Return how long the ranks waited for a CPU, in seconds a step, the mean over those that know."""
+    known = [rank.queued for rank in found.ranks if rank.queued is not None]
+    return sum(known) / len(known) if known else 0.0
+
+
 def _count(number: int, what: str) -> str:
     return f"{number} {what}{'' if number == 1 else 's'}"
 
 
+_MORE_AHEAD = "More workers, or a larger prefetch_factor, even out."
 _WORKERS = "DataLoader(..., num_workers=4, persistent_workers=True) reads ahead in processes of its own."
 
 
@@ -201,6 +213,18 @@ def _on_ddp(found: Analysis) -> Iterator[Suggestion]:
             f"{as_size(held[0][0])} on each device, and a copy a step.",
             None,
         )
+
+
+def _on_queues(found: Analysis) -> Iterator[Suggestion]:
+    """Advise on CPUs on which too many compute."""
+    share = min(rank.queued or 0.0 for rank in found.ranks) / found.step
+    settings = found.ranks[0].settings
+    yield Suggestion(
+        f"every rank waits {_percent(share)} of each step for a CPU. Rank 0 computes with "
+        f"{_count(settings.threads, 'thread')}, reads with {_count(settings.workers or 0, 'worker')} and may run on "
+        f"{_count(settings.cpus, 'CPU')}, with the other ranks there: fewer of these, or of other programs.",
+        share,
+    )
 
 
 def _on_threads(found: Analysis) -> Iterator[Suggestion]:

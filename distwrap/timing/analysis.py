@@ -100,7 +100,6 @@ def analysed(ranks: Sequence[RankTimes]) -> Analysis:
     means = [rank.mean() for rank in ranks]
     parts = [sum(column) / len(means) for column in zip(*means, strict=True)]
     step = sum(parts)
-    busy = [_busy(row) for row in means]
     together = [[rank.kept[number] for rank in ranks] for number in _common(ranks)]
     waits = sum(row[Part.EXCHANGE] for rows in together for row in rows)
     waiting = parts[Part.EXCHANGE] * sum(map(_waited_for_others, together)) / waits if waits else 0.0
@@ -108,7 +107,14 @@ def analysed(ranks: Sequence[RankTimes]) -> Analysis:
     if len(ranks) > 1 and step:
         lags = [lag for lag in (_always_late(ranks, means, step), _late_in_turns(ranks, together, step)) if lag]
     lags = sorted((lag for lag in lags if lag.share >= WORTH_TELLING), key=lambda lag: -lag.share)
-    return Analysis(list(ranks), step, parts, parts[Part.EXCHANGE] - waiting, waiting, median_low(busy), lags)
+    return Analysis(list(ranks), step, parts, parts[Part.EXCHANGE] - waiting, waiting, _alone(means), lags)
+
+
+def _alone(means: list[Row]) -> float:
+    """Return the seconds of a step of one rank alone, which would evaluate as often in an epoch, with more steps."""
+    columns: list[tuple[float, ...]] = list(zip(*means, strict=True))
+    alone = [median_low(columns[part]) for part in Part if part not in (Part.EXCHANGE, Part.EVALUATION)]
+    return sum(alone) + sum(columns[Part.EVALUATION]) / len(means)
 
 
 def _common(ranks: Sequence[RankTimes]) -> list[int]:

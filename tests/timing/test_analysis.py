@@ -236,6 +236,25 @@ def test_settings(settings: dict[str, object], words: str) -> None:
     assert bool(text) is bool(words)
 
 
+def test_cpus_that_are_shared() -> None:
+    """By too many threads on all ranks; by other programs, where ranks are late in turns."""
+    (first,) = advise(together(*([healthy()] * 5 for _ in range(2)), queued=0.02, threads=4, workers=3))
+    assert first.gain == pytest.approx(0.02 / 0.067)
+    assert "computes with 4 threads, reads with 3 workers and may run on 4 CPUs" in first.text
+    busy = [[healthy(forward=0.04 if (number + step) % 2 else 0.02) for step in range(20)] for number in range(2)]
+    assert any("other programs use them too" in piece.text for piece in advise(together(*busy, queued=0.01)))
+
+
+def test_shared_evaluation_takes_its_part_of_the_time() -> None:
+    """One rank alone evaluates too, once in as many samples; shared, each rank has a part of it."""
+    busy = [[healthy() for _ in range(20)] for _ in range(2)]
+    for step in range(0, 20, 5):
+        busy[0][step][Part.EVALUATION] = 0.1
+    found = together(*busy)
+    assert found.alone == pytest.approx(0.065 + 0.02 / 2)
+    assert advise(found)[0].gain == pytest.approx(0.01 / 0.087)
+
+
 def test_one_process() -> None:
     found = analysed([rank(0, [healthy() for _ in range(5)])])
     assert (found.speedup, found.lags, found.link, advise(found)) == (1.0, [], 0.0, [])
