@@ -19,7 +19,6 @@ from sklearn.datasets import load_digits
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, random_split
 
-import distwrap
 from distwrap import distributed, gather, is_rank_zero, shard_loader, wrap_model
 
 
@@ -58,7 +57,7 @@ def hits(model: nn.Module, loader: DataLoader) -> torch.Tensor:
     return torch.cat([model(x).argmax(1) == y for x, y in loader])
 
 
-@distributed(nprocs=2)
+@distributed(nprocs=2, report=True)
 def main(epochs: int, workers: int, share_evaluation: bool) -> float:
     torch.manual_seed(0)
     train_set, test_set = random_split(Storage(seconds=0.001), [1437, 360], torch.Generator().manual_seed(0))
@@ -70,17 +69,16 @@ def main(epochs: int, workers: int, share_evaluation: bool) -> float:
     if share_evaluation:
         test_loader = shard_loader(test_loader)
     accuracy = 0.0
-    with distwrap.report():
-        for _ in range(epochs):
-            for x, y in train_loader:
-                loss = F.cross_entropy(model(x), y)
-                loss.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-            if share_evaluation:
-                accuracy = gather(hits(model, test_loader)).float().mean().item()
-            elif is_rank_zero():
-                accuracy = hits(model, test_loader).float().mean().item()
+    for _ in range(epochs):
+        for x, y in train_loader:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        if share_evaluation:
+            accuracy = gather(hits(model, test_loader)).float().mean().item()
+        elif is_rank_zero():
+            accuracy = hits(model, test_loader).float().mean().item()
     return accuracy
 
 
