@@ -19,6 +19,7 @@ _FEW = 0.5  # collectives of the loop itself in a step
 _HALF = 0.5  # of a device's memory; of what ranks that take turns are late
 _MUCH = 0.05  # of a device's memory, for gradients
 _SMALL = 1_000_000  # bytes of gradients, which nothing hides
+_MOST_WORKERS = 8
 _CLEARLY = 0.1  # slower, or queued for longer, than others
 _OVERLAP = 0.5  # of the compute hides an exchange, as in comm.advice
 _BYTES = {"allreduce": 1.0, "bf16": 0.5, "bytegrad": 0.25}  # sent by ways that change the gradients little
@@ -83,7 +84,7 @@ def _cure(found: Analysis, lag: Lag) -> str:
         )
     if lag.part is Part.DATA:
         has_workers = any(found.by_number[rank].settings.workers for rank in lag.ranks)
-        return f"Look at what its data come from. {_MORE_AHEAD if has_workers else _WORKERS}"
+        return f"Look at what its data come from. {_MORE_AHEAD if has_workers else _reads_ahead(found)}"
     if lag.part is Part.OWN:
         return "Look at what the loop does there alone, as under `if is_rank_zero()`."
     if lag.takes_turns:
@@ -124,7 +125,14 @@ def _count(number: int, what: str) -> str:
 
 
 _MORE_AHEAD = "More workers, or a larger prefetch_factor, even out."
-_WORKERS = "DataLoader(..., num_workers=4, persistent_workers=True) reads ahead in processes of its own."
+
+
+def _reads_ahead(found: Analysis) -> str:
+    """Advise as many workers as a rank has CPUs, but two at least: most of them wait for what they read."""
+    first = found.ranks[0]
+    ranks = sum(rank.host == first.host for rank in found.ranks)
+    workers = min(_MOST_WORKERS, max(2, first.settings.cpus // ranks))
+    return f"DataLoader(..., num_workers={workers}, persistent_workers=True) reads ahead in processes of its own."
 
 
 def _on_data(found: Analysis) -> Iterator[Suggestion]:
@@ -133,7 +141,7 @@ def _on_data(found: Analysis) -> Iterator[Suggestion]:
     settings = [rank.settings for rank in found.ranks]
     workers = max((each.workers for each in settings if each.workers is not None), default=0)
     if not workers:
-        yield Suggestion(f"{waits}, which reads in the loop itself. {_WORKERS}", share)
+        yield Suggestion(f"{waits}, which reads in the loop itself. {_reads_ahead(found)}", share)
         return
     pin = ""
     if any(rank.device != "cpu" and rank.settings.pins is False for rank in found.ranks):
