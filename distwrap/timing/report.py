@@ -85,6 +85,8 @@ class Report:
             return "distwrap report: no step was measured; an optimizer must step twice at least"
         return describe(self.figures)
 
+    __str__ = text
+
 
 def _by_name(row: list[float]) -> dict[str, float]:
     return {part.name.lower(): seconds for part, seconds in zip(Part, row, strict=True)}
