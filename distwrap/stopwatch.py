@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from distwrap._internals.torch import current_backward
 from distwrap.devices.kinds import kind_of
 
 Item = TypeVar("Item")
@@ -102,7 +104,7 @@ class Stopwatch:
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._now = clock, clock.now
+        self._clock, self._now, self._thread = clock, clock.now, threading.get_ident()
         self._open = [Part.OWN]
         self._marks: list[tuple[Part, Any]] = []  # each part, and when it ended
         self._began = self._now()
@@ -110,6 +112,12 @@ class Stopwatch:
         self.on_step: list[Callable[[], None]] = []
         self.on_row: list[Callable[[Row], None]] = []
         self.on_part: list[Callable[[Part], None]] = []
+
+    def hears(self) -> bool:
+        """Return whether the thread that calls is the timed one, or one in which its backward runs meanwhile."""
+        if threading.get_ident() == self._thread:
+            return True
+        return self.is_open(Part.BACKWARD) and current_backward() not in (None, -1)
 
     def begin(self, part: Part, *, after: Part | None = None) -> None:
         """Begin a part, inside of the one that is open.
@@ -174,7 +182,10 @@ class Stopwatch:
 
     @contextmanager
     def part(self, part: Part) -> Iterator[None]:
-        """Time what is inside a ``with`` as a part."""
+        """Time what is inside a ``with`` as a part; in another thread nothing is."""
+        if not self.hears():
+            yield
+            return
         self.begin(part)
         try:
             yield
@@ -182,7 +193,10 @@ class Stopwatch:
             self.end(part)
 
     def timed(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield items, of which the time until each comes is one of waiting for data."""
+        """Yield items, of which the time until each comes is one of waiting for data; not in another thread."""
+        if not self.hears():
+            yield from items
+            return
         source, nothing = iter(items), object()
         while True:
             part = Part.DATA if torch.is_grad_enabled() else Part.EVALUATION

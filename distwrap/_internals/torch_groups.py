@@ -5,7 +5,10 @@ Every function says which names it relies on, and what happens without them; all
 
 from contextlib import suppress
 from datetime import timedelta
+from importlib import import_module
+from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -51,3 +54,26 @@ def collectives_begun(group: dist.ProcessGroup | None = None) -> int | None:
     with suppress(RuntimeError):  # a backend that does not count
         return sum(int(count()) for count in counts if count is not None) if any(counts) else None
     return None
+
+
+def waits_for_ranks() -> list[tuple[Any, str]]:
+    """Return where a rank waits for others in torch's own code, as owners and names, beside its public collectives.
+
+    Relies on ``torch.distributed:_broadcast_coalesced``, ``torch.distributed._functional_collectives:wait_tensor``,
+    ``torch.distributed.fsdp._fully_shard._fsdp_param_group:FSDPParamGroup.wait_for_unshard``.
+    Without it: in a report such a wait is a part of the forward or the backward around it.
+    """
+    found: list[tuple[Any, str]] = [(torch.futures.Future, "wait")]
+    if dist.is_available():
+        fsdp = "fsdp._fully_shard._fsdp_param_group"
+        found += [(dist.Work, "wait"), (dist, "_broadcast_coalesced")]
+        found += [(_module("_functional_collectives"), "wait_tensor")]
+        found += [(getattr(_module(fsdp), "FSDPParamGroup", None), "wait_for_unshard")]
+    return [(owner, name) for owner, name in found if hasattr(owner, name)]
+
+
+def _module(name: str) -> Any:
+    try:
+        return import_module(f"torch.distributed.{name}")
+    except ImportError:
+        return None

@@ -199,7 +199,8 @@ class Lockstep(Generic[Batch]):
     def __iter__(self) -> Iterator[Batch]:
         # Windows of accumulate() go around the steps, so that they are of one size on all ranks.
         in_windows: Callable[..., Iterator[Batch]] | None = getattr(self._loader, "in_windows", None)
-        return in_windows(self, self._skip) if in_windows else self.steps(self._loader, self._skip)
+        steps = in_windows(self, self._skip) if in_windows else self.steps(self._loader, self._skip)
+        return current_world().part(Activity).timed(steps)
 
     def steps(self, loader: Iterable[Any], skip: Callable[[Any], bool] | None) -> Iterator[Any]:
         """Yield a loader's batches, in step."""

@@ -33,21 +33,23 @@ def share_result(name: str, worker: int, result: bytes | None, *, turn: str | No
     if world.placement.world_size == 1:
         assert result is not None
         return result
-    world.part(Activity).record(name)
+    activity = world.part(Activity)
+    activity.record(name)
     # The n-th wait on one rank meets the n-th work on another.
     key = f"{turn or name}/{worker}"
     counted = f"wait {key}"
     key = f"{key}/{world.count(counted)}"
-    if world.members is not None:
-        try:
-            return world.members.share(key, worker, result)
-        except WorkLostError:
-            world.uncount(counted)  # it is to be done, and waited for, again
-            raise
-    if world.channel is None:
-        return _share_in_users_group(key, worker, result)
-    if result is None:
-        return world.channel.work.wait_for(key, worker)
+    with activity.waiting():
+        if world.members is not None:
+            try:
+                return world.members.share(key, worker, result)
+            except WorkLostError:
+                world.uncount(counted)  # it is to be done, and waited for, again
+                raise
+        if world.channel is None:
+            return _share_in_users_group(key, worker, result)
+        if result is None:
+            return world.channel.work.wait_for(key, worker)
     world.channel.work.publish(key, result)
     return result
 

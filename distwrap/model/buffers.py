@@ -21,6 +21,7 @@ from distwrap.model.fingerprints import fingerprint
 from distwrap.model.transparent import unwrap_model
 from distwrap.model.wrapped_models import WrappedModels
 from distwrap.supervision.channel import Channel
+from distwrap.supervision.hang_report import Activity
 
 PATIENCE = 30.0  # seconds for rank 0 to come to where another rank evaluates
 _BEHIND = 1.0  # seconds for rank 0's device to do what it was given; it may wait for the rank that asks
@@ -89,7 +90,8 @@ class Buffers:
             self._kept = {key: value.to("cpu", copy=True) for key, value in self._trained(model).items()}
             self._kept_at = self.forwards
             return
-        data = self._channel.work.ask(self._name, self._source, [self.forwards, PATIENCE if waits else 0.0])
+        with current_world().part(Activity).waiting():
+            data = self._channel.work.ask(self._name, self._source, [self.forwards, PATIENCE if waits else 0.0])
         at, pauses, answer = torch.load(io.BytesIO(data), weights_only=True)
         if 0 <= at < self.forwards or (at >= 0 and pauses == self._pauses):
             self.forwards = at  # ranks that have counted apart are together here, unless rank 0 is at a later pause

@@ -21,6 +21,7 @@ from distwrap.group.world import RunPart, World, current_world
 from distwrap.model.in_sync import Held
 from distwrap.model.watch import is_power_of_two
 from distwrap.supervision import stacks
+from distwrap.supervision.hang_report import Activity
 from distwrap.wording import named_ranks
 
 PAUSE_SECONDS = 0.0005
@@ -77,7 +78,8 @@ class Alignments(RunPart):
         """Note for what other ranks are waited for, which those that were there already are not to take for a halt."""
         self.meeting = int(key.rpartition("/")[2]), counted.turn, counted.count
         try:
-            yield
+            with self.world.part(Activity).waiting():
+                yield
         finally:
             self.meeting = None
 

@@ -76,6 +76,11 @@ class Activity:
         """Count what is within a ``with`` as a part of the loop's time, where that is counted."""
         return nullcontext() if self.stopwatch is None else self.stopwatch.part(part)
 
+    def waiting(self) -> AbstractContextManager[None]:
+        """Count what is within a ``with`` as waiting for other ranks, but for a checkpoint, of which it is a part."""
+        is_checkpoint = self.stopwatch is not None and self.stopwatch.is_open(Part.CHECKPOINT)
+        return nullcontext() if is_checkpoint else self.part(Part.EXCHANGE)
+
     @property
     def step(self) -> int | None:
         """Number of batches that the last loader has given; ``None`` where nobody counts."""

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -17,6 +16,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 
 from distwrap._internals.torch import after_backward, settings_of_ddp
 from distwrap._internals.torch_data import iterator_class, pins, workers_of
+from distwrap._internals.torch_groups import waits_for_ranks
 from distwrap._internals.torch_tree import tensors_in
 from distwrap.devices.cpus import queued_seconds
 from distwrap.group.world import World
@@ -29,9 +29,8 @@ from distwrap.supervision.hang_report import Activity
 _BLOCKING = (
     *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all", "all_to_all_single"),
     *("barrier", "broadcast", "broadcast_object_list", "gather", "gather_object", "monitored_barrier", "recv"),
-    *("reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list"),
+    *("reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter", "scatter_object_list", "send"),
 )
-
 
 _WAITS_FOR_DEVICE = ("item", "tolist", "__bool__", "__float__", "__int__")
 
@@ -45,7 +44,9 @@ class Instruments:
 
     Attributes:
         stopwatch: which they start and stop.
-        samples: number of samples that the wrapped models have trained on.
+        samples: number of samples on which was trained in the steps that have ended: in each as many as the model has
+            taken that took the fewest, since a discriminator takes each more than once. Of samples that several ranks
+            take together, it is this rank's share.
         gradient_bytes: of the weights of the models that have trained.
         settings: what is known of the loader that was asked last, and of the model with the most weights.
         collectives: how often the loop itself has called each of torch's collectives.
@@ -53,13 +54,13 @@ class Instruments:
 
     def __init__(self, world: World, stopwatch: Stopwatch) -> None:
         self._world, self.stopwatch = world, stopwatch
-        self._thread = threading.get_ident()
         self._is_divided = world.placement.world_size > 1
-        self._stepping: ref[Optimizer] | None = None  # the optimizer by which a step ends
+        self._stepped: WeakSet[Optimizer] | None = None  # the optimizers that have, since the last step ended
         self._outermost: ref[Optimizer] | None = None  # of those that are stepping, of which one may hold another
         self._steps = 0
         self._queued_before: float | None = None
-        self._step_samples = self.samples = 0
+        self._in_step: dict[int, float] = {}  # samples that each model has trained on in this step
+        self.samples = 0.0
         self.gradient_bytes = 0
         self.settings: dict[str, Any] = {}
         self.collectives: Counter[str] = Counter()
@@ -90,11 +91,14 @@ class Instruments:
                     self._replace(placed, torch.Tensor, name, self._counted)
             for name in _BLOCKING if self._is_divided else ():
                 self._replace(placed, dist, name, self._in_collective)
+            for owner, name in waits_for_ranks() if self._is_divided else ():
+                self._replace(placed, owner, name, self._timed(Part.EXCHANGE))
             self._placed = placed.pop_all()
 
     def count_from_here(self) -> None:
         """Forget what was counted of steps before."""
-        self.samples = self._step_samples = 0
+        self.samples = 0.0
+        self._in_step.clear()
         self.collectives.clear()
         self._queued_before = queued_seconds()
 
@@ -129,12 +133,12 @@ class Instruments:
 
     def _timed(self, part: Part) -> Callable[[Any], Any]:
         """Return what makes of a function one that is timed."""
-        watch, thread = self.stopwatch, self._thread
+        watch = self.stopwatch
 
         def of(plain: Any) -> Any:
             @wraps(plain)
             def timed(*args: Any, **kwargs: Any) -> Any:
-                if watch.is_in(part) or threading.get_ident() != thread:
+                if torch.compiler.is_compiling() or watch.is_in(part) or not watch.hears():
                     return plain(*args, **kwargs)
                 watch.begin(part, after=watch.since(part))
                 try:
@@ -166,35 +170,42 @@ class Instruments:
         self._models.add(model)
         routing = getattr(model, "__dict__", {}).get("_distwrap")
         if isinstance(routing, Routing):
-            routing.put_around(self._in_forward)
+            routing.put_around(partial(self._in_forward, id(model)))
             self._placed.callback(_take_off, ref(routing))
             return
         begun: list[Part | None] = []  # in one process a model may come back from wrap_model() as it was
         before = model.register_forward_pre_hook(
-            lambda module, args, kwargs: begun.append(self._begin_forward((args, kwargs))), with_kwargs=True
+            lambda module, args, kwargs: begun.append(self._begin_forward(id(module), (args, kwargs))), with_kwargs=True
         )
         after = model.register_forward_hook(lambda module, *_: self._end_forward(begun.pop()), always_call=True)
         self._placed.callback(before.remove)
         self._placed.callback(after.remove)
 
-    def _in_forward(self, plain: Any) -> Any:
+    def _in_forward(self, model: int, plain: Any) -> Any:
+        begin, end = map(torch.compiler.disable, (self._begin_forward, self._end_forward))
+
         @wraps(plain)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            part = self._begin_forward((args, kwargs))
+            part = begin(model, (args, kwargs))
             try:
                 return plain(*args, **kwargs)
             finally:
-                self._end_forward(part)
+                end(part)
 
-        return timed
+        # A model that is compiled is compiled within, and not what measures it.
+        return torch.compiler.disable(timed, recursive=False)  # type: ignore[no-untyped-call]
 
-    def _begin_forward(self, inputs: Any) -> Part | None:
+    def _begin_forward(self, model: int, inputs: Any) -> Part | None:
         """Begin the part that a forward is; return ``None`` within another, as where a backward recomputes."""
+        if torch.compiler.is_compiling():  # of a model that is compiled with its hooks
+            return None
         watch, part = self.stopwatch, Part.FORWARD if torch.is_grad_enabled() else Part.EVALUATION
-        if watch.is_in(part) or watch.is_in(Part.BACKWARD) or threading.get_ident() != self._thread:
+        if watch.is_in(part) or watch.is_in(Part.BACKWARD) or not watch.hears():
             return None
         if part is Part.FORWARD:
-            self._step_samples += next((len(each) for each in tensors_in(inputs) if each.dim()), 0)
+            share = self._world.layout.size / self._world.placement.world_size
+            samples = share * next((len(each) for each in tensors_in(inputs) if each.dim()), 0)
+            self._in_step[model] = self._in_step.get(model, 0.0) + samples
         watch.begin(part, after=watch.since(part))
         return part
 
@@ -205,7 +216,7 @@ class Instruments:
     # Backwards and steps
 
     def _in_backward(self, plain: Any) -> Any:
-        watch, thread = self.stopwatch, self._thread
+        watch = self.stopwatch
 
         def own_gradients_done() -> None:
             if watch.is_in(Part.BACKWARD):
@@ -216,50 +227,59 @@ class Instruments:
 
         @wraps(plain)
         def timed(tensors: Any, *args: Any, **kwargs: Any) -> Any:
-            if watch.is_in(Part.BACKWARD) or threading.get_ident() != thread:
+            if torch.compiler.is_compiling() or not watch.hears():
                 return plain(tensors, *args, **kwargs)
+            is_nested = watch.is_in(Part.BACKWARD)  # as where a checkpoint recomputes, and has a backward of its own
             root = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
             hook = None
             if self._is_divided and isinstance(root, torch.Tensor) and root.requires_grad:
                 hook = root.register_hook(queue)  # type: ignore[no-untyped-call]
-            watch.begin(Part.BACKWARD)
+            if not is_nested:
+                watch.begin(Part.BACKWARD)
             try:
                 return plain(tensors, *args, **kwargs)
             finally:
-                watch.end(Part.BACKWARD)
+                watch.end(Part.EXCHANGE if is_nested else Part.BACKWARD)
                 if hook is not None:
                     hook.remove()
 
         return timed
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if not self.stopwatch.is_open(Part.OPTIMIZER) and threading.get_ident() == self._thread:
-            self._outermost = ref(optimizer)
-            self.stopwatch.begin(Part.OPTIMIZER)
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self.stopwatch.is_open(Part.OPTIMIZER) or not self.stopwatch.hears():
+            return None
+        self._outermost = ref(optimizer)
+        self.stopwatch.begin(Part.OPTIMIZER)
+        if not any(map(callable, (*args[1:], *kwargs.values()))):
+            return None
+        own = self._timed(Part.OWN)  # around a closure
+        given = tuple(own(each) if callable(each) else each for each in args[1:])
+        return (args[0], *given), {name: own(each) if callable(each) else each for name, each in kwargs.items()}
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._outermost is None or self._outermost() is not optimizer or threading.get_ident() != self._thread:
+        if self._outermost is None or self._outermost() is not optimizer or not self.stopwatch.hears():
             return
         self.stopwatch.end(Part.OPTIMIZER)
         self._steps += 1
         if not self._steps & (self._steps - 1):  # 1, 2, 4, 8, ...
             self.look()
-        stepping = self._stepping() if self._stepping is not None else None
-        if stepping is None:
-            self._stepping = ref(optimizer)
+        if self._stepped is None:
+            self._stepped = WeakSet()
             self.count_from_here()
             self.stopwatch.begin_first()
-        elif stepping is optimizer:
-            self.samples += self._step_samples
-            self._step_samples = 0
+        elif optimizer in self._stepped:
+            self._stepped.clear()
+            self.samples += min(self._in_step.values(), default=0.0)
+            self._in_step.clear()
             self.stopwatch.step()
+        self._stepped.add(optimizer)
 
     # Waits
 
     def _counted(self, plain: Any) -> Any:
         @wraps(plain)
         def counted(*args: Any, **kwargs: Any) -> Any:
-            if self.stopwatch.is_in(Part.OWN) and threading.get_ident() == self._thread:
+            if self.stopwatch.is_in(Part.OWN) and self.stopwatch.hears():
                 self.collectives[f"Tensor.{plain.__name__}"] += 1
             return plain(*args, **kwargs)
 
@@ -270,7 +290,7 @@ class Instruments:
 
         @wraps(plain)
         def counted(*args: Any, **kwargs: Any) -> Any:
-            if watch.is_in(Part.OWN) or watch.is_in(Part.EVALUATION):
+            if watch.hears() and (watch.is_in(Part.OWN) or watch.is_in(Part.EVALUATION)):
                 self.collectives[plain.__name__] += 1
             return timed(*args, **kwargs)
 
