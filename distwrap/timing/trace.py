@@ -9,7 +9,8 @@ import socket
 import tempfile
 import time
 import zlib
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -19,7 +20,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from distwrap.environments.identity import node
 from distwrap.errors import OptionError
-from distwrap.group.collectives import gather_object
+from distwrap.group.collectives import broadcast, gather_object
 from distwrap.group.world import RunPart, World, current_world, is_rank_zero, say
 from distwrap.stopwatch import Part, Stopwatch
 from distwrap.timing.recorder import Measuring
@@ -32,9 +33,7 @@ _TRACKS, _IDS = 1000, 10**9  # of one rank, at most
 _ARROW_IDS = 10**15  # of the arrows between ranks
 _ARROWS = ("s", "t", "f")
 _PARTS = 1 << 30  # of rank 0: the number of a thread for the parts, greater than any of the system's
-_BRIEF = (",", ":")
 
-Trace = dict[str, Any]
 Event = dict[str, Any]
 
 
@@ -83,32 +82,34 @@ def trace(*, steps: range = range(3, 6), path: str | os.PathLike[str] = "trace.j
         tracer.end()
     finally:
         tracer.close()
-    everyone = gather_object(
-        (tracer.count, socket.gethostname(), node().partition(" ")[0], _ahead(world), tracer.result)
-    )
-    tracer.result = b""
+    here = (tracer.count, bool(tracer.result), socket.gethostname(), node().partition(" ")[0], _ahead(world))
+    ranks = [RankTrace(rank, *of_rank) for rank, of_rank in enumerate(gather_object(here))]
+    traces = (broadcast(tracer.result, src=each.rank) for each in ranks if each.is_there)  # never all in memory
     if is_rank_zero():
-        _write(file, steps, [RankTrace(rank, *of_rank) for rank, of_rank in enumerate(everyone)])
+        _write(file, steps, ranks, traces)
+    else:
+        deque(traces, maxlen=0)
+    tracer.result = b""
 
 
 class RankTrace(NamedTuple):
-    """Trace of a rank.
+    """Description of the trace of a rank.
 
     Attributes:
         rank: its number.
         taken: how many steps its loop took.
+        is_there: whether its loop has come to the steps that were to be traced.
         host: name of its host.
         clock: name of the node whose clock it was traced by.
         ahead: by how many seconds that clock is ahead of rank 0's, as this rank has measured it.
-        packed: the trace; empty where the loop has not come to it.
     """
 
     rank: int
     taken: int
+    is_there: bool
     host: str
     clock: str
     ahead: float
-    packed: bytes
 
 
 def _problem(file: Path) -> str:
@@ -120,10 +121,10 @@ def _problem(file: Path) -> str:
     return "" if os.access(file if file.exists() else file.parent, os.W_OK) else "it cannot be written"
 
 
-def _write(file: Path, steps: range, ranks: list[RankTrace]) -> None:
+def _write(file: Path, steps: range, ranks: list[RankTrace], traces: Iterator[bytes]) -> None:
     """Write the traces of all ranks that have one, and say what is missing."""
     wanted = f"{steps.start} to {steps.stop - 1}"
-    traced = [each for each in ranks if each.packed]
+    traced = [each for each in ranks if each.is_there]
     if not traced:
         say(f"trace(): the loop took {ranks[0].taken} step(s), and none of {wanted}: no file")
         return
@@ -131,8 +132,9 @@ def _write(file: Path, steps: range, ranks: list[RankTrace]) -> None:
     if fewest.taken < steps.stop:
         which = named_ranks(each.rank for each in ranks if each.taken == fewest.taken)
         say(f"trace(): not all of {wanted} are in {file.name}: the loop took {fewest.taken} step(s) on {which}")
-    text = json.dumps(merged(traced), separators=_BRIEF).encode()
-    file.write_bytes(gzip.compress(text, 6) if file.suffix == ".gz" else text)
+    with gzip.open(file, "wt", 6) if file.suffix == ".gz" else open(file, "w") as out:
+        for text in merged(traced, traces):
+            out.write(text)
 
 
 class _Tracer(RunPart):
@@ -171,7 +173,7 @@ class _Tracer(RunPart):
         with tempfile.TemporaryDirectory(prefix="distwrap-") as folder:
             file = Path(folder, "trace.json")
             running.export_chrome_trace(str(file))
-            self.result = packed(json.loads(file.read_bytes()))
+            self.result = zlib.compress(file.read_bytes(), 1)
 
     def close(self) -> None:
         """Trace no more."""
@@ -218,28 +220,36 @@ def _ahead(world: World) -> float:
     return median(own - first for own, first in zip(looks, gather_object(looks)[0], strict=True)) if looks else 0.0
 
 
-def packed(trace: Trace) -> bytes:
-    """Return what a trace holds of this rank, to be sent: a tenth of its text."""
-    # Of processes that are none, as "Spans", is what the profiler tells of itself.
-    events = [event for event in trace["traceEvents"] if isinstance(event["pid"], int)]
-    return zlib.compress(json.dumps({**trace, "traceEvents": events}, separators=_BRIEF).encode(), 1)
+def merged(ranks: list[RankTrace], traces: Iterable[bytes]) -> Iterator[str]:
+    """Yield one trace, piece by piece, out of those of several ranks.
 
-
-def merged(ranks: list[RankTrace]) -> Trace:
-    """Return one trace out of those of several ranks."""
-    traces: list[Trace] = [json.loads(zlib.decompress(each.packed)) for each in ranks]
+    Args:
+        ranks: what they are.
+        traces: theirs, as torch writes them, and compressed.
+    """
     ahead: dict[str, list[float]] = {}
     for each in ranks:
         ahead.setdefault(each.clock, []).append(each.ahead)
-    base = min(own["baseTimeNanoseconds"] for own in traces)
-    events: list[Event] = []
-    exchanges = []
-    for of_rank, own in zip(ranks, traces, strict=True):
+    base, exchanges = None, []
+    for of_rank, packed in zip(ranks, traces, strict=True):
+        own = json.loads(zlib.decompress(packed))
+        events = own.pop("traceEvents")
+        if base is None:
+            base = own["baseTimeNanoseconds"]
+            yield f'{json.dumps(own)[:-1]}, "traceEvents": ['
+        else:
+            yield ",\n"
         shift = (own["baseTimeNanoseconds"] - base) / 1e3 - 1e6 * median(ahead[of_rank.clock])
-        mine = _moved(of_rank, own["traceEvents"], shift)
-        events += mine
+        mine = _moved(of_rank, events, shift)
         exchanges.append([event for event in mine if _is_part(event) and event["name"] == _EXCHANGE])
-    return {**traces[0], "baseTimeNanoseconds": base, "traceEvents": events + _arrows(exchanges)}
+        yield _listed(mine)
+    if arrows := _arrows(exchanges):
+        yield f",\n{_listed(arrows)}"
+    yield "]}"
+
+
+def _listed(events: list[Event]) -> str:
+    return json.dumps(events, separators=(",", ":"))[1:-1]
 
 
 def _is_part(event: Event) -> bool:
@@ -251,6 +261,7 @@ def _moved(of_rank: RankTrace, events: list[Event], shift: float) -> list[Event]
     """Return a rank's events with numbers that no other rank's have, later by some microseconds."""
     rank, name = of_rank.rank, f"rank {of_rank.rank} on {of_rank.host}"
     tracks: dict[int, int] = {}
+    events = [event for event in events if isinstance(event["pid"], int)]  # "Spans" are the profiler's of itself
     for event in events:
         first = not tracks
         track = tracks.setdefault(event["pid"], rank * _TRACKS + len(tracks))

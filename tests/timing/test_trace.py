@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import zlib
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -17,7 +18,7 @@ from torch import nn
 import distwrap as dw
 from distwrap.errors import OptionError
 from distwrap.testing import run_ranks
-from distwrap.timing.trace import RankTrace, merged, packed
+from distwrap.timing.trace import RankTrace, merged
 from tests.limits import MORE_RANKS
 from tests.timing import loops
 
@@ -222,7 +223,7 @@ def test_no_path(path: Any) -> None:
         pass
 
 
-def trace_of(rank: int, host: str, ahead: float, base: int, ts: float, *begins: float) -> RankTrace:
+def trace_of(base: int, ts: float, *begins: float) -> bytes:
     name = "distwrap: exchange"
     own = {
         "baseTimeNanoseconds": base,
@@ -236,23 +237,28 @@ def trace_of(rank: int, host: str, ahead: float, base: int, ts: float, *begins: 
             ),
         ],
     }
-    return RankTrace(rank, 5, "localhost", host, ahead, packed(own))
+    return zlib.compress(json.dumps(own).encode())
+
+
+def events_of(ranks: list[RankTrace], *traces: bytes) -> list[dict[str, Any]]:
+    events: list[dict[str, Any]] = json.loads("".join(merged(ranks, traces)))["traceEvents"]
+    return events
 
 
 def test_clocks_of_two_hosts() -> None:
     """What one clock is ahead is taken off, also where both hosts have one name; arrows of ranks are told apart."""
-    first = trace_of(0, "a", 0.0, 2000, 100.0, 100.0)
-    whole = merged([first, trace_of(1, "b", 1.5, 1000, 1_500_101.0, 1_500_106.0)])
-    events = whole["traceEvents"]
+    ranks = [RankTrace(0, 5, True, "localhost", "a", 0.0), RankTrace(1, 5, True, "localhost", "b", 1.5)]
+    events = events_of(ranks, trace_of(2000, 100.0, 100.0), trace_of(1000, 1_500_101.0, 1_500_106.0))
     exchanges = [event["ts"] for event in events if event["name"] == "distwrap: exchange"]
-    assert exchanges == pytest.approx([101.0, 106.0])
+    assert exchanges == pytest.approx([100.0, 105.0])
     assert len({each["id"] for each in events if each["ph"] in "sf"}) == 3
     last = [(each["pid"], each["ph"], each["ts"]) for each in events[-2:]]
-    assert last == [(1000, "s", pytest.approx(106.0)), (0, "f", pytest.approx(111.0, abs=0.02))]
+    assert last == [(1000, "s", pytest.approx(105.0)), (0, "f", pytest.approx(110.0, abs=0.02))]
     assert not [event for event in events if event["name"] == "Record Window End"]
 
 
 def test_ranks_with_other_numbers_of_exchanges() -> None:
     """None knows then which belong together."""
-    whole = merged([trace_of(0, "a", 0.0, 0, 0.0, 0.0, 50.0), trace_of(1, "a", 0.0, 0, 0.0, 50.0)])
-    assert "waits for the last rank" not in {event["name"] for event in whole["traceEvents"]}
+    ranks = [RankTrace(rank, 5, True, "localhost", "a", 0.0) for rank in (0, 1)]
+    events = events_of(ranks, trace_of(0, 0.0, 0.0, 50.0), trace_of(0, 0.0, 50.0))
+    assert "waits for the last rank" not in {event["name"] for event in events}
