@@ -1,8 +1,7 @@
-"""Loops that are slow on purpose: what the report finds beside what was put in, and what measuring costs.
+"""Loops that are slow on purpose: what the report finds beside what was put in.
 
-Each loop is slow in one way that it times by itself; the report knows nothing of that. Then the cost of a report beside
-a step of about 5 ms, and torch's profiler beside it with its default schedule; the step of one rank alone beside what
-was predicted from two; and `top` on a run of 16 ranks. The shaped link needs root, iproute2 and the kernel's tbf.
+Each loop is slow in one way that it times by itself; the report knows nothing of that. The shares of a step are
+compared: found by the report, and put in. The shaped link needs root, iproute2 and the kernel's tbf.
 
     python benchmarks/slow_loops.py [--quick] [--json FILE] [--plot FILE.png]
 """
@@ -16,50 +15,69 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from slow_link import missing, shaped_hosts
-from timing import Row, Samples, arguments, in_turns, report
+from timing import Row, Samples, arguments, report
 from torch import nn
-from torch.profiler import profile
 from torch.utils.data import DataLoader, TensorDataset
 
 import distwrap as dw
 
 ROOT = Path(__file__).resolve().parent.parent
-WIDTH, BATCH = 256, 32
+CHANNELS, SIZE, BATCH = 32, 32, 16
 POINTS = 0.03  # by which a share may be off
-RANKS_OF_TOP = 16
-LENGTHS = [0.002, 0.02]  # seconds of forwards of uneven batches
+LENGTHS = [0.01, 0.06]  # seconds that forwards of uneven batches take
+
+
+class Spent:
+    """Seconds that a loop has spent on what makes it slow, by its own clock."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """Count what is inside a ``with``."""
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds += time.perf_counter() - began
 
 
 class Data(TensorDataset):
     """Samples that take a while."""
 
-    seconds = 0.0
+    def __init__(self, count: int, seconds: float, spent: Spent) -> None:
+        super().__init__(torch.randn(count, CHANNELS, SIZE, SIZE))
+        self.seconds, self.spent = seconds, spent
 
     def __getitem__(self, index: int) -> Any:
         if self.seconds:
-            time.sleep(self.seconds)
+            with self.spent.here():
+                time.sleep(self.seconds)
         return super().__getitem__(index)
 
 
 class Net(nn.Module):
-    """A stack of linear layers, before which something may take a while."""
+    """Convolutions, and linear weights that are to be exchanged; before them something may take a while."""
 
-    def __init__(self, before: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, before: Callable[[], None], weights: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU()) for _ in range(4)))
+        self.layers = nn.Sequential(*(nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 3), nn.ReLU()) for _ in range(3)))
+        self.last = nn.Linear(CHANNELS, max(1, weights // CHANNELS))
         self.before = before
 
     def forward(self, x: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
             self.before()
-        return self.layers(x)
+        return self.last(self.layers(x).mean((2, 3)))
 
 
 def busy(seconds: float) -> None:
@@ -70,25 +88,32 @@ def busy(seconds: float) -> None:
 
 
 Each = Callable[[int, nn.Module], None]
+Loop = Callable[[int, Spent], float]
 
 
 def train(
-    steps: int, before: Callable[[], None] = lambda: None, of_data: float = 0.0, each: Each | None = None
+    steps: int,
+    spent: Spent,
+    before: Callable[[], None] = lambda: None,
+    of_data: float = 0.0,
+    each: Each | None = None,
+    weights: int = 1000,
 ) -> float:
     """Train for some steps; return the seconds of one, of which the first is not counted."""
-    data = Data(torch.randn((steps + 1) * BATCH * dw.world_size(), WIDTH))
-    data.seconds = of_data / BATCH
-    model = dw.wrap_model(Net(before))
+    data = Data((steps + 1) * BATCH * dw.world_size(), of_data / BATCH, spent)
+    model = dw.wrap_model(Net(before, weights))
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     began = ended = 0.0
     for step, (x,) in enumerate(dw.shard_loader(DataLoader(data, batch_size=BATCH))):
         model(x).square().mean().backward()
         optimizer.step()
         ended = time.perf_counter()
-        began = began or ended
+        if not step:
+            began, spent.seconds = ended, 0.0
         optimizer.zero_grad()
         if each is not None and step < steps:
-            each(step, model)
+            with spent.here():
+                each(step, model)
     return (ended - began) / steps
 
 
@@ -100,48 +125,36 @@ def on(rank: int) -> bool:
 # Ways to be slow; each returns the seconds of a step.
 
 
-def plain(steps: int) -> float:
-    return train(steps)
+def plain(steps: int, spent: Spent) -> float:
+    return train(steps, spent)
 
 
-def slow_loader(steps: int) -> float:
-    return train(steps, of_data=0.02)
+def slow_loader(steps: int, spent: Spent) -> float:
+    return train(steps, spent, of_data=0.03)
 
 
-def slow_loader_on_one(steps: int) -> float:
-    return train(steps, of_data=0.02 if on(1) else 0.0)
+def slow_loader_on_one(steps: int, spent: Spent) -> float:
+    return train(steps, spent, of_data=0.03 if on(1) else 0.0)
 
 
-def slow_forward_on_one(steps: int) -> float:
-    return train(steps, before=lambda: busy(0.01) if on(1) else None)
+def slow_forward_on_one(steps: int, spent: Spent) -> float:
+    def compute() -> None:
+        with spent.here():
+            busy(0.02 if on(1) else 0.0)
+
+    return train(steps, spent, before=compute)
 
 
-def busy_neighbour(steps: int) -> float:
-    """Rank 1 may run on one processor alone, which another program uses too."""
-    last = max(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {last} if on(1) else os.sched_getaffinity(0) - {last})
-    command = f"import os; os.sched_setaffinity(0, {{{last}}})\nwhile True: pass"
-    neighbour = subprocess.Popen([sys.executable, "-c", command]) if on(1) else None
-    try:
-        return train(steps)
-    finally:
-        if neighbour is not None:
-            neighbour.kill()
-            neighbour.wait()
-
-
-def evaluation_on_one(steps: int) -> float:
+def evaluation_on_one(steps: int, spent: Spent) -> float:
     def evaluate(step: int, model: nn.Module) -> None:
         with torch.no_grad():
             for _ in range(20 if on(0) and step % 10 == 9 else 0):
-                model(torch.randn(BATCH, WIDTH))
-                time.sleep(0.005)
+                model(torch.randn(BATCH, CHANNELS, SIZE, SIZE))
 
-    return train(steps, each=evaluate)
+    return train(steps, spent, each=evaluate)
 
 
-def checkpoints(steps: int) -> float:
-    """500 MB, every 20 steps."""
+def checkpoints(steps: int, spent: Spent) -> float:
     with TemporaryDirectory() as folder:
         path, more = dw.broadcast(folder) + "/last.pt", torch.zeros(125_000_000)
 
@@ -149,79 +162,119 @@ def checkpoints(steps: int) -> float:
             if step % 20 == 19:
                 dw.save({"model": model, "more": more}, path)
 
-        taken = train(steps, each=save)
+        taken = train(steps, spent, each=save)
         dw.barrier()
         return taken
 
 
-def uneven_batches(steps: int) -> float:
-    lengths = random.Random(dw.rank())
-    return train(steps, before=lambda: time.sleep(lengths.choice(LENGTHS)))
+def uneven_batches(steps: int, spent: Spent) -> float:
+    """Long and short forwards, of which each rank knows the other's too."""
+    mine, other = random.Random(dw.rank()), random.Random(1 - dw.rank())
+    seconds: list[float] = []
+
+    def compute() -> None:
+        seconds.append(mine.choice(LENGTHS))
+        seconds.append(max(0.0, other.choice(LENGTHS) - seconds[-1]))
+        busy(seconds[-2])
+
+    taken = train(steps, spent, before=compute)
+    spent.seconds = sum(seconds[3::2])  # that this rank waits
+    return taken
+
+
+def one_cpu(steps: int, spent: Spent) -> float:
+    """Two threads a rank, and rank 1 may run on one CPU alone."""
+    torch.set_num_threads(2)
+    if on(1):
+        os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
+    return train(steps, spent)
+
+
+def without_neighbour(steps: int, spent: Spent) -> float:
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[dw.rank()]})
+    return train(steps, spent)
+
+
+def busy_neighbour(steps: int, spent: Spent) -> float:
+    """Each rank has a CPU of its own, and on rank 1's another program computes."""
+    last = sorted(os.sched_getaffinity(0))[1]
+    command = f"import os; os.sched_setaffinity(0, {{{last}}})\nwhile True: pass"
+    neighbour = subprocess.Popen([sys.executable, "-c", command]) if on(1) else None
+    try:
+        return without_neighbour(steps, spent)
+    finally:
+        if neighbour is not None:
+            neighbour.kill()
+            neighbour.wait()
 
 
 @dw.distributed(nprocs=2)
-def measured(loop: Callable[[int], float], steps: int) -> tuple[dict[str, Any], float]:
-    """Return the report's figures, and the seconds of a step."""
+def measured(loop: Loop, steps: int) -> tuple[dict[str, Any], float, list[float]]:
+    """Return the report's figures, the seconds of a step, and what each rank has spent on what makes it slow."""
+    torch.set_num_threads(1)
+    spent = Spent()
     with dw.report() as found:
-        seconds = loop(steps)
-    return found.figures, seconds
+        seconds = loop(steps, spent)
+    return found.figures, seconds, dw.gather_object(spent.seconds / steps)
 
 
 def shares(steps: int) -> list[Row]:
-    """Return a row for each loop: the share that the report has found, beside what the loop takes longer."""
+    """Return a row for each loop: the share that the report has found, beside what was put in."""
     rows = []
     for loop, ranks, part in (
-        (slow_loader, None, "data"),
         (slow_loader_on_one, [1], "data"),
         (slow_forward_on_one, [1], "forward"),
-        (busy_neighbour, [1], ""),
         (evaluation_on_one, [0], "evaluation"),
-        (checkpoints, None, "checkpoint"),
+        (uneven_batches, [0, 1], "forward"),
     ):
-        _, without = measured(plain, steps)
-        found, seconds = measured(loop, steps)
-        longer = (seconds - without) / seconds
-        if ranks is None:
-            rows.append(
-                _share(
-                    loop.__doc__ or loop.__name__, found["parts"][part] / found["step"], longer, f"all: {part}", True
-                )
-            )
-        else:
-            rows.append(_lag(loop.__name__, found, longer, ranks, part))
-    found, seconds = measured(uneven_batches, steps)
-    first, second = (random.Random(rank) for rank in range(2))
-    drawn = [(first.choice(LENGTHS), second.choice(LENGTHS)) for _ in range(steps + 1)][1:]
-    waited = sum(abs(one - other) for one, other in drawn) / steps / seconds
-    rows.append(_lag(uneven_batches.__name__, found, waited, [0, 1], "forward"))
-    found, _ = measured(plain, steps)
+        found, seconds, spent = measured(loop, steps)
+        put_in = sum(spent) / 2 if len(ranks) == 2 else spent[ranks[0]] - spent[1 - ranks[0]]
+        # Of ranks that take turns one waits at a time: the other's share is the same.
+        rows.append(_lag(loop.__name__, found, (2 if len(ranks) == 2 else 1) * put_in / seconds, ranks, part))
+    for loop, part in ((slow_loader, "data"), (checkpoints, "checkpoint")):
+        found, seconds, spent = measured(loop, steps)
+        share = found["parts"][part] / found["step"]
+        advised = bool(found["advice"]) and found["advice"][0]["gain"] == max(found["parts"].values()) / found["step"]
+        rows.append(_share(loop.__name__, share, sum(spent) / 2 / seconds, f"all: {part}", advised or share > 0))
+    for loop, before, words in (
+        (busy_neighbour, without_neighbour, "waited for a CPU"),
+        (one_cpu, plain, "may run on 1 CPU"),
+    ):
+        _, without, _ = measured(before, steps)
+        found, seconds, _ = measured(loop, steps)
+        row = _lag(loop.__name__, found, (seconds - without) / seconds, [1], "", named=words)
+        rows.append(row)
+    found, _, _ = measured(plain, steps)
+    advice = [each["text"] for each in found["advice"]]
     rows.append(
         Row(
-            "healthy loop: pieces of advice",
-            Samples([len(found["advice"])]),
+            "a healthy loop",
+            Samples([found["efficiency"]]),
             None,
             "s",
-            "; ".join(each["text"] for each in found["advice"]),
-            "none",
-            not found["advice"],
+            "; ".join(advice) or "no advice",
+            "no advice",
+            not advice,
         )
     )
     return rows
 
 
-def _lag(what: str, found: dict[str, Any], expected: float, ranks: list[int], part: str) -> Row:
+def _lag(what: str, found: dict[str, Any], put_in: float, ranks: list[int], part: str, named: str = "") -> Row:
     lag = (found["lags"] or [{"ranks": [], "part": "", "share": 0.0, "takes_turns": False}])[0]
     right = lag["ranks"] == ranks and lag["part"].startswith(part) and lag["takes_turns"] == (len(ranks) > 1)
-    turns = " in turns" if lag["takes_turns"] else ""
-    return _share(what, lag["share"], expected, f"ranks {lag['ranks']}{turns}: {lag['part']}", right)
+    right = right and named in found["advice"][0]["text"]
+    turns = ", in turns" if lag["takes_turns"] else ""
+    return _share(what, lag["share"], put_in, f"ranks {lag['ranks']}{turns}: {lag['part']} {named}", right)
 
 
-def _share(what: str, found: float, expected: float, named: str, right: bool) -> Row:
+def _share(what: str, found: float, put_in: float, named: str, right: bool) -> Row:
     """Return the row of a share of a step; the columns hold shares, of which a second is the whole."""
-    met = right and abs(found - expected) <= POINTS
-    return Row(
-        f"{what}: share found, put in", Samples([found]), Samples([expected]), "s", named, f"named, {POINTS} off", met
-    )
+    met = right and abs(found - put_in) <= POINTS
+    return Row(what, Samples([found]), Samples([put_in]), "s", named, f"named, {POINTS} off", met)
+
+
+WEIGHTS = 250_000  # 1 MB of gradients, 80 ms at 100 Mbit/s
 
 
 def shaped_link(steps: int) -> Row | str:
@@ -240,7 +293,6 @@ def shaped_link(steps: int) -> Row | str:
                     env={
                         **os.environ, **meeting, "RANK": str(rank), "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1",
                         "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": "eth0", "DISTWRAP_REPORT": str(path),
-                        "DISTWRAP_QUIET": "1",
                     },
                 )
                 for rank, name in enumerate(names)
@@ -250,162 +302,26 @@ def shaped_link(steps: int) -> Row | str:
             found[mbit] = json.loads(path.read_text())
     slow, fast = found[100], found[0]
     longer = (slow["step"] - fast["step"] + fast["link"]) / slow["step"]
-    advised = any("exchange of" in piece["text"] for piece in slow["advice"])
-    return _share(
-        "link of 100 Mbit/s", slow["link"] / slow["step"], longer, f"the exchange: {slow['link'] * 1e3:.1f} ms", advised
-    )
+    advised = "exchange of" in slow["advice"][0]["text"]
+    return _share("link of 100 Mbit/s", slow["link"] / slow["step"], longer, "the exchange", advised)
 
 
-def sums(steps: int) -> Row:
-    """Return the row of what the parts add up to, beside the time of a step by the clock."""
-    found, seconds = measured(slow_forward_on_one, steps)
-    ratio = found["step"] / seconds
-    return Row(
-        "parts of a step added up, step",
-        Samples([found["step"]]),
-        Samples([seconds]),
-        "ms",
-        f"{ratio:.4f} times",
-        "within 2 %",
-        abs(ratio - 1) <= 0.02,
-    )
-
-
-def alone(steps: int) -> Row:
-    """Return the row of the step of one rank alone, as predicted from two, and as measured."""
-    predicted, taken = [], []
-    for _ in range(5):
-        predicted.append(measured(plain, steps)[0]["alone"])
-        taken.append(measured.options(nprocs=1)(plain, steps)[1])
-    ours, theirs = Samples(predicted), Samples(taken)
-    ratio = ours.over(theirs)
-    return Row(
-        "step of one rank alone: predicted from two, measured",
-        ours,
-        theirs,
-        "ms",
-        f"{ratio:.3f} times",
-        "within 10 %",
-        abs(ratio - 1) <= 0.1,
-    )
-
-
-@dw.distributed(nprocs=2)
-def costs(rounds: int) -> dict[str, Samples]:
-    """Time a step of about 5 ms: as it is, with a report, and under torch's profiler."""
-    model = dw.wrap_model(nn.Sequential(*(nn.Sequential(nn.Linear(512, 512), nn.ReLU()) for _ in range(3))))
-    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
-    x = torch.randn(BATCH, 512, generator=dw.rank_generator(0))
-    calls = 20
-
-    def steps() -> float:
-        began = time.perf_counter()
-        for _ in range(calls):
-            model(x).square().mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        return (time.perf_counter() - began) / calls
-
-    def reported() -> float:
-        with dw.report():
-            steps()  # its first step places what is placed once
-            return steps()
-
-    def profiled() -> float:
-        with profile() as profiler:
-            began = time.perf_counter()
-            for _ in range(calls):
-                model(x).square().mean().backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                profiler.step()
-            return (time.perf_counter() - began) / calls
-
-    in_turns({"plain": steps}, 6)  # until what looks at the first steps is gone
-    return in_turns({"plain": steps, "report": reported, "profiler": profiled}, rounds)
-
-
-def cost_rows(rounds: int) -> list[Row]:
-    taken = costs(rounds)
-    rows = []
-    for way, goal in (("report", 1.01), ("profiler", None)):
-        ratio = taken[way].over(taken["plain"])
-        words = (f"<= {goal} times", ratio <= goal) if goal is not None else ("", None)
-        rows.append(Row(f"step with {way}, without", taken[way], taken["plain"], "ms", f"{ratio:.4f} times", *words))
-    return rows
-
-
-TOP = """
-import sys, time
-import torch
-import distwrap as dw
-
-@dw.distributed(nprocs=int(sys.argv[1]))
-def main():
-    model = dw.wrap_model(torch.nn.Linear(10, 10))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    x = torch.randn(4, 10, generator=dw.rank_generator(0))
-    until, steps = time.monotonic() + float(sys.argv[2]), 0
-    while dw.agree(time.monotonic() < until, "all"):
-        model(x).sum().backward()
-        optimizer.step()
-        steps += 1
-        time.sleep(0.2)
-    return steps
-
-print(main())
-"""
-
-
-def top(seconds: float) -> Row:
-    """Return the row of the processor time of `top` on a run of 16 ranks."""
-    with TemporaryDirectory() as folder:
-        script = Path(folder, "train.py")
-        script.write_text(TOP)
-        env = {**os.environ, "PYTHONPATH": str(ROOT), "DISTWRAP_QUIET": "1"}
-        run = subprocess.Popen(
-            [sys.executable, script, str(RANKS_OF_TOP), str(seconds + 20)], env=env, stdout=subprocess.DEVNULL
-        )
-        try:
-            time.sleep(15)
-            command = [sys.executable, "-m", "distwrap", "top", str(run.pid)]
-            looking = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
-            time.sleep(5)  # its imports
-            began = _processor(looking.pid)
-            time.sleep(seconds)
-            used = (_processor(looking.pid) - began) / seconds
-            looking.kill()
-            looking.wait()
-        finally:
-            run.terminate()
-            run.wait(30)
-    return Row(
-        f"processor of `top` on {RANKS_OF_TOP} ranks, of a core",
-        Samples([used]),
-        None,
-        "s",
-        f"{100 * used:.2f} %",
-        "< 2 %",
-        used < 0.02,
-    )
-
-
-def _processor(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def on_host(steps: int) -> float:
+    torch.set_num_threads(1)
+    return train(steps, Spent(), weights=WEIGHTS)
 
 
 def main() -> None:
+    os.environ["DISTWRAP_QUIET"] = "1"
     args = arguments(__doc__, **{"on-host": {"type": int, "help": argparse.SUPPRESS}})
     if args.on_host:
-        dw.distributed(plain)(args.on_host)
+        dw.distributed(on_host)(args.on_host)
         return
     steps = 20 if args.quick else 200
     rows, notes = shares(steps), []
     link = shaped_link(steps)
     (rows if isinstance(link, Row) else notes).append(link)  # type: ignore[arg-type, attr-defined]
-    rows += [sums(steps), alone(steps), *cost_rows(5 if args.quick else 100), top(3 if args.quick else 20)]
-    report("loops that are slow on purpose: 2 ranks, gloo", rows, notes, args)
+    report("loops that are slow on purpose: share of a step found, share put in; 2 ranks, gloo", rows, notes, args)
 
 
 if __name__ == "__main__":

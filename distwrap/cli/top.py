@@ -1,13 +1,15 @@
 """``python -m distwrap top`` and ``where``: the ranks of the runs on this node, as they show themselves."""
 
 import argparse
-import contextlib
+import os
+import shutil
 import sys
 import time
 from typing import Any
 
-from distwrap.supervision.hang_report import merge
-from distwrap.supervision.live import Run, runs
+from distwrap.checks import SECONDS
+from distwrap.supervision.hang_report import LEFT, NO_ANSWER, Location, merge, seen_at
+from distwrap.supervision.live import Run, Shown, runs
 from distwrap.wording import as_size
 
 _HOME, _CLEAR = "\x1b[H", "\x1b[J"
@@ -20,7 +22,7 @@ def add_arguments(commands: Any) -> None:
         "top",
         help="a table of the ranks that are running here, again and again",
         description="Shows the ranks of your runs on this node: where each is, how fast, how much it waits. Under "
-        "Slurm: srun --overlap --jobid JOB python -m distwrap top. Exit code: 1 where nothing runs.",
+        "Slurm: srun --overlap --jobid JOB python -m distwrap top --once. Exit code: 1 where nothing runs.",
     )
     _add_pid(top)
     top.add_argument("--once", action="store_true", help="print one table, and end")
@@ -42,16 +44,22 @@ def _add_pid(parser: argparse.ArgumentParser) -> None:
 
 def run_top(given: argparse.Namespace) -> int:
     """Print tables until the runs end, or Ctrl-C; return the exit code."""
+    SECONDS("--seconds", given.seconds)
     refreshes = sys.stdout.isatty() and not given.once
     seen = False
-    with contextlib.suppress(KeyboardInterrupt):
+    try:
         while found := _found(given.pid):
             seen = True
             text = "\n\n".join(table(run, time.time()) for run in found)
-            print(f"{_HOME}{_CLEAR}{text}" if refreshes else text, flush=True)
+            print(f"{_HOME}{_CLEAR}{fitting(text)}" if refreshes else text, flush=True)
             if given.once:
                 break
             time.sleep(given.seconds)
+    except KeyboardInterrupt:
+        return 0
+    except BrokenPipeError:  # as of head, which has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes once more at its end
+        return 0
     return 0 if seen else _nothing(given.pid)
 
 
@@ -60,23 +68,47 @@ def run_where(given: argparse.Namespace) -> int:
     found = _found(given.pid)
     for run in found:
         print(f"run of process {run.holder}:")
-        print(merge({shown["rank"]: _place(shown, time.time()) for shown in run.figures}))
+        print(merge({shown.rank: _answer(shown, time.time()) for shown in run.figures}))
+        if run.elsewhere:
+            print(f"  {run.elsewhere}")
     return 0 if found else _nothing(given.pid)
 
 
 def _found(pid: int | None) -> list[Run]:
-    return [run for run in runs() if pid is None or run.has(pid)]
+    return [run for run in runs() if pid is None or pid in run.processes]
 
 
 def _nothing(pid: int | None) -> int:
     what = "no run of yours is on this node" if pid is None else f"process {pid} is no rank, and has none, on this node"
-    print(f"distwrap: {what}, or it has just begun.", file=sys.stderr)
+    print(f"distwrap: {what}, or it has just begun, or is of one process, which shows nothing.", file=sys.stderr)
     return 1
 
 
-def _place(shown: dict[str, Any], now: float) -> str:
-    late = now - shown["time"]
-    return f"{shown['where']}{f', {late:.0f} s ago' if late > _LATE else ''}"
+def _is_late(shown: Shown, now: float) -> bool:
+    return now - shown.time > _LATE
+
+
+def _answer(shown: Shown, now: float) -> Location | str:
+    """Return where a rank is, as the answers to SIGQUIT have it."""
+    if shown.location is None:
+        return LEFT
+    location = Location(*shown.location)
+    return f"{NO_ANSWER}{seen_at(shown.time, location)}" if _is_late(shown, now) else location
+
+
+def _place(shown: Shown, now: float) -> str:
+    if shown.location is None:
+        return LEFT
+    return f"{Location(*shown.location)}" + (f", {now - shown.time:.0f} s ago" if _is_late(shown, now) else "")
+
+
+def fitting(text: str) -> str:
+    """Cut a text to the terminal: what it wrapped would push the rest away."""
+    width, height = shutil.get_terminal_size()
+    lines = text.splitlines()
+    if len(lines) >= height:
+        lines = [*lines[: max(1, height - 2)], f"and {len(lines) - max(1, height - 2)} more lines"]
+    return "\n".join(line if len(line) <= width else f"{line[: width - 1]}…" for line in lines)
 
 
 def table(run: Run, now: float) -> str:
@@ -87,18 +119,18 @@ def table(run: Run, now: float) -> str:
         now: the time of day, in seconds.
     """
     rows = [["rank", "pid", "host", "device", "step", "steps/s", "waits", "memory", "shows", "where"]]
-    for shown in sorted(run.figures, key=lambda shown: shown["rank"]):
-        memory = as_size(shown["memory"])
-        if shown["device_memory"] is not None:
-            memory = f"{as_size(shown['device_memory'])} + {memory}"
+    for shown in sorted(run.figures, key=lambda shown: shown.rank):
+        memory = as_size(shown.memory)
+        if shown.device_memory is not None:
+            memory = f"{as_size(shown.device_memory)} + {memory}"
         rows.append(
             [
-                *(str(shown[name]) for name in ("rank", "pid", "host", "device")),
-                "-" if shown["step"] is None else str(shown["step"]),
-                f"{shown['speed']:.1f}",
-                f"{100 * shown['idle']:.0f} %",
+                *map(str, (shown.rank, shown.pid, shown.host, shown.device)),
+                "-" if shown.step is None else str(shown.step),
+                f"{shown.speed:.1f}" if shown.speed >= 1 else f"{shown.speed:.2g}",
+                "-" if shown.idle is None else f"{100 * shown.idle:.0f} %",
                 memory,
-                shown["shown"],
+                shown.bar,
                 _place(shown, now),
             ]
         )
@@ -108,4 +140,4 @@ def table(run: Run, now: float) -> str:
         "  ".join(cell.ljust(width) if name[0] == "where" else cell.rjust(width) for cell, width, name in row).rstrip()
         for row in (list(zip(cells, widths, columns, strict=True)) for cells in zip(*columns, strict=True))
     ]
-    return "\n".join([f"run of process {run.holder}", *lines])
+    return "\n".join([f"run of process {run.holder}", *lines, *filter(None, [run.elsewhere])])

@@ -44,6 +44,37 @@ def allowed_memory(root: str = "/sys/fs/cgroup") -> int | None:
     return min(found)
 
 
+def queued_seconds() -> float | None:
+    """Return how long this thread has waited for a CPU while it could have run; ``None`` where nobody tells.
+
+    See https://docs.kernel.org/scheduler/sched-stats.html, schedstat of a process.
+    """
+    try:
+        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return None
+
+
+def processor_name() -> str | None:
+    """Return the name of the host's CPUs; ``None`` where the system tells nothing."""
+    return next(iter(_told_of_cpus("model name")), None)
+
+
+def clock_rate() -> float | None:
+    """Return the rate at which this process's CPUs run now, in MHz, on average; ``None`` where nobody tells."""
+    rates = _told_of_cpus("cpu MHz")
+    mine = [float(rates[cpu]) for cpu in allowed_cpus() if cpu < len(rates)]
+    return sum(mine) / len(mine) if mine else None
+
+
+def _told_of_cpus(name: str) -> list[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return []
+    return [value.strip() for line in lines for key, _, value in [line.partition(":")] if key.strip() == name]
+
+
 def choose_threads(local_world_size: int) -> int | None:
     """Return the number of threads of each rank here; ``None`` where the user has set it."""
     if "OMP_NUM_THREADS" in os.environ:

@@ -33,6 +33,7 @@ from distwrap.supervision.stall_detection import StallDetector
 from distwrap.wording import first_line
 
 TICK_SECONDS = 0.25
+SHOW_SECONDS = 1.0  # between two times that this rank notes and shows where it is
 LOOK_SECONDS = 60.0  # between looks at a store elsewhere without a ring: whoever was to ring may be gone
 LAUNCHER_SECONDS = 60.0  # for a launcher on several nodes to end this rank, once the store is gone
 
@@ -67,13 +68,13 @@ class Channel:
         self._notes = RankNotes(bells, placement.rank)
         self._texts = texts = SignedTexts(bells.store, secret)
         self._owners: dict[str, weakref.ref[object]] = {}  # of what is noted
-        self._stopped, self._heard, self._looked = threading.Event(), -1, 0.0
+        self._stopped, self._heard, self._looked, self._shown = threading.Event(), -1, 0.0, 0.0
         self._parent = os.getppid() if supervised or "TORCHELASTIC_RUN_ID" in os.environ else None
         self.reporter = Reporter(bells, self._notes, placement, activity)
         self.failures = FailureNews(bells, texts, placement, supervised, self._stopped)
         self.order = OrderCheck(self._notes, placement, activity)
         self.stalls = StallDetector(bells.store, placement, timeout)
-        self.live = Live(self._notes, placement, activity, self.reporter.location)
+        self.live = Live(self._notes, placement, activity)
         self.work = SharedWork(bells, texts, placement, self.stalls, supervised)
         self.on_ring: Callable[[], None] = lambda: None
         self.on_stall: Callable[[str], None] | None = None
@@ -96,6 +97,7 @@ class Channel:
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(2 * hang_report.ANSWER_SECONDS)
+        self.live.show(None)
         self._bells.close()
         atexit.unregister(self._halt)
 
@@ -147,6 +149,11 @@ class Channel:
         for each in (self.reporter, self.work, self.failures):
             each.look(rung)
         self.live.look()
+        if now - self._shown >= SHOW_SECONDS:
+            self._shown = now
+            location = self.reporter.location()
+            self.reporter.note(location)
+            self.live.show(location)
         if self.stalls.look():
             self._report(f"no rank has moved for {self._timeout:g} s")
         if parted := self.order.look():

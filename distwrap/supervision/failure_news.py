@@ -138,7 +138,8 @@ def store_is_gone(placement: Placement, error: Exception) -> Failure:
 
 def end_process(rank: int, why: str) -> NoReturn:
     """End this process and its loader workers at once, from any thread."""
-    print_notice(f"rank {rank} ends, because {why}")
+    with contextlib.suppress(OSError, ValueError):  # whoever was to read it may be gone, with whoever started this
+        print_notice(f"rank {rank} ends, because {why}")
     for child in multiprocessing.active_children():  # loader workers
         child.kill()
     folder = multiprocessing_settings().get("tempdir")

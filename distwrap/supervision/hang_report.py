@@ -26,6 +26,8 @@ from distwrap.supervision.notes import RankNotes, read_note
 from distwrap.wording import named_ranks
 
 ANSWER_SECONDS = 1.5  # for a rank to say where it is
+LEFT = "has left the function"
+NO_ANSWER = "does not answer: native code holds the interpreter, or it is gone"
 
 
 class Activity:
@@ -48,7 +50,7 @@ class Activity:
         self.site = ""
         self.collectives = self.turns = 0
         self.averages: Callable[[], tuple[int, int]] = lambda: (0, 0)
-        self._batches: weakref.ref[Any] | None = None
+        self._loops: list[weakref.ref[Any]] = []  # that are under way, the innermost last
         self.stopwatch: Stopwatch | None = None
         self.bar: Callable[[], str] = lambda: ""
 
@@ -66,7 +68,8 @@ class Activity:
 
     def follow(self, batches: Iterable[Any]) -> None:
         """Take the step from a loader's iterator when it is asked for: counting here would cost each step."""
-        self._batches = weakref.ref(batches)
+        self._loops = [each for each in self._loops if each() is not None and each() is not batches]
+        self._loops.append(weakref.ref(batches))
 
     def timed(self, batches: Iterator[Item]) -> Iterator[Item]:
         """Return batches for whose coming the loop's time is counted, where it is."""
@@ -82,9 +85,14 @@ class Activity:
         return nullcontext() if is_checkpoint else self.part(Part.EXCHANGE)
 
     @property
+    def loop(self) -> Any:
+        """The innermost loader's iterator whose loop is under way; ``None`` where there is none."""
+        return next((batches for each in reversed(self._loops) if (batches := each()) is not None), None)
+
+    @property
     def step(self) -> int | None:
-        """Number of batches that the last loader has given; ``None`` where nobody counts."""
-        batches = self._batches() if self._batches is not None else None
+        """Number of batches that the innermost loader has given; ``None`` where nobody counts."""
+        batches = self.loop
         step = getattr(batches, "step", None)  # of a lockstep loop
         return step if isinstance(step, int) else batches_given(batches)
 
@@ -141,7 +149,7 @@ class Reporter:
         self._noted = -math.inf
         # Once a second and node in a store elsewhere, and some hundred times a second in all.
         seconds = min(30.0, max(1.0, placement.local_world_size, placement.world_size / 256))
-        self._note_seconds = 1.0 if bells.is_held else seconds
+        self._note_seconds = 0.0 if bells.is_held else seconds
 
     def location(self) -> Location:
         """Return where this rank is."""
@@ -152,7 +160,7 @@ class Reporter:
         return Location(what, where, self._activity.step, str(self._activity))
 
     def look(self, rung: bool = True) -> None:
-        """Answer if somebody has asked; note now and then where this rank is, for when it cannot answer.
+        """Answer if somebody has asked.
 
         Args:
             rung: whether somebody may have asked.
@@ -160,10 +168,13 @@ class Reporter:
         asked = count(self._store, "reports") if rung else 0
         if asked > self._answered:
             self._answer(asked)
+
+    def note(self, location: Location) -> None:
+        """Note where this rank is, for when it cannot answer; in a store elsewhere only now and then."""
         now = time.monotonic()
-        if now - self._noted > self._note_seconds:
+        if now - self._noted >= self._note_seconds:
             self._noted = now
-            self._notes.write("seen", [time.time(), self.location()])
+            self._notes.write("seen", [time.time(), location])
 
     def ask_all(self) -> str:
         """Ask all ranks from another thread than the one that answers."""
@@ -227,10 +238,14 @@ def last_seen(store: Store, rank: int) -> str:
     with contextlib.suppress(OverflowError, RuntimeError, TypeError, ValueError):  # or it is none of a rank's
         moment, parts = read_note(store, "seen", rank) or (0.0, ())
         if parts:
-            location = Location(*parts)
-            after = f", after {location.last}" if location.last else ""
-            return f"; {max(0.0, time.time() - moment):.0f} s ago it was {location}{after}"
+            return seen_at(moment, Location(*parts))
     return ""
+
+
+def seen_at(moment: float, location: Location) -> str:
+    """Return in words where a rank was at a time of day."""
+    after = f", after {location.last}" if location.last else ""
+    return f"; {max(0.0, time.time() - moment):.0f} s ago it was {location}{after}"
 
 
 def merge(locations: Mapping[int, Location | str]) -> str:
@@ -272,5 +287,5 @@ def _answer_of(store: Store, rank: int, key: str) -> Location | str:
     if answer:
         return _read_location(answer)
     if store.check([f"left/{rank}"]):
-        return "has left the function"
-    return f"does not answer: native code holds the interpreter, or it is gone{last_seen(store, rank)}"
+        return LEFT
+    return f"{NO_ANSWER}{last_seen(store, rank)}"

@@ -4,28 +4,63 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 
 from distwrap.devices.kinds import kind_of
 from distwrap.environments import Placement
+from distwrap.environments.identity import process_status
 from distwrap.network import memory_file
 from distwrap.supervision.bells import BOARD
 from distwrap.supervision.board import Board
 from distwrap.supervision.hang_report import Activity, Location
 from distwrap.supervision.notes import RankNotes
+from distwrap.wording import named_ranks
 
 NAME = "live"
-_SECONDS = 1.0  # between two times that a rank shows itself
-_WINDOW = 40  # looks, four a second, over which idleness and speed are told
+_WINDOW = 10.0  # seconds over which idleness and speed are told
+_LOOKS = 40  # in these
+_TICK = 0.5  # seconds between two looks, at most where the machine is not overwhelmed
+
+
+@dataclass(frozen=True)
+class Shown:
+    """Figures of a rank, as it has last shown them.
+
+    Attributes:
+        rank: its number.
+        pid: of its process.
+        host: on which it is.
+        device: on which it computes.
+        step: number of batches that its innermost loop has had; ``None`` where nobody counts.
+        speed: steps a second.
+        idle: share of the time in which its main thread did not want to compute; ``None`` where the system tells none.
+        location: where it is, as a `Location` has it; ``None`` where it has left.
+        memory: bytes of its process.
+        device_memory: most bytes that it has had on its device; ``None`` where that has none of its own.
+        bar: what a progress bar shows beside how far it is.
+        time: of day, at which it showed all this.
+    """
+
+    rank: int
+    pid: int
+    host: str
+    device: str
+    step: int | None
+    speed: float
+    idle: float | None
+    location: list[Any] | None
+    memory: int
+    device_memory: int | None
+    bar: str
+    time: float
 
 
 class Live:
@@ -35,56 +70,82 @@ class Live:
         notes: among which they are shown.
         placement: this rank's place.
         activity: the last helper that ran on this rank.
-        location: returns where the rank is.
+
+    Attributes:
+        device: of this rank.
     """
 
-    def __init__(
-        self, notes: RankNotes, placement: Placement, activity: Activity, location: Callable[[], Location]
-    ) -> None:
-        self._notes, self._rank, self._activity, self._location = notes, placement.rank, activity, location
-        self._shown = 0.0
-        self._idle: deque[bool] = deque(maxlen=_WINDOW)
-        self._steps: deque[tuple[float, int]] = deque(maxlen=_WINDOW)
-        self._state = f"/proc/self/task/{threading.main_thread().native_id}/stat"
+    def __init__(self, notes: RankNotes, placement: Placement, activity: Activity) -> None:
+        self._notes, self._rank, self._activity = notes, placement.rank, activity
+        self._busy: deque[tuple[float, float]] = deque(maxlen=_LOOKS)
+        self._steps: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])  # how many there were, as more came
+        self._of_loops: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
+        self._averages = 0
+        # The main thread's number is the process's; Python's word for it is out of date in a fork.
+        self._clock = Path(f"/proc/self/task/{os.getpid()}/schedstat")
         self.device = torch.device("cpu")
 
     def look(self) -> None:
-        """Note whether the main thread computes, and how far it is; now and then show it."""
-        if not memory_file.ARE_POSSIBLE:  # nobody could find the board
-            return
+        """Note how long the main thread has computed, and how far it is."""
         now = time.monotonic()
-        with suppress(OSError, IndexError):
-            self._idle.append(Path(self._state).read_bytes().rpartition(b")")[2].split()[0] in (b"S", b"D"))
-        step = self._step()
-        if self._steps and (step or 0) < self._steps[-1][1]:  # another loop
-            self._steps.clear()
-        self._steps.append((now, step or 0))
-        if now - self._shown >= _SECONDS:
-            self._shown = now
-            self._notes.show(NAME, self._figures())
+        with suppress(OSError, ValueError):
+            ran, waited_for_core, _ = map(int, self._clock.read_bytes().split())
+            self._busy.append((now, (ran + waited_for_core) / 1e9))
+        if more := self._new_steps():
+            self._steps.append((now, self._steps[-1][1] + more))
+        while len(self._steps) > 2 and now - self._steps[1][0] > _WINDOW:
+            self._steps.popleft()
 
-    def _step(self) -> int | None:
-        """Return how many batches the loop has had, or where nobody counts them, how many averages of gradients."""
+    def _new_steps(self) -> int:
+        """Return how many steps came since the last look, of the loop or in averages of gradients: what shows more."""
+        loop, step, averages = self._activity.loop, self._activity.step or 0, self._activity.averages()[1] // 2
+        before, self._averages = self._averages, averages
+        more = averages - before if averages >= before else averages  # they may be counted anew
+        if loop is not None:
+            before = self._of_loops.get(loop, 0)
+            more = max(more, step - before if step >= before else step)
+            self._of_loops[loop] = step
+        return more
+
+    def show(self, location: Location | None) -> None:
+        """Show this rank to whoever looks from outside.
+
+        Args:
+            location: where it is; ``None`` where it has left.
+        """
+        if memory_file.ARE_POSSIBLE:  # else nobody could find the board
+            self._notes.show(NAME, asdict(self._figures(location)))
+
+    def _figures(self, location: Location | None) -> Shown:
         step = self._activity.step
-        return self._activity.averages()[1] // 2 or None if step is None else step
+        return Shown(
+            rank=self._rank,
+            pid=os.getpid(),
+            host=socket.gethostname(),
+            device=str(self.device),
+            step=self._activity.averages()[1] // 2 or None if step is None else step,
+            speed=self._speed(time.monotonic()),
+            idle=self._idle(),
+            location=None if location is None else list(location),
+            memory=int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+            device_memory=kind_of(self.device).peak_memory(self.device),
+            bar=self._activity.bar(),
+            time=time.time(),
+        )
 
-    def _figures(self) -> dict[str, Any]:
-        (began, first), (now, last) = self._steps[0], self._steps[-1]
-        peak = kind_of(self.device).peak_memory(self.device)
-        return {
-            "rank": self._rank,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "device": str(self.device),
-            "step": self._step(),
-            "speed": (last - first) / (now - began) if now > began else 0.0,
-            "idle": sum(self._idle) / max(1, len(self._idle)),
-            "where": str(self._location()),
-            "memory": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
-            "device_memory": peak,
-            "shown": self._activity.bar(),
-            "time": time.time(),
-        }
+    def _speed(self, now: float) -> float:
+        """Return the steps a second: up to the last one, or where the next one is overdue, up to now."""
+        (began, first), (ended, last) = self._steps[0], self._steps[-1]
+        if last == first:
+            return 0.0
+        is_overdue = now - ended > _TICK + (ended - began) / (last - first)
+        return (last - first) / ((now if is_overdue else ended) - began)
+
+    def _idle(self) -> float | None:
+        if len(self._busy) < 2:
+            return None
+        (began, before), (now, after) = self._busy[0], self._busy[-1]
+        return min(1.0, max(0.0, 1 - (after - before) / (now - began)))
 
 
 @dataclass(frozen=True)
@@ -92,50 +153,80 @@ class Run:
     """A run that is under way on this node.
 
     Attributes:
-        holder: the process that holds its board: who called it, or one of its ranks.
-        figures: what each of its ranks has shown.
+        holder: the process that called it, where that has its board; else the first of its ranks.
+        processes: all that have its board, and those that have started them.
+        figures: what each of its ranks here has shown.
+        ranks: how many there are, on all nodes.
     """
 
     holder: int
-    figures: list[dict[str, Any]]
+    processes: set[int]
+    figures: list[Shown]
+    ranks: int
 
-    def has(self, pid: int) -> bool:
-        """Return whether a process is its caller or one of its ranks."""
-        return pid == self.holder or any(shown["pid"] == pid for shown in self.figures)
+    @property
+    def elsewhere(self) -> str:
+        """Words for the ranks that do not show themselves here; empty where all do."""
+        missing = set(range(self.ranks)) - {shown.rank for shown in self.figures}
+        if not missing:
+            return ""
+        return f"{named_ranks(missing)} {'is' if len(missing) == 1 else 'are'} on another node, or not there yet"
 
 
 def runs() -> list[Run]:
     """Return the runs of this user that are under way on this node, as their ranks have last shown themselves."""
-    found: dict[int, Run] = {}
+    boards: dict[tuple[int, int], str] = {}
+    holders: dict[tuple[int, int], list[int]] = {}
     for process in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))):
-        for path in _boards_of(process):
-            with suppress(OSError):
-                number = os.stat(path).st_ino
-                figures = [] if number in found else _shown_on(path)
-                if figures:
-                    found[number] = Run(process, figures)
-    return list(found.values())
+        for path, number in _boards_of(process):
+            boards.setdefault(number, path)
+            holders.setdefault(number, []).append(process)
+    found = []
+    for number, path in boards.items():
+        with suppress(OSError):
+            ranks, figures = _shown_on(path)
+            if figures:
+                above = {process: _above(process) for process in holders[number]}
+                first = next(process for process in above if above[process].isdisjoint(above))
+                found.append(Run(first, set(above).union(*above.values()), figures, ranks))
+    return found
 
 
-def _boards_of(process: int) -> list[str]:
-    """Return the paths of the boards that a process has open; none where it is gone, or another user's."""
+def _boards_of(process: int) -> list[tuple[str, tuple[int, int]]]:
+    """Return the boards of this user that a process has open, each with its number; none where it is gone."""
     boards = []
     with suppress(OSError):
         for fd in os.listdir(f"/proc/{process}/fd"):
             path = f"/proc/{process}/fd/{fd}"
             with suppress(OSError):
-                if os.readlink(path).startswith(f"/memfd:{BOARD}"):
-                    boards.append(path)
+                if os.path.basename(os.readlink(path)).removeprefix("memfd:").startswith(BOARD):
+                    file = os.stat(path)
+                    if file.st_uid == os.geteuid():  # root could read others' too
+                        boards.append((path, (file.st_dev, file.st_ino)))
     return boards
 
 
-def _shown_on(path: str) -> list[dict[str, Any]]:
+def _above(process: int) -> set[int]:
+    """Return the processes that have started a process, directly or not."""
+    found = set()
+    with suppress(OSError, ValueError):
+        while process := int(process_status(process)[1][1]):
+            found.add(process)
+    return found
+
+
+def _shown_on(path: str) -> tuple[int, list[Shown]]:
+    """Return for how many ranks a board is, and what those on it have shown."""
     fd = os.open(path, os.O_RDWR)
     try:
         ranks = Board.ranks_in(os.fstat(fd).st_size)
         if not ranks:
-            return []  # no rank has come yet
+            return 0, []  # no rank has come yet
         board = Board(fd, ranks, texts=True)
     finally:
         os.close(fd)
-    return [shown for rank in range(ranks) if (shown := board.read(rank).get(NAME))]
+    found = []
+    for rank in range(ranks):
+        with suppress(TypeError):  # of another version of distwrap
+            found.append(Shown(**board.read(rank).get(NAME, {})))
+    return ranks, found

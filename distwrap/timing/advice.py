@@ -6,16 +6,23 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from statistics import median
 
+from distwrap.comm.advice import Cost, choose, predict
 from distwrap.stopwatch import Part
-from distwrap.timing.analysis import WORTH_TELLING, Analysis, Lag
+from distwrap.timing.analysis import Analysis, Lag
 from distwrap.timing.measured import RankTimes
 from distwrap.wording import as_size, named_ranks
 
+WORTH_CHANGING = 0.05  # of a step
+_MUCH_EXCHANGE = 0.1  # of a step: less, and another way to train is no gain
 _ALONE = 4  # times as long as on the others: a part that hardly any other rank has
 _FEW = 0.5  # collectives of the loop itself in a step
-_HALF = 0.5  # of a device's memory
+_HALF = 0.5  # of a device's memory; of what ranks that take turns are late
 _MUCH = 0.05  # of a device's memory, for gradients
 _SMALL = 1_000_000  # bytes of gradients, which nothing hides
+_MOST_WORKERS = 8
+_CLEARLY = 0.1  # slower, or queued for longer, than others
+_OVERLAP = 0.5  # of the compute hides an exchange, as in comm.advice
+_BYTES = {"allreduce": 1.0, "bf16": 0.5, "bytegrad": 0.25}  # sent by ways that change the gradients little
 
 
 @dataclass(frozen=True)
@@ -24,24 +31,26 @@ class Suggestion:
 
     Attributes:
         text: what was seen, and what to do.
-        gain: share of a step that it saves at most.
+        gain: share of a step that it saves at most; ``None`` where nobody has measured that.
     """
 
     text: str
-    gain: float
+    gain: float | None
 
 
 def advise(found: Analysis) -> list[Suggestion]:
     """Return what is worth changing, the most worthwhile first; nothing where all is well."""
-    looks = (_on_lags, _on_data, _on_link, _on_ddp, _on_threads, _on_checkpoints, _on_own_code)
-    pieces = [piece for look in looks for piece in look(found)]
-    worth = [piece for piece in pieces if piece.gain >= WORTH_TELLING]
-    return sorted(worth, key=lambda piece: -piece.gain)
+    looks = (_on_lags, _on_data, _on_link, _on_ddp, _on_queues, _on_threads, _on_checkpoints, _on_own_code)
+    pieces = [piece for look in looks for piece in look(found)] if found.step else []
+    worth = [piece for piece in pieces if piece.gain is None or piece.gain >= WORTH_CHANGING]
+    return sorted(worth, key=lambda piece: -(piece.gain or 0.0))
 
 
 def _on_lags(found: Analysis) -> Iterator[Suggestion]:
     for lag in found.lags:
-        yield Suggestion(f"{_seen(found, lag)}. {_cure(found, lag)}", lag.share)
+        # Evaluation that is shared takes its part of the time on every rank.
+        gain = lag.share * (1 - 1 / len(found.ranks)) if lag.part is Part.EVALUATION else lag.share
+        yield Suggestion(f"{_seen(found, lag)}. {_cure(found, lag)}", gain)
 
 
 def _seen(found: Analysis, lag: Lag) -> str:
@@ -66,27 +75,64 @@ def _cure(found: Analysis, lag: Lag) -> str:
         return "Let every rank evaluate its share: shard_loader(loader) for the evaluation too, and gather or mean."
     if lag.part is Part.CHECKPOINT:
         return "save(..., background=True) writes in a thread."
+    if lag.takes_turns and _queued(found) > _HALF * lag.slower:
+        return f"The ranks wait {_ms(_queued(found))} of each step for a CPU: other programs use them too."
     if lag.takes_turns and lag.part in (Part.FORWARD, Part.BACKWARD):
         return (
             "Batches of uneven length do that: let samples of like length come together (sorted within windows), or "
             "give each batch as many tokens."
         )
     if lag.part is Part.DATA:
-        return f"Look at what its data come from. {_WORKERS}"
+        has_workers = any(found.by_number[rank].settings.workers for rank in lag.ranks)
+        return f"Look at what its data come from. {_MORE_AHEAD if has_workers else _reads_ahead(found)}"
     if lag.part is Part.OWN:
         return "Look at what the loop does there alone, as under `if is_rank_zero()`."
-    slow = [found.by_number[rank] for rank in lag.ranks]
+    if lag.takes_turns:
+        return "Look at what else runs on these machines."
+    return " ".join(_why_slow(found, lag)) or "Look at that machine, and at what is computed there alone."
+
+
+def _why_slow(found: Analysis, lag: Lag) -> Iterator[str]:
+    """Say in what a rank that computes more slowly is not as the others are."""
+    slow = found.by_number[lag.ranks[0]]
     others = [rank for rank in found.ranks if rank.rank not in lag.ranks]
-    if others and max(rank.settings.cpus for rank in slow) < median(rank.settings.cpus for rank in others):
-        return (
-            f"It may run on {slow[0].settings.cpus} CPUs, and the others on {others[0].settings.cpus}: give it as many."
+    mine, theirs = slow.settings, others[0].settings
+    if mine.cpus < median(rank.settings.cpus for rank in others):
+        yield f"It may run on {_count(mine.cpus, 'CPU')}, and the others on {theirs.cpus}: give it as many."
+    if mine.threads < median(rank.settings.threads for rank in others):
+        yield f"It computes with {_count(mine.threads, 'thread')}, and the others with {theirs.threads}."
+    if mine.processor != theirs.processor and len({rank.settings.processor for rank in others}) == 1:
+        yield f"It computes on {mine.processor}, and the others on {theirs.processor}."
+    clocks = [rank.settings.clock for rank in others if rank.settings.clock]
+    if mine.clock and clocks and mine.clock < (1 - _CLEARLY) * median(clocks):
+        yield f"Its CPUs run at {mine.clock:.0f} MHz, and the others' at {median(clocks):.0f}."
+    queued = [rank.queued for rank in others if rank.queued is not None]
+    if slow.queued is not None and queued and (more := slow.queued - median(queued)) > _CLEARLY * lag.slower:
+        yield (
+            f"{_ms(more)} of that it waited for a CPU that other programs used, or more threads than it has CPUs: look "
+            f"at what else runs there."
         )
-    if others and max(rank.settings.threads for rank in slow) < median(rank.settings.threads for rank in others):
-        return f"It computes with {slow[0].settings.threads} threads, and the others with {others[0].settings.threads}."
-    return "Look at that machine: another program on it, a lower clock, another device."
 
 
-_WORKERS = "DataLoader(..., num_workers=4, persistent_workers=True) reads ahead in processes of its own."
+def _queued(found: Analysis) -> float:
+    """Return how long the ranks waited for a CPU, in seconds a step, the mean over those that know."""
+    known = [rank.queued for rank in found.ranks if rank.queued is not None]
+    return sum(known) / len(known) if known else 0.0
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
+_MORE_AHEAD = "More workers, or a larger prefetch_factor, even out."
+
+
+def _reads_ahead(found: Analysis) -> str:
+    """Advise as many workers as a rank has CPUs, but two at least: most of them wait for what they read."""
+    first = found.ranks[0]
+    ranks = sum(rank.host == first.host for rank in found.ranks)
+    workers = min(_MOST_WORKERS, max(2, first.settings.cpus // ranks))
+    return f"DataLoader(..., num_workers={workers}, persistent_workers=True) reads ahead in processes of its own."
 
 
 def _on_data(found: Analysis) -> Iterator[Suggestion]:
@@ -95,7 +141,7 @@ def _on_data(found: Analysis) -> Iterator[Suggestion]:
     settings = [rank.settings for rank in found.ranks]
     workers = max((each.workers for each in settings if each.workers is not None), default=0)
     if not workers:
-        yield Suggestion(f"{waits}, which reads in the loop itself. {_WORKERS}", share)
+        yield Suggestion(f"{waits}, which reads in the loop itself. {_reads_ahead(found)}", share)
         return
     pin = ""
     if any(rank.device != "cpu" and rank.settings.pins is False for rank in found.ranks):
@@ -112,6 +158,8 @@ def _on_link(found: Analysis) -> Iterator[Suggestion]:
     share = found.link / found.step if found.step else 0.0
     size = max(rank.gradient_bytes for rank in found.ranks)
     settings = found.ranks[0].settings
+    if share < _MUCH_EXCHANGE:
+        return
     ways = [f"accumulate(loader, 4) exchanges a quarter as often ({_percent(share * 3 / 4)} of a step less)"]
     memory = [
         rank.device_memory / rank.settings.total_memory
@@ -120,10 +168,8 @@ def _on_link(found: Analysis) -> Iterator[Suggestion]:
     ]
     if memory and max(memory) < _HALF:
         ways.append(f"a batch twice as large fits: the devices' memory is used to {_percent(max(memory))}")
-    ways.append(
-        f"comm='bf16' sends half the bytes (up to {_percent(share / 2)}), and `python -m distwrap doctor --comm` "
-        f"predicts the others"
-    )
+    if settings.bucket_bytes and size > _SMALL:
+        ways.append(_other_exchange(found, size))
     if settings.bucket_bytes and size <= settings.bucket_bytes and size > _SMALL:
         cap = max(1, round(size / 8e6))
         ways.append(
@@ -137,6 +183,19 @@ def _on_link(found: Analysis) -> Iterator[Suggestion]:
     )
 
 
+def _other_exchange(found: Analysis, size: int) -> str:
+    """Predict the step under another algorithm of exchange, from the bytes that it sends."""
+    whole = found.link + _OVERLAP * found.alone
+    costs = {name: Cost(0.0, whole * part / size) for name, part in _BYTES.items()}
+    predictions = predict(costs, size, found.alone)
+    comm, _ = choose(predictions, found.alone)
+    step = next(row.step for row in predictions if row.comm == comm)
+    return (
+        f"comm={comm!r} would make it a step of {_ms(step)}, if its codec cost nothing: `python -m distwrap doctor "
+        f"--comm --weights {size / 4:.2g} --step-ms {1e3 * found.alone:.1f}` measures it and the others"
+    )
+
+
 def _on_ddp(found: Analysis) -> Iterator[Suggestion]:
     """Advise on settings of DDP, which cost what nobody measures apart."""
     settings = [rank.settings for rank in found.ranks]
@@ -145,13 +204,13 @@ def _on_ddp(found: Analysis) -> Iterator[Suggestion]:
             yield Suggestion(
                 "find_unused_parameters=True looks through the graph of each step, and no parameter was without a "
                 "gradient: leave it out.",
-                WORTH_TELLING,
+                None,
             )
         elif not settings[0].is_static:
             yield Suggestion(
                 "find_unused_parameters=True looks through the graph of each step: if it is the same parameters each "
                 "time, wrap_model(model, static_graph=True) looks once.",
-                WORTH_TELLING,
+                None,
             )
     held = [(rank.gradient_bytes, rank.settings) for rank in found.ranks]
     if any(
@@ -160,8 +219,20 @@ def _on_ddp(found: Analysis) -> Iterator[Suggestion]:
         yield Suggestion(
             f"gradients are held twice: wrap_model(model, gradient_as_bucket_view=True) frees "
             f"{as_size(held[0][0])} on each device, and a copy a step.",
-            WORTH_TELLING,
+            None,
         )
+
+
+def _on_queues(found: Analysis) -> Iterator[Suggestion]:
+    """Advise on CPUs on which too many compute."""
+    share = min(rank.queued or 0.0 for rank in found.ranks) / found.step
+    settings = found.ranks[0].settings
+    yield Suggestion(
+        f"every rank waits {_percent(share)} of each step for a CPU. Rank 0 computes with "
+        f"{_count(settings.threads, 'thread')}, reads with {_count(settings.workers or 0, 'worker')} and may run on "
+        f"{_count(settings.cpus, 'CPU')}, with the other ranks there: fewer of these, or of other programs.",
+        share,
+    )
 
 
 def _on_threads(found: Analysis) -> Iterator[Suggestion]:
@@ -199,12 +270,12 @@ def _on_own_code(found: Analysis) -> Iterator[Suggestion]:
         yield Suggestion(
             f"the loop itself waits for other ranks, or for the device, in each step: {names}. Once in many steps is "
             f"enough for a log.",
-            WORTH_TELLING,
+            None,
         )
     yield Suggestion(
         f"{_percent(usual)} of each step is the loop's own code, beside data, forward, backward and the optimizer. "
         f"Metrics, prints and `.item()` once in many steps cost less.",
-        usual if usual > 3 * WORTH_TELLING else 0.0,
+        usual if usual > 2 * WORTH_CHANGING else 0.0,
     )
 
 

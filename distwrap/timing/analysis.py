@@ -42,7 +42,7 @@ class Analysis:
         ranks: what each has measured.
         step: seconds of a step.
         parts: seconds of each part in a step, the mean over the ranks.
-        link: seconds of a step in which even the last rank waits: for the network, and not for others.
+        link: seconds of a step that a rank waits for the exchange itself, and not for ranks that come later.
         waiting: seconds of a step that a rank waits for others, the mean over the ranks.
         alone: seconds of a step that one rank alone is predicted to take.
         lags: for whom the others wait, where it is worth telling.
@@ -89,7 +89,8 @@ def analysed(ranks: Sequence[RankTimes]) -> Analysis:
         >>> from distwrap.timing.measured import RankSettings
         >>> def rank(number: int, forward: float, exchange: float) -> RankTimes:
         ...     row = [0.0, forward, 0.0, exchange, 0.0, 0.0, 0.0, 0.0]
-        ...     return RankTimes(number, "host", "cpu", 2, 1, [row, row], 8.0, 0, None, 0, {}, RankSettings(1, 1))
+        ...     settings = RankSettings(cpus=1, threads=1)
+        ...     return RankTimes(number, "host", "cpu", 1, row, {1: row}, 8.0, None, 0, None, 0, {}, settings)
         >>> found = analysed([rank(0, 0.1, 0.3), rank(1, 0.3, 0.1)])
         >>> round(found.step, 3), round(found.link, 3), round(found.waiting, 3)
         (0.4, 0.1, 0.1)
@@ -99,39 +100,71 @@ def analysed(ranks: Sequence[RankTimes]) -> Analysis:
     means = [rank.mean() for rank in ranks]
     parts = [sum(column) / len(means) for column in zip(*means, strict=True)]
     step = sum(parts)
-    busy = [sum(row) - row[Part.EXCHANGE] for row in means]
-    waits = _waits(ranks)
-    link = sum(min(block) for block in waits) / len(waits) if waits else 0.0
-    waiting = max(0.0, parts[Part.EXCHANGE] - link)
-    lags = _lags(ranks, means, waits, step) if len(ranks) > 1 and waits and step else []
-    return Analysis(list(ranks), step, parts, link, waiting, median_low(busy), lags)
+    together = [[rank.kept[number] for rank in ranks] for number in _common(ranks)]
+    waits = sum(row[Part.EXCHANGE] for rows in together for row in rows)
+    waiting = parts[Part.EXCHANGE] * sum(map(_waited_for_others, together)) / waits if waits else 0.0
+    lags = []
+    if len(ranks) > 1 and step:
+        lags = [lag for lag in (_always_late(ranks, means, step), _late_in_turns(ranks, together, step)) if lag]
+    lags = sorted((lag for lag in lags if lag.share >= WORTH_TELLING), key=lambda lag: -lag.share)
+    return Analysis(list(ranks), step, parts, parts[Part.EXCHANGE] - waiting, waiting, _alone(means), lags)
 
 
-def _waits(ranks: Sequence[RankTimes]) -> list[list[float]]:
-    """Return how long each rank waited for the exchange, a step, in each block that all of them have."""
-    size = max(rank.steps_in_block for rank in ranks)
-    columns = [[row[Part.EXCHANGE] / size for row in rank.rows] for rank in ranks if rank.steps_in_block == size]
-    return [list(block) for block in zip(*columns, strict=False)] if len(columns) == len(ranks) else []
+def _alone(means: list[Row]) -> float:
+    """Return the seconds of a step of one rank alone, which would evaluate as often in an epoch, with more steps."""
+    columns: list[tuple[float, ...]] = list(zip(*means, strict=True))
+    alone = [median_low(columns[part]) for part in Part if part not in (Part.EXCHANGE, Part.EVALUATION)]
+    return sum(alone) + sum(columns[Part.EVALUATION]) / len(means)
 
 
-def _lags(ranks: Sequence[RankTimes], means: list[Row], waits: list[list[float]], step: float) -> list[Lag]:
-    """Return for whom the others wait, longest first: for the same ranks all along, and for another at each step."""
-    count = len(ranks)
-    waited = [sum(column) / len(waits) for column in zip(*waits, strict=True)]
-    least = min(waited)
-    steady = sum(waited) / count - least
-    in_turns = sum(sum(block) / count - min(block) for block in waits) / len(waits) - steady
-    found = []
-    slow = [index for index, wait in enumerate(waited) if wait <= least + _NEAR * steady]
-    others = [index for index in range(count) if index not in slow]
-    if others:
-        share = sum(waited[index] - least for index in others) / len(others) / step
-        where = _where_they_differ([means[index] for index in slow], [means[index] for index in others])
-        found.append(Lag([ranks[index].rank for index in slow], share, *where, takes_turns=False))
-    # Of ranks that take turns all wait but one.
-    share = in_turns * count / (count - 1) / step
-    found.append(Lag([rank.rank for rank in ranks], share, *_where_it_varies(ranks), takes_turns=True))
-    return sorted((lag for lag in found if lag.share >= WORTH_TELLING), key=lambda lag: -lag.share)
+def _common(ranks: Sequence[RankTimes]) -> list[int]:
+    """Return the numbers of the steps that are known one by one of every rank."""
+    return sorted(set.intersection(*(set(rank.kept) for rank in ranks)))
+
+
+def _always_late(ranks: Sequence[RankTimes], means: list[Row], step: float) -> Lag | None:
+    """Return the ranks for which the others wait all along."""
+    waits = [row[Part.EXCHANGE] for row in means]
+    limit = min(waits) + _NEAR * (sum(waits) / len(waits) - min(waits))
+    slow = [index for index, wait in enumerate(waits) if wait <= limit]
+    others = [index for index, wait in enumerate(waits) if wait > limit]
+    if not others:
+        return None
+    waited = sum(waits[index] for index in others) / len(others) - min(waits)
+    busier = sum(map(_busy, (means[index] for index in slow))) / len(slow)
+    busier -= sum(map(_busy, (means[index] for index in others))) / len(others)
+    where = _where_they_differ([means[index] for index in slow], [means[index] for index in others])
+    # What they wait beyond the time that the slow ranks were busy longer is the exchange's own.
+    return Lag([ranks[index].rank for index in slow], min(waited, busier) / step, *where, takes_turns=False)
+
+
+def _late_in_turns(ranks: Sequence[RankTimes], together: list[list[Row]], step: float) -> Lag | None:
+    """Return for how long the ranks wait for another one at each step; of ranks that take turns all wait but one."""
+    if not together:
+        return None
+    waited = _by_turns([[-row[Part.EXCHANGE] for row in rows] for rows in together])
+    busier = _by_turns([[_busy(row) for row in rows] for rows in together])
+    share = min(waited, busier) * len(ranks) / (len(ranks) - 1) / step
+    return Lag([rank.rank for rank in ranks], share, *_where_it_varies(together), takes_turns=True)
+
+
+def _waited_for_others(rows: list[Row]) -> float:
+    """Return how long the ranks waited for those that were busy for longer, in one step, all together."""
+    least, longest = min(row[Part.EXCHANGE] for row in rows), max(map(_busy, rows))
+    return sum(min(row[Part.EXCHANGE] - least, longest - _busy(row)) for row in rows)
+
+
+def _busy(row: Row) -> float:
+    return sum(row) - row[Part.EXCHANGE]
+
+
+def _by_turns(steps: list[list[float]]) -> float:
+    """Return by how much the largest of each step is above the mean, beyond what is largest all along."""
+    count = len(steps[0])
+    whole: float = sum(max(step) - sum(step) / count for step in steps) / len(steps)
+    overall = [sum(column) / len(steps) for column in zip(*steps, strict=True)]
+    steady: float = max(overall) - sum(overall) / count
+    return whole - steady
 
 
 def _where_they_differ(slow: list[Row], others: list[Row]) -> tuple[Part, float, float]:
@@ -145,16 +178,13 @@ def _where_they_differ(slow: list[Row], others: list[Row]) -> tuple[Part, float,
     return part, slower, usual
 
 
-def _where_it_varies(ranks: Sequence[RankTimes]) -> tuple[Part, float, float]:
+def _where_it_varies(together: list[list[Row]]) -> tuple[Part, float, float]:
     """Return the part that is longest on another rank at each step, by how much it is, and how long it is."""
-    size = ranks[0].steps_in_block
     found = []
     for part in Part:
         if part is not Part.EXCHANGE:
-            blocks = [
-                list(block) for block in zip(*([row[part] / size for row in rank.rows] for rank in ranks), strict=False)
-            ]
-            usual = sum(map(sum, blocks)) / len(ranks) / len(blocks)
-            found.append((sum(max(block) for block in blocks) / len(blocks) - usual, part, usual))
+            steps = [[row[part] for row in rows] for rows in together]
+            usual = sum(map(sum, steps)) / len(steps[0]) / len(steps)
+            found.append((_by_turns(steps), part, usual))
     slower, part, usual = max(found)
     return part, slower, usual

@@ -18,6 +18,7 @@ from distwrap._internals.torch import after_backward, settings_of_ddp
 from distwrap._internals.torch_data import iterator_class, pins, workers_of
 from distwrap._internals.torch_groups import waits_for_ranks
 from distwrap._internals.torch_tree import tensors_in
+from distwrap.devices.cpus import queued_seconds
 from distwrap.group.world import World
 from distwrap.model.forward_routing import Routing
 from distwrap.model.wrapped_models import WrappedModels, under_ddp
@@ -57,6 +58,7 @@ class Instruments:
         self._stepped: WeakSet[Optimizer] | None = None  # the optimizers that have, since the last step ended
         self._outermost: ref[Optimizer] | None = None  # of those that are stepping, of which one may hold another
         self._steps = 0
+        self._queued_before: float | None = None
         self._in_step: dict[int, float] = {}  # samples that each model has trained on in this step
         self.samples = 0.0
         self.gradient_bytes = 0
@@ -93,6 +95,18 @@ class Instruments:
             for owner, name in waits_for_ranks() if self._is_divided else ():
                 self._replace(placed, owner, name, self._timed(Part.EXCHANGE))
             self._placed = placed.pop_all()
+
+    def count_from_here(self) -> None:
+        """Forget what was counted of steps before."""
+        self.samples = 0.0
+        self._in_step.clear()
+        self.collectives.clear()
+        self._queued_before = queued_seconds()
+
+    def queued_seconds(self) -> float | None:
+        """Return how long this thread has waited for a CPU since counting began; ``None`` where nobody tells."""
+        now, before = queued_seconds(), self._queued_before
+        return None if now is None or before is None else now - before
 
     def look(self) -> None:
         """Look at the models, of which none may be left when the loop has ended."""
@@ -257,8 +271,7 @@ class Instruments:
             self.look()
         if self._stepped is None:
             self._stepped = WeakSet()
-            self._in_step.clear()
-            self.collectives.clear()
+            self.count_from_here()
             self.stopwatch.begin_first()
         elif optimizer in self._stepped:
             self._stepped.clear()

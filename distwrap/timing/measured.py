@@ -1,4 +1,4 @@
-"""What one rank has measured: its steps in blocks, of which there are never more than some thousand, and its place."""
+"""What one rank has measured: the sum of its steps, some of them one by one, and its place."""
 
 from __future__ import annotations
 
@@ -7,39 +7,41 @@ from typing import Any
 
 from distwrap.stopwatch import Part, Row
 
-_MOST_BLOCKS = 4096
+_MOST_KEPT = 2048
 
 
 @dataclass
-class Blocks:
-    """Rows of steps, in blocks of equally many; the same on ranks that have taken as many steps.
+class Rows:
+    """Rows of steps: their sum, and some of them, the same ones on ranks that have taken as many.
+
+    Which are kept looks like chance, so that nothing that comes every so many steps falls between them.
 
     Attributes:
-        rows: seconds of each part in each complete block.
-        steps: how many steps there are in a block.
+        total: seconds of each part in all steps.
         count: how many steps there were.
+        kept: rows of single steps, by the step's number.
     """
 
-    rows: list[Row] = field(default_factory=list)
-    steps: int = 1
+    total: Row = field(default_factory=lambda: [0.0] * len(Part))
     count: int = 0
-    _last: list[Row] = field(default_factory=list)
+    kept: dict[int, Row] = field(default_factory=dict)
+    _below: int = 1 << 32
 
     def add(self, row: Row) -> None:
         """Add a step."""
         self.count += 1
-        self._last.append(row)
-        if len(self._last) < self.steps:
+        self.total = [before + seconds for before, seconds in zip(self.total, row, strict=True)]
+        if _scattered(self.count) >= self._below:
             return
-        self.rows.append(_sum(self._last))
-        self._last = []
-        if len(self.rows) == _MOST_BLOCKS:
-            self.rows = [_sum(pair) for pair in zip(self.rows[::2], self.rows[1::2], strict=False)]
-            self.steps *= 2
+        self.kept[self.count] = row
+        if len(self.kept) > _MOST_KEPT:
+            self._below //= 2
+            self.kept = {number: kept for number, kept in self.kept.items() if _scattered(number) < self._below}
 
 
-def _sum(rows: list[Row] | tuple[Row, ...]) -> Row:
-    return [sum(column) for column in zip(*rows, strict=True)]
+def _scattered(number: int) -> int:
+    """Return a number below 2**32; those of numbers that follow each other lie evenly apart (Knuth, 6.4)."""
+    return number * 2654435761 % (1 << 32)
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,8 @@ class RankSettings:
     Attributes:
         cpus: the CPUs on which it may run.
         threads: with how many threads it computes.
+        processor: the name of what computes: the device, or the CPU.
+        clock: of its CPUs, in MHz, as they ran at the end.
         workers: of its loader.
         pins: whether its loader pins the memory of its batches.
         total_memory: bytes that its device has.
@@ -61,6 +65,8 @@ class RankSettings:
 
     cpus: int
     threads: int
+    processor: str | None = None
+    clock: float | None = None
     workers: int | None = None
     pins: bool | None = None
     total_memory: int | None = None
@@ -80,9 +86,11 @@ class RankTimes:
         host: its node's name.
         device: its device, as torch names it.
         steps: how many steps were measured.
-        steps_in_block: how many of them are in each row.
-        rows: seconds of each `Part`, of each block.
+        total: seconds of each `Part` in all of them.
+        kept: seconds of each `Part` in some single steps, by number.
         samples: how many samples its models trained on in a step, on average.
+        queued: seconds of a step in which it could have computed, and other programs had its CPUs; ``None`` where the
+            system does not tell.
         process_memory: the most bytes that its process has held.
         device_memory: the most bytes that its tensors have held on the device; ``None`` on the CPU.
         gradient_bytes: of the gradients that are averaged in a step.
@@ -94,9 +102,10 @@ class RankTimes:
     host: str
     device: str
     steps: int
-    steps_in_block: int
-    rows: list[Row]
+    total: Row
+    kept: dict[int, Row]
     samples: float
+    queued: float | None
     process_memory: int
     device_memory: int | None
     gradient_bytes: int
@@ -110,5 +119,4 @@ class RankTimes:
 
     def mean(self) -> Row:
         """Return the seconds of each part in a step."""
-        counted = len(self.rows) * self.steps_in_block
-        return [sum(column) / counted for column in zip(*self.rows, strict=True)] if self.rows else [0.0] * len(Part)
+        return [seconds / max(1, self.steps) for seconds in self.total]

@@ -8,13 +8,13 @@ from dataclasses import asdict
 
 import torch
 
-from distwrap.devices.cpus import allowed_cpus
+from distwrap.devices.cpus import allowed_cpus, clock_rate, processor_name
 from distwrap.devices.kinds import kind_of
 from distwrap.group.collectives import gather_object
 from distwrap.group.world import RunPart, World
 from distwrap.stopwatch import Stopwatch, clock_of
 from distwrap.timing.instruments import Instruments
-from distwrap.timing.measured import Blocks, RankSettings, RankTimes
+from distwrap.timing.measured import RankSettings, RankTimes, Rows
 
 
 class Measuring(RunPart):
@@ -51,7 +51,7 @@ class Recorder(RunPart):
     def __init__(self, world: World) -> None:
         self._world, self._measuring = world, world.part(Measuring)
         self._instruments: Instruments | None = None
-        self._blocks = Blocks()
+        self._rows = Rows()
 
     @property
     def is_on(self) -> bool:
@@ -60,9 +60,10 @@ class Recorder(RunPart):
 
     def begin(self) -> None:
         """Measure from now on."""
-        self._blocks = Blocks()
+        self._rows = Rows()
         self._instruments = self._measuring.begin()
-        self._instruments.stopwatch.on_row.append(self._blocks.add)
+        self._instruments.count_from_here()
+        self._instruments.stopwatch.on_row.append(self._rows.add)
 
     def end(self) -> list[RankTimes]:
         """Measure no more; return what all ranks have measured. Every rank calls it."""
@@ -77,21 +78,22 @@ class Recorder(RunPart):
     def stop(self) -> None:
         """Measure no more, and forget."""
         if self._instruments is not None:
-            self._instruments.stopwatch.on_row.remove(self._blocks.add)
+            self._instruments.stopwatch.on_row.remove(self._rows.add)
             self._instruments = None
             self._measuring.end()
 
     def _measured(self, instruments: Instruments) -> RankTimes:
-        device, blocks = self._world.device, self._blocks
-        steps = max(1, blocks.count)
+        device, rows = self._world.device, self._rows
+        steps, queued = max(1, rows.count), instruments.queued_seconds()
         return RankTimes(
             rank=self._world.placement.rank,
             host=socket.gethostname(),
             device=str(device),
-            steps=blocks.count,
-            steps_in_block=blocks.steps,
-            rows=blocks.rows,
+            steps=rows.count,
+            total=rows.total,
+            kept=rows.kept,
             samples=instruments.samples / steps,
+            queued=None if queued is None else queued / steps,
             process_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             device_memory=kind_of(device).peak_memory(device),
             gradient_bytes=instruments.gradient_bytes,
@@ -99,6 +101,8 @@ class Recorder(RunPart):
             settings=RankSettings(
                 cpus=len(allowed_cpus()),
                 threads=torch.get_num_threads(),
+                processor=processor_name() if device.type == "cpu" else kind_of(device).processor(device),
+                clock=clock_rate(),
                 total_memory=kind_of(device).memory(device) if device.type != "cpu" else None,
                 **instruments.settings,
             ),

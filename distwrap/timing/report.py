@@ -21,6 +21,7 @@ from distwrap.timing.measured import RankTimes
 from distwrap.timing.recorder import Recorder
 from distwrap.wording import as_size, print_notice
 
+_SINGLE = ("total", "kept")  # figures of a rank that are told as its parts
 _MOST_ROWS = 16  # of a table; of more ranks those are shown that differ most
 
 
@@ -73,7 +74,7 @@ class Report:
             "lags": [{**asdict(lag), "part": lag.part.name.lower()} for lag in found.lags],
             "advice": [asdict(piece) for piece in self.advice],
             "ranks": [
-                {**{k: v for k, v in asdict(rank).items() if k != "rows"}, "parts": _by_name(rank.mean())}
+                {**{k: v for k, v in asdict(rank).items() if k not in _SINGLE}, "parts": _by_name(rank.mean())}
                 for rank in found.ranks
             ],
         }
@@ -84,6 +85,8 @@ class Report:
             return "distwrap report: no step was measured; an optimizer must step twice at least"
         return describe(self.figures)
 
+    __str__ = text
+
 
 def _by_name(row: list[float]) -> dict[str, float]:
     return {part.name.lower(): seconds for part, seconds in zip(Part, row, strict=True)}
@@ -92,10 +95,10 @@ def _by_name(row: list[float]) -> dict[str, float]:
 def describe(figures: dict[str, Any]) -> str:
     """Describe a report's figures in a table and sentences."""
     ranks = figures["ranks"]
-    step = figures["step"]
+    step, sizes = figures["step"], [rank["gradient_bytes"] for rank in ranks]
     head = (
         f"distwrap report: {figures['steps']} steps of {1e3 * step:.1f} ms on {len(ranks)} rank(s), "
-        f"{figures['samples_per_second']:.0f} samples a second"
+        f"{figures['samples_per_second']:.0f} samples a second, {as_size(max(sizes))} of gradients a step"
     )
     lines = [head]
     if len(ranks) > 1:
@@ -107,10 +110,14 @@ def describe(figures: dict[str, Any]) -> str:
     advice = figures["advice"]
     if advice:
         lines += ["", "What to change, and what it brings at most"]
-        lines += [f"  {100 * piece['gain']:3.0f} %  {piece['text']}" for piece in advice]
+        lines += [f"  {_gain(piece['gain'])}  {piece['text']}" for piece in advice]
     else:
         lines += ["", "Nothing to change: it is well."]
     return "\n".join(lines)
+
+
+def _gain(share: float | None) -> str:
+    return " " * 5 if share is None else f"{100 * share:3.0f} %"
 
 
 def _bound(figures: dict[str, Any]) -> str:

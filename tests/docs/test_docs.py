@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 import os
 import re
 import runpy
@@ -168,6 +169,22 @@ def test_language_model_learns(tmp_path: Path) -> None:
     printed = run(EXAMPLES / "language_model.py", *tiny.split(), folder=tmp_path)
     assert last_number(printed, "test loss") < last_number(printed, "before training") - 0.5
     assert len(printed.split("it writes:")[1].strip()) > 10
+
+
+@pytest.mark.slow("trains an example to the end, three times")
+def test_two_faults_are_found(tmp_path: Path) -> None:
+    """The slow example's report names both its faults, until each is mended; the accuracy is the same."""
+    told, accuracies = [], []
+    for mended in ([], ["--workers", "2"], ["--workers", "2", "--share-evaluation"]):
+        path = tmp_path / f"{len(told)}.json"
+        printed = run(EXAMPLES / "why_slow.py", *mended, folder=tmp_path, DISTWRAP_REPORT=str(path))
+        told.append(" ".join(piece["text"] for piece in json.loads(path.read_text())["advice"]))
+        accuracies.append(last_number(printed, "accuracy"))
+    assert accuracies == [accuracies[0]] * 3
+    assert accuracies[0] > 0.9
+    reads, evaluates = "which reads in the loop itself", "Let every rank evaluate its share"
+    assert [reads in text for text in told] == [True, False, False]
+    assert [evaluates in text for text in told] == [True, True, False]
 
 
 # One interpreter, so that the ranks come from one warm server.

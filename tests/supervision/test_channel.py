@@ -431,3 +431,21 @@ def _caught() -> str:
     except (KeyError, WorkerError) as error:
         return str(error)
     return "nothing"
+
+
+@pytest.mark.slow(INTERPRETERS)
+def test_a_rank_whose_output_nobody_reads() -> None:
+    """It ends also where who started it is gone, and with that the reader of its words."""
+    code = """
+import threading, time
+from distwrap.supervision.failure_news import end_process
+threading.Thread(target=end_process, args=(0, "it is to")).start()
+time.sleep(60)
+"""
+    readable, writable = os.pipe()
+    os.close(readable)
+    start = time.monotonic()
+    with subprocess.Popen([sys.executable, "-c", code], stderr=writable) as process:
+        os.close(writable)
+        assert process.wait(100) == 1
+    assert time.monotonic() - start < 60

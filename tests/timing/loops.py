@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -99,3 +102,23 @@ def saving(folder: Path) -> None:
             dw.save({"model": model, "more": torch.zeros(20_000_000)}, folder / "last.pt")
 
     train(each=save)
+
+
+def neighbours_on_one() -> None:
+    """Each rank has a CPU of its own, and rank 1 shares it with four programs that compute."""
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[dw.rank()]})
+    programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(4 * dw.rank())]
+    try:
+        train(lambda step: compute())
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+
+
+def compute(seconds: float = LONG) -> float:
+    """Use a CPU for a while, by its own clock; return no more seconds to sleep."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+    return 0.0

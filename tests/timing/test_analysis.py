@@ -8,7 +8,7 @@ from hypothesis import given, strategies as st
 from distwrap.stopwatch import Part, Row
 from distwrap.timing.advice import advise
 from distwrap.timing.analysis import Analysis, analysed
-from distwrap.timing.measured import Blocks, RankSettings, RankTimes
+from distwrap.timing.measured import RankSettings, RankTimes, Rows
 
 LINK = 0.002
 
@@ -20,11 +20,12 @@ def row(**seconds: float) -> Row:
 def rank(number: int, rows: list[Row], **more: object) -> RankTimes:
     settings = {name: more.pop(name) for name in list(more) if name in RankSettings.__dataclass_fields__}
     told: dict[str, object] = {
-        "host": f"node{number}", "device": "cpu", "steps": len(rows), "steps_in_block": 1, "samples": 8.0,
+        "host": f"node{number}", "device": "cpu", "steps": len(rows), "samples": 8.0, "queued": 0.0,
         "process_memory": 10**9, "device_memory": None, "gradient_bytes": 4_000_000, "collectives": {},
         "settings": RankSettings(**{"cpus": 4, "threads": 4, "workers": 0, **settings}),  # type: ignore[arg-type]
     }  # fmt: skip
-    return RankTimes(rank=number, rows=rows, **{**told, **more})  # type: ignore[arg-type]
+    total = [sum(column) for column in zip(*rows, strict=True)]
+    return RankTimes(rank=number, total=total, kept=dict(enumerate(rows)), **{**told, **more})  # type: ignore[arg-type]
 
 
 def together(*busy: list[Row], **more: object) -> Analysis:
@@ -115,11 +116,66 @@ def test_what_one_rank_does_alone(part: str, words: str) -> None:
     assert words in text
 
 
-def test_fewer_cpus() -> None:
-    busy = [[healthy(forward=0.06 if number == 1 else 0.02) for _ in range(5)] for number in range(2)]
-    found = together(*busy)
-    found = analysed([found.ranks[0], rank(1, found.ranks[1].rows, cpus=1)])
-    assert "It may run on 1 CPUs, and the others on 4" in advise(found)[0].text
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"cpus": 1}, "It may run on 1 CPU, and the others on 4: give it as many."),
+        ({"threads": 2}, "It computes with 2 threads, and the others with 4."),
+        ({"processor": "Xeon", "device": "cuda:1"}, "It computes on Xeon, and the others on EPYC."),
+        ({"clock": 1200.0}, "Its CPUs run at 1200 MHz, and the others' at 3000."),
+        ({"queued": 0.03}, "30.0 ms of that it waited for a CPU that other programs used"),
+        ({"queued": None}, "Look at that machine"),
+        ({"queued": 0.001}, "Look at that machine"),
+        ({"cpus": 8, "clock": 2900.0}, "Look at that machine"),
+    ],
+)
+def test_why_a_rank_is_slow(settings: dict[str, object], words: str) -> None:
+    usual = {"processor": "EPYC", "clock": 3000.0, "queued": 0.0}
+    busy = [[healthy(forward=0.06 if number == 1 else 0.02) for _ in range(5)] for number in range(3)]
+    found = together(*busy, **usual)
+    ranks = [
+        rank(each.rank, list(each.kept.values()), **(usual | (settings if each.rank == 1 else {})))
+        for each in found.ranks
+    ]
+    text = advise(analysed(ranks))[0].text
+    assert text.startswith("rank 1 on node1 ")
+    assert words in text
+    assert ("Look at that machine" in text) is (words == "Look at that machine")
+
+
+def test_an_exchange_that_takes_now_longer_here_now_there() -> None:
+    """Ranks that leave it at other moments hold nobody up: none was busy for longer."""
+    busy = [[healthy() for _ in range(50)] for _ in range(2)]
+    for number, rows in enumerate(busy):
+        for step, each in enumerate(rows):
+            each[Part.EXCHANGE] = 0.02 if (number + step) % 2 else 0.001
+    found = analysed([rank(number, rows) for number, rows in enumerate(busy)])
+    assert (found.lags, found.waiting) == ([], 0.0)
+    assert found.link == pytest.approx(0.0105)
+
+
+def test_steps_that_change_keep_their_share_in_long_runs() -> None:
+    """Of many steps some are looked at one by one, whatever their period."""
+    for period in (2, 20, 64):
+        rows = [Rows(), Rows()]
+        for step in range(20_000):
+            busy = [
+                0.010 * period if step % period == 0 and step // period % 2 == number else 0.010 for number in (0, 1)
+            ]
+            for number, each in enumerate(rows):
+                each.add(row(forward=busy[number], exchange=max(busy) - busy[number] + LINK))
+        found = analysed(
+            [
+                RankTimes(
+                    **{**vars(rank(number, [row()])), "steps": each.count, "total": each.total, "kept": each.kept}
+                )
+                for number, each in enumerate(rows)
+            ]
+        )
+        waits = 0.010 * (period - 1) / period
+        assert found.waiting == pytest.approx(waits / 2, rel=0.1)
+        assert found.lags[0].takes_turns
+        assert found.lags[0].share == pytest.approx(waits / found.step, rel=0.15)
 
 
 def test_what_all_ranks_wait_for() -> None:
@@ -156,6 +212,8 @@ def test_a_link_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "24 % of each step goes to the exchange of 16.0 MB of gradients" in first.text
     assert "accumulate(loader, 4) exchanges a quarter as often (18 % of a step less)" in first.text
     assert "bucket_cap_mb=2" in first.text
+    assert "comm='bf16' would make it a step of 65.0 ms, if its codec cost nothing" in first.text
+    assert "doctor --comm --weights 4e+06 --step-ms 65.0" in first.text
     first, *_ = advise(together(*([healthy()] * 5 for _ in range(2)), gradient_bytes=10**9, bucket_bytes=25 * 2**20))
     assert "bucket_cap_mb" not in first.text
 
@@ -178,19 +236,37 @@ def test_settings(settings: dict[str, object], words: str) -> None:
     assert bool(text) is bool(words)
 
 
+def test_cpus_that_are_shared() -> None:
+    """By too many threads on all ranks; by other programs, where ranks are late in turns."""
+    (first,) = advise(together(*([healthy()] * 5 for _ in range(2)), queued=0.02, threads=4, workers=3))
+    assert first.gain == pytest.approx(0.02 / 0.067)
+    assert "computes with 4 threads, reads with 3 workers and may run on 4 CPUs" in first.text
+    busy = [[healthy(forward=0.04 if (number + step) % 2 else 0.02) for step in range(20)] for number in range(2)]
+    assert any("other programs use them too" in piece.text for piece in advise(together(*busy, queued=0.01)))
+
+
+def test_shared_evaluation_takes_its_part_of_the_time() -> None:
+    """One rank alone evaluates too, once in as many samples; shared, each rank has a part of it."""
+    busy = [[healthy() for _ in range(20)] for _ in range(2)]
+    for step in range(0, 20, 5):
+        busy[0][step][Part.EVALUATION] = 0.1
+    found = together(*busy)
+    assert found.alone == pytest.approx(0.065 + 0.02 / 2)
+    assert advise(found)[0].gain == pytest.approx(0.01 / 0.087)
+
+
 def test_one_process() -> None:
     found = analysed([rank(0, [healthy() for _ in range(5)])])
     assert (found.speedup, found.lags, found.link, advise(found)) == (1.0, [], 0.0, [])
 
 
 @given(st.integers(1, 3 * 4096))
-def test_blocks_add_up(count: int) -> None:
-    """However many steps there were, few rows stay, and ranks that took as many have the same blocks."""
-    blocks = Blocks()
-    for step in range(count):
-        blocks.add(row(own=float(step)))
-    assert blocks.count == count
-    assert len(blocks.rows) < 4096
-    counted = len(blocks.rows) * blocks.steps
-    assert count - blocks.steps < counted <= count
-    assert sum(each[Part.OWN] for each in blocks.rows) == sum(range(counted))
+def test_rows_add_up(count: int) -> None:
+    """However many steps there were, few are kept one by one, and all are in the sum."""
+    rows = Rows()
+    for step in range(1, count + 1):
+        rows.add(row(own=float(step)))
+    assert rows.count == count
+    assert rows.total[Part.OWN] == count * (count + 1) / 2
+    assert min(count, 1024 - 64) <= len(rows.kept) <= 2048
+    assert all(each[Part.OWN] == number for number, each in rows.kept.items())

@@ -54,6 +54,16 @@ def test_a_rank_that_holds_the_other_up(loop: Callable[[], None], rank: int, par
     assert f"rank {rank} on " in found["advice"][0]["text"]
 
 
+def test_a_busy_neighbour() -> None:
+    """A rank that computes as the other does, and shares its CPU: it waits for that, and it is said."""
+    before = os.sched_getaffinity(0)
+    found = measured(loops.neighbours_on_one)
+    lag = found["lags"][0]
+    assert (lag["ranks"], lag["part"], lag["takes_turns"]) == ([1], "forward", False)
+    assert "it waited for a CPU that other programs used" in found["advice"][0]["text"]
+    assert os.sched_getaffinity(0) == before
+
+
 def test_a_loader_for_which_all_wait() -> None:
     found = measured(loops.slow_loader)
     assert max(found["parts"], key=found["parts"].get) == "data"

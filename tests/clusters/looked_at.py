@@ -1,0 +1,41 @@
+"""A user's script that trains for a while, with a slow rank; or that traces itself.
+
+Usage: looked_at.py SECONDS, or looked_at.py trace PATH
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import distwrap as dw
+
+
+def train(steps: int) -> None:
+    """Train; rank 0 takes a twentieth of a second more for each step."""
+    model = dw.wrap_model(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    data = torch.randn(2 * dw.world_size() * steps, 4)
+    for x in dw.shard_loader(DataLoader(data, batch_size=2)):  # type: ignore[arg-type]
+        if dw.is_rank_zero():
+            time.sleep(0.05)
+        model(x).square().mean().backward()
+        optimizer.step()
+
+
+@dw.distributed(timeout=60)
+def main(what: str, path: str) -> None:
+    """Train, and let others look."""
+    if what == "trace":
+        with dw.trace(steps=range(3, 8), path=path):
+            train(10)
+    else:
+        train(int(20 * float(what)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[-1])

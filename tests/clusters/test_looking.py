@@ -1,0 +1,171 @@
+"""Looking at runs of any launcher by `top` and `where`, and a trace over two hosts whose clocks differ."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from distwrap.network.waiting import wait_until
+from tests.clusters import looked_at
+from tests.clusters.namespaces import Hosts
+from tests.clusters.running import PYTHON, ended, environment, started
+from tests.clusters.slurm import Slurm
+from tests.clusters.test_hosts import BOTH
+from tests.clusters.test_mpi import MPICH, OPEN_MPI, needs
+from tests.timing.test_trace import arrows_of, ranks_of, read
+
+pytestmark = [pytest.mark.slow("starts interpreters, under launchers of all kinds"), pytest.mark.timeout(240)]
+
+TRAINING = [PYTHON, looked_at.__file__, "100"]
+DISTWRAP = [PYTHON, "-m", "distwrap"]
+TORCHRUN = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+LAUNCHERS = {
+    "torchrun": [*TORCHRUN, *TRAINING[1:]],
+    "Open MPI": [*OPEN_MPI, "-np", "2", *TRAINING],
+    "MPICH": [*MPICH, "-np", "2", *TRAINING],
+    "a shell": ["sh", "-c", f"DISTWRAP_NPROCS=2 {' '.join(TRAINING)}; true"],
+    "a namespace of processes": [
+        *("unshare", "--pid", "--fork", "--mount-proc", "sh", "-c"),
+        f"DISTWRAP_NPROCS=2 {' '.join(TRAINING)}; true",
+    ],
+}
+
+# Clocks of one kernel cannot differ, and so the C library that a process asks tells it another time of day.
+CLOCK = """
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <time.h>
+#include <sys/time.h>
+int clock_gettime(clockid_t which, struct timespec *t) {
+    static int (*plain)(clockid_t, struct timespec *);
+    if (!plain) plain = dlsym(RTLD_NEXT, "clock_gettime");
+    int failed = plain(which, t);
+    if (!failed && which == CLOCK_REALTIME) t->tv_sec += 30;
+    return failed;
+}
+int gettimeofday(struct timeval *restrict t, void *restrict zone) {
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    t->tv_sec = now.tv_sec;
+    t->tv_usec = now.tv_nsec / 1000;
+    return 0;
+}
+"""
+
+
+def table_of(look: Callable[[], subprocess.CompletedProcess[str]]) -> list[list[str]]:
+    """Wait until two ranks are well on their way; return the words of their lines."""
+
+    def found() -> list[list[str]]:
+        lines = [line.split() for line in look().stdout.splitlines()[2:]]
+        return lines if len(lines) >= 2 and all(line[4].isdigit() and int(line[4]) > 30 for line in lines[:2]) else []
+
+    lines = wait_until(found, 90, longest_pause=0.5)
+    assert lines, look()
+    return lines
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_by_the_launchers_number(launcher: str) -> None:
+    """`top PID` knows the process that a user has started, also where that is the launcher's, or a shell."""
+    command = LAUNCHERS[launcher]
+    needs(command[0])
+    if launcher == "a namespace of processes" and subprocess.run([*command[:4], "true"], check=False).returncode:
+        pytest.skip("this machine allows no namespaces of processes")
+    with started(command) as process:
+        slow, waits = table_of(partial(look_at, process.pid, "top", "--once"))
+        assert [slow[0], waits[0]] == ["0", "1"]
+        assert 2 < float(slow[5]) < 21
+        assert 2 < float(waits[5]) < 21
+        assert int(waits[6]) > 50
+        where = look_at(process.pid, "where").stdout
+        assert "rank 0" in where
+        assert " at looked_at.py:" in where
+        process.terminate()  # Open MPI's ranks would outlive what is killed
+        process.wait(30)
+
+
+def test_under_srun(slurm: Slurm) -> None:
+    """A step beside the training shows its ranks on each of the job's nodes."""
+    job = slurm.run("sbatch", "--parsable", "-N2", "-n2", "-o", str(slurm.folder / "looked_at"), *_script(slurm.folder))
+    number = job.stdout.strip()
+    assert number, job.stderr
+
+    def look() -> subprocess.CompletedProcess[str]:
+        words = ["srun", "--overlap", "--jobid", number, "-N2", "-n2", "--label", *DISTWRAP, "top", "--once"]
+        done = slurm.run(*words, **environment())
+        of_tasks = [
+            [line.partition(": ")[2] for line in done.stdout.splitlines() if line.startswith(f"{task}: ")]
+            for task in (0, 1)
+        ]
+        of_first, of_second = (_own(lines) for lines in of_tasks)
+        assert len(of_first) == len(of_second), done.stdout
+        return subprocess.CompletedProcess(words, done.returncode, "\n".join(["", "", *of_first]), done.stderr)
+
+    assert [line[0] for line in table_of(look)] == ["0", "1"]
+    slurm.run("scancel", number)
+
+
+def _own(lines: list[str]) -> list[str]:
+    """Return the lines of this test's ranks: others may run on the machine."""
+    return [line for line in lines if "looked_at.py" in line]
+
+
+def _script(folder: Path) -> list[str]:
+    script = folder / "looked_at.sh"
+    exports = [f"export {name}='{value}'" for name, value in environment().items() if name.startswith("PYTHON")]
+    script.write_text("\n".join(["#!/bin/sh", *exports, f"srun {' '.join(TRAINING)}", ""]))
+    return [str(script)]
+
+
+def look_at(pid: int, *words: str) -> subprocess.CompletedProcess[str]:
+    command = [*DISTWRAP, *words, str(pid)]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, check=False)
+
+
+def test_two_hosts_of_one_kernel(two_hosts: Hosts) -> None:
+    """Callers on several hosts: each is known by its number, and the ranks of one kernel see each other."""
+    with ExitStack() as stack:
+        callers = [stack.enter_context(started(two_hosts.command(name, *TRAINING), **BOTH)) for name in two_hosts.names]
+        for pid in (caller.pid for caller in callers):
+            lines = table_of(partial(look_at, pid, "top", "--once"))
+            assert [line[2] for line in lines] == ["hosta", "hostb"]
+
+
+def test_a_trace_over_hosts_whose_clocks_differ(two_hosts: Hosts, tmp_path: Path) -> None:
+    """A clock that is 30 s ahead is set right: an exchange ends at one time on both, and arrows lead forwards."""
+    needs("gcc")
+    (tmp_path / "clock.c").write_text(CLOCK)
+    library, boot = tmp_path / "clock.so", tmp_path / "boot_id"
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, tmp_path / "clock.c", "-ldl"], check=True)
+    boot.write_text("another-kernel\n")
+    kernel = [
+        "unshare",
+        "--mount",
+        "sh",
+        "-c",
+        f'mount --bind {boot} /proc/sys/kernel/random/boot_id && exec "$@"',
+        "sh",
+    ]
+    command = [PYTHON, looked_at.__file__, "trace", str(tmp_path / "trace.json")]
+    with ExitStack() as stack:
+        first = stack.enter_context(started(two_hosts.command("hosta", *command), **BOTH))
+        ahead = two_hosts.command("hostb", *kernel, *command)
+        second = stack.enter_context(started(ahead, **BOTH, LD_PRELOAD=str(library)))
+        outcomes = [ended(first), ended(second)]
+    assert [each.code for each in outcomes] == [0, 0], outcomes
+    events = read(tmp_path / "trace.json")
+    ranks = ranks_of(events)
+    assert sorted(ranks.values()) == ["rank 0", "rank 1"]
+    assert [(ranks[start["pid"]], ranks[end["pid"]]) for start, end in arrows_of(events)] == [("rank 0", "rank 1")] * 5
+    exchanges = [event for event in events if event["name"] == "distwrap: exchange"]
+    ends: dict[str, list[float]] = {"rank 0": [], "rank 1": []}
+    for event in exchanges:
+        ends[ranks[event["pid"]]].append(event["ts"] + event["dur"])
+    apart = [abs(one - other) for one, other in zip(*ends.values(), strict=True)]
+    assert sorted(apart)[2] < 20_000, apart
