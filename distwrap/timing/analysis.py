@@ -106,7 +106,10 @@ def analysed(ranks: Sequence[RankTimes]) -> Analysis:
     lags = []
     if len(ranks) > 1 and step:
         lags = [lag for lag in (_always_late(ranks, means, step), _late_in_turns(ranks, together, step)) if lag]
-    lags = sorted((lag for lag in lags if lag.share >= WORTH_TELLING), key=lambda lag: -lag.share)
+    lags = sorted(
+        (lag for lag in lags if lag.share >= WORTH_TELLING and lag.slower > 0),  # else no part shows why
+        key=lambda lag: -lag.share,
+    )
     return Analysis(list(ranks), step, parts, parts[Part.EXCHANGE] - waiting, waiting, _alone(means), lags)
 
 

@@ -255,6 +255,15 @@ def test_shared_evaluation_takes_its_part_of_the_time() -> None:
     assert advise(found)[0].gain == pytest.approx(0.01 / 0.087)
 
 
+def test_waits_that_no_part_explains() -> None:
+    """Nothing is said of a rank that is slower in nothing than most of the others."""
+    steps = ((0.1, 0.0), (0.1, 0.03), (0.1, 0.03), (0.0, 0.1))
+    ranks = [rank(number, [row(forward=own, exchange=wait)] * 5) for number, (own, wait) in enumerate(steps)]
+    found = analysed(ranks)
+    assert not [lag for lag in found.lags if not lag.takes_turns]
+    assert not [piece for piece in advise(found) if "rank 0" in piece.text]
+
+
 def test_one_process() -> None:
     found = analysed([rank(0, [healthy() for _ in range(5)])])
     assert (found.speedup, found.lags, found.link, advise(found)) == (1.0, [], 0.0, [])
