@@ -160,7 +160,10 @@ def _on_link(found: Analysis) -> Iterator[Suggestion]:
     settings = found.ranks[0].settings
     if share < _MUCH_EXCHANGE:
         return
-    ways = [f"accumulate(loader, 4) exchanges a quarter as often ({_percent(share * 3 / 4)} of a step less)"]
+    is_ddp = settings.bucket_bytes is not None
+    ways = ["A larger batch computes more for each"]
+    if is_ddp:
+        ways = [f"accumulate(loader, 4) exchanges a quarter as often ({_percent(share * 3 / 4)} of a step less)"]
     memory = [
         rank.device_memory / rank.settings.total_memory
         for rank in found.ranks
@@ -168,7 +171,7 @@ def _on_link(found: Analysis) -> Iterator[Suggestion]:
     ]
     if memory and max(memory) < _HALF:
         ways.append(f"a batch twice as large fits: the devices' memory is used to {_percent(max(memory))}")
-    if settings.bucket_bytes and size > _SMALL:
+    if is_ddp and size > _SMALL:
         ways.append(_other_exchange(found, size))
     if settings.bucket_bytes and size <= settings.bucket_bytes and size > _SMALL:
         cap = max(1, round(size / 8e6))
@@ -176,11 +179,8 @@ def _on_link(found: Analysis) -> Iterator[Suggestion]:
             f"all gradients are in one group of DDP's, so that none travels before the backward is done: "
             f"wrap_model(model, bucket_cap_mb={cap}) makes eight"
         )
-    yield Suggestion(
-        f"{_percent(share)} of each step goes to the exchange of {as_size(size)} of gradients, beyond what the "
-        f"backward hides. {'; '.join(ways)}.",
-        share,
-    )
+    what = f"the exchange of {as_size(size)} of gradients, beyond what the backward hides" if is_ddp else "the exchange"
+    yield Suggestion(f"{_percent(share)} of each step goes to {what}. {'; '.join(ways)}.", share)
 
 
 def _other_exchange(found: Analysis, size: int) -> str:
@@ -266,7 +266,7 @@ def _on_own_code(found: Analysis) -> Iterator[Suggestion]:
     usual = _least(found, Part.OWN)
     called = {name: count for name, count in found.ranks[0].collectives.items() if count >= _FEW}
     if called:
-        names = ", ".join(f"{name} ({count:.0f} a step)" for name, count in sorted(called.items()))
+        names = ", ".join(f"{name} ({max(1, round(count))} a step)" for name, count in sorted(called.items()))
         yield Suggestion(
             f"the loop itself waits for other ranks, or for the device, in each step: {names}. Once in many steps is "
             f"enough for a log.",

@@ -44,7 +44,7 @@ class Analysis:
         parts: seconds of each part in a step, the mean over the ranks.
         link: seconds of a step that a rank waits for the exchange itself, and not for ranks that come later.
         waiting: seconds of a step that a rank waits for others, the mean over the ranks.
-        alone: seconds of a step that one rank alone is predicted to take.
+        alone: seconds of a step that one rank alone is predicted to take, with one batch.
         lags: for whom the others wait, where it is worth telling.
     """
 
@@ -58,13 +58,13 @@ class Analysis:
 
     @property
     def efficiency(self) -> float:
-        """Share of a step in which a rank does what it would do alone."""
-        return self.alone / self.step if self.step else 1.0
+        """Share of a step in which a rank does what it, or one rank alone, would do."""
+        return self.speedup / len(self.ranks)
 
     @property
     def speedup(self) -> float:
         """Samples a second, of those of one rank alone."""
-        return self.efficiency * len(self.ranks)
+        return self.ranks[0].batches * self.alone / self.step if self.step else float(len(self.ranks))
 
     @property
     def by_number(self) -> dict[int, RankTimes]:
@@ -90,7 +90,7 @@ def analysed(ranks: Sequence[RankTimes]) -> Analysis:
         >>> def rank(number: int, forward: float, exchange: float) -> RankTimes:
         ...     row = [0.0, forward, 0.0, exchange, 0.0, 0.0, 0.0, 0.0]
         ...     settings = RankSettings(cpus=1, threads=1)
-        ...     return RankTimes(number, "host", "cpu", 1, row, {1: row}, 8.0, None, 0, None, 0, {}, settings)
+        ...     return RankTimes(number, "host", "cpu", 1, row, {1: row}, 2, 8.0, None, 0, None, 0, {}, settings)
         >>> found = analysed([rank(0, 0.1, 0.3), rank(1, 0.3, 0.1)])
         >>> round(found.step, 3), round(found.link, 3), round(found.waiting, 3)
         (0.4, 0.1, 0.1)
@@ -110,14 +110,17 @@ def analysed(ranks: Sequence[RankTimes]) -> Analysis:
         (lag for lag in lags if lag.share >= WORTH_TELLING and lag.slower > 0),  # else no part shows why
         key=lambda lag: -lag.share,
     )
-    return Analysis(list(ranks), step, parts, parts[Part.EXCHANGE] - waiting, waiting, _alone(means), lags)
+    return Analysis(list(ranks), step, parts, parts[Part.EXCHANGE] - waiting, waiting, _alone(ranks, means), lags)
 
 
-def _alone(means: list[Row]) -> float:
-    """Return the seconds of a step of one rank alone, which would evaluate as often in an epoch, with more steps."""
+def _alone(ranks: Sequence[RankTimes], means: list[Row]) -> float:
+    """Return the seconds of a step of one rank alone, which would evaluate as often in an epoch, with more steps.
+
+    It would do the work of all that share a batch.
+    """
     columns: list[tuple[float, ...]] = list(zip(*means, strict=True))
     alone = [median_low(columns[part]) for part in Part if part not in (Part.EXCHANGE, Part.EVALUATION)]
-    return sum(alone) + sum(columns[Part.EVALUATION]) / len(means)
+    return (sum(alone) + sum(columns[Part.EVALUATION]) / len(means)) * len(ranks) / ranks[0].batches
 
 
 def _common(ranks: Sequence[RankTimes]) -> list[int]:
@@ -138,7 +141,9 @@ def _always_late(ranks: Sequence[RankTimes], means: list[Row], step: float) -> L
     busier -= sum(map(_busy, (means[index] for index in others))) / len(others)
     where = _where_they_differ([means[index] for index in slow], [means[index] for index in others])
     # What they wait beyond the time that the slow ranks were busy longer is the exchange's own.
-    return Lag([ranks[index].rank for index in slow], min(waited, busier) / step, *where, takes_turns=False)
+    share = min(waited, busier) / step
+    # Ranks that take fewer steps, and then wait for the others' (Join), have longer ones.
+    return Lag([ranks[index].rank for index in slow], min(1.0, share), *where, takes_turns=False)
 
 
 def _late_in_turns(ranks: Sequence[RankTimes], together: list[list[Row]], step: float) -> Lag | None:
@@ -148,7 +153,7 @@ def _late_in_turns(ranks: Sequence[RankTimes], together: list[list[Row]], step: 
     waited = _by_turns([[-row[Part.EXCHANGE] for row in rows] for rows in together])
     busier = _by_turns([[_busy(row) for row in rows] for rows in together])
     share = min(waited, busier) * len(ranks) / (len(ranks) - 1) / step
-    return Lag([rank.rank for rank in ranks], share, *_where_it_varies(together), takes_turns=True)
+    return Lag([rank.rank for rank in ranks], min(1.0, share), *_where_it_varies(together), takes_turns=True)
 
 
 def _waited_for_others(rows: list[Row]) -> float:

@@ -88,6 +88,7 @@ class RankTimes:
         steps: how many steps were measured.
         total: seconds of each `Part` in all of them.
         kept: seconds of each `Part` in some single steps, by number.
+        batches: on how many batches the ranks train at a time; fewer than there are ranks where these share some.
         samples: how many samples its models trained on in a step, on average.
         queued: seconds of a step in which it could have computed, and other programs had its CPUs; ``None`` where the
             system does not tell.
@@ -104,6 +105,7 @@ class RankTimes:
     steps: int
     total: Row
     kept: dict[int, Row]
+    batches: int
     samples: float
     queued: float | None
     process_memory: int

@@ -92,6 +92,7 @@ class Recorder(RunPart):
             steps=rows.count,
             total=rows.total,
             kept=rows.kept,
+            batches=self._world.layout.size,
             samples=instruments.samples / steps,
             queued=None if queued is None else queued / steps,
             process_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

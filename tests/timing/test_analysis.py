@@ -20,7 +20,7 @@ def row(**seconds: float) -> Row:
 def rank(number: int, rows: list[Row], **more: object) -> RankTimes:
     settings = {name: more.pop(name) for name in list(more) if name in RankSettings.__dataclass_fields__}
     told: dict[str, object] = {
-        "host": f"node{number}", "device": "cpu", "steps": len(rows), "samples": 8.0, "queued": 0.0,
+        "host": f"node{number}", "device": "cpu", "steps": len(rows), "batches": 2, "samples": 8.0, "queued": 0.0,
         "process_memory": 10**9, "device_memory": None, "gradient_bytes": 4_000_000, "collectives": {},
         "settings": RankSettings(**{"cpus": 4, "threads": 4, "workers": 0, **settings}),  # type: ignore[arg-type]
     }  # fmt: skip
@@ -34,7 +34,7 @@ def together(*busy: list[Row], **more: object) -> Analysis:
         longest = max(map(sum, step))
         for own in step:
             own[Part.EXCHANGE] = longest - sum(own) + LINK
-    return analysed([rank(number, rows, **more) for number, rows in enumerate(busy)])
+    return analysed([rank(number, rows, **{"batches": len(busy), **more}) for number, rows in enumerate(busy)])
 
 
 def healthy(forward: float = 0.02, backward: float = 0.04) -> Row:
@@ -214,6 +214,8 @@ def test_a_link_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "bucket_cap_mb=2" in first.text
     assert "comm='bf16' would make it a step of 65.0 ms, if its codec cost nothing" in first.text
     assert "doctor --comm --weights 4e+06 --step-ms 65.0" in first.text
+    first, *_ = advise(together(*([healthy()] * 5 for _ in range(2))))
+    assert first.text == "24 % of each step goes to the exchange. A larger batch computes more for each."
     first, *_ = advise(together(*([healthy()] * 5 for _ in range(2)), gradient_bytes=10**9, bucket_bytes=25 * 2**20))
     assert "bucket_cap_mb" not in first.text
 
@@ -243,6 +245,13 @@ def test_cpus_that_are_shared() -> None:
     assert "computes with 4 threads, reads with 3 workers and may run on 4 CPUs" in first.text
     busy = [[healthy(forward=0.04 if (number + step) % 2 else 0.02) for step in range(20)] for number in range(2)]
     assert any("other programs use them too" in piece.text for piece in advise(together(*busy, queued=0.01)))
+
+
+def test_ranks_that_share_a_batch() -> None:
+    """One rank alone would do the work of all of them: four ranks are as fast as four, and not as sixteen."""
+    found = together(*([healthy() for _ in range(5)] for _ in range(4)), batches=1)
+    assert found.alone == pytest.approx(4 * 0.065)
+    assert found.speedup == pytest.approx(4 * 65 / 67)
 
 
 def test_shared_evaluation_takes_its_part_of_the_time() -> None:
