@@ -252,7 +252,7 @@ def test_the_table() -> None:
     head, _, first, second = top.table(run_of(replace(SHOWN, rank=1), waits), now=100.0).splitlines()
     assert head == "run of process 5"
     assert " ".join(first.split()) == "0 7 a cuda:0 - 0.033 100 % 2.0 GB + 1.0 GB loss=0.5 at a.py:4, 10 s ago"
-    assert " ".join(second.split()) == "1 7 a cuda:0 12 3.1 25 % 2.0 GB + 1.0 GB in backward at a.py:3, step 12"
+    assert " ".join(second.split()) == "1 7 a cuda:0 12 3.1 25 % 2.0 GB + 1.0 GB in backward at a.py:3"
 
 
 def test_ranks_on_other_nodes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
