@@ -158,7 +158,8 @@ def test_figures_of_a_known_loop() -> None:
     waiting, busy = figures
     assert all(3 < shown.speed < 10.5 for shown in figures), figures
     assert (waiting.idle or 0) > 0.5 > (busy.idle or 1), figures
-    assert [shown.step for shown in (waiting, busy)] == [step, step]
+    assert [shown.step for shown in figures] == [step, step]
+    assert [shown.location[2] for shown in figures if shown.location] == [step, step]
 
 
 def look_from_rank_zero() -> list[str]:
