@@ -63,14 +63,16 @@ def script(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
     (tmp_path / "train.py").write_text(SCRIPT)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen(
-        ["sh", "-c", f"{sys.executable} train.py & wait"], env=environment, stderr=subprocess.DEVNULL, cwd=tmp_path
+        ["sh", "-c", f"{sys.executable} train.py & wait"],
+        env=environment,
+        stderr=subprocess.DEVNULL,
+        cwd=tmp_path,
+        start_new_session=True,
     )
     try:
         yield process
     finally:
-        for each in runs():
-            if process.pid in each.processes:
-                os.kill(each.holder, signal.SIGTERM)
+        os.killpg(process.pid, signal.SIGTERM)
         process.wait(20)
 
 
