@@ -9,7 +9,7 @@ from typing import Any
 
 from distwrap.checks import SECONDS
 from distwrap.supervision.hang_report import LEFT, NO_ANSWER, Location, merge, seen_at
-from distwrap.supervision.live import Run, Shown, runs
+from distwrap.supervision.live import Run, Shown, runs, where_all_are
 from distwrap.wording import as_size
 
 _HOME, _CLEAR = "\x1b[H", "\x1b[J"
@@ -68,6 +68,9 @@ def run_where(given: argparse.Namespace) -> int:
     found = _found(given.pid)
     for run in found:
         print(f"run of process {run.holder}:")
+        if run.elsewhere and (text := where_all_are(run)):
+            print(text)
+            continue
         print(merge({shown.rank: _answer(shown, time.time()) for shown in run.figures}))
         if run.elsewhere:
             print(f"  {run.elsewhere}")
@@ -99,7 +102,8 @@ def _answer(shown: Shown, now: float) -> Location | str:
 def _place(shown: Shown, now: float) -> str:
     if shown.location is None:
         return LEFT
-    return f"{Location(*shown.location)}" + (f", {now - shown.time:.0f} s ago" if _is_late(shown, now) else "")
+    location = Location(*shown.location)._replace(step=None)  # which has a column of its own
+    return f"{location}{f', {now - shown.time:.0f} s ago' if _is_late(shown, now) else ''}"
 
 
 def fitting(text: str) -> str:

@@ -44,7 +44,7 @@ class Bells:
 
     def __init__(self, store: Store, placement: Placement) -> None:
         self.store, self._rank, self._ranks = store, placement.rank, placement.world_size
-        self._heard, self._lock, self._stopped = 0, threading.Lock(), threading.Event()
+        self._heard, self._asked, self._lock, self._stopped = 0, False, threading.Lock(), threading.Event()
         self._fd = -1
         self._waiter: threading.Thread | None = None  # until it starts it would hold this object, and so the store
         board = held(store, placement.world_size)
@@ -84,8 +84,16 @@ class Bells:
     def heard(self) -> int:
         """Return how often this rank was rung."""
         with self._lock:
-            self._heard += self.board.take(self._rank)
+            rung, asked = self.board.take(self._rank)
+            self._heard += rung
+            self._asked = self._asked or asked
             return self._heard
+
+    def take_question(self) -> bool:
+        """Return whether somebody who is no rank wants to know where all ranks are; say it once."""
+        with self._lock:
+            asked, self._asked = self._asked, False
+            return asked
 
     def wait_until(
         self, find: Callable[[], Found], seconds: float, give_up: Callable[[], bool] = lambda: False

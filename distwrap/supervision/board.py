@@ -13,6 +13,7 @@ from distwrap.network.keys import read
 _TEXT = 1 << 14  # bytes for what a rank writes, twice; the system gives only the pages that are written to
 _PER_RANK = 2 * _TEXT
 _HEAD = 9  # of them, for which of the two counts, the length and the sum
+_RUNG, _ASKED = 1, 2  # values of a bell
 _HELD = "distwrap board"  # key of the path to the board that a launcher on this node holds
 
 
@@ -42,18 +43,22 @@ class Board:
 
     def ring(self, rank: int) -> None:
         """Ring one rank's bell."""
-        self._memory[rank] = 1
+        self._memory[rank] = _RUNG
+
+    def ask(self, rank: int) -> None:
+        """Ring one rank's bell in another way: somebody who is no rank wants to know where all ranks are."""
+        self._memory[rank] = _ASKED
 
     def ring_all(self) -> None:
         """Ring every rank's bell."""
         self._memory[: self._ranks] = b"\1" * self._ranks
 
-    def take(self, rank: int) -> bool:
-        """Return whether a rank's bell was rung, and take the ring away."""
-        rung = self._memory[rank] > 0
-        if rung:
+    def take(self, rank: int) -> tuple[bool, bool]:
+        """Return whether a rank's bell was rung, and whether it was asked, and take the ring away."""
+        value = self._memory[rank]
+        if value:
             self._memory[rank] = 0
-        return rung
+        return value > 0, value == _ASKED
 
     def write(self, rank: int, texts: dict[str, Any], spare: int = 0) -> bool:
         """Replace a rank's texts; return whether there was room, with so many bytes to spare.

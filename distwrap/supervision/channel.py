@@ -154,6 +154,8 @@ class Channel:
             location = self.reporter.location()
             self.reporter.note(location)
             self.live.show(location)
+        if self._bells.take_question():
+            self.live.tell(self.reporter.ask_others())
         if self.stalls.look():
             self._report(f"no rank has moved for {self._timeout:g} s")
         if parted := self.order.look():

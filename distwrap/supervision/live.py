@@ -18,13 +18,15 @@ from distwrap.devices.kinds import kind_of
 from distwrap.environments import Placement
 from distwrap.environments.identity import process_status
 from distwrap.network import memory_file
+from distwrap.network.waiting import wait_until
 from distwrap.supervision.bells import BOARD
 from distwrap.supervision.board import Board
 from distwrap.supervision.hang_report import Activity, Location
 from distwrap.supervision.notes import RankNotes
 from distwrap.wording import named_ranks
 
-NAME = "live"
+NAME, _TOLD = "live", "told"
+_ASK_SECONDS = 5.0  # for a rank to ask all others
 _WINDOW = 10.0  # seconds over which idleness and speed are told
 _LOOKS = 40  # in these
 _TICK = 0.5  # seconds between two looks, at most where the machine is not overwhelmed
@@ -116,6 +118,10 @@ class Live:
         if memory_file.ARE_POSSIBLE:  # else nobody could find the board
             self._notes.show(NAME, asdict(self._figures(location)))
 
+    def tell(self, text: str) -> None:
+        """Show where all ranks are, for who has asked from outside."""
+        self._notes.show(_TOLD, [time.time(), text])
+
     def _figures(self, location: Location | None) -> Shown:
         step = self._activity.step
         return Shown(
@@ -157,12 +163,14 @@ class Run:
         processes: all that have its board, and those that have started them.
         figures: what each of its ranks here has shown.
         ranks: how many there are, on all nodes.
+        board: its path.
     """
 
     holder: int
     processes: set[int]
     figures: list[Shown]
     ranks: int
+    board: str = ""
 
     @property
     def elsewhere(self) -> str:
@@ -188,7 +196,7 @@ def runs() -> list[Run]:
             if figures:
                 above = {process: _above(process) for process in holders[number]}
                 first = next(process for process in above if above[process].isdisjoint(above))
-                found.append(Run(first, set(above).union(*above.values()), figures, ranks))
+                found.append(Run(first, set(above).union(*above.values()), figures, ranks, path))
     return found
 
 
@@ -215,16 +223,37 @@ def _above(process: int) -> set[int]:
     return found
 
 
-def _shown_on(path: str) -> tuple[int, list[Shown]]:
-    """Return for how many ranks a board is, and what those on it have shown."""
+def where_all_are(run: Run) -> str:
+    """Return where the ranks of all nodes are, for which one of those here is asked; empty where it does not answer."""
+    with suppress(OSError):
+        board, _ = _opened(run.board)
+        rank = max(run.figures, key=lambda shown: shown.time).rank
+        before = board.read(rank).get(_TOLD)
+        board.ask(rank)
+        told = wait_until(lambda: board.read(rank).get(_TOLD) not in (None, before), _ASK_SECONDS)
+        return str(board.read(rank)[_TOLD][1]) if told else ""
+    return ""
+
+
+def _opened(path: str) -> tuple[Board, int]:
+    """Return a board, and for how many ranks it is.
+
+    Raises:
+        OSError: it is gone, or no rank has come yet.
+    """
     fd = os.open(path, os.O_RDWR)
     try:
         ranks = Board.ranks_in(os.fstat(fd).st_size)
         if not ranks:
-            return 0, []  # no rank has come yet
-        board = Board(fd, ranks, texts=True)
+            raise FileNotFoundError(path)
+        return Board(fd, ranks, texts=True), ranks
     finally:
         os.close(fd)
+
+
+def _shown_on(path: str) -> tuple[int, list[Shown]]:
+    """Return for how many ranks a board is, and what those on it have shown."""
+    board, ranks = _opened(path)
     found = []
     for rank in range(ranks):
         with suppress(TypeError):  # of another version of distwrap

@@ -291,8 +291,10 @@ def _arrows(exchanges: list[list[Event]]) -> list[Event]:
         last = max(together, key=lambda event: float(event["ts"]))
         for event in together:
             ends = event["ts"] + 0.999 * event["dur"]  # at its very end an arrow would point to what comes next
-            if event is not last and ends > last["ts"]:  # else nobody waited, as in a window of `accumulate`
+            # The last sends its share shortly before its part begins; in a window of `accumulate` nobody waits.
+            if event is not last and last["ts"] - ends < event["dur"]:
+                begins = min(last["ts"], event["ts"] + 0.998 * event["dur"])
                 one = {"name": "waits for the last rank", "cat": "exchange", "id": _ARROW_IDS + len(arrows)}
-                arrows.append({**one, "ph": "s", "pid": last["pid"], "tid": last["tid"], "ts": last["ts"]})
+                arrows.append({**one, "ph": "s", "pid": last["pid"], "tid": last["tid"], "ts": begins})
                 arrows.append({**one, "ph": "f", "bp": "e", "pid": event["pid"], "tid": event["tid"], "ts": ends})
     return arrows

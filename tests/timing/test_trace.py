@@ -56,15 +56,14 @@ def arrows_of(events: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[s
     for start, end in pairs:
         assert start["ph"] + end["ph"] == "sf"
         assert start["ts"] < end["ts"]
-        for each in (start, end):
-            place = [
-                event
-                for event in events
-                if event["name"] == "distwrap: exchange"
-                and (event["pid"], event["tid"]) == (each["pid"], each["tid"])
-                and event["ts"] <= each["ts"] < event["ts"] + event["dur"]
-            ]
-            assert len(place) == 1
+        place = [
+            event
+            for event in events
+            if event["name"] == "distwrap: exchange"
+            and (event["pid"], event["tid"]) == (end["pid"], end["tid"])
+            and event["ts"] <= end["ts"] < event["ts"] + event["dur"]
+        ]
+        assert len(place) == 1
     return pairs
 
 
@@ -264,3 +263,10 @@ def test_ranks_with_other_numbers_of_exchanges() -> None:
     ranks = [RankTrace(rank, 5, True, "localhost", "a", 0.0) for rank in (0, 1)]
     events = events_of(ranks, trace_of(0, 0.0, 0.0, 50.0), trace_of(0, 0.0, 50.0))
     assert "waits for the last rank" not in {event["name"] for event in events}
+
+
+@pytest.mark.parametrize(("begins", "arrows"), [(105.0, 1), (110.5, 1), (500.0, 0)])
+def test_who_has_waited(begins: float, arrows: int) -> None:
+    """Also where the last rank's share was there shortly before its part began; not where all went on by themselves."""
+    ranks = [RankTrace(rank, 5, True, "localhost", "a", 0.0) for rank in (0, 1)]
+    assert len(arrows_of(events_of(ranks, trace_of(0, 0.0, 100.0), trace_of(0, 0.0, begins)))) == arrows
