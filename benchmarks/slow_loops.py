@@ -30,9 +30,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import distwrap as dw
 
 ROOT = Path(__file__).resolve().parent.parent
-CHANNELS, SIZE, BATCH = 32, 32, 16
+CHANNELS, SIZE, BATCH = 48, 14, 32
 POINTS = 0.03  # by which a share may be off
-LENGTHS = [0.01, 0.06]  # seconds that forwards of uneven batches take
+LENGTHS = [0.01, 0.08]  # seconds that forwards of uneven batches take
 
 
 class Spent:
@@ -70,7 +70,9 @@ class Net(nn.Module):
 
     def __init__(self, before: Callable[[], None], weights: int) -> None:
         super().__init__()
-        self.layers = nn.Sequential(*(nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 3), nn.ReLU()) for _ in range(3)))
+        self.layers = nn.Sequential(
+            *(nn.Sequential(nn.Conv2d(CHANNELS, CHANNELS, 3, padding=1), nn.ReLU()) for _ in range(8))
+        )
         self.last = nn.Linear(CHANNELS, max(1, weights // CHANNELS))
         self.before = before
 
@@ -130,17 +132,17 @@ def plain(steps: int, spent: Spent) -> float:
 
 
 def slow_loader(steps: int, spent: Spent) -> float:
-    return train(steps, spent, of_data=0.03)
+    return train(steps, spent, of_data=0.06)
 
 
 def slow_loader_on_one(steps: int, spent: Spent) -> float:
-    return train(steps, spent, of_data=0.03 if on(1) else 0.0)
+    return train(steps, spent, of_data=0.06 if on(1) else 0.0)
 
 
 def slow_forward_on_one(steps: int, spent: Spent) -> float:
     def compute() -> None:
         with spent.here():
-            busy(0.02 if on(1) else 0.0)
+            busy(0.04 if on(1) else 0.0)
 
     return train(steps, spent, before=compute)
 
@@ -182,12 +184,16 @@ def uneven_batches(steps: int, spent: Spent) -> float:
     return taken
 
 
+def two_threads(steps: int, spent: Spent) -> float:
+    torch.set_num_threads(2)
+    return train(steps, spent)
+
+
 def one_cpu(steps: int, spent: Spent) -> float:
     """Two threads a rank, and rank 1 may run on one CPU alone."""
-    torch.set_num_threads(2)
     if on(1):
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})
-    return train(steps, spent)
+    return two_threads(steps, spent)
 
 
 def without_neighbour(steps: int, spent: Spent) -> float:
@@ -238,7 +244,7 @@ def shares(steps: int) -> list[Row]:
         rows.append(_share(loop.__name__, share, sum(spent) / 2 / seconds, f"all: {part}", advised or share > 0))
     for loop, before, words in (
         (busy_neighbour, without_neighbour, "waited for a CPU"),
-        (one_cpu, plain, "may run on 1 CPU"),
+        (one_cpu, two_threads, "may run on 1 CPU"),
     ):
         _, without, _ = measured(before, steps)
         found, seconds, _ = measured(loop, steps)
@@ -317,7 +323,7 @@ def main() -> None:
     if args.on_host:
         dw.distributed(on_host)(args.on_host)
         return
-    steps = 20 if args.quick else 200
+    steps = 20 if args.quick else 100
     rows, notes = shares(steps), []
     link = shaped_link(steps)
     (rows if isinstance(link, Row) else notes).append(link)  # type: ignore[arg-type, attr-defined]

@@ -20,7 +20,8 @@ _HALF = 0.5  # of a device's memory; of what ranks that take turns are late
 _MUCH = 0.05  # of a device's memory, for gradients
 _SMALL = 1_000_000  # bytes of gradients, which nothing hides
 _MOST_WORKERS = 8
-_CLEARLY = 0.1  # slower, or queued for longer, than others
+_CLEARLY = 0.1  # slower, or queued for longer, than others; of a step, where no reason is seen
+_UNEVEN = 0.05  # of the mean size of a batch
 _OVERLAP = 0.5  # of the compute hides an exchange, as in comm.advice
 _BYTES = {"allreduce": 1.0, "bf16": 0.5, "bytegrad": 0.25}  # sent by ways that change the gradients little
 
@@ -50,7 +51,10 @@ def _on_lags(found: Analysis) -> Iterator[Suggestion]:
     for lag in found.lags:
         # Evaluation that is shared takes its part of the time on every rank.
         gain = lag.share * (1 - 1 / len(found.ranks)) if lag.part is Part.EVALUATION else lag.share
-        yield Suggestion(f"{_seen(found, lag)}. {_cure(found, lag)}", gain)
+        cure = _cure(found, lag)
+        if cure or lag.share >= _CLEARLY:
+            cure = cure or "Look at what else runs on its machine, and at what is computed there alone."
+            yield Suggestion(f"{_seen(found, lag)}. {cure}", gain)
 
 
 def _seen(found: Analysis, lag: Lag) -> str:
@@ -71,25 +75,25 @@ def _seen(found: Analysis, lag: Lag) -> str:
 
 
 def _cure(found: Analysis, lag: Lag) -> str:
+    """Say what to do; nothing where no reason is seen."""
     if lag.part is Part.EVALUATION:
         return "Let every rank evaluate its share: shard_loader(loader) for the evaluation too, and gather or mean."
     if lag.part is Part.CHECKPOINT:
         return "save(..., background=True) writes in a thread."
     if lag.takes_turns and _queued(found) > _HALF * lag.slower:
         return f"The ranks wait {_ms(_queued(found))} of each step for a CPU: other programs use them too."
-    if lag.takes_turns and lag.part in (Part.FORWARD, Part.BACKWARD):
+    uneven = max(rank.unevenness for rank in found.ranks)
+    if lag.takes_turns and lag.part in (Part.FORWARD, Part.BACKWARD) and uneven > _UNEVEN:
         return (
-            "Batches of uneven length do that: let samples of like length come together (sorted within windows), or "
-            "give each batch as many tokens."
+            f"The batches' sizes differ by {_percent(uneven)}. "
+            "Let samples of like length come together (sorted within windows), or give each batch as many tokens."
         )
     if lag.part is Part.DATA:
         has_workers = any(found.by_number[rank].settings.workers for rank in lag.ranks)
         return f"Look at what its data come from. {_MORE_AHEAD if has_workers else _reads_ahead(found)}"
     if lag.part is Part.OWN:
         return "Look at what the loop does there alone, as under `if is_rank_zero()`."
-    if lag.takes_turns:
-        return "Look at what else runs on these machines."
-    return " ".join(_why_slow(found, lag)) or "Look at that machine, and at what is computed there alone."
+    return "" if lag.takes_turns else " ".join(_why_slow(found, lag))
 
 
 def _why_slow(found: Analysis, lag: Lag) -> Iterator[str]:

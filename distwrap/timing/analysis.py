@@ -90,7 +90,7 @@ def analysed(ranks: Sequence[RankTimes]) -> Analysis:
         >>> def rank(number: int, forward: float, exchange: float) -> RankTimes:
         ...     row = [0.0, forward, 0.0, exchange, 0.0, 0.0, 0.0, 0.0]
         ...     settings = RankSettings(cpus=1, threads=1)
-        ...     return RankTimes(number, "host", "cpu", 1, row, {1: row}, 2, 8.0, None, 0, None, 0, {}, settings)
+        ...     return RankTimes(number, "host", "cpu", 1, row, {1: row}, 2, 8.0, 0.0, None, 0, None, 0, {}, settings)
         >>> found = analysed([rank(0, 0.1, 0.3), rank(1, 0.3, 0.1)])
         >>> round(found.step, 3), round(found.link, 3), round(found.waiting, 3)
         (0.4, 0.1, 0.1)

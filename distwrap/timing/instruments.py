@@ -61,6 +61,7 @@ class Instruments:
         self._queued_before: float | None = None
         self._in_step: dict[int, float] = {}  # samples that each model has trained on in this step
         self.samples = 0.0
+        self._sizes = (0, 0.0, 0.0)  # of the batches: how many, the sum of their elements, and that of the squares
         self.gradient_bytes = 0
         self.settings: dict[str, Any] = {}
         self.collectives: Counter[str] = Counter()
@@ -99,6 +100,7 @@ class Instruments:
     def count_from_here(self) -> None:
         """Forget what was counted of steps before."""
         self.samples = 0.0
+        self._sizes = (0, 0.0, 0.0)
         self._in_step.clear()
         self.collectives.clear()
         self._queued_before = queued_seconds()
@@ -107,6 +109,11 @@ class Instruments:
         """Return how long this thread has waited for a CPU since counting began; ``None`` where nobody tells."""
         now, before = queued_seconds(), self._queued_before
         return None if now is None or before is None else now - before
+
+    def unevenness(self) -> float:
+        """Return the standard deviation of the number of elements in a batch, as a share of the mean."""
+        count, whole, squares = self._sizes
+        return max(0.0, squares * count / whole**2 - 1) ** 0.5 if whole else 0.0
 
     def look(self) -> None:
         """Look at the models, of which none may be left when the loop has ended."""
@@ -210,8 +217,10 @@ class Instruments:
             return None
         if part is Part.FORWARD:
             share = self._world.layout.size / self._world.placement.world_size
-            samples = share * next((len(each) for each in tensors_in(inputs) if each.dim()), 0)
-            self._in_step[model] = self._in_step.get(model, 0.0) + samples
+            batch = next((each for each in tensors_in(inputs) if each.dim()), torch.empty(0))
+            self._in_step[model] = self._in_step.get(model, 0.0) + share * len(batch)
+            count, whole, squares = self._sizes
+            self._sizes = (count + 1, whole + batch.numel(), squares + batch.numel() ** 2)
         watch.begin(part, after=watch.since(part))
         return part
 

@@ -90,6 +90,7 @@ class RankTimes:
         kept: seconds of each `Part` in some single steps, by number.
         batches: on how many batches the ranks train at a time; fewer than there are ranks where these share some.
         samples: how many samples its models trained on in a step, on average.
+        unevenness: the standard deviation of the number of elements in its batches, as a share of the mean.
         queued: seconds of a step in which it could have computed, and other programs had its CPUs; ``None`` where the
             system does not tell.
         process_memory: the most bytes that its process has held.
@@ -107,6 +108,7 @@ class RankTimes:
     kept: dict[int, Row]
     batches: int
     samples: float
+    unevenness: float
     queued: float | None
     process_memory: int
     device_memory: int | None

@@ -94,6 +94,7 @@ class Recorder(RunPart):
             kept=rows.kept,
             batches=self._world.layout.size,
             samples=instruments.samples / steps,
+            unevenness=instruments.unevenness(),
             queued=None if queued is None else queued / steps,
             process_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             device_memory=kind_of(device).peak_memory(device),

@@ -81,6 +81,18 @@ def slow_in_turns() -> None:
     train(lambda step: on(step % 2))
 
 
+def uneven_batches() -> None:
+    """Batches of which every other one is ten times as long."""
+    model = dw.wrap_model(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        long = (step + dw.rank()) % 2
+        model.seconds = lambda step, long=long: LONG * long
+        model(torch.ones(4 + 36 * long, 8)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def evaluation_on_one() -> None:
     def evaluate(step: int, model: nn.Module) -> None:
         if dw.is_rank_zero() and step % 3 == 2:

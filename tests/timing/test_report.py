@@ -71,8 +71,14 @@ def test_a_loader_for_which_all_wait() -> None:
 
 
 def test_ranks_that_take_turns() -> None:
-    lag = measured(loops.slow_in_turns)["lags"][0]
+    found = measured(loops.slow_in_turns)
+    lag = found["lags"][0]
     assert (lag["part"], lag["takes_turns"]) == ("forward", True)
+    assert "sizes differ" not in found["advice"][0]["text"]
+    found = measured(loops.uneven_batches)
+    lag = found["lags"][0]
+    assert (lag["part"], lag["takes_turns"]) == ("forward", True)
+    assert "The batches' sizes differ by 8" in found["advice"][0]["text"]
 
 
 def test_checkpoints(tmp_path: Path) -> None:
