@@ -16,11 +16,12 @@ WORTH_CHANGING = 0.05  # of a step
 _MUCH_EXCHANGE = 0.1  # of a step: less, and another way to train is no gain
 _ALONE = 4  # times as long as on the others: a part that hardly any other rank has
 _FEW = 0.5  # collectives of the loop itself in a step
-_HALF = 0.5  # of a device's memory; of what ranks that take turns are late
+_HALF = 0.5  # of a device's memory; of the time by which ranks are late
 _MUCH = 0.05  # of a device's memory, for gradients
 _SMALL = 1_000_000  # bytes of gradients, which nothing hides
 _MOST_WORKERS = 8
-_CLEARLY = 0.1  # slower, or queued for longer, than others; of a step, where no reason is seen
+_CLEARLY = 0.1  # slower than others
+_WITHOUT_REASON = 0.15  # of a step: processes that do the same differ by up to 10 % by where their memory lies
 _UNEVEN = 0.05  # of the mean size of a batch
 _OVERLAP = 0.5  # of the compute hides an exchange, as in comm.advice
 _BYTES = {"allreduce": 1.0, "bf16": 0.5, "bytegrad": 0.25}  # sent by ways that change the gradients little
@@ -52,7 +53,7 @@ def _on_lags(found: Analysis) -> Iterator[Suggestion]:
         # Evaluation that is shared takes its part of the time on every rank.
         gain = lag.share * (1 - 1 / len(found.ranks)) if lag.part is Part.EVALUATION else lag.share
         cure = _cure(found, lag)
-        if cure or lag.share >= _CLEARLY:
+        if cure or lag.share >= _WITHOUT_REASON:
             cure = cure or "Look at what else runs on its machine, and at what is computed there alone."
             yield Suggestion(f"{_seen(found, lag)}. {cure}", gain)
 
@@ -111,7 +112,7 @@ def _why_slow(found: Analysis, lag: Lag) -> Iterator[str]:
     if mine.clock and clocks and mine.clock < (1 - _CLEARLY) * median(clocks):
         yield f"Its CPUs run at {mine.clock:.0f} MHz, and the others' at {median(clocks):.0f}."
     queued = [rank.queued for rank in others if rank.queued is not None]
-    if slow.queued is not None and queued and (more := slow.queued - median(queued)) > _CLEARLY * lag.slower:
+    if slow.queued is not None and queued and (more := slow.queued - median(queued)) > _HALF * lag.slower:
         yield (
             f"{_ms(more)} of that it waited for a CPU that other programs used, or more threads than it has CPUs: look "
             f"at what else runs there."

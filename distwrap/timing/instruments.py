@@ -55,7 +55,8 @@ class Instruments:
     def __init__(self, world: World, stopwatch: Stopwatch) -> None:
         self._world, self.stopwatch = world, stopwatch
         self._is_divided = world.placement.world_size > 1
-        self._stepped: WeakSet[Optimizer] | None = None  # the optimizers that have, since the last step ended
+        self._share = world.layout.size / world.placement.world_size  # of a batch that several ranks share
+        self._stepped: set[int] | None = None  # the optimizers that have, since the last step ended
         self._outermost: ref[Optimizer] | None = None  # of those that are stepping, of which one may hold another
         self._steps = 0
         self._queued_before: float | None = None
@@ -195,18 +196,26 @@ class Instruments:
         self._placed.callback(after.remove)
 
     def _in_forward(self, model: int, plain: Any) -> Any:
-        begin, end = map(torch.compiler.disable, (self._begin_forward, self._end_forward))
+        def between(begin: Any, end: Any) -> Any:
+            def timed(*args: Any, **kwargs: Any) -> Any:
+                part = begin(model, (args, kwargs))
+                try:
+                    return plain(*args, **kwargs)
+                finally:
+                    end(part)
+
+            return timed
+
+        ends = self._begin_forward, self._end_forward
+        timed = between(*ends)
+        # A model that is compiled is compiled within, and not what measures it.
+        compiled = torch.compiler.disable(between(*map(torch.compiler.disable, ends)), recursive=False)  # type: ignore[no-untyped-call]
 
         @wraps(plain)
-        def timed(*args: Any, **kwargs: Any) -> Any:
-            part = begin(model, (args, kwargs))
-            try:
-                return plain(*args, **kwargs)
-            finally:
-                end(part)
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            return (compiled if torch.compiler.is_compiling() else timed)(*args, **kwargs)
 
-        # A model that is compiled is compiled within, and not what measures it.
-        return torch.compiler.disable(timed, recursive=False)  # type: ignore[no-untyped-call]
+        return chosen
 
     def _begin_forward(self, model: int, inputs: Any) -> Part | None:
         """Begin the part that a forward is; return ``None`` within another, as where a backward recomputes."""
@@ -216,13 +225,14 @@ class Instruments:
         if watch.is_in(part) or watch.is_in(Part.BACKWARD) or not watch.hears():
             return None
         if part is Part.FORWARD:
-            share = self._world.layout.size / self._world.placement.world_size
-            batch = next((each for each in tensors_in(inputs) if each.dim()), torch.empty(0))
-            self._in_step[model] = self._in_step.get(model, 0.0) + share * len(batch)
-            count, whole, squares = self._sizes
-            self._sizes = (count + 1, whole + batch.numel(), squares + batch.numel() ** 2)
+            self._count(model, *_shape(inputs))
         watch.begin(part, after=watch.since(part))
         return part
+
+    def _count(self, model: int, samples: int, elements: int) -> None:
+        self._in_step[model] = self._in_step.get(model, 0.0) + self._share * samples
+        count, whole, squares = self._sizes
+        self._sizes = (count + 1, whole + elements, squares + elements**2)
 
     def _end_forward(self, part: Part | None) -> None:
         if part is not None:
@@ -279,15 +289,15 @@ class Instruments:
         if not self._steps & (self._steps - 1):  # 1, 2, 4, 8, ...
             self.look()
         if self._stepped is None:
-            self._stepped = WeakSet()
+            self._stepped = set()
             self.count_from_here()
             self.stopwatch.begin_first()
-        elif optimizer in self._stepped:
+        elif id(optimizer) in self._stepped:
             self._stepped.clear()
             self.samples += min(self._in_step.values(), default=0.0)
             self._in_step.clear()
             self.stopwatch.step()
-        self._stepped.add(optimizer)
+        self._stepped.add(id(optimizer))
 
     # Waits
 
@@ -310,6 +320,15 @@ class Instruments:
             return timed(*args, **kwargs)
 
         return counted
+
+
+def _shape(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[int, int]:
+    """Return how many samples a model's inputs have, and how many elements, by the first tensor among them."""
+    args, _ = inputs
+    first = args[0] if args and isinstance(args[0], torch.Tensor) and args[0].dim() else None
+    if first is None:
+        first = next((each for each in tensors_in(inputs) if each.dim()), None)
+    return (0, 0) if first is None else (len(first), first.numel())
 
 
 class _Hook:
