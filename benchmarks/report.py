@@ -26,7 +26,6 @@ from torch.profiler import profile
 import distwrap as dw
 
 WIDTH, BATCH, CALLS = 256, 512, 10
-RANKS_OF_TOP = 16
 TOP_TRAIN = """
 import sys, time
 import torch
@@ -125,8 +124,8 @@ def alone(steps: int, rounds: int) -> Row:
     return Row(what, ours, theirs, "ms", f"{ratio:.3f} times", "within 10 %", abs(ratio - 1) <= 0.1)
 
 
-def top(seconds: float) -> list[Row]:
-    """Return the rows of the processor time of `top` on a run of 16 ranks, and of a step of the run beside it."""
+def top(ranks: int, seconds: float) -> list[Row]:
+    """Return the rows of the processor time of `top` on a run of so many ranks, and of a step of the run beside it."""
     used, taken = [], {}
     for looked_at in (False, True):
         with TemporaryDirectory() as folder:
@@ -134,14 +133,14 @@ def top(seconds: float) -> list[Row]:
             script.write_text(TOP_TRAIN)
             env = {**os.environ, "PYTHONPATH": str(ROOT)}
             run = subprocess.Popen(
-                [sys.executable, script, str(RANKS_OF_TOP), str(seconds + 20)],
+                [sys.executable, script, str(ranks), str(seconds + ranks + 5)],
                 env=env,
                 stdout=subprocess.PIPE,
                 text=True,
             )
             looking = None
             if looked_at:
-                time.sleep(15)
+                time.sleep(ranks)  # until all have come
                 command = [sys.executable, "-m", "distwrap", "top", str(run.pid)]
                 looking = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
                 time.sleep(5)  # its imports
@@ -152,7 +151,7 @@ def top(seconds: float) -> list[Row]:
             if looking is not None:
                 looking.kill()
                 looking.wait()
-    what = f"processor of `top` on {RANKS_OF_TOP} ranks, of a core"
+    what = f"processor of `top` on {ranks} ranks, of a core"
     return [
         Row(what, Samples(used), None, "s", f"{100 * used[0]:.2f} %", "< 2 %", used[0] < 0.02),
         Row(
@@ -178,7 +177,7 @@ def main() -> None:
         sums(steps),
         alone(steps, 1 if args.quick else 9),
         *cost_rows(5 if args.quick else 500),
-        *top(3 if args.quick else 20),
+        *(top(2, 3) if args.quick else top(16, 20)),
     ]
     report("the report: 2 ranks, gloo", rows, [], args)
 

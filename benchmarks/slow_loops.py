@@ -352,7 +352,7 @@ def main() -> None:
     if args.on_host:
         dw.distributed(on_host)(args.on_host)
         return
-    steps = 20 if args.quick else 50
+    steps = 10 if args.quick else 50
     rows, notes = shares(steps, 1 if args.quick else ROUNDS), []
     link = shaped_link(steps)
     (rows if isinstance(link, Row) else notes).append(link)  # type: ignore[arg-type, attr-defined]

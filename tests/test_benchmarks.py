@@ -84,6 +84,22 @@ def test_slow_link(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines] == ["ddp", "bytegrad", "local"]
 
 
+@pytest.mark.timeout(300)
+def test_report(tmp_path: Path) -> None:
+    """The benchmark of the report runs, and prints a line for each thing it compares."""
+    table, rows = run_quick("report.py", tmp_path, seconds=250)
+    assert len(rows) == 8
+    assert all(row in table for row in rows)
+
+
+@pytest.mark.timeout(300)
+def test_slow_loops(tmp_path: Path) -> None:
+    """The benchmark of slow loops runs, and prints what was found in each."""
+    table, rows = run_quick("slow_loops.py", tmp_path, seconds=250)
+    assert len(rows) + table.count("shaped link: ") == 10
+    assert "rank [1]: data (1 of 1 right)" in table
+
+
 def test_clusters(tmp_path: Path) -> None:
     """The cluster benchmark runs; hand-written torch may fail to start again, and is then quoted."""
     table, rows = run_quick("clusters.py", tmp_path, seconds=170)
