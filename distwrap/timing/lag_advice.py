@@ -15,16 +15,18 @@ _MUCH = 0.5  # of the time by which ranks are late
 _CLEARLY = 0.1  # slower than others
 _WITHOUT_REASON = 0.15  # of a step: processes that do the same differ by up to 10 % by where their memory lies
 _UNEVEN = 0.05  # of the mean size of a batch
-_PART_IN_WORDS = {
+_PART_IN_WORDS = {  # but the exchange, in which the others wait
     Part.DATA: "waiting for data",
     Part.FORWARD: "the forward",
     Part.BACKWARD: "the backward",
-    Part.EXCHANGE: "the exchange",
     Part.OPTIMIZER: "the optimizer",
     Part.CHECKPOINT: "checkpoints",
     Part.EVALUATION: "evaluation",
     Part.OWN: "the loop's own code",
 }
+
+_LOOK_AT_TURNS = "Look at what takes longer in some steps than in others, and at what else runs on these nodes."
+_LOOK_AT_RANK = "Look at what else runs on its node, and at what is computed there alone."
 
 
 def on_lags(found: Analysis) -> Iterator[Suggestion]:
@@ -32,11 +34,11 @@ def on_lags(found: Analysis) -> Iterator[Suggestion]:
     for lag in found.lags:
         # Evaluation that is shared takes its part of the time on every rank.
         gain = lag.share * (1 - 1 / len(found.ranks)) if lag.part is Part.EVALUATION else lag.share
-        cure = _cure_of_part(lag) or (_cure_of_turns if lag.takes_turns else _cure_of_slow_ranks)(found, lag)
-        if cure or lag.share >= _WITHOUT_REASON:
-            if not cure and lag.takes_turns:
-                cure = "Look at what takes longer in some steps than in others, and at what else runs there."
-            cure = cure or "Look at what else runs on its node, and at what is computed there alone."
+        cure_of = _cure_of_turns if lag.takes_turns else _cure_of_slow_ranks
+        cure = _cure_of_part(lag) or cure_of(found, lag)
+        if not cure and lag.share >= _WITHOUT_REASON:
+            cure = _LOOK_AT_TURNS if lag.takes_turns else _LOOK_AT_RANK
+        if cure:
             yield Suggestion(f"{_seen(found, lag)}. {cure}", gain)
 
 
