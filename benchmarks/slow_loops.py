@@ -177,18 +177,15 @@ def checkpoints(steps: int, spent: Spent) -> float:
 
 
 def uneven_batches(steps: int, spent: Spent) -> float:
-    """Long and short forwards, of which each rank knows the other's too."""
+    """Long and short forwards; each rank knows the other's too, and counts how long it waits for these."""
     mine, other = random.Random(dw.rank()), random.Random(1 - dw.rank())
-    seconds: list[float] = []
 
     def compute() -> None:
-        seconds.append(mine.choice(LENGTHS))
-        seconds.append(max(0.0, other.choice(LENGTHS) - seconds[-1]))
-        busy(seconds[-2])
+        own = mine.choice(LENGTHS)
+        spent.seconds += max(0.0, other.choice(LENGTHS) - own)
+        busy(own)
 
-    taken = train(steps, spent, before=compute)
-    spent.seconds = sum(seconds[3::2])  # that this rank waits
-    return taken
+    return train(steps, spent, before=compute)
 
 
 def two_threads(steps: int, spent: Spent) -> float:

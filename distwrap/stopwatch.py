@@ -98,7 +98,7 @@ class Stopwatch:
         clock: of the device that computes.
 
     Attributes:
-        on_step: called as a step ends.
+        on_step: called after each optimizer step that ends a step, or begins the first one.
         on_row: called with the row of each step, once the device has come to its end.
         on_part: called with a part as it begins, or goes on after one in it.
     """
@@ -119,20 +119,18 @@ class Stopwatch:
             return True
         return self.is_open(Part.BACKWARD) and current_backward() not in (None, -1)
 
-    def begin(self, part: Part, *, after: Part | None = None) -> None:
-        """Begin a part, inside of the one that is open.
-
-        Args:
-            part: that begins.
-            after: what the time since the last part was, where that has turned out now.
-        """
-        self._marks.append((self._open[-1] if after is None else after, self._now()))
+    def begin(self, part: Part) -> None:
+        """Begin a part, inside of the one that is open; what is between two of evaluation is evaluation too."""
+        before = self._open[-1]
+        if part is Part.EVALUATION and before is Part.OWN and self._marks and self._marks[-1][0] is part:
+            before = part
+        self._marks.append((before, self._now()))
         self._open.append(part)
         for call in self.on_part:
             call(part)
 
     def end(self, part: Part) -> None:
-        """End a part, and what was begun in it and never ended, as where an exception came."""
+        """End a part, and what was begun in it and has not ended, as after an exception."""
         if part not in self._open:
             return
         self._marks.append((self._open[-1], self._now()))
@@ -144,11 +142,6 @@ class Stopwatch:
     def is_in(self, part: Part) -> bool:
         """Return whether a part is the innermost one."""
         return self._open[-1] is part
-
-    def since(self, part: Part) -> Part | None:
-        """Return what the time since the last part was, now that one begins: between two of evaluation, such too."""
-        own = self._open[-1] is Part.OWN and part is Part.EVALUATION
-        return part if own and self._marks and self._marks[-1][0] is part else None
 
     def is_open(self, part: Part) -> bool:
         """Return whether a part has begun, and not ended."""
@@ -164,7 +157,7 @@ class Stopwatch:
             call()
 
     def begin_first(self) -> None:
-        """Begin the first step here, and forget what came before."""
+        """Begin the first step here; what came before belongs to none."""
         self._began, self._marks = self._now(), []
         for call in self.on_step:
             call()
@@ -193,14 +186,14 @@ class Stopwatch:
             self.end(part)
 
     def timed(self, items: Iterable[Item]) -> Iterator[Item]:
-        """Yield items, of which the time until each comes is one of waiting for data; not in another thread."""
+        """Yield items, and time the wait for each as data or evaluation; in another thread nothing is timed."""
         if not self.hears():
             yield from items
             return
         source, nothing = iter(items), object()
         while True:
             part = Part.DATA if torch.is_grad_enabled() else Part.EVALUATION
-            self.begin(part, after=self.since(part))
+            self.begin(part)
             try:
                 item = next(source, nothing)
             finally:

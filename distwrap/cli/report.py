@@ -40,6 +40,9 @@ def run(given: argparse.Namespace) -> int:
         try:
             draw(figures, given.plot)
         except ImportError:
-            print("--plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+            print("distwrap report: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+            return 2
+        except (OSError, ValueError) as error:
+            print(f"distwrap report: {given.plot} cannot be drawn: {error}", file=sys.stderr)
             return 2
     return 0

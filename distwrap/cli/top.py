@@ -9,7 +9,8 @@ from typing import Any
 
 from distwrap.checks import SECONDS
 from distwrap.supervision.hang_report import LEFT, NO_ANSWER, Location, merge, seen_at
-from distwrap.supervision.live import Run, Shown, runs, where_all_are
+from distwrap.supervision.live import Shown
+from distwrap.supervision.runs import Run, runs, where_all_are
 from distwrap.wording import as_size
 
 _HOME, _CLEAR = "\x1b[H", "\x1b[J"
@@ -82,8 +83,8 @@ def _found(pid: int | None) -> list[Run]:
 
 
 def _nothing(pid: int | None) -> int:
-    what = "no run of yours is on this node" if pid is None else f"process {pid} is no rank, and has none, on this node"
-    print(f"distwrap: {what}, or it has just begun, or is of one process, which shows nothing.", file=sys.stderr)
+    what = "no run of yours is" if pid is None else f"process {pid} belongs to no run of yours"
+    print(f"distwrap: {what} on this node. One that has just begun, or of one process, is not shown.", file=sys.stderr)
     return 1
 
 

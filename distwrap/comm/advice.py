@@ -21,7 +21,7 @@ from distwrap.group.world import current_world
 
 _SMALL, _LARGE = 1 << 14, 1 << 21  # weights; the larger size is cut to what the time allows
 _SECONDS = 1.0
-_OVERLAP = 0.5  # of the compute: DDP exchanges during the backward
+OVERLAP = 0.5  # of the compute: DDP exchanges during the backward
 _WORTH = 1.15  # a choice that bends training more must save this much
 _EVERY = 32  # steps, for the algorithms that exchange now and then
 
@@ -124,7 +124,7 @@ def predict(costs: dict[str, Cost], weights: float, compute: float) -> list[Pred
     rows = []
     for name, cost in costs.items():
         exchange = cost.of(weights)
-        rows.append(Prediction(name, exchange, compute + max(0.0, exchange - _OVERLAP * compute)))
+        rows.append(Prediction(name, exchange, compute + max(0.0, exchange - OVERLAP * compute)))
     full, byte = costs["allreduce"].of(weights), costs["bytegrad"].of(weights)
     rows += [
         Prediction("decentralized", full, max(compute, full)),  # hidden by the whole step
@@ -147,7 +147,7 @@ def choose(predictions: Sequence[Prediction], compute: float) -> tuple[str, str]
     best = min(row.step for row in predictions)
     chosen = next(row for row in predictions if row.step <= _WORTH * best)
     first = predictions[0]
-    if chosen is first and first.exchange <= _OVERLAP * compute:
+    if chosen is first and first.exchange <= OVERLAP * compute:
         return chosen.comm, "the exchange hides behind the compute: leave comm= out"
     if chosen is first:
         return chosen.comm, "no other is faster by much: leave comm= out"

@@ -25,6 +25,7 @@ from distwrap.options import Options, switched_on
 from distwrap.registry import launchers, precisions, strategies
 from distwrap.seeding import preserved
 from distwrap.strategies.base import Strategy
+from distwrap.timing import output_file
 from distwrap.wording import print_notice
 
 
@@ -101,10 +102,10 @@ def _with_seed_of(run: World, task: Task) -> Task:
 
 
 def _with_place_of_report(task: Task, rank: int) -> Task:
-    """Return a task whose report goes where this process stands now; with rank 0 or its caller, see that it can.
+    """Return a task whose report goes to a path from this process's folder; check on rank 0 that it can be written.
 
     Raises:
-        OptionError: nothing can be written there, which would else show when all is done.
+        OptionError: it cannot.
     """
     report = task.options.report
     if not isinstance(report, str):
@@ -112,11 +113,7 @@ def _with_place_of_report(task: Task, rank: int) -> Task:
     path = os.path.abspath(report)
     if rank == 0:
         try:
-            os.makedirs(os.path.dirname(path), exist_ok=True)
-            is_new = not os.path.exists(path)
-            os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666))
-            if is_new:
-                os.remove(path)  # a run that fails leaves none
+            output_file.prepare(path)
         except OSError as error:
             raise OptionError(
                 f"report={report!r} cannot be written: {error}. Name a file in a folder that can be written."

@@ -1,4 +1,4 @@
-"""What a rank shows while it runs, on the board of its node, to whoever looks from another process of the same user."""
+"""Figures that a rank shows while it runs, on the board of its node; `runs` reads them from another process."""
 
 from __future__ import annotations
 
@@ -16,18 +16,12 @@ import torch
 
 from distwrap.devices.kinds import kind_of
 from distwrap.environments import Placement
-from distwrap.environments.identity import process_status
 from distwrap.network import memory_file
-from distwrap.network.waiting import wait_until
-from distwrap.supervision.bells import BOARD
-from distwrap.supervision.board import Board
 from distwrap.supervision.hang_report import Activity, Location
 from distwrap.supervision.notes import RankNotes
-from distwrap.wording import named_ranks
 
-NAME, _TOLD = "live", "told"
-_ASK_SECONDS = 5.0  # for a rank to ask all others
-_WINDOW = 10.0  # seconds over which idleness and speed are told
+NAME, ANSWER = "live", "told"  # of notes: a rank's figures, and where all ranks are
+_WINDOW = 10.0  # seconds over which idleness and speed are measured
 _LOOKS = 40  # in these
 _TICK = 0.5  # seconds between two looks, at most where the machine is not overwhelmed
 
@@ -41,7 +35,7 @@ class Shown:
         pid: of its process.
         host: on which it is.
         device: on which it computes.
-        step: number of batches that its innermost loop has had; ``None`` where nobody counts.
+        step: number of batches that its innermost loop has had, or of averages of gradients; ``None`` without either.
         speed: steps a second.
         idle: share of the time in which its main thread did not want to compute; ``None`` where the system tells none.
         location: where it is, as a `Location` has it; ``None`` where it has left.
@@ -82,7 +76,7 @@ class Live:
         self._busy: deque[tuple[float, float]] = deque(maxlen=_LOOKS)
         self._steps: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])  # how many there were, as more came
         self._of_loops: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
-        self._averages = 0
+        self._averages_before = 0
         # The main thread's number is the process's; Python's word for it is out of date in a fork.
         self._clock = Path(f"/proc/self/task/{os.getpid()}/schedstat")
         self.device = torch.device("cpu")
@@ -99,15 +93,18 @@ class Live:
             self._steps.popleft()
 
     def _new_steps(self) -> int:
-        """Return how many steps came since the last look, of the loop or in averages of gradients: what shows more."""
-        loop, step, averages = self._activity.loop, self._activity.step or 0, self._activity.averages()[1] // 2
-        before, self._averages = self._averages, averages
+        """Return how many steps came since the last look: batches of the loop, or averages if these are more."""
+        loop, step, averages = self._activity.loop, self._activity.step or 0, self._averages_begun()
+        before, self._averages_before = self._averages_before, averages
         more = averages - before if averages >= before else averages  # they may be counted anew
         if loop is not None:
             before = self._of_loops.get(loop, 0)
             more = max(more, step - before if step >= before else step)
             self._of_loops[loop] = step
         return more
+
+    def _averages_begun(self) -> int:
+        return self._activity.averages()[1] // 2
 
     def show(self, location: Location | None) -> None:
         """Show this rank to whoever looks from outside.
@@ -119,8 +116,8 @@ class Live:
             self._notes.show(NAME, asdict(self._figures(location)))
 
     def tell(self, text: str) -> None:
-        """Show where all ranks are, for who has asked from outside."""
-        self._notes.show(_TOLD, [time.time(), text])
+        """Show where all ranks are to whoever has asked from outside."""
+        self._notes.show(ANSWER, [time.time(), text])
 
     def _figures(self, location: Location | None) -> Shown:
         step = self._activity.step
@@ -129,7 +126,7 @@ class Live:
             pid=os.getpid(),
             host=socket.gethostname(),
             device=str(self.device),
-            step=self._activity.averages()[1] // 2 or None if step is None else step,
+            step=(self._averages_begun() or None) if step is None else step,
             speed=self._speed(time.monotonic()),
             idle=self._idle(),
             location=None if location is None else list(location),
@@ -152,110 +149,3 @@ class Live:
             return None
         (began, before), (now, after) = self._busy[0], self._busy[-1]
         return min(1.0, max(0.0, 1 - (after - before) / (now - began)))
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run that is under way on this node.
-
-    Attributes:
-        holder: the process that called it, where that has its board; else the first of its ranks.
-        processes: all that have its board, and those that have started them.
-        figures: what each of its ranks here has shown.
-        ranks: how many there are, on all nodes.
-        board: its path.
-    """
-
-    holder: int
-    processes: set[int]
-    figures: list[Shown]
-    ranks: int
-    board: str = ""
-
-    @property
-    def elsewhere(self) -> str:
-        """Words for the ranks that do not show themselves here; empty where all do."""
-        missing = set(range(self.ranks)) - {shown.rank for shown in self.figures}
-        if not missing:
-            return ""
-        return f"{named_ranks(missing)} {'is' if len(missing) == 1 else 'are'} on another node, or not there yet"
-
-
-def runs() -> list[Run]:
-    """Return the runs of this user that are under way on this node, as their ranks have last shown themselves."""
-    boards: dict[tuple[int, int], str] = {}
-    holders: dict[tuple[int, int], list[int]] = {}
-    for process in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))):
-        for path, number in _boards_of(process):
-            boards.setdefault(number, path)
-            holders.setdefault(number, []).append(process)
-    found = []
-    for number, path in boards.items():
-        with suppress(OSError):
-            ranks, figures = _shown_on(path)
-            if figures:
-                above = {process: _above(process) for process in holders[number]}
-                first = next(process for process in above if above[process].isdisjoint(above))
-                found.append(Run(first, set(above).union(*above.values()), figures, ranks, path))
-    return found
-
-
-def _boards_of(process: int) -> list[tuple[str, tuple[int, int]]]:
-    """Return the boards of this user that a process has open, each with its number; none where it is gone."""
-    boards = []
-    with suppress(OSError):
-        for fd in os.listdir(f"/proc/{process}/fd"):
-            path = f"/proc/{process}/fd/{fd}"
-            with suppress(OSError):
-                if os.path.basename(os.readlink(path)).removeprefix("memfd:").startswith(BOARD):
-                    file = os.stat(path)
-                    if file.st_uid == os.geteuid():  # root could read others' too
-                        boards.append((path, (file.st_dev, file.st_ino)))
-    return boards
-
-
-def _above(process: int) -> set[int]:
-    """Return the processes that have started a process, directly or not."""
-    found = set()
-    with suppress(OSError, ValueError):
-        while process := int(process_status(process)[1][1]):
-            found.add(process)
-    return found
-
-
-def where_all_are(run: Run) -> str:
-    """Return where the ranks of all nodes are, for which one of those here is asked; empty where it does not answer."""
-    with suppress(OSError):
-        board, _ = _opened(run.board)
-        rank = max(run.figures, key=lambda shown: shown.time).rank
-        before = board.read(rank).get(_TOLD)
-        board.ask(rank)
-        told = wait_until(lambda: board.read(rank).get(_TOLD) not in (None, before), _ASK_SECONDS)
-        return str(board.read(rank)[_TOLD][1]) if told else ""
-    return ""
-
-
-def _opened(path: str) -> tuple[Board, int]:
-    """Return a board, and for how many ranks it is.
-
-    Raises:
-        OSError: it is gone, or no rank has come yet.
-    """
-    fd = os.open(path, os.O_RDWR)
-    try:
-        ranks = Board.ranks_in(os.fstat(fd).st_size)
-        if not ranks:
-            raise FileNotFoundError(path)
-        return Board(fd, ranks, texts=True), ranks
-    finally:
-        os.close(fd)
-
-
-def _shown_on(path: str) -> tuple[int, list[Shown]]:
-    """Return for how many ranks a board is, and what those on it have shown."""
-    board, ranks = _opened(path)
-    found = []
-    for rank in range(ranks):
-        with suppress(TypeError):  # of another version of distwrap
-            found.append(Shown(**board.read(rank).get(NAME, {})))
-    return ranks, found

@@ -9,7 +9,7 @@ from statistics import median, median_low
 from distwrap.stopwatch import Part, Row
 from distwrap.timing.measured import RankTimes
 
-WORTH_TELLING = 0.03  # of a step
+_WORTH_TELLING = 0.03  # of a step
 _NEAR = 0.25  # of the way from the slowest rank to the mean, within which a rank is slow too
 
 
@@ -58,12 +58,12 @@ class Analysis:
 
     @property
     def efficiency(self) -> float:
-        """Share of a step in which a rank does what it, or one rank alone, would do."""
+        """Share of the speed of as many ranks that never wait and exchange nothing."""
         return self.speedup / len(self.ranks)
 
     @property
     def speedup(self) -> float:
-        """Samples a second, of those of one rank alone."""
+        """Samples a second, as a multiple of those of one rank alone."""
         return self.ranks[0].batches * self.alone / self.step if self.step else float(len(self.ranks))
 
     @property
@@ -107,16 +107,16 @@ def analysed(ranks: Sequence[RankTimes]) -> Analysis:
     if len(ranks) > 1 and step:
         lags = [lag for lag in (_always_late(ranks, means, step), _late_in_turns(ranks, together, step)) if lag]
     lags = sorted(
-        (lag for lag in lags if lag.share >= WORTH_TELLING and lag.slower > 0),  # else no part shows why
+        (lag for lag in lags if lag.share >= _WORTH_TELLING and lag.slower > 0),  # else no part shows why
         key=lambda lag: -lag.share,
     )
     return Analysis(list(ranks), step, parts, parts[Part.EXCHANGE] - waiting, waiting, _alone(ranks, means), lags)
 
 
 def _alone(ranks: Sequence[RankTimes], means: list[Row]) -> float:
-    """Return the seconds of a step of one rank alone, which would evaluate as often in an epoch, with more steps.
+    """Return the seconds of a step of one rank alone.
 
-    It would do the work of all that share a batch.
+    It would evaluate as often in an epoch, which has more steps then, and do the work of all ranks that share a batch.
     """
     columns: list[tuple[float, ...]] = list(zip(*means, strict=True))
     alone = [median_low(columns[part]) for part in Part if part not in (Part.EXCHANGE, Part.EVALUATION)]
@@ -147,7 +147,7 @@ def _always_late(ranks: Sequence[RankTimes], means: list[Row], step: float) -> L
 
 
 def _late_in_turns(ranks: Sequence[RankTimes], together: list[list[Row]], step: float) -> Lag | None:
-    """Return for how long the ranks wait for another one at each step; of ranks that take turns all wait but one."""
+    """Return how long the ranks wait where another one is late at each step: then all but that one wait."""
     if not together:
         return None
     waited = _by_turns([[-row[Part.EXCHANGE] for row in rows] for rows in together])

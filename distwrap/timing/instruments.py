@@ -1,4 +1,4 @@
-"""What a stopwatch hears from torch and from wrapped models; all of it is taken away again."""
+"""Hooks in torch and in wrapped models that start and stop a stopwatch; all of them are taken away again."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Instruments:
             take together, it is this rank's share.
         gradient_bytes: of the weights of the models that have trained.
         settings: what is known of the loader that was asked last, and of the model with the most weights.
-        collectives: how often the loop itself has called each of torch's collectives.
+        waiting_calls: how often the loop itself has called each function that waits for other ranks or for the device.
     """
 
     def __init__(self, world: World, stopwatch: Stopwatch) -> None:
@@ -65,12 +65,12 @@ class Instruments:
         self._sizes = (0, 0.0, 0.0)  # of the batches: how many, the sum of their elements, and that of the squares
         self.gradient_bytes = 0
         self.settings: dict[str, Any] = {}
-        self.collectives: Counter[str] = Counter()
+        self.waiting_calls: Counter[str] = Counter()
         self._placed = ExitStack()
         self._models: WeakSet[nn.Module] = WeakSet()
 
     def place(self) -> None:
-        """Place them."""
+        """Place all of them."""
         with ExitStack() as self._placed:
             placed = self._placed
             activity, models = self._world.part(Activity), self._world.part(WrappedModels)
@@ -84,18 +84,18 @@ class Instruments:
             placed.callback(before.remove)
             after = register_optimizer_step_post_hook(self._after_step)
             placed.callback(after.remove)
-            self._replace(placed, torch.autograd, "backward", self._in_backward)
-            self._replace(placed, torch.autograd, "grad", self._timed(Part.BACKWARD))
-            self._replace(placed, torch, "save", self._timed(Part.CHECKPOINT))
-            self._replace(placed, torch, "load", self._timed(Part.CHECKPOINT))
-            self._replace(placed, iterator_class(), "__next__", self._in_loader)
+            self._replace(torch.autograd, "backward", self._in_backward)
+            self._replace(torch.autograd, "grad", self._timed(Part.BACKWARD))
+            self._replace(torch, "save", self._timed(Part.CHECKPOINT))
+            self._replace(torch, "load", self._timed(Part.CHECKPOINT))
+            self._replace(iterator_class(), "__next__", self._in_loader)
             if self._world.device.type != "cpu":
                 for name in _WAITS_FOR_DEVICE:
-                    self._replace(placed, torch.Tensor, name, self._counted)
+                    self._replace(torch.Tensor, name, self._counted)
             for name in _BLOCKING if self._is_divided else ():
-                self._replace(placed, dist, name, self._in_collective)
+                self._replace(dist, name, self._in_collective)
             for owner, name in waits_for_ranks() if self._is_divided else ():
-                self._replace(placed, owner, name, self._timed(Part.EXCHANGE))
+                self._replace(owner, name, self._timed(Part.EXCHANGE))
             self._placed = placed.pop_all()
 
     def count_from_here(self) -> None:
@@ -103,7 +103,7 @@ class Instruments:
         self.samples = 0.0
         self._sizes = (0, 0.0, 0.0)
         self._in_step.clear()
-        self.collectives.clear()
+        self.waiting_calls.clear()
         self._queued_before = queued_seconds()
 
     def queued_seconds(self) -> float | None:
@@ -117,7 +117,7 @@ class Instruments:
         return max(0.0, squares * count / whole**2 - 1) ** 0.5 if whole else 0.0
 
     def look(self) -> None:
-        """Look at the models, of which none may be left when the loop has ended."""
+        """Note the size and the settings of the models now: none of them may be left when the loop has ended."""
         parameters = {id(p): p for model in self._models for p in model.parameters() if p.requires_grad}
         size = sum(p.numel() * p.element_size() for p in parameters.values())
         self.gradient_bytes = max(size, self.gradient_bytes)
@@ -129,7 +129,7 @@ class Instruments:
         """Take all of them away."""
         self._placed.close()
 
-    def _replace(self, placed: ExitStack, owner: Any, name: str, made: Callable[[Any], Any]) -> None:
+    def _replace(self, owner: Any, name: str, made: Callable[[Any], Any]) -> None:
         plain = getattr(owner, name)
         replaced = made(plain)
         setattr(owner, name, replaced)
@@ -138,10 +138,10 @@ class Instruments:
             if getattr(owner, name) is replaced:  # else somebody has put another in its place meanwhile
                 setattr(owner, name, plain)
 
-        placed.callback(put_back)
+        self._placed.callback(put_back)
 
     def _timed(self, part: Part) -> Callable[[Any], Any]:
-        """Return what makes of a function one that is timed."""
+        """Return a decorator that times a function as a part."""
         watch = self.stopwatch
 
         def of(plain: Any) -> Any:
@@ -149,7 +149,7 @@ class Instruments:
             def timed(*args: Any, **kwargs: Any) -> Any:
                 if torch.compiler.is_compiling() or watch.is_in(part) or not watch.hears():
                     return plain(*args, **kwargs)
-                watch.begin(part, after=watch.since(part))
+                watch.begin(part)
                 try:
                     return plain(*args, **kwargs)
                 finally:
@@ -226,7 +226,7 @@ class Instruments:
             return None
         if part is Part.FORWARD:
             self._count(model, *_shape(inputs))
-        watch.begin(part, after=watch.since(part))
+        watch.begin(part)
         return part
 
     def _count(self, model: int, samples: int, elements: int) -> None:
@@ -305,7 +305,7 @@ class Instruments:
         @wraps(plain)
         def counted(*args: Any, **kwargs: Any) -> Any:
             if self.stopwatch.is_in(Part.OWN) and self.stopwatch.hears():
-                self.collectives[f"Tensor.{plain.__name__}"] += 1
+                self.waiting_calls[f"Tensor.{plain.__name__}"] += 1
             return plain(*args, **kwargs)
 
         return counted
@@ -316,7 +316,7 @@ class Instruments:
         @wraps(plain)
         def counted(*args: Any, **kwargs: Any) -> Any:
             if watch.hears() and (watch.is_in(Part.OWN) or watch.is_in(Part.EVALUATION)):
-                self.collectives[plain.__name__] += 1
+                self.waiting_calls[plain.__name__] += 1
             return timed(*args, **kwargs)
 
         return counted

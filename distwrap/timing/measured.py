@@ -96,7 +96,7 @@ class RankTimes:
         process_memory: the most bytes that its process has held.
         device_memory: the most bytes that its tensors have held on the device; ``None`` on the CPU.
         gradient_bytes: of the gradients that are averaged in a step.
-        collectives: how often the loop itself called each collective, in a step; also what waits for the device.
+        waiting_calls: how often in a step the loop itself called each function that waits for ranks or the device.
         settings: with which it ran.
     """
 
@@ -113,13 +113,13 @@ class RankTimes:
     process_memory: int
     device_memory: int | None
     gradient_bytes: int
-    collectives: dict[str, float]
+    waiting_calls: dict[str, float]
     settings: RankSettings
 
     @classmethod
-    def from_dict(cls, told: dict[str, Any]) -> RankTimes:
-        """Return what ``dataclasses.asdict`` has made a dict of."""
-        return cls(**{**told, "settings": RankSettings(**told["settings"])})
+    def from_dict(cls, sent: dict[str, Any]) -> RankTimes:
+        """Return the figures of a dict from ``dataclasses.asdict``, as ranks without a secret send them."""
+        return cls(**{**sent, "settings": RankSettings(**sent["settings"])})
 
     def mean(self) -> Row:
         """Return the seconds of each part in a step."""

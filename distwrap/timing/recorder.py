@@ -73,7 +73,7 @@ class Recorder(RunPart):
         instruments.stopwatch.settle()
         instruments.look()
         self.stop()
-        return [RankTimes.from_dict(told) for told in gather_object(asdict(self._measured(instruments)))]
+        return [RankTimes.from_dict(sent) for sent in gather_object(asdict(self._measured(instruments)))]
 
     def stop(self) -> None:
         """Measure no more, and forget."""
@@ -99,7 +99,7 @@ class Recorder(RunPart):
             process_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             device_memory=kind_of(device).peak_memory(device),
             gradient_bytes=instruments.gradient_bytes,
-            collectives={name: count / steps for name, count in instruments.collectives.items()},
+            waiting_calls={name: count / steps for name, count in instruments.waiting_calls.items()},
             settings=RankSettings(
                 cpus=len(allowed_cpus()),
                 threads=torch.get_num_threads(),

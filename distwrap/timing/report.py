@@ -15,13 +15,14 @@ from distwrap.errors import OptionError
 from distwrap.group.world import current_world, is_rank_zero
 from distwrap.options import switched_on
 from distwrap.stopwatch import Part
-from distwrap.timing.advice import Suggestion, advise
+from distwrap.timing.advice import advise
 from distwrap.timing.analysis import Analysis, analysed
 from distwrap.timing.measured import RankTimes
 from distwrap.timing.recorder import Recorder
+from distwrap.timing.suggestion import Suggestion
 from distwrap.wording import as_size, print_notice
 
-_SINGLE = ("total", "kept")  # figures of a rank that are told as its parts
+_NOT_TOLD = ("total", "kept")  # figures of a rank, of which only the mean is told, as its parts
 _MOST_ROWS = 16  # of a table; of more ranks those are shown that differ most
 
 
@@ -74,7 +75,7 @@ class Report:
             "lags": [{**asdict(lag), "part": lag.part.name.lower()} for lag in found.lags],
             "advice": [asdict(piece) for piece in self.advice],
             "ranks": [
-                {**{k: v for k, v in asdict(rank).items() if k not in _SINGLE}, "parts": _by_name(rank.mean())}
+                {**{k: v for k, v in asdict(rank).items() if k not in _NOT_TOLD}, "parts": _by_name(rank.mean())}
                 for rank in found.ranks
             ],
         }
@@ -82,7 +83,7 @@ class Report:
     def text(self) -> str:
         """Return the report in words."""
         if self._found is None:
-            return "distwrap report: no step was measured; an optimizer must step twice at least"
+            return "distwrap report: no step was measured: an optimizer must step at least twice on every rank"
         return describe(self.figures)
 
     __str__ = text
@@ -104,7 +105,7 @@ def describe(figures: dict[str, Any]) -> str:
     if len(ranks) > 1:
         lines.append(
             f"  {figures['speedup']:.1f} times as fast as one rank alone ({100 * figures['efficiency']:.0f} %), whose "
-            f"step would take {1e3 * figures['alone']:.1f} ms; {_bound(figures)}"
+            f"step would take {1e3 * figures['alone']:.1f} ms; {_rest(figures)}"
         )
     lines += ["", *_table(ranks)]
     advice = figures["advice"]
@@ -112,7 +113,7 @@ def describe(figures: dict[str, Any]) -> str:
         lines += ["", "What to change, and what it brings at most"]
         lines += [f"  {_gain(piece['gain'])}  {piece['text']}" for piece in advice]
     else:
-        lines += ["", "Nothing to change: it is well."]
+        lines += ["", "Nothing to change: all is well."]
     return "\n".join(lines)
 
 
@@ -120,8 +121,8 @@ def _gain(share: float | None) -> str:
     return " " * 5 if share is None else f"{100 * share:3.0f} %"
 
 
-def _bound(figures: dict[str, Any]) -> str:
-    """Say what the rest of a step is."""
+def _rest(figures: dict[str, Any]) -> str:
+    """Return what the rest of a step is, in words."""
     link, waiting = (100 * figures[name] / figures["step"] for name in ("link", "waiting"))
     return f"the exchange takes {link:.0f} % of a step, and waiting for other ranks {waiting:.0f} %"
 
@@ -179,16 +180,16 @@ def report() -> Iterator[Report]:
         recorder.stop()
         raise
     found.fill(recorder.end())
-    show(found)
+    _show(found)
 
 
-def show(found: Report) -> None:
+def _show(found: Report) -> None:
     """Print a report, on rank 0 alone."""
     if is_rank_zero() and not switched_on(os.environ, "DISTWRAP_QUIET"):
         print(found.text(), file=sys.stderr, flush=True)
 
 
-def write(found: Report, path: str) -> None:
+def _write(found: Report, path: str) -> None:
     """Write all figures of a report as JSON, on rank 0 alone; where that fails, say so: the run has not failed."""
     if is_rank_zero():
         try:
@@ -202,7 +203,7 @@ def report_of_run(asked: bool | str) -> Iterator[None]:
     """Measure a whole run within a ``with``, where its options ask for it; every rank enters and leaves it.
 
     Args:
-        asked: the option: whether to, or the path for the figures too.
+        asked: whether to measure it; or the path of a file for the figures.
     """
     if not asked:
         yield
@@ -210,4 +211,4 @@ def report_of_run(asked: bool | str) -> Iterator[None]:
     with report() as found:
         yield
     if isinstance(asked, str):
-        write(found, asked)
+        _write(found, asked)

@@ -23,6 +23,7 @@ from distwrap.errors import OptionError
 from distwrap.group.collectives import broadcast, gather_object
 from distwrap.group.world import RunPart, World, current_world, is_rank_zero, say
 from distwrap.stopwatch import Part, Stopwatch
+from distwrap.timing import output_file
 from distwrap.timing.recorder import Measuring
 from distwrap.wording import named_ranks
 
@@ -47,7 +48,7 @@ def trace(*, steps: range = range(3, 6), path: str | os.PathLike[str] = "trace.j
 
     Args:
         steps: optimizer steps, counted from 0 as the ``with`` begins; the first ones make buffers and connections.
-        path: of the file, which rank 0 writes; compressed where its name ends in ``.gz``.
+        path: of the file, which rank 0 writes, and its folder; compressed where its name ends in ``.gz``.
 
     Raises:
         OptionError: the steps are no range of at least one, the file cannot be written, or a trace is under way; on
@@ -66,16 +67,19 @@ def trace(*, steps: range = range(3, 6), path: str | os.PathLike[str] = "trace.j
         True
     """
     if not isinstance(steps, range) or not steps or steps.step != 1 or steps.start < 0:
-        raise OptionError(f"trace(steps={steps!r}): it is a range of steps, as range(10, 13).")
+        raise OptionError(f"trace(steps={steps!r}): pass a range of steps, as range(10, 13).")
     if not isinstance(path, (str, os.PathLike)):
-        raise OptionError(f"trace(path={path!r}): it is the path of a file.")
+        raise OptionError(f"trace(path={path!r}): pass the path of a file.")
     world = current_world()
     tracer = world.part(_Tracer)
     if tracer.is_on:
-        raise OptionError("trace(): another one is under way, around this.")
+        raise OptionError("trace(): a trace is under way already, around this one.")
     file = Path(path).absolute()
     if problem := gather_object(_problem(file) if is_rank_zero() else "")[0]:
-        raise OptionError(f"trace(path={os.fspath(path)!r}): {problem}.")
+        raise OptionError(
+            f"trace(path={os.fspath(path)!r}) cannot be written: {problem}. "
+            f"Name a file in a folder that can be written."
+        )
     tracer.begin(steps)
     try:
         yield
@@ -114,11 +118,11 @@ class RankTrace(NamedTuple):
 
 def _problem(file: Path) -> str:
     """Return why a file cannot be written; empty where it can."""
-    if file.is_dir():
-        return "it is a folder"
-    if not file.parent.is_dir():
-        return f"there is no folder {file.parent}"
-    return "" if os.access(file if file.exists() else file.parent, os.W_OK) else "it cannot be written"
+    try:
+        output_file.prepare(file)
+    except OSError as error:
+        return str(error)
+    return ""
 
 
 def _write(file: Path, steps: range, ranks: list[RankTrace], traces: Iterator[bytes]) -> None:

@@ -22,7 +22,7 @@ def rank(number: int, rows: list[Row], **more: object) -> RankTimes:
     told: dict[str, object] = {
         "host": f"node{number}", "device": "cpu", "steps": len(rows), "batches": 2, "samples": 8.0,
         "unevenness": 0.2, "queued": 0.0,
-        "process_memory": 10**9, "device_memory": None, "gradient_bytes": 4_000_000, "collectives": {},
+        "process_memory": 10**9, "device_memory": None, "gradient_bytes": 4_000_000, "waiting_calls": {},
         "settings": RankSettings(**{"cpus": 4, "threads": 4, "workers": 0, **settings}),  # type: ignore[arg-type]
     }  # fmt: skip
     total = [sum(column) for column in zip(*rows, strict=True)]
@@ -57,7 +57,7 @@ def test_a_rank_that_is_always_slow() -> None:
     assert (lag.ranks, lag.part, lag.takes_turns) == ([2], Part.BACKWARD, False)
     assert lag.share == pytest.approx(0.020 / 0.087)
     assert lag.slower / lag.usual == pytest.approx(0.5)
-    words = "rank 2 on node2 is 50 % slower in its backward (60.0 ms a step); the others wait 23 % of each step"
+    words = "rank 2 on node2 is 50 % slower in the backward (60.0 ms a step); the others wait 23 % of each step"
     assert advise(found)[0].text.startswith(words)
 
 
@@ -82,6 +82,17 @@ def test_ranks_that_take_turns() -> None:
     assert "length" in advise(found)[0].text
 
 
+@pytest.mark.parametrize(("part", "words"), [("data", "Some batches take longer"), ("own", "longer in some steps")])
+def test_other_parts_of_ranks_that_take_turns(part: str, words: str) -> None:
+    """No rank does anything alone then."""
+    busy = [[healthy() for _ in range(20)] for _ in range(2)]
+    for step in range(20):
+        busy[step % 2][step][Part[part.upper()]] = 0.1
+    text = advise(together(*busy))[0].text
+    assert words in text
+    assert "alone" not in text
+
+
 def test_a_slow_rank_among_ranks_that_take_turns() -> None:
     busy = [
         [
@@ -96,15 +107,15 @@ def test_a_slow_rank_among_ranks_that_take_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "words"),
+    ("part", "named", "words"),
     [
-        ("evaluation", "Let every rank evaluate its share"),
-        ("checkpoint", "background=True"),
-        ("own", "is_rank_zero"),
-        ("data", "num_workers"),
+        ("evaluation", "evaluation", "Let every rank evaluate its share"),
+        ("checkpoint", "checkpoints", "background=True"),
+        ("own", "the loop's own code", "is_rank_zero"),
+        ("data", "waiting for data", "num_workers"),
     ],
 )
-def test_what_one_rank_does_alone(part: str, words: str) -> None:
+def test_what_one_rank_does_alone(part: str, named: str, words: str) -> None:
     busy = [[healthy() for _ in range(20)] for _ in range(2)]
     for step in range(0, 20, 5):
         busy[0][step][Part[part.upper()]] = 0.1
@@ -113,7 +124,7 @@ def test_what_one_rank_does_alone(part: str, words: str) -> None:
     assert (lag.ranks, lag.part, lag.takes_turns) == ([0], Part[part.upper()], False)
     assert lag.share == pytest.approx(0.02 / 0.087)
     text = advise(found)[0].text
-    assert f"rank 0 on node0 spends 20.0 ms a step with {'' if part != 'own' else 'the loop'}" in text
+    assert text.startswith(f"rank 0 on node0 spends 20.0 ms a step on {named}, and the other 0.0 ms; the other waits")
     assert words in text
 
 
@@ -187,7 +198,7 @@ def test_what_all_ranks_wait_for() -> None:
     )
     own = advise(together(*([row(own=0.03, forward=0.03, backward=0.04)] * 5 for _ in range(2))))
     assert own[0].text.startswith("29 % of each step is the loop's own code")
-    called = advise(together(*([healthy()] * 5 for _ in range(2)), collectives={"barrier": 1.0, "gather": 0.01}))
+    called = advise(together(*([healthy()] * 5 for _ in range(2)), waiting_calls={"barrier": 1.0, "gather": 0.01}))
     assert "barrier (1 a step)" in called[0].text
     assert "gather" not in called[0].text
 
@@ -195,7 +206,8 @@ def test_what_all_ranks_wait_for() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"workers": 2}, "with 2 workers: 2 CPUs are left for more of them"),
+        ({"workers": 2}, "with 2 workers: there are CPUs for 2 more;"),
+        ({"workers": 2, "host": "one"}, "with 2 workers: all CPUs are taken"),
         ({"workers": 4}, "all CPUs are taken, so make a sample less work"),
         ({"workers": 4, "pins": False, "device": "cuda:0"}, "pin_memory=True"),
     ],
@@ -213,12 +225,18 @@ def test_a_link_that_is_slow(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "24 % of each step goes to the exchange of 16.0 MB of gradients" in first.text
     assert "accumulate(loader, 4) exchanges a quarter as often (18 % of a step less)" in first.text
     assert "bucket_cap_mb=2" in first.text
-    assert "comm='bf16' would make it a step of 65.0 ms, if its codec cost nothing" in first.text
+    assert "comm='bf16' would make a step take 65.0 ms if its codec cost nothing" in first.text
     assert "doctor --comm --weights 4e+06 --step-ms 65.0" in first.text
     first, *_ = advise(together(*([healthy()] * 5 for _ in range(2))))
-    assert first.text == "24 % of each step goes to the exchange. A larger batch computes more for each."
+    assert "goes to the exchange. A larger batch needs fewer exchanges for as many samples." in first.text
     first, *_ = advise(together(*([healthy()] * 5 for _ in range(2)), gradient_bytes=10**9, bucket_bytes=25 * 2**20))
     assert "bucket_cap_mb" not in first.text
+    monkeypatch.setattr(f"{__name__}.LINK", 0.009)
+    first, *_ = advise(
+        together(*([healthy()] * 5 for _ in range(2)), gradient_bytes=1_200_000, bucket_bytes=25 * 2**20)
+    )
+    assert first.text.startswith("12 % of each step goes to the exchange of 1.2 MB")
+    assert not [name for name in ("comm=", "bucket_cap_mb") if name in first.text]  # which bring nothing here
 
 
 @pytest.mark.parametrize(

@@ -21,8 +21,6 @@ from tests.timing import everywhere, styles
 from tests.timing.everywhere import Attending, Plain, WithoutStatistics
 
 SAME_WAIT = "the same wait as in other cells"
-
-
 PLACES = (("forward", 1), ("backward", 1), ("own", 0))  # a part, and the rank that is slow in it
 
 
@@ -120,7 +118,7 @@ def test_a_slow_rank_in_loops_of_every_style(loop: Callable[[], None]) -> None:
     rank, part = STYLES[loop]
     assert (lag["ranks"], lag["part"], lag["takes_turns"]) == ([rank], part, False), found["ranks"]
     if loop in (styles.in_lockstep, styles.by_a_generator):
-        assert not found["ranks"][0]["collectives"]  # of the loop itself
+        assert not found["ranks"][0]["waiting_calls"]  # of the loop itself
 
 
 @pytest.mark.parametrize("precision", ["fp16", "bf16"])

@@ -27,7 +27,8 @@ from distwrap.network.waiting import wait_until
 from distwrap.supervision.bells import BOARD
 from distwrap.supervision.board import Board
 from distwrap.supervision.hang_report import LEFT
-from distwrap.supervision.live import NAME, Run, Shown, runs
+from distwrap.supervision.live import NAME, Shown
+from distwrap.supervision.runs import Run, runs
 from distwrap.testing import run_ranks
 from tests.limits import INTERPRETERS
 
@@ -237,7 +238,7 @@ def test_where_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen(["sleep", "60"]) as other:
         pid = str(other.pid)
         assert main(["top", pid, "--once"]) == 1
-        assert f"process {pid} is no rank, and has none, on this node" in capsys.readouterr().err
+        assert f"process {pid} belongs to no run of yours on this node. " in capsys.readouterr().err
         other.kill()
     assert main(["where", pid]) == 1
     assert main(["top", pid, "--seconds", "0"]) == 2

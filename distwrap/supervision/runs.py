@@ -1,0 +1,123 @@
+"""Runs of this user that are under way on this node, as `live` shows them; read from another process."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+
+from distwrap.environments.identity import process_status
+from distwrap.network.waiting import wait_until
+from distwrap.supervision.bells import BOARD
+from distwrap.supervision.board import Board
+from distwrap.supervision.live import ANSWER, NAME, Shown
+from distwrap.wording import named_ranks
+
+_ASK_SECONDS = 5.0  # for a rank to ask all others
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run that is under way on this node.
+
+    Attributes:
+        holder: the process that called it, where that has its board; else the first of its ranks.
+        processes: all that have its board, and those that have started them.
+        figures: what each of its ranks here has shown.
+        ranks: how many there are, on all nodes.
+        board: its path.
+    """
+
+    holder: int
+    processes: set[int]
+    figures: list[Shown]
+    ranks: int
+    board: str = ""
+
+    @property
+    def elsewhere(self) -> str:
+        """Words for the ranks that do not show themselves here; empty where all do."""
+        missing = set(range(self.ranks)) - {shown.rank for shown in self.figures}
+        if not missing:
+            return ""
+        return f"{named_ranks(missing)} {'is' if len(missing) == 1 else 'are'} on another node, or not there yet"
+
+
+def runs() -> list[Run]:
+    """Return the runs of this user that are under way on this node, as their ranks have last shown themselves."""
+    boards: dict[tuple[int, int], str] = {}
+    holders: dict[tuple[int, int], list[int]] = {}
+    for process in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))):
+        for path, number in _boards_of(process):
+            boards.setdefault(number, path)
+            holders.setdefault(number, []).append(process)
+    found = []
+    for number, path in boards.items():
+        with suppress(OSError):
+            ranks, figures = _shown_on(path)
+            if figures:
+                above = {process: _above(process) for process in holders[number]}
+                first = next(process for process in above if above[process].isdisjoint(above))
+                found.append(Run(first, set(above).union(*above.values()), figures, ranks, path))
+    return found
+
+
+def _boards_of(process: int) -> list[tuple[str, tuple[int, int]]]:
+    """Return the boards of this user that a process has open, each with its number; none where it is gone."""
+    boards = []
+    with suppress(OSError):
+        for fd in os.listdir(f"/proc/{process}/fd"):
+            path = f"/proc/{process}/fd/{fd}"
+            with suppress(OSError):
+                if os.path.basename(os.readlink(path)).removeprefix("memfd:").startswith(BOARD):
+                    file = os.stat(path)
+                    if file.st_uid == os.geteuid():  # root could read others' too
+                        boards.append((path, (file.st_dev, file.st_ino)))
+    return boards
+
+
+def _above(process: int) -> set[int]:
+    """Return the processes that have started a process, directly or not."""
+    found = set()
+    with suppress(OSError, ValueError):
+        while process := int(process_status(process)[1][1]):
+            found.add(process)
+    return found
+
+
+def where_all_are(run: Run) -> str:
+    """Ask a rank of this node where the ranks of all nodes are; return that, or nothing where it does not answer."""
+    with suppress(OSError):
+        board, _ = _opened(run.board)
+        rank = max(run.figures, key=lambda shown: shown.time).rank
+        before = board.read(rank).get(ANSWER)
+        board.ask(rank)
+        told = wait_until(lambda: board.read(rank).get(ANSWER) not in (None, before), _ASK_SECONDS)
+        return str(board.read(rank)[ANSWER][1]) if told else ""
+    return ""
+
+
+def _opened(path: str) -> tuple[Board, int]:
+    """Return a board, and for how many ranks it is.
+
+    Raises:
+        OSError: it is gone, or no rank has come yet.
+    """
+    fd = os.open(path, os.O_RDWR)
+    try:
+        ranks = Board.ranks_in(os.fstat(fd).st_size)
+        if not ranks:
+            raise FileNotFoundError(path)
+        return Board(fd, ranks, texts=True), ranks
+    finally:
+        os.close(fd)
+
+
+def _shown_on(path: str) -> tuple[int, list[Shown]]:
+    """Return for how many ranks a board is, and what those on it have shown."""
+    board, ranks = _opened(path)
+    found = []
+    for rank in range(ranks):
+        with suppress(TypeError):  # of another version of distwrap
+            found.append(Shown(**board.read(rank).get(NAME, {})))
+    return ranks, found

@@ -1,0 +1,124 @@
+"""Advice on ranks for which the others wait: who they are, in what they are slower, and why."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from statistics import median
+
+from distwrap.stopwatch import Part
+from distwrap.timing.analysis import Analysis, Lag
+from distwrap.timing.suggestion import Suggestion, add_workers, counted, ms, percent
+from distwrap.wording import named_ranks
+
+_ALONE = 4  # times as long as on the others: a part that hardly any other rank has
+_MUCH = 0.5  # of the time by which ranks are late
+_CLEARLY = 0.1  # slower than others
+_WITHOUT_REASON = 0.15  # of a step: processes that do the same differ by up to 10 % by where their memory lies
+_UNEVEN = 0.05  # of the mean size of a batch
+_PART_IN_WORDS = {  # but the exchange, in which the others wait
+    Part.DATA: "waiting for data",
+    Part.FORWARD: "the forward",
+    Part.BACKWARD: "the backward",
+    Part.OPTIMIZER: "the optimizer",
+    Part.CHECKPOINT: "checkpoints",
+    Part.EVALUATION: "evaluation",
+    Part.OWN: "the loop's own code",
+}
+
+_LOOK_AT_TURNS = "Look at what takes longer in some steps than in others, and at what else runs on these nodes."
+_LOOK_AT_RANK = "Look at what else runs on its node, and at what is computed there alone."
+
+
+def on_lags(found: Analysis) -> Iterator[Suggestion]:
+    """Yield advice on each lag; none on a short one for which no reason is seen."""
+    for lag in found.lags:
+        # Evaluation that is shared takes its part of the time on every rank.
+        gain = lag.share * (1 - 1 / len(found.ranks)) if lag.part is Part.EVALUATION else lag.share
+        cure_of = _cure_of_turns if lag.takes_turns else _cure_of_slow_ranks
+        cure = _cure_of_part(lag) or cure_of(found, lag)
+        if not cure and lag.share >= _WITHOUT_REASON:
+            cure = _LOOK_AT_TURNS if lag.takes_turns else _LOOK_AT_RANK
+        if cure:
+            yield Suggestion(f"{_seen(found, lag)}. {cure}", gain)
+
+
+def _seen(found: Analysis, lag: Lag) -> str:
+    wait = f"{percent(lag.share)} of each step"
+    part = _PART_IN_WORDS[lag.part]
+    if lag.takes_turns:
+        return (
+            f"the ranks wait {wait} for each other, in turns: {part} takes {ms(lag.usual)} on average and "
+            f"{ms(lag.slower)} longer on the rank that is last"
+        )
+    who = f"{named_ranks(lag.ranks)} on {', '.join(sorted({found.by_number[rank].host for rank in lag.ranks}))}"
+    one, others = len(lag.ranks) == 1, len(found.ranks) - len(lag.ranks)
+    rest = "the others" if others > 1 else "the other"
+    if lag.slower > (_ALONE - 1) * lag.usual:
+        how = f"spend{'s' * one} {ms(lag.usual + lag.slower)} a step on {part}, and {rest} {ms(lag.usual)}"
+    else:
+        how = (
+            f"{'is' if one else 'are'} {percent(lag.slower / lag.usual)} slower in {part} "
+            f"({ms(lag.usual + lag.slower)} a step)"
+        )
+    return f"{who} {how}; {rest} wait{'s' * (others == 1)} {wait}"
+
+
+def _cure_of_part(lag: Lag) -> str:
+    """Return what to do about a part that no rank needs to do alone; empty for other parts."""
+    if lag.part is Part.EVALUATION:
+        return "Let every rank evaluate its share: shard_loader(loader) for the evaluation too, and gather or mean."
+    if lag.part is Part.CHECKPOINT:
+        return "save(..., background=True) writes in a thread."
+    return ""
+
+
+def _cure_of_turns(found: Analysis, lag: Lag) -> str:
+    """Return what to do where another rank is late at each step; empty where no reason is seen."""
+    queued = [rank.queued for rank in found.ranks if rank.queued is not None]
+    if queued and (mean := sum(queued) / len(queued)) > _MUCH * lag.slower:
+        return f"The ranks wait {ms(mean)} of each step for a CPU: other programs use them too."
+    uneven = max(rank.unevenness for rank in found.ranks)
+    if lag.part in (Part.FORWARD, Part.BACKWARD) and uneven > _UNEVEN:
+        return (
+            f"The batches' sizes differ by {percent(uneven)}. "
+            "Let samples of like length come together (sorted within windows), or give each batch as many tokens."
+        )
+    return f"Some batches take longer to read. {_read_ahead(found, lag)}" if lag.part is Part.DATA else ""
+
+
+def _cure_of_slow_ranks(found: Analysis, lag: Lag) -> str:
+    """Return what to do about ranks that are always late; empty where no reason is seen."""
+    if lag.part is Part.DATA:
+        return f"Look at where its data come from. {_read_ahead(found, lag)}"
+    if lag.part is Part.OWN:
+        return "Look at what the loop does there alone, as under `if is_rank_zero()`."
+    return " ".join(_why_slow(found, lag))
+
+
+def _read_ahead(found: Analysis, lag: Lag) -> str:
+    if any(found.by_number[rank].settings.workers for rank in lag.ranks):
+        return "More workers, or a larger prefetch_factor, even out what takes long now and then."
+    return add_workers(found)
+
+
+def _why_slow(found: Analysis, lag: Lag) -> Iterator[str]:
+    """Yield in what a rank that computes more slowly differs from the others."""
+    slow = found.by_number[lag.ranks[0]]
+    others = [rank for rank in found.ranks if rank.rank not in lag.ranks]
+    mine, theirs = slow.settings, [rank.settings for rank in others]
+    if mine.cpus < (cpus := median(each.cpus for each in theirs)):
+        yield f"It may run on {counted(mine.cpus, 'CPU')}, and the others on {cpus:.0f}: give it as many."
+    if mine.threads < (threads := median(each.threads for each in theirs)):
+        yield f"It computes with {counted(mine.threads, 'thread')}, and the others with {threads:.0f}."
+    processors = {each.processor for each in theirs}
+    if len(processors) == 1 and mine.processor not in processors:
+        yield f"It computes on {mine.processor}, and the others on {theirs[0].processor}."
+    clocks = [each.clock for each in theirs if each.clock]
+    if mine.clock and clocks and mine.clock < (1 - _CLEARLY) * median(clocks):
+        yield f"Its CPUs run at {mine.clock:.0f} MHz, and the others' at {median(clocks):.0f}."
+    queued = [rank.queued for rank in others if rank.queued is not None]
+    if slow.queued is not None and queued and (more := slow.queued - median(queued)) > _MUCH * lag.slower:
+        yield (
+            f"{ms(more)} of that it waited for a CPU that other programs used, or its own threads, if there are more "
+            f"of these than CPUs: look at what else runs there."
+        )
