@@ -22,11 +22,12 @@ def add_arguments(commands: Any) -> None:
         "top",
         help="a table of the ranks that are running here, again and again",
         description="Shows the ranks of your runs on this node: where each is, how fast, how much it waits. Under "
-        "Slurm: srun --overlap --jobid JOB python -m distwrap top --once. Exit code: 1 where nothing runs.",
+        "Slurm: srun --overlap --jobid JOB python -m distwrap top --once. Ctrl-C ends it, not the run. "
+        "Exit code: 1 where nothing runs.",
     )
     _add_pid(top)
     top.add_argument("--once", action="store_true", help="print one table, and end")
-    top.add_argument("--seconds", type=float, default=2.0, help="between two tables; by default 2")
+    top.add_argument("--seconds", type=float, default=2.0, help="how long to wait between two tables; by default 2")
     top.set_defaults(run=run_top)
     where: argparse.ArgumentParser = commands.add_parser(
         "where",
@@ -39,7 +40,9 @@ def add_arguments(commands: Any) -> None:
 
 
 def _add_pid(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("pid", nargs="?", type=int, help="of the program, or of a rank; by default all runs of yours")
+    parser.add_argument(
+        "pid", nargs="?", type=int, help="process id of the program, or of a rank; by default all runs of yours"
+    )
 
 
 def run_top(given: argparse.Namespace) -> int:
@@ -82,8 +85,13 @@ def _found(pid: int | None) -> list[Run]:
 
 
 def _nothing(pid: int | None) -> int:
-    what = "no run of yours is on this node" if pid is None else f"process {pid} is no rank, and has none, on this node"
-    print(f"distwrap: {what}, or it has just begun, or is of one process, which shows nothing.", file=sys.stderr)
+    what = "no run of yours is on this node"
+    if pid is not None:
+        what = f"process {pid} is no rank on this node, and has started none"
+    print(
+        f"distwrap: {what}. Runs show themselves some moments after their start, if of two ranks or more.",
+        file=sys.stderr,
+    )
     return 1
 
 

@@ -61,13 +61,14 @@ def _on_lags(found: Analysis) -> Iterator[Suggestion]:
 def _seen(found: Analysis, lag: Lag) -> str:
     wait = f"{_percent(lag.share)} of each step"
     part = PART_IN_WORDS[lag.part]
+    others = "the others wait" if len(found.ranks) > 2 else "the other waits"
     if lag.takes_turns:
+        name = part.replace("its ", "the ")
         return (
-            f"the ranks wait {wait} for each other, in turns: {part} takes {_ms(lag.usual)} on average and "
-            f"{_ms(lag.slower)} longer on the rank that is last"
+            f"the ranks are last in turns, and {others} {wait} for the one that is: {name} takes {_ms(lag.usual)} on "
+            f"average, and {_ms(lag.slower)} longer on the rank that is last"
         )
     who = f"{named_ranks(lag.ranks)} on {', '.join(sorted({found.by_number[rank].host for rank in lag.ranks}))}"
-    others = "the others wait" if len(found.ranks) > 2 else "the other waits"
     if lag.slower > (_ALONE - 1) * lag.usual:
         how = f"spends {_ms(lag.usual + lag.slower)} a step with {part}, and the others {_ms(lag.usual)}"
     else:
@@ -81,20 +82,27 @@ def _cure(found: Analysis, lag: Lag) -> str:
         return "Let every rank evaluate its share: shard_loader(loader) for the evaluation too, and gather or mean."
     if lag.part is Part.CHECKPOINT:
         return "save(..., background=True) writes in a thread."
-    if lag.takes_turns and _queued(found) > _HALF * lag.slower:
-        return f"The ranks wait {_ms(_queued(found))} of each step for a CPU: other programs use them too."
-    uneven = max(rank.unevenness for rank in found.ranks)
-    if lag.takes_turns and lag.part in (Part.FORWARD, Part.BACKWARD) and uneven > _UNEVEN:
-        return (
-            f"The batches' sizes differ by {_percent(uneven)}. "
-            "Let samples of like length come together (sorted within windows), or give each batch as many tokens."
-        )
+    turns = " ".join(_why_in_turns(found, lag)) if lag.takes_turns else ""
+    if turns:
+        return turns
     if lag.part is Part.DATA:
         has_workers = any(found.by_number[rank].settings.workers for rank in lag.ranks)
         return f"Look at what its data come from. {_MORE_AHEAD if has_workers else _reads_ahead(found)}"
     if lag.part is Part.OWN:
         return "Look at what the loop does there alone, as under `if is_rank_zero()`."
     return "" if lag.takes_turns else " ".join(_why_slow(found, lag))
+
+
+def _why_in_turns(found: Analysis, lag: Lag) -> Iterator[str]:
+    """Say what makes now this rank late and now that one; both where both are seen."""
+    uneven = max(rank.unevenness for rank in found.ranks)
+    if lag.part in (Part.FORWARD, Part.BACKWARD) and uneven > _UNEVEN:
+        yield (
+            f"The batches' sizes differ by {_percent(uneven)}. "
+            "Let samples of like length come together (sorted within windows), or give each batch as many tokens."
+        )
+    if _queued(found) > _HALF * lag.slower:
+        yield f"Each rank waits {_ms(_queued(found))} of a step for a free CPU: other programs use them too."
 
 
 def _why_slow(found: Analysis, lag: Lag) -> Iterator[str]:
@@ -114,8 +122,8 @@ def _why_slow(found: Analysis, lag: Lag) -> Iterator[str]:
     queued = [rank.queued for rank in others if rank.queued is not None]
     if slow.queued is not None and queued and (more := slow.queued - median(queued)) > _HALF * lag.slower:
         yield (
-            f"{_ms(more)} of that it waited for a CPU that other programs used, or more threads than it has CPUs: look "
-            f"at what else runs there."
+            f"For {_ms(more)} of that it waited for a CPU that other programs used, or its own threads, if it has more "
+            f"of them than CPUs: look at what else runs there."
         )
 
 
@@ -232,10 +240,11 @@ def _on_queues(found: Analysis) -> Iterator[Suggestion]:
     """Advise on CPUs on which too many compute."""
     share = min(rank.queued or 0.0 for rank in found.ranks) / found.step
     settings = found.ranks[0].settings
+    others = ", which the other ranks there use too" if len(found.ranks) > 1 else ""
     yield Suggestion(
-        f"every rank waits {_percent(share)} of each step for a CPU. Rank 0 computes with "
+        f"every rank waits {_percent(share)} of each step for a free CPU. Rank 0 computes with "
         f"{_count(settings.threads, 'thread')}, reads with {_count(settings.workers or 0, 'worker')} and may run on "
-        f"{_count(settings.cpus, 'CPU')}, with the other ranks there: fewer of these, or of other programs.",
+        f"{_count(settings.cpus, 'CPU')}{others}. Run fewer threads, workers, ranks or other programs on them.",
         share,
     )
 

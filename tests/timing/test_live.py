@@ -237,7 +237,7 @@ def test_where_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen(["sleep", "60"]) as other:
         pid = str(other.pid)
         assert main(["top", pid, "--once"]) == 1
-        assert f"process {pid} is no rank, and has none, on this node" in capsys.readouterr().err
+        assert f"process {pid} is no rank on this node, and has started none" in capsys.readouterr().err
         other.kill()
     assert main(["where", pid]) == 1
     assert main(["top", pid, "--seconds", "0"]) == 2
