@@ -9,6 +9,8 @@ from typing import Any
 from distwrap.timing.picture import draw
 from distwrap.timing.report import describe
 
+_HOW = "A run with @distributed(report='times.json') or DISTWRAP_REPORT=times.json writes a report to times.json."
+
 
 def add_arguments(commands: Any) -> None:
     """Add the command and its options to the command line."""
@@ -19,7 +21,7 @@ def add_arguments(commands: Any) -> None:
         "DISTWRAP_REPORT=times.json.",
     )
     parser.add_argument("file", type=Path, help="the file that the run has written")
-    parser.add_argument("--plot", metavar="FILE.png", help="draw a bar for each rank (needs matplotlib)")
+    parser.add_argument("--plot", metavar="FILE.png", help="also draw it, a bar for each rank (needs matplotlib)")
     parser.set_defaults(run=run)
 
 
@@ -28,21 +30,25 @@ def run(given: argparse.Namespace) -> int:
     try:
         figures = json.loads(given.file.read_text())
         text = describe(figures)
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
-        print(
-            f"distwrap report: {given.file} holds no report ({type(error).__name__}: {error}). "
-            f"A run with DISTWRAP_REPORT=times.json writes one.",
-            file=sys.stderr,
-        )
-        return 2
+    except OSError as error:
+        return _failed(f"{given.file} cannot be read: {error.strerror}. {_HOW}")
+    except (ValueError, KeyError, TypeError):
+        return _failed(f"{given.file} is no report. {_HOW}")
     print(text)
+    if not figures:
+        return 1
     if given.plot:
         try:
             draw(figures, given.plot)
         except ImportError:
-            print("distwrap report: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
-            return 2
-        except (OSError, ValueError) as error:
-            print(f"distwrap report: {given.plot} cannot be drawn: {error}", file=sys.stderr)
-            return 2
+            return _failed("--plot needs matplotlib: pip install matplotlib")
+        except OSError as error:
+            return _failed(f"{given.plot} cannot be written: {error.strerror}. Name a file in a folder that exists.")
+        except ValueError as error:
+            return _failed(f"{given.plot} cannot be drawn: {error}. A name that ends in .png will do.")
     return 0
+
+
+def _failed(why: str) -> int:
+    print(f"distwrap report: {why}", file=sys.stderr)
+    return 2

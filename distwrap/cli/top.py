@@ -23,11 +23,12 @@ def add_arguments(commands: Any) -> None:
         "top",
         help="a table of the ranks that are running here, again and again",
         description="Shows the ranks of your runs on this node: where each is, how fast, how much it waits. Under "
-        "Slurm: srun --overlap --jobid JOB python -m distwrap top --once. Exit code: 1 where nothing runs.",
+        "Slurm: srun --overlap --jobid JOB python -m distwrap top --once. Ctrl-C ends it, not the run. "
+        "Exit code: 1 where nothing runs.",
     )
     _add_pid(top)
     top.add_argument("--once", action="store_true", help="print one table, and end")
-    top.add_argument("--seconds", type=float, default=2.0, help="between two tables; by default 2")
+    top.add_argument("--seconds", type=float, default=2.0, help="how long to wait between two tables; by default 2")
     top.set_defaults(run=run_top)
     where: argparse.ArgumentParser = commands.add_parser(
         "where",
@@ -40,7 +41,9 @@ def add_arguments(commands: Any) -> None:
 
 
 def _add_pid(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("pid", nargs="?", type=int, help="of the program, or of a rank; by default all runs of yours")
+    parser.add_argument(
+        "pid", nargs="?", type=int, help="process id of the program, or of a rank; by default all runs of yours"
+    )
 
 
 def run_top(given: argparse.Namespace) -> int:
@@ -84,7 +87,10 @@ def _found(pid: int | None) -> list[Run]:
 
 def _nothing(pid: int | None) -> int:
     what = "no run of yours is" if pid is None else f"process {pid} belongs to no run of yours"
-    print(f"distwrap: {what} on this node. One that has just begun, or of one process, is not shown.", file=sys.stderr)
+    print(
+        f"distwrap: {what} on this node. Runs show themselves some moments after their start, if of two ranks or more.",
+        file=sys.stderr,
+    )
     return 1
 
 

@@ -122,10 +122,11 @@ def _on_queues(found: Analysis) -> Iterator[Suggestion]:
     """Advise on threads that wait for a CPU on every rank."""
     share = min(rank.queued or 0.0 for rank in found.ranks) / found.step
     settings = found.ranks[0].settings
+    others = ", which the other ranks there use too" if len(found.ranks) > 1 else ""
     yield Suggestion(
-        f"every rank waits {percent(share)} of each step for a CPU. Rank 0 computes with "
+        f"every rank waits {percent(share)} of each step for a free CPU. Rank 0 computes with "
         f"{counted(settings.threads, 'thread')}, reads with {counted(settings.workers or 0, 'worker')} and may run on "
-        f"{counted(settings.cpus, 'CPU')}: use fewer threads, workers or ranks there, or end other programs.",
+        f"{counted(settings.cpus, 'CPU')}{others}. Run fewer threads, workers, ranks or other programs on them.",
         share,
     )
 

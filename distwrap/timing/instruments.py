@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -62,7 +63,8 @@ class Instruments:
         self._queued_before: float | None = None
         self._in_step: dict[int, float] = {}  # samples that each model has trained on in this step
         self.samples = 0.0
-        self._sizes = (0, 0.0, 0.0)  # of the batches: how many, the sum of their elements, and that of the squares
+        # Of the batches of each model: how many, the sum of their elements, and that of the squares.
+        self._sizes: dict[int, tuple[int, float, float]] = {}
         self.gradient_bytes = 0
         self.settings: dict[str, Any] = {}
         self.waiting_calls: Counter[str] = Counter()
@@ -101,7 +103,7 @@ class Instruments:
     def count_from_here(self) -> None:
         """Forget what was counted of steps before."""
         self.samples = 0.0
-        self._sizes = (0, 0.0, 0.0)
+        self._sizes.clear()
         self._in_step.clear()
         self.waiting_calls.clear()
         self._queued_before = queued_seconds()
@@ -112,9 +114,12 @@ class Instruments:
         return None if now is None or before is None else now - before
 
     def unevenness(self) -> float:
-        """Return the standard deviation of the number of elements in a batch, as a share of the mean."""
-        count, whole, squares = self._sizes
-        return max(0.0, squares * count / whole**2 - 1) ** 0.5 if whole else 0.0
+        """Return the standard deviation of the number of elements in a batch, as a share of the mean.
+
+        It is that of the model whose batches differ most: those of a generator and of its critic are not alike.
+        """
+        each = (squares * count / whole**2 - 1 for count, whole, squares in self._sizes.values() if whole)
+        return math.sqrt(max(0.0, *each, 0.0))
 
     def look(self) -> None:
         """Note the size and the settings of the models now: none of them may be left when the loop has ended."""
@@ -231,8 +236,8 @@ class Instruments:
 
     def _count(self, model: int, samples: int, elements: int) -> None:
         self._in_step[model] = self._in_step.get(model, 0.0) + self._share * samples
-        count, whole, squares = self._sizes
-        self._sizes = (count + 1, whole + elements, squares + elements**2)
+        count, whole, squares = self._sizes.get(model, (0, 0.0, 0.0))
+        self._sizes[model] = (count + 1, whole + elements, squares + elements**2)
 
     def _end_forward(self, part: Part | None) -> None:
         if part is not None:

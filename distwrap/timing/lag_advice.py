@@ -34,8 +34,8 @@ def on_lags(found: Analysis) -> Iterator[Suggestion]:
     for lag in found.lags:
         # Evaluation that is shared takes its part of the time on every rank.
         gain = lag.share * (1 - 1 / len(found.ranks)) if lag.part is Part.EVALUATION else lag.share
-        cure_of = _cure_of_turns if lag.takes_turns else _cure_of_slow_ranks
-        cure = _cure_of_part(lag) or cure_of(found, lag)
+        why = _why_in_turns if lag.takes_turns else _why_always
+        cure = _cure_of_part(lag) or " ".join(why(found, lag))
         if not cure and lag.share >= _WITHOUT_REASON:
             cure = _LOOK_AT_TURNS if lag.takes_turns else _LOOK_AT_RANK
         if cure:
@@ -46,9 +46,10 @@ def _seen(found: Analysis, lag: Lag) -> str:
     wait = f"{percent(lag.share)} of each step"
     part = _PART_IN_WORDS[lag.part]
     if lag.takes_turns:
+        rest = "the others wait" if len(found.ranks) > 2 else "the other waits"
         return (
-            f"the ranks wait {wait} for each other, in turns: {part} takes {ms(lag.usual)} on average and "
-            f"{ms(lag.slower)} longer on the rank that is last"
+            f"the ranks are last in turns, and {rest} {wait} for the one that is: {part} takes {ms(lag.usual)} on "
+            f"average, and {ms(lag.slower)} longer on the rank that is last"
         )
     who = f"{named_ranks(lag.ranks)} on {', '.join(sorted({found.by_number[rank].host for rank in lag.ranks}))}"
     one, others = len(lag.ranks) == 1, len(found.ranks) - len(lag.ranks)
@@ -72,27 +73,29 @@ def _cure_of_part(lag: Lag) -> str:
     return ""
 
 
-def _cure_of_turns(found: Analysis, lag: Lag) -> str:
-    """Return what to do where another rank is late at each step; empty where no reason is seen."""
-    queued = [rank.queued for rank in found.ranks if rank.queued is not None]
-    if queued and (mean := sum(queued) / len(queued)) > _MUCH * lag.slower:
-        return f"The ranks wait {ms(mean)} of each step for a CPU: other programs use them too."
+def _why_in_turns(found: Analysis, lag: Lag) -> Iterator[str]:
+    """Yield what makes another rank late at each step, and what to do about it."""
     uneven = max(rank.unevenness for rank in found.ranks)
     if lag.part in (Part.FORWARD, Part.BACKWARD) and uneven > _UNEVEN:
-        return (
+        yield (
             f"The batches' sizes differ by {percent(uneven)}. "
             "Let samples of like length come together (sorted within windows), or give each batch as many tokens."
         )
-    return f"Some batches take longer to read. {_read_ahead(found, lag)}" if lag.part is Part.DATA else ""
+    queued = [rank.queued for rank in found.ranks if rank.queued is not None]
+    if queued and (mean := sum(queued) / len(queued)) > _MUCH * lag.slower:
+        yield f"Each rank waits {ms(mean)} of a step for a free CPU: other programs use them too."
+    elif lag.part is Part.DATA:
+        yield f"Some batches take longer to read. {_read_ahead(found, lag)}"
 
 
-def _cure_of_slow_ranks(found: Analysis, lag: Lag) -> str:
-    """Return what to do about ranks that are always late; empty where no reason is seen."""
+def _why_always(found: Analysis, lag: Lag) -> Iterator[str]:
+    """Yield what makes ranks late at every step, and what to do about it."""
     if lag.part is Part.DATA:
-        return f"Look at where its data come from. {_read_ahead(found, lag)}"
-    if lag.part is Part.OWN:
-        return "Look at what the loop does there alone, as under `if is_rank_zero()`."
-    return " ".join(_why_slow(found, lag))
+        yield f"Look at where its data come from. {_read_ahead(found, lag)}"
+    elif lag.part is Part.OWN:
+        yield "Look at what the loop does there alone, as under `if is_rank_zero()`."
+    else:
+        yield from _why_slow(found, lag)
 
 
 def _read_ahead(found: Analysis, lag: Lag) -> str:
@@ -119,6 +122,6 @@ def _why_slow(found: Analysis, lag: Lag) -> Iterator[str]:
     queued = [rank.queued for rank in others if rank.queued is not None]
     if slow.queued is not None and queued and (more := slow.queued - median(queued)) > _MUCH * lag.slower:
         yield (
-            f"{ms(more)} of that it waited for a CPU that other programs used, or its own threads, if there are more "
-            f"of these than CPUs: look at what else runs there."
+            f"For {ms(more)} of that it waited for a CPU that other programs used, or its own threads, if it has more "
+            f"of them than CPUs: look at what else runs there."
         )

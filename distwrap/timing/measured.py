@@ -90,7 +90,8 @@ class RankTimes:
         kept: seconds of each `Part` in some single steps, by number.
         batches: on how many batches the ranks train at a time; fewer than there are ranks where these share some.
         samples: how many samples its models trained on in a step, on average.
-        unevenness: the standard deviation of the number of elements in its batches, as a share of the mean.
+        unevenness: the standard deviation of the number of elements in a model's batches, as a share of the mean; of
+            several models, where it is largest.
         queued: seconds of a step in which it could have computed, and other programs had its CPUs; ``None`` where the
             system does not tell.
         process_memory: the most bytes that its process has held.

@@ -15,7 +15,7 @@ _COLOURS = {
     "evaluation": "tab:purple",
     "own": "tab:olive",
 }
-_NAMES = {"own": "own code", "waiting": "waiting for other ranks", "exchange": "exchange, for the network"}
+_NAMES = {"own": "own code", "waiting": "waiting for other ranks", "exchange": "the exchange itself"}
 _MOST_BARS = 64
 
 
@@ -28,6 +28,8 @@ def draw(figures: dict[str, Any], path: str) -> None:
 
     Raises:
         ImportError: matplotlib is not installed.
+        OSError: the file cannot be written.
+        ValueError: matplotlib draws no file with this suffix.
     """
     import matplotlib
 
@@ -45,10 +47,10 @@ def draw(figures: dict[str, Any], path: str) -> None:
     axes.set_yticks(range(len(ranks)), [f"rank {rank['rank']}, {rank['host']}" for rank in ranks])
     axes.invert_yaxis()
     axes.set_xlabel("milliseconds of a step")
-    axes.set_title(
-        f"{figures['steps']} steps on {len(figures['ranks'])} rank(s): "
-        f"{figures['speedup']:.1f} times as fast as one alone"
-    )
+    title = f"{figures['steps']} steps on {len(figures['ranks'])} rank(s)"
+    if len(figures["ranks"]) > 1:
+        title += f": {figures['speedup']:.1f} times as fast as one alone"
+    axes.set_title(title)
     axes.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=120)

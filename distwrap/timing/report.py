@@ -48,10 +48,12 @@ class Report:
 
     def __init__(self) -> None:
         self._found: Analysis | None = None
+        self._has_ended = False
         self.advice: list[Suggestion] = []
 
     def fill(self, ranks: list[RankTimes]) -> None:
         """Take what all ranks have measured."""
+        self._has_ended = True
         if all(rank.steps for rank in ranks):
             self._found = analysed(ranks)
             self.advice = advise(self._found)
@@ -82,8 +84,8 @@ class Report:
 
     def text(self) -> str:
         """Return the report in words."""
-        if self._found is None:
-            return "distwrap report: no step was measured: an optimizer must step at least twice on every rank"
+        if not self._has_ended:
+            return "distwrap report: empty until its `with` has ended without an error. Look at it after the block."
         return describe(self.figures)
 
     __str__ = text
@@ -94,7 +96,12 @@ def _by_name(row: list[float]) -> dict[str, float]:
 
 
 def describe(figures: dict[str, Any]) -> str:
-    """Describe a report's figures in a table and sentences."""
+    """Describe a report's figures in a table and sentences; say so where there are none."""
+    if figures == {}:
+        return (
+            "distwrap report: no step was measured. A step goes from one optimizer.step() to the next, so every rank's "
+            "loop must call it twice at least."
+        )
     ranks = figures["ranks"]
     step, sizes = figures["step"], [rank["gradient_bytes"] for rank in ranks]
     head = (
@@ -104,9 +111,10 @@ def describe(figures: dict[str, Any]) -> str:
     lines = [head]
     if len(ranks) > 1:
         lines.append(
-            f"  {figures['speedup']:.1f} times as fast as one rank alone ({100 * figures['efficiency']:.0f} %), whose "
-            f"step would take {1e3 * figures['alone']:.1f} ms; {_rest(figures)}"
+            f"  {figures['speedup']:.1f} times as fast as one rank alone, whose step would take "
+            f"{1e3 * figures['alone']:.1f} ms: {100 * figures['efficiency']:.0f} % of what {len(ranks)} ranks could do"
         )
+        lines.append(f"  {_rest(figures)}")
     lines += ["", *_table(ranks)]
     advice = figures["advice"]
     if advice:
@@ -124,7 +132,7 @@ def _gain(share: float | None) -> str:
 def _rest(figures: dict[str, Any]) -> str:
     """Return what the rest of a step is, in words."""
     link, waiting = (100 * figures[name] / figures["step"] for name in ("link", "waiting"))
-    return f"the exchange takes {link:.0f} % of a step, and waiting for other ranks {waiting:.0f} %"
+    return f"exchange: {link:.0f} % of a step for the exchange itself, and {waiting:.0f} % waiting for other ranks"
 
 
 def _table(ranks: list[dict[str, Any]]) -> list[str]:

@@ -67,9 +67,11 @@ def trace(*, steps: range = range(3, 6), path: str | os.PathLike[str] = "trace.j
         True
     """
     if not isinstance(steps, range) or not steps or steps.step != 1 or steps.start < 0:
-        raise OptionError(f"trace(steps={steps!r}): pass a range of steps, as range(10, 13).")
+        raise OptionError(
+            f"trace(steps={steps!r}): it must be a range of steps that follow each other, such as range(10, 13)."
+        )
     if not isinstance(path, (str, os.PathLike)):
-        raise OptionError(f"trace(path={path!r}): pass the path of a file.")
+        raise OptionError(f"trace(path={path!r}): it must be the path of a file.")
     world = current_world()
     tracer = world.part(_Tracer)
     if tracer.is_on:
@@ -130,7 +132,8 @@ def _write(file: Path, steps: range, ranks: list[RankTrace], traces: Iterator[by
     wanted = f"{steps.start} to {steps.stop - 1}"
     traced = [each for each in ranks if each.is_there]
     if not traced:
-        say(f"trace(): the loop took {ranks[0].taken} step(s), and none of {wanted}: no file")
+        taken = f"the loop took {ranks[0].taken} step(s), which count from 0"
+        say(f"trace(): no file is written: {taken}, and none of {wanted}")
         return
     fewest = min(ranks, key=lambda each: each.taken)
     if fewest.taken < steps.stop:
@@ -139,6 +142,7 @@ def _write(file: Path, steps: range, ranks: list[RankTrace], traces: Iterator[by
     with gzip.open(file, "wt", 6) if file.suffix == ".gz" else open(file, "w") as out:
         for text in merged(traced, traces):
             out.write(text)
+    say(f"trace(): {file} is written; open it in https://ui.perfetto.dev")
 
 
 class _Tracer(RunPart):

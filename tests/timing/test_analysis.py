@@ -263,7 +263,9 @@ def test_cpus_that_are_shared() -> None:
     assert first.gain == pytest.approx(0.02 / 0.067)
     assert "computes with 4 threads, reads with 3 workers and may run on 4 CPUs" in first.text
     busy = [[healthy(forward=0.04 if (number + step) % 2 else 0.02) for step in range(20)] for number in range(2)]
-    assert any("other programs use them too" in piece.text for piece in advise(together(*busy, queued=0.01)))
+    (turns,) = [piece.text for piece in advise(together(*busy, queued=0.01)) if "in turns" in piece.text]
+    assert "other programs use them too" in turns
+    assert "sizes differ by 20 %" in turns, "which other programs do not hide"
 
 
 def test_ranks_that_share_a_batch() -> None:

@@ -248,24 +248,43 @@ def test_a_report_that_is_no_path(wrong: Any, monkeypatch: pytest.MonkeyPatch) -
             dw.distributed(nprocs=2)(pytest.fail)("ran")
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"ranks": 1, "step": 2}', "\0"])
+@pytest.mark.parametrize("text", ["", "[]", "[1]", '{"ranks": 1, "step": 2}', "\0"])
 def test_a_file_that_holds_no_report(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "times.json").write_text(text)
     assert main(["report", str(tmp_path / "times.json")]) == 2
     assert main(["report", str(tmp_path / "none.json")]) == 2
-    assert capsys.readouterr().err.count("holds no report") == 2
+    said = capsys.readouterr().err
+    assert "times.json is no report. A run with" in said
+    assert "none.json cannot be read: No such file or directory. A run with" in said
 
 
-@pytest.mark.parametrize("picture", ["times.nonsense", "nowhere/times.png"])
-def test_a_picture_that_cannot_be_drawn(picture: str, tmp_path: Path) -> None:
+def test_a_run_in_which_no_optimizer_stepped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its file says so, and nothing is drawn."""
+    dw.distributed(nprocs=1, report=tmp_path / "times.json")(lambda: None)()
+    assert main(["report", str(tmp_path / "times.json"), "--plot", str(tmp_path / "times.png")]) == 1
+    assert "no step was measured. A step goes from one optimizer.step() to the next" in capsys.readouterr().out
+    assert not (tmp_path / "times.png").exists()
+
+
+def test_a_report_that_is_read_too_early() -> None:
     with dw.report() as found:
         loops.train()
-    (tmp_path / "times.json").write_text(json.dumps(found.figures))
-    command = [sys.executable, "-m", "distwrap", "report", "times.json", "--plot", picture]
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
-    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=100)
+        assert "empty until its `with` has ended" in str(found)
+    assert str(found).startswith("distwrap report: ")
+    assert "as fast as one rank alone" not in str(found), "one rank is compared with none"
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("none/times.png", "cannot be written: No such file"), ("times.txt", "ends in .png will do")]
+)
+def test_a_picture_that_cannot_be_drawn(name: str, words: str, tmp_path: Path) -> None:
+    dw.distributed(nprocs=1, report=tmp_path / "times.json")(loops.train)()
+    drawn = [sys.executable, "-m", "distwrap", "report", "times.json", "--plot", name]
+    env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    done = subprocess.run(drawn, capture_output=True, text=True, timeout=100, cwd=tmp_path, env=env, check=False)
     assert done.returncode == 2
-    assert done.stderr.startswith(f"distwrap report: {picture} cannot be drawn: ")
+    assert done.stderr.startswith(f"distwrap report: {name} cannot be ")
+    assert words in done.stderr
 
 
 def test_models_that_are_gone() -> None:
@@ -273,3 +292,22 @@ def test_models_that_are_gone() -> None:
     found = measured(lambda: loops.train() and None)
     assert found["ranks"][0]["gradient_bytes"] == 4 * (8 * 16 + 16 + 16 + 1)
     assert found["ranks"][0]["settings"]["bucket_bytes"]
+
+
+def test_models_of_unlike_inputs_have_even_batches() -> None:
+    """As a generator and its critic, each with batches that are all alike."""
+    generator, critic = torch.nn.Linear(2, 64), torch.nn.Linear(64, 1)
+
+    @dw.distributed(nprocs=1)
+    def train(longest: int) -> float:
+        models = [dw.wrap_model(model) for model in (generator, critic)]
+        optimizer = torch.optim.SGD([p for model in models for p in model.parameters()], lr=0.1)
+        with dw.report() as found:
+            for step in range(5):
+                fake = models[0](torch.ones(8 if step % 2 else longest, 2))
+                models[1](fake).sum().backward()
+                optimizer.step()
+        return float(found.figures["ranks"][0]["unevenness"])
+
+    assert train(8) == 0.0
+    assert train(24) > 0.4

@@ -101,8 +101,14 @@ def test_a_trace_of_eight_ranks(tmp_path: Path) -> None:
     [
         (range(2), ""),
         (range(10, 30), "trace(): not all of 10 to 29 are in trace.json: the loop took 24 step(s) on rank 0"),
-        (range(24, 25), "trace(): the loop took 24 step(s), and none of 24 to 24: no file"),
-        (range(100, 101), "trace(): the loop took 24 step(s), and none of 100 to 100: no file"),
+        (
+            range(24, 25),
+            "trace(): no file is written: the loop took 24 step(s), which count from 0, and none of 24 to 24",
+        ),
+        (
+            range(100, 101),
+            "trace(): no file is written: the loop took 24 step(s), which count from 0, and none of 100 to 100",
+        ),
     ],
 )
 def test_ranges_of_one_rank(
@@ -112,9 +118,10 @@ def test_ranges_of_one_rank(
     monkeypatch.delenv("DISTWRAP_QUIET", raising=False)
     with dw.trace(steps=steps, path=str(tmp_path / "trace.json")):
         loops.train()
-    assert [line for line in capfd.readouterr().err.splitlines() if "trace()" in line] == (
-        [f"distwrap: {words}"] if words else []
-    )
+    written = f"trace(): {tmp_path / 'trace.json'} is written; open it in https://ui.perfetto.dev"
+    said = [*filter(None, [words]), *([written] if steps.start < 24 else [])]
+    lines = [line for line in capfd.readouterr().err.splitlines() if "trace()" in line]
+    assert lines == [f"distwrap: {line}" for line in said]
     assert (tmp_path / "trace.json").exists() == (steps.start < 24)
     if steps.start < 24:
         steppings = [event for event in read(tmp_path / "trace.json") if event["name"] == "distwrap: optimizer"]
@@ -214,13 +221,13 @@ def test_nothing_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("steps", [range(0), range(3, 1), range(0, 9, 2), range(-1, 3), 3, [1, 2]])
 def test_no_range_of_steps(steps: Any) -> None:
-    with pytest.raises(OptionError, match="pass a range of steps"), dw.trace(steps=steps):
+    with pytest.raises(OptionError, match="it must be a range of steps"), dw.trace(steps=steps):
         pass
 
 
 @pytest.mark.parametrize("path", [None, 3])
 def test_no_path(path: Any) -> None:
-    with pytest.raises(OptionError, match="pass the path of a file"), dw.trace(path=path):
+    with pytest.raises(OptionError, match="it must be the path of a file"), dw.trace(path=path):
         pass
 
 
