@@ -277,9 +277,12 @@ def _on_own_code(found: Analysis) -> Iterator[Suggestion]:
             f"enough for a log.",
             None,
         )
+    way = "Metrics, prints and `.item()` once in many steps cost less."
+    if not any(rank.mean()[Part.FORWARD] for rank in found.ranks):
+        way = "The forward is in it too, as that of any model which is not from wrap_model()."
     yield Suggestion(
         f"{_percent(usual)} of each step is the loop's own code, beside data, forward, backward and the optimizer. "
-        f"Metrics, prints and `.item()` once in many steps cost less.",
+        f"{way}",
         usual if usual > 2 * WORTH_CHANGING else 0.0,
     )
 

@@ -82,7 +82,10 @@ class Report:
     def text(self) -> str:
         """Return the report in words."""
         if self._found is None:
-            return "distwrap report: no step was measured; an optimizer must step twice at least"
+            return (
+                "distwrap report: no step was measured; on every rank an optimizer must step twice at least, in the "
+                "thread that began the report"
+            )
         return describe(self.figures)
 
     __str__ = text
