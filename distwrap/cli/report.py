@@ -28,7 +28,7 @@ def run(given: argparse.Namespace) -> int:
     try:
         figures = json.loads(given.file.read_text())
         text = describe(figures)
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, ArithmeticError) as error:
         print(
             f"distwrap report: {given.file} holds no report ({type(error).__name__}: {error}). "
             f"A run with DISTWRAP_REPORT=times.json writes one.",
@@ -41,5 +41,8 @@ def run(given: argparse.Namespace) -> int:
             draw(figures, given.plot)
         except ImportError:
             print("--plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+            return 2
+        except ValueError as error:  # a suffix of no picture
+            print(f"distwrap report: --plot={given.plot}: {error}", file=sys.stderr)
             return 2
     return 0

@@ -152,9 +152,10 @@ def _on_data(found: Analysis) -> Iterator[Suggestion]:
     if any(rank.device != "cpu" and rank.settings.pins is False for rank in found.ranks):
         pin = "pin_memory=True with shard_loader(loader, copy_ahead=True) copies while the step before computes."
     spare = min(each.cpus for each in settings) - workers
-    more = f"{spare} CPUs are left for more of them" if spare > 0 else "all CPUs are taken, so make a sample less work"
+    left = f"{_count(spare, 'CPU')} {'is' if spare == 1 else 'are'} left for more of them"
+    more = left if spare > 0 else "all CPUs are taken, so make a sample less work"
     yield Suggestion(
-        f"{waits}, with {workers} workers: {more}; a larger prefetch_factor evens out. {pin}".rstrip(), share
+        f"{waits}, with {_count(workers, 'worker')}: {more}; a larger prefetch_factor evens out. {pin}".rstrip(), share
     )
 
 

@@ -216,6 +216,7 @@ def test_what_all_ranks_wait_for() -> None:
     ("settings", "words"),
     [
         ({"workers": 2}, "with 2 workers: 2 CPUs are left for more of them"),
+        ({"workers": 1, "cpus": 2}, "with 1 worker: 1 CPU is left for more of them"),
         ({"workers": 4}, "all CPUs are taken, so make a sample less work"),
         ({"workers": 4, "pins": False, "device": "cuda:0"}, "pin_memory=True"),
     ],
