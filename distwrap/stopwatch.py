@@ -31,6 +31,7 @@ class Part(IntEnum):
 
 
 Row = list[float]  # seconds of each part
+_MOST_MARKS = 4096  # that are kept as such
 
 
 class Clock(Protocol):
@@ -104,18 +105,20 @@ class Stopwatch:
     """
 
     def __init__(self, clock: Clock) -> None:
-        self._clock, self._now, self._thread = clock, clock.now, threading.get_ident()
+        self._clock, self._now, self._thread = clock, clock.now, threading.get_native_id()
         self._open = [Part.OWN]
         self._marks: list[tuple[Part, Any]] = []  # each part, and when it ended
         self._began = self._now()
-        self._waiting: list[tuple[Any, list[tuple[Part, Any]]]] = []
+        self._waiting: list[tuple[Any, list[tuple[Part, Any]], bool]] = []  # from when; marks; whether a step ends
+        self._row: Row = [0.0] * len(Part)  # what of a step has become of marks already
         self.on_step: list[Callable[[], None]] = []
         self.on_row: list[Callable[[Row], None]] = []
         self.on_part: list[Callable[[Part], None]] = []
 
     def hears(self) -> bool:
         """Return whether the thread that calls is the timed one, or one in which its backward runs meanwhile."""
-        if threading.get_ident() == self._thread:
+        # Python's own number of a thread is the same in a fork, as a loader's worker is one.
+        if threading.get_native_id() == self._thread:
             return True
         return self.is_open(Part.BACKWARD) and current_backward() not in (None, -1)
 
@@ -125,6 +128,8 @@ class Stopwatch:
         if part is Part.EVALUATION and before is Part.OWN and self._marks and self._marks[-1][0] is part:
             before = part
         self._marks.append((before, self._now()))
+        if len(self._marks) > _MOST_MARKS:  # a step may be as long as a program that never steps
+            self._settle_marks(ends_step=False)
         self._open.append(part)
         for call in self.on_part:
             call(part)
@@ -150,28 +155,34 @@ class Stopwatch:
     def step(self) -> None:
         """End a step here."""
         self._marks.append((self._open[-1], self._now()))
-        self._waiting.append((self._began, self._marks))
-        self._began, self._marks = self._marks[-1][1], []
-        self.settle()
+        self._settle_marks(ends_step=True)
         for call in self.on_step:
             call()
 
     def begin_first(self) -> None:
         """Begin the first step here; what came before belongs to none."""
         self._began, self._marks = self._now(), []
+        self._waiting, self._row = [], [0.0] * len(Part)
         for call in self.on_step:
             call()
 
     def settle(self) -> None:
         """Turn the steps to whose end the device has come into rows."""
         while self._waiting and self._clock.is_reached(self._waiting[0][1][-1][1]):
-            earlier, marks = self._waiting.pop(0)
-            row = [0.0] * len(Part)
+            earlier, marks, ends_step = self._waiting.pop(0)
+            row = self._row
             for part, later in marks:
                 row[part] += self._clock.seconds(earlier, later)
                 earlier = later
-            for call in self.on_row:
-                call(row)
+            if ends_step:
+                self._row = [0.0] * len(Part)
+                for call in self.on_row:
+                    call(row)
+
+    def _settle_marks(self, *, ends_step: bool) -> None:
+        self._waiting.append((self._began, self._marks, ends_step))
+        self._began, self._marks = self._marks[-1][1], []
+        self.settle()
 
     @contextmanager
     def part(self, part: Part) -> Iterator[None]:

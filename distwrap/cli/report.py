@@ -32,7 +32,7 @@ def run(given: argparse.Namespace) -> int:
         text = describe(figures)
     except OSError as error:
         return _failed(f"{given.file} cannot be read: {error.strerror}. {_HOW}")
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
         return _failed(f"{given.file} is no report. {_HOW}")
     print(text)
     if not figures:

@@ -169,9 +169,12 @@ def _on_own_code(found: Analysis) -> Iterator[Suggestion]:
             f"once in many steps is enough.",
             None,
         )
+    way = "Metrics, prints and `.item()` once in many steps cost less."
+    if not any(rank.mean()[Part.FORWARD] for rank in found.ranks):
+        way = "The forward is in it too, as that of any model which is not from wrap_model()."
     yield Suggestion(
         f"{percent(usual)} of each step is the loop's own code, beside data, forward, backward and the optimizer. "
-        f"Metrics, prints and `.item()` cost less once in many steps.",
+        f"{way}",
         usual if usual > 2 * _WORTH_CHANGING else 0.0,
     )
 

@@ -110,7 +110,8 @@ def analysed(ranks: Sequence[RankTimes]) -> Analysis:
         (lag for lag in lags if lag.share >= _WORTH_TELLING and lag.slower > 0),  # else no part shows why
         key=lambda lag: -lag.share,
     )
-    return Analysis(list(ranks), step, parts, parts[Part.EXCHANGE] - waiting, waiting, _alone(ranks, means), lags)
+    link = max(0.0, parts[Part.EXCHANGE] - waiting)  # never below, by what is lost in rounding
+    return Analysis(list(ranks), step, parts, link, waiting, _alone(ranks, means), lags)
 
 
 def _alone(ranks: Sequence[RankTimes], means: list[Row]) -> float:
@@ -120,7 +121,9 @@ def _alone(ranks: Sequence[RankTimes], means: list[Row]) -> float:
     """
     columns: list[tuple[float, ...]] = list(zip(*means, strict=True))
     alone = [median_low(columns[part]) for part in Part if part not in (Part.EXCHANGE, Part.EVALUATION)]
-    return (sum(alone) + sum(columns[Part.EVALUATION]) / len(means)) * len(ranks) / ranks[0].batches
+    seconds = sum(alone) + sum(columns[Part.EVALUATION]) / len(means)
+    # Where each rank is quick in another part, the middle of all parts is slower than any rank.
+    return min(seconds, max(map(_busy, means))) * len(ranks) / ranks[0].batches
 
 
 def _common(ranks: Sequence[RankTimes]) -> list[int]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial, wraps
 from typing import Any
@@ -57,10 +58,10 @@ class Instruments:
         self._world, self.stopwatch = world, stopwatch
         self._is_divided = world.placement.world_size > 1
         self._share = world.layout.size / world.placement.world_size  # of a batch that several ranks share
-        self._stepped: set[int] | None = None  # the optimizers that have, since the last step ended
+        self._stepped: set[ref[Optimizer]] | None = None  # those that have, since the last step ended
         self._outermost: ref[Optimizer] | None = None  # of those that are stepping, of which one may hold another
         self._steps = 0
-        self._queued_before: float | None = None
+        self._queued_before: tuple[float, float | None] = time.monotonic(), None
         self._in_step: dict[int, float] = {}  # samples that each model has trained on in this step
         self.samples = 0.0
         # Of the batches of each model: how many, the sum of their elements, and that of the squares.
@@ -88,8 +89,8 @@ class Instruments:
             placed.callback(after.remove)
             self._replace(torch.autograd, "backward", self._in_backward)
             self._replace(torch.autograd, "grad", self._timed(Part.BACKWARD))
-            self._replace(torch, "save", self._timed(Part.CHECKPOINT))
-            self._replace(torch, "load", self._timed(Part.CHECKPOINT))
+            self._replace(torch, "save", self._in_checkpoint)
+            self._replace(torch, "load", self._in_checkpoint)
             self._replace(iterator_class(), "__next__", self._in_loader)
             if self._world.device.type != "cpu":
                 for name in _WAITS_FOR_DEVICE:
@@ -106,12 +107,17 @@ class Instruments:
         self._sizes.clear()
         self._in_step.clear()
         self.waiting_calls.clear()
-        self._queued_before = queued_seconds()
+        self._queued_before = time.monotonic(), queued_seconds()
 
-    def queued_seconds(self) -> float | None:
-        """Return how long this thread has waited for a CPU since counting began; ``None`` where nobody tells."""
-        now, before = queued_seconds(), self._queued_before
-        return None if now is None or before is None else now - before
+    def queued_share(self) -> float | None:
+        """Return for what share of the time since counting began this thread has waited for a CPU.
+
+        ``None`` where nobody tells.
+        """
+        now, (began, before) = queued_seconds(), self._queued_before
+        if now is None or before is None:
+            return None
+        return min(1.0, (now - before) / max(time.monotonic() - began, 1e-9))
 
     def unevenness(self) -> float:
         """Return the standard deviation of the number of elements in a batch, as a share of the mean.
@@ -178,6 +184,15 @@ class Instruments:
 
         return timed
 
+    def _in_checkpoint(self, plain: Any) -> Any:
+        timed, watch = self._timed(Part.CHECKPOINT)(plain), self.stopwatch
+
+        @wraps(plain)
+        def chosen(*args: Any, **kwargs: Any) -> Any:
+            return (timed if watch.is_in(Part.OWN) else plain)(*args, **kwargs)  # what a loader loads is data
+
+        return chosen
+
     # Models
 
     def _follow(self, model: nn.Module) -> None:
@@ -190,10 +205,12 @@ class Instruments:
         begun: list[Part | None] = []  # in one process a model may come back from wrap_model() as it was
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
-            begun.append(self._begin_forward(id(module), (args, kwargs)))
+            if self.stopwatch.hears():
+                begun.append(self._begin_forward(id(module), (args, kwargs)))
 
         def end(*_: object) -> None:
-            self._end_forward(begun.pop())
+            if begun and self.stopwatch.hears():  # not so where another hook has raised before
+                self._end_forward(begun.pop())
 
         before = model.register_forward_pre_hook(_Hook(begin), with_kwargs=True)
         after = model.register_forward_hook(_Hook(end), always_call=True)
@@ -259,6 +276,8 @@ class Instruments:
         def timed(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             if torch.compiler.is_compiling() or not watch.hears():
                 return plain(tensors, *args, **kwargs)
+            if isinstance(tensors, Iterator):  # a look at the first would take it away
+                tensors = tuple(tensors)
             is_nested = watch.is_in(Part.BACKWARD)  # as where a checkpoint recomputes, and has a backward of its own
             root = tensors if isinstance(tensors, torch.Tensor) else next(iter(tensors), None)
             hook = None
@@ -297,12 +316,12 @@ class Instruments:
             self._stepped = set()
             self.count_from_here()
             self.stopwatch.begin_first()
-        elif id(optimizer) in self._stepped:
+        elif ref(optimizer) in self._stepped:
             self._stepped.clear()
             self.samples += min(self._in_step.values(), default=0.0)
             self._in_step.clear()
             self.stopwatch.step()
-        self._stepped.add(id(optimizer))
+        self._stepped.add(ref(optimizer))
 
     # Waits
 
@@ -333,7 +352,7 @@ def _shape(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[int, int]:
     first = args[0] if args and isinstance(args[0], torch.Tensor) and args[0].dim() else None
     if first is None:
         first = next((each for each in tensors_in(inputs) if each.dim()), None)
-    return (0, 0) if first is None else (len(first), first.numel())
+    return (0, 0) if first is None else (first.size(0), first.numel())  # nested ones have no len()
 
 
 class _Hook:

@@ -84,7 +84,7 @@ class Recorder(RunPart):
 
     def _measured(self, instruments: Instruments) -> RankTimes:
         device, rows = self._world.device, self._rows
-        steps, queued = max(1, rows.count), instruments.queued_seconds()
+        steps, queued = max(1, rows.count), instruments.queued_share()
         return RankTimes(
             rank=self._world.placement.rank,
             host=socket.gethostname(),
@@ -95,7 +95,7 @@ class Recorder(RunPart):
             batches=self._world.layout.size,
             samples=instruments.samples / steps,
             unevenness=instruments.unevenness(),
-            queued=None if queued is None else queued / steps,
+            queued=None if queued is None else queued * sum(rows.total) / steps,
             process_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
             device_memory=kind_of(device).peak_memory(device),
             gradient_bytes=instruments.gradient_bytes,

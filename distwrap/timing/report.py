@@ -100,7 +100,7 @@ def describe(figures: dict[str, Any]) -> str:
     if figures == {}:
         return (
             "distwrap report: no step was measured. A step goes from one optimizer.step() to the next, so every rank's "
-            "loop must call it twice at least."
+            "loop must call it twice at least, in the thread that began the report."
         )
     ranks = figures["ranks"]
     step, sizes = figures["step"], [rank["gradient_bytes"] for rank in ranks]

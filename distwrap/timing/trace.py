@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import socket
 import tempfile
 import time
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 
 from torch.profiler import ProfilerActivity, profile, record_function
 
+from distwrap._internals.torch_profiler import profiler_runs
 from distwrap.environments.identity import node
 from distwrap.errors import OptionError
 from distwrap.group.collectives import broadcast, gather_object
@@ -35,6 +37,8 @@ _ARROW_IDS = 10**15  # of the arrows between ranks
 _ARROWS = ("s", "t", "f")
 _PARTS = 1 << 30  # of rank 0: the number of a thread for the parts, greater than any of the system's
 
+_OTHER_PROFILER = "trace(): torch's profiler is running already, and there can be one at a time."
+
 Event = dict[str, Any]
 
 
@@ -51,8 +55,8 @@ def trace(*, steps: range = range(3, 6), path: str | os.PathLike[str] = "trace.j
         path: of the file, which rank 0 writes, and its folder; compressed where its name ends in ``.gz``.
 
     Raises:
-        OptionError: the steps are no range of at least one, the file cannot be written, or a trace is under way; on
-            every rank.
+        OptionError: the steps are no range of at least one, the file cannot be written, or a trace or torch's profiler
+            is under way; on every rank.
 
     Example:
         >>> import tempfile, torch
@@ -77,6 +81,8 @@ def trace(*, steps: range = range(3, 6), path: str | os.PathLike[str] = "trace.j
     if tracer.is_on:
         raise OptionError("trace(): a trace is under way already, around this one.")
     file = Path(path).absolute()
+    if any(gather_object(profiler_runs())):
+        raise OptionError(_OTHER_PROFILER)
     if problem := gather_object(_problem(file) if is_rank_zero() else "")[0]:
         raise OptionError(
             f"trace(path={os.fspath(path)!r}) cannot be written: {problem}. "
@@ -92,9 +98,11 @@ def trace(*, steps: range = range(3, 6), path: str | os.PathLike[str] = "trace.j
     ranks = [RankTrace(rank, *of_rank) for rank, of_rank in enumerate(gather_object(here))]
     traces = (broadcast(tracer.result, src=each.rank) for each in ranks if each.is_there)  # never all in memory
     if is_rank_zero():
-        _write(file, steps, ranks, traces)
-    else:
-        deque(traces, maxlen=0)
+        try:
+            _write(file, steps, ranks, traces)
+        except OSError as error:  # the run has not failed
+            say(f"trace(): the file cannot be written: {error}")
+    deque(traces, maxlen=0)  # of the other ranks, and what could not be written
     tracer.result = b""
 
 
@@ -199,6 +207,8 @@ class _Tracer(RunPart):
 
     def _begin_if_due(self) -> None:
         if self.count == self._steps.start and self._watch is not None:
+            if profiler_runs():  # two at a time crash
+                raise OptionError(_OTHER_PROFILER)
             own = getattr(ProfilerActivity, self._world.device.type.upper(), ProfilerActivity.CPU)
             self._profile = profile(activities={ProfilerActivity.CPU, own})
             self._profile.start()
@@ -240,7 +250,7 @@ def merged(ranks: list[RankTrace], traces: Iterable[bytes]) -> Iterator[str]:
         ahead.setdefault(each.clock, []).append(each.ahead)
     base, exchanges = None, []
     for of_rank, packed in zip(ranks, traces, strict=True):
-        own = json.loads(zlib.decompress(packed))
+        own = _read(zlib.decompress(packed).decode())
         events = own.pop("traceEvents")
         if base is None:
             base = own["baseTimeNanoseconds"]
@@ -254,6 +264,15 @@ def merged(ranks: list[RankTrace], traces: Iterable[bytes]) -> Iterator[str]:
     if arrows := _arrows(exchanges):
         yield f",\n{_listed(arrows)}"
     yield "]}"
+
+
+def _read(text: str) -> Event:
+    """Return what torch has written, which leaves the quotes in a name as they are."""
+    try:
+        found = json.loads(text)
+    except json.JSONDecodeError:
+        found = json.loads(re.sub(r'(?<="name": ").*?(?=",\s*"pid": )', lambda name: name[0].replace('"', "'"), text))
+    return dict(found)
 
 
 def _listed(events: list[Event]) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, strategies as st
 
@@ -48,6 +50,24 @@ def test_ranks_that_are_alike_get_no_advice() -> None:
     assert found.step == pytest.approx(0.067)
     assert found.alone == pytest.approx(0.065)
     assert found.speedup == pytest.approx(4 * 65 / 67)
+
+
+def test_ranks_that_are_quick_in_different_parts() -> None:
+    """One alone would be no slower than any of them: it is no gain of more than there are ranks."""
+    parts = ("data", "forward", "backward")
+    found = together(*([row(**{part: 0.01 for part in parts if part != quick})] * 9 for quick in parts))
+    assert found.alone == pytest.approx(0.02)
+    assert found.efficiency < 1
+
+
+def test_what_is_lost_in_rounding_is_no_exchange() -> None:
+    made = random.Random(0)
+    for _ in range(200):
+        waits = [[0.0, made.random(), made.random()] for _ in range(5)]
+        ranks = zip(*waits, strict=True)
+        rows = [[row(exchange=wait, forward=1 - wait) for wait in of_rank] for of_rank in ranks]
+        found = analysed([rank(number, of_rank) for number, of_rank in enumerate(rows)])
+        assert found.link >= 0
 
 
 def test_a_rank_that_is_always_slow() -> None:

@@ -248,7 +248,26 @@ def test_a_report_that_is_no_path(wrong: Any, monkeypatch: pytest.MonkeyPatch) -
             dw.distributed(nprocs=2)(pytest.fail)("ran")
 
 
-@pytest.mark.parametrize("text", ["", "[]", "[1]", '{"ranks": 1, "step": 2}', "\0"])
+ONE = {
+    "gradient_bytes": 1,
+    "parts": {},
+    "device_memory": None,
+    "process_memory": 1,
+    "rank": 0,
+    "host": "",
+    "device": "",
+}
+WHOLE = {"ranks": [ONE, ONE], "step": 0, "steps": 1, "samples_per_second": 1, "advice": [], "link": 0, "waiting": 0}
+WHOLE |= {"speedup": 1, "efficiency": 1, "alone": 1}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "[]", "[1]", '{"ranks": 1, "step": 2}', "\0", json.dumps(WHOLE)),
+        json.dumps({**WHOLE, "step": 1, "ranks": [{**ONE, "parts": []}]}),
+    ],
+)
 def test_a_file_that_holds_no_report(text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "times.json").write_text(text)
     assert main(["report", str(tmp_path / "times.json")]) == 2
