@@ -18,7 +18,7 @@ from distwrap.network.rendezvous import side_store
 from distwrap.supervision import hang_report
 from distwrap.wording import named_ranks, print_notice
 
-EXIT_SECONDS = 10.0  # for a rank that has reported to end by itself; a loader waits 5 s for a worker, and ends it
+EXIT_SECONDS = 7.0  # for a rank that has reported to end by itself; a loader waits 5 s for a worker, and ends it
 GRACE_SECONDS = 3.0  # between SIGTERM and SIGKILL
 INTERRUPT_SECONDS = 2.0  # between SIGINT and SIGTERM
 

@@ -198,7 +198,7 @@ def _in_teardown(cell: Cell) -> Expected:
     if cell.launcher == "script":
         return Expected(seconds=LIMIT)  # parked ranks are let go at the caller's own end
     if cell.fault == "infinite loop":
-        return Expected(words=(rf"rank {cell.rank} on .* did not end within 10 s",), seconds=LIMIT + 5)
+        return Expected(words=(rf"rank {cell.rank} on .* did not end within 7 s",), seconds=LIMIT)
     if cell.fault == "os._exit(3)":
         return Expected(words=(rf"rank {cell.rank} on .* its result is whole, but then: exit code 3",))
     if cell.fault in ("SIGKILL", "SIGTERM", "SIGSEGV"):

@@ -122,7 +122,7 @@ def test_an_end_that_does_not_come() -> None:
         atexit.register(time.sleep, 100)
         return "whole"
 
-    with pytest.warns(RuntimeWarning, match="did not end within 10 s, and was stopped"):
+    with pytest.warns(RuntimeWarning, match="did not end within 7 s, and was stopped"):
         assert lingers() == "whole"
 
 
