@@ -55,6 +55,16 @@ def as_size(count: int) -> str:
     return f"{count} B"
 
 
+def as_memory(host: int, device: int | None) -> str:
+    """Put the bytes of a process into words, after those that it has on a device of its own.
+
+    Example:
+        >>> as_memory(10**9, None), as_memory(10**9, 8 * 10**10)
+        ('1.0 GB', '80.0 GB + 1.0 GB')
+    """
+    return as_size(host) if device is None else f"{as_size(device)} + {as_size(host)}"
+
+
 def first_names(names: list[str]) -> str:
     """Put the first three names into words, and how many more there are.
 

@@ -11,7 +11,7 @@ from distwrap.checks import SECONDS
 from distwrap.supervision.hang_report import LEFT, NO_ANSWER, Location, merge, seen_at
 from distwrap.supervision.live import Shown
 from distwrap.supervision.runs import Run, runs, where_all_are
-from distwrap.wording import as_size
+from distwrap.wording import as_memory
 
 _HOME, _CLEAR = "\x1b[H", "\x1b[J"
 _LATE = 5.0  # seconds after which a rank should have shown itself again
@@ -131,16 +131,13 @@ def table(run: Run, now: float) -> str:
     """
     rows = [["rank", "pid", "host", "device", "step", "steps/s", "waits", "memory", "shows", "where"]]
     for shown in sorted(run.figures, key=lambda shown: shown.rank):
-        memory = as_size(shown.memory)
-        if shown.device_memory is not None:
-            memory = f"{as_size(shown.device_memory)} + {memory}"
         rows.append(
             [
                 *map(str, (shown.rank, shown.pid, shown.host, shown.device)),
                 "-" if shown.step is None else str(shown.step),
                 f"{shown.speed:.1f}" if shown.speed >= 1 else f"{shown.speed:.2g}",
                 "-" if shown.idle is None else f"{100 * shown.idle:.0f} %",
-                memory,
+                as_memory(shown.memory, shown.device_memory),
                 shown.bar,
                 _place(shown, now),
             ]

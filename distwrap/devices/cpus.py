@@ -44,15 +44,20 @@ def allowed_memory(root: str = "/sys/fs/cgroup") -> int | None:
     return min(found)
 
 
-def queued_seconds() -> float | None:
-    """Return how long this thread has waited for a CPU while it could have run; ``None`` where nobody tells.
+def thread_times(thread: int | None = None) -> tuple[float, float] | None:
+    """Return how long a thread has run, and has waited for a CPU while it could have, in seconds.
 
-    See https://docs.kernel.org/scheduler/sched-stats.html, schedstat of a process.
+    ``None`` where nobody tells. See https://docs.kernel.org/scheduler/sched-stats.html, schedstat of a process.
+
+    Args:
+        thread: the system's number of one of this process; by default of the one that calls.
     """
+    place = "thread-self" if thread is None else f"self/task/{thread}"
     try:
-        return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
-    except (OSError, IndexError, ValueError):
+        ran, queued, _ = map(int, Path(f"/proc/{place}/schedstat").read_bytes().split())
+    except (OSError, ValueError):
         return None
+    return ran / 1e9, queued / 1e9
 
 
 def processor_name() -> str | None:

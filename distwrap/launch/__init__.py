@@ -111,13 +111,8 @@ def _with_place_of_report(task: Task, rank: int) -> Task:
     if not isinstance(report, str):
         return task
     path = os.path.abspath(report)
-    if rank == 0:
-        try:
-            output_file.prepare(path)
-        except OSError as error:
-            raise OptionError(
-                f"report={report!r} cannot be written: {error}. Name a file in a folder that can be written."
-            ) from error
+    if rank == 0 and (problem := output_file.problem(path)):
+        raise OptionError(f"report={report!r} {problem}")
     return replace(task, options=replace(task.options, report=path))
 
 

@@ -6,7 +6,6 @@ import os
 import socket
 import time
 from collections import deque
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
+from distwrap.devices.cpus import thread_times
 from distwrap.devices.kinds import kind_of
 from distwrap.environments import Placement
 from distwrap.network import memory_file
@@ -77,16 +77,14 @@ class Live:
         self._steps: deque[tuple[float, int]] = deque([(time.monotonic(), 0)])  # how many there were, as more came
         self._of_loops: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
         self._averages_before = 0
-        # The main thread's number is the process's; Python's word for it is out of date in a fork.
-        self._clock = Path(f"/proc/self/task/{os.getpid()}/schedstat")
         self.device = torch.device("cpu")
 
     def look(self) -> None:
         """Note how long the main thread has computed, and how far it is."""
         now = time.monotonic()
-        with suppress(OSError, ValueError):
-            ran, waited_for_core, _ = map(int, self._clock.read_bytes().split())
-            self._busy.append((now, (ran + waited_for_core) / 1e9))
+        # The main thread's number is the process's; Python's word for it is out of date in a fork.
+        if (times := thread_times(os.getpid())) is not None:
+            self._busy.append((now, sum(times)))
         if more := self._new_steps():
             self._steps.append((now, self._steps[-1][1] + more))
         while len(self._steps) > 2 and now - self._steps[1][0] > _WINDOW:

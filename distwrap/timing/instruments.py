@@ -20,9 +20,10 @@ from distwrap._internals.torch import after_backward, settings_of_ddp
 from distwrap._internals.torch_data import iterator_class, pins, workers_of
 from distwrap._internals.torch_groups import waits_for_ranks
 from distwrap._internals.torch_tree import tensors_in
-from distwrap.devices.cpus import queued_seconds
+from distwrap.devices.cpus import thread_times
 from distwrap.group.world import World
 from distwrap.model.forward_routing import Routing
+from distwrap.model.watch import is_power_of_two
 from distwrap.model.wrapped_models import WrappedModels, under_ddp
 from distwrap.stopwatch import Part, Stopwatch
 from distwrap.supervision.hang_report import Activity
@@ -125,7 +126,7 @@ class Instruments:
         It is that of the model whose batches differ most: those of a generator and of its critic are not alike.
         """
         each = (squares * count / whole**2 - 1 for count, whole, squares in self._sizes.values() if whole)
-        return math.sqrt(max(0.0, *each, 0.0))
+        return math.sqrt(max([0.0, *each]))
 
     def look(self) -> None:
         """Note the size and the settings of the models now: none of them may be left when the loop has ended."""
@@ -310,7 +311,7 @@ class Instruments:
             return
         self.stopwatch.end(Part.OPTIMIZER)
         self._steps += 1
-        if not self._steps & (self._steps - 1):  # 1, 2, 4, 8, ...
+        if is_power_of_two(self._steps):
             self.look()
         if self._stepped is None:
             self._stepped = set()
@@ -344,6 +345,12 @@ class Instruments:
             return timed(*args, **kwargs)
 
         return counted
+
+
+def queued_seconds() -> float | None:
+    """Return how long this thread has waited for a CPU while it could have run; ``None`` where nobody tells."""
+    times = thread_times()
+    return None if times is None else times[1]
 
 
 def _shape(inputs: tuple[tuple[Any, ...], dict[str, Any]]) -> tuple[int, int]:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import os
 
 
-def prepare(path: str | os.PathLike[str]) -> None:
-    """Make the folder of a file, and check that the file can be written; none is left where there was none.
+def problem(path: str | os.PathLike[str]) -> str:
+    """Make the folder of a file, and say why the file cannot be written; no file is left where there was none.
 
-    Raises:
-        OSError: it cannot.
+    Returns:
+        The end of a sentence, and what to do; empty where it can be written.
 
     Example:
-        >>> prepare("/dev/null/times.json")
-        Traceback (most recent call last):
-        FileExistsError: [Errno 17] File exists: '/dev/null'
+        >>> problem("/dev/null/times.json")
+        "cannot be written: [Errno 17] File exists: '/dev/null'. Name a file in a folder that can be written."
     """
-    os.makedirs(os.path.dirname(path), exist_ok=True)
-    is_new = not os.path.exists(path)
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666))
-    if is_new:
-        os.remove(path)
+    try:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        is_new = not os.path.exists(path)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT, 0o666))
+        if is_new:
+            os.remove(path)
+    except OSError as error:
+        return f"cannot be written: {error}. Name a file in a folder that can be written."
+    return ""

@@ -20,7 +20,7 @@ from distwrap.timing.analysis import Analysis, analysed
 from distwrap.timing.measured import RankTimes
 from distwrap.timing.recorder import Recorder
 from distwrap.timing.suggestion import Suggestion
-from distwrap.wording import as_size, print_notice
+from distwrap.wording import as_memory, as_size, print_notice
 
 _NOT_TOLD = ("total", "kept")  # figures of a rank, of which only the mean is told, as its parts
 _MOST_ROWS = 16  # of a table; of more ranks those are shown that differ most
@@ -142,9 +142,7 @@ def _table(ranks: list[dict[str, Any]]) -> list[str]:
     rows = [head]
     for rank in _shown(ranks):
         whole = sum(rank["parts"].values())
-        memory = as_size(rank["process_memory"])
-        if rank["device_memory"] is not None:
-            memory = f"{as_size(rank['device_memory'])} + {memory}"
+        memory = as_memory(rank["process_memory"], rank["device_memory"])
         shares = [f"{100 * rank['parts'][part] / whole:.0f} %" for part in used]
         rows.append([str(rank["rank"]), rank["host"], rank["device"], *shares, memory])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]

@@ -83,11 +83,8 @@ def trace(*, steps: range = range(3, 6), path: str | os.PathLike[str] = "trace.j
     file = Path(path).absolute()
     if any(gather_object(profiler_runs())):
         raise OptionError(_OTHER_PROFILER)
-    if problem := gather_object(_problem(file) if is_rank_zero() else "")[0]:
-        raise OptionError(
-            f"trace(path={os.fspath(path)!r}) cannot be written: {problem}. "
-            f"Name a file in a folder that can be written."
-        )
+    if problem := gather_object(output_file.problem(file) if is_rank_zero() else "")[0]:
+        raise OptionError(f"trace(path={os.fspath(path)!r}) {problem}")
     tracer.begin(steps)
     try:
         yield
@@ -124,15 +121,6 @@ class RankTrace(NamedTuple):
     host: str
     clock: str
     ahead: float
-
-
-def _problem(file: Path) -> str:
-    """Return why a file cannot be written; empty where it can."""
-    try:
-        output_file.prepare(file)
-    except OSError as error:
-        return str(error)
-    return ""
 
 
 def _write(file: Path, steps: range, ranks: list[RankTrace], traces: Iterator[bytes]) -> None:
