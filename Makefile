@@ -3,8 +3,9 @@
 # make test-all: all tests, as CI runs them: those marked slow too, in at most 27 minutes.
 # make test-engines: tests of DeepSpeed and other engines, each in an environment of its own that has its package, made
 #     once. ENGINES=deepspeed is one of them.
-# make test-gpu: what needs an accelerator, with the torch that is installed where PYTHON is; see docs/accelerators.md.
+# make test-gpu: what needs an accelerator, with the torch that is installed where PYTHON is; see docs/guides/accelerators.md.
 # make check: ruff, mypy, and that the documentation agrees with the code.
+# make docs: the documentation, in build/docs; a warning is an error. make docs-serve shows it on this machine.
 # make faults: each launcher and fault 100 times with busy cores, where make test-all runs a tenth of the matrix; takes
 #     hours, and goes on from the runs in benchmarks/faults-matrix.jsonl: remove them to begin anew. TIMES=10 is less.
 # make faults-divided: each fault in a divided model 100 times with busy cores, under all strategies in turns; takes an
@@ -25,7 +26,7 @@ bin := $(VENV)/bin
 pip_words := --quiet --disable-pip-version-check $(PIP_FLAGS)
 install := $(bin)/python -m pip install $(pip_words) -c constraints.txt
 
-.PHONY: demo test test-all test-engines test-gpu check faults faults-divided kills soak bench clean
+.PHONY: demo test test-all test-engines test-gpu check docs docs-serve faults faults-divided kills soak bench clean
 
 demo: $(VENV)/.installed-demo
 	$(bin)/python examples/digits.py --nprocs 2
@@ -66,6 +67,12 @@ check: $(VENV)/.installed-dev
 	$(bin)/ruff format --check .
 	$(bin)/mypy
 	$(bin)/python docs/check.py
+
+docs: $(VENV)/.installed-docs
+	$(bin)/sphinx-build -q -W --keep-going -E -b html docs build/docs
+
+docs-serve: docs
+	$(bin)/python -m http.server --bind 127.0.0.1 --directory build/docs 8000
 
 bench: $(VENV)/.installed-bench
 	$(bin)/python benchmarks/launch.py
@@ -120,6 +127,7 @@ $(VENV)/.installed-demo: extras := notebook,progress,examples
 $(VENV)/.installed-test: extras := test,examples
 $(VENV)/.installed-bench: extras := bench
 $(VENV)/.installed-dev: extras := dev
+$(VENV)/.installed-docs: extras := docs
 
 # A stamp a set of extras: installing again waits until what is asked for has changed.
 $(VENV)/.installed-%: setup.cfg setup.py constraints.txt | $(bin)/python

@@ -46,7 +46,7 @@ def problems() -> Iterator[str]:
     yield from compare("README's table of functions", table(readme, "| function |"), "__all__", public)
     launchers = [name for name in distwrap.available_launchers() if name != "auto"]
     yield from compare("README's table of launchers", table(readme, "| launcher |"), "the registry", launchers)
-    algorithms = table((ROOT / "docs" / "communication.md").read_text(), "| `comm=` |")
+    algorithms = table((ROOT / "docs" / "guides" / "communication.md").read_text(), "| `comm=` |")
     yield from compare("the table of algorithms", algorithms, "the registry", distwrap.available_algorithms())
     variables = {*options.VARIABLES, *options.SWITCHES, *options.PATHS}
     yield from compare("README's variables", re.findall(r"`(DISTWRAP_[A-Z_]+)", readme), "the code's", variables)

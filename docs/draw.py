@@ -1,4 +1,4 @@
-"""Draw the rooms of distwrap and the imports between them, into docs/architecture.md, from the code itself.
+"""Draw the rooms of distwrap and the imports between them, into docs/explanation/architecture.md, from the code itself.
 
 python docs/draw.py            # writes the picture
 python docs/draw.py --check    # exits with 1 where the picture is not that of the code
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "architecture.md"
+PAGE = ROOT / "docs" / "explanation" / "architecture.md"
 FACE = "__init__"  # the public names, which the fork server imports before there is a rank
 _BEGIN, _END = "<!-- picture -->", "<!-- end of picture -->"
 
@@ -114,7 +114,7 @@ def main() -> int:
     drawn = f"{before}{_BEGIN}\n{picture(ROOT / 'distwrap')}\n{_END}{rest.split(_END, 1)[1]}"
     if "--check" in sys.argv:
         if drawn != page:
-            print("the picture in docs/architecture.md is not that of the code: run python docs/draw.py")
+            print("the picture in docs/explanation/architecture.md is not that of the code: run python docs/draw.py")
         return int(drawn != page)
     PAGE.write_text(drawn)
     return 0

@@ -18,7 +18,7 @@ FIELDS = {field.name: field for field in dataclasses.fields(Options)}
 
 
 def options_table() -> list[str]:
-    """Return the lines of the table in docs/options.md."""
+    """Return the lines of the table in docs/reference/options.md."""
     variables = {name: f"`{variable}`" for variable, name in VARIABLES.items()}
     lines = ["| option | default | variable | meaning |", "|---|---|---|---|"]
     for name, declared in DECLARATIONS.items():
@@ -56,8 +56,8 @@ def test_signature_in_the_readme() -> None:
 
 
 def test_table_of_the_docs() -> None:
-    """docs/options.md has the table that the declarations make."""
-    page = (ROOT / "docs" / "options.md").read_text()
+    """docs/reference/options.md has the table that the declarations make."""
+    page = (ROOT / "docs" / "reference" / "options.md").read_text()
     assert "\n".join(options_table()) in page, "write this:\n" + "\n".join(options_table())
 
 

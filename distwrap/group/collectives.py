@@ -44,7 +44,7 @@ def gather_object(value: Sequence[Value], *, joined: Literal[True]) -> list[Valu
 def gather_object(value: Any, *, joined: bool = False) -> list[Any]:
     """Return every rank's value, in rank order, on every rank; anything that can be pickled.
 
-    Only plain data where the ranks have no secret: see docs/security.md.
+    Only plain data where the ranks have no secret: see docs/explanation/security.md.
 
     Args:
         value: of this rank.
@@ -196,7 +196,7 @@ def broadcast(value: Any, src: int = 0) -> Any:
 
     Args:
         value: a tensor, or anything that can be pickled, with tensors in any nesting; only plain data where the ranks
-            have no secret (docs/security.md).
+            have no secret (docs/explanation/security.md).
         src: the rank whose value it is.
 
     Example:

@@ -74,7 +74,7 @@ def accelerate(options: str = "", block: str = "if True", clip: str = "pass", co
     ],
 )
 def test_names_of_accelerate(code: str, becomes: str) -> None:
-    """Each use becomes what docs/names.md says."""
+    """Each use becomes what docs/reference/names.md says."""
     result = accelerate(code=code)
     assert result.is_result, [each.text("x.py") for each in result.notes]
     assert f"    {becomes}" in result.text
@@ -127,7 +127,7 @@ def test_what_is_refused(words: dict[str, str]) -> None:
     ],
 )
 def test_names_of_fabric(code: str, becomes: str) -> None:
-    """Each use becomes what docs/names.md says."""
+    """Each use becomes what docs/reference/names.md says."""
     result = convert(Script(FABRIC.format(code=code)))
     assert result.is_result, [each.text("x.py") for each in result.notes]
     assert f"    {becomes}" in result.text

@@ -10,7 +10,7 @@ from pathlib import Path
 import distwrap
 from distwrap.options import DECLARATIONS
 
-PAGE = Path(__file__).parents[2] / "docs" / "names.md"
+PAGE = Path(__file__).parents[2] / "docs" / "reference" / "names.md"
 # Of torch and Python, and methods of what distwrap's functions return.
 OTHERS = {
     "del",

@@ -157,8 +157,12 @@ def _listening(pids: set[int]) -> dict[int, str]:
 
 
 def _documented(launcher: str) -> Counter[str]:
-    """How many ports docs/security.md says that a run of two ranks opens, by address."""
-    rows = [row.split(" | ") for row in (ROOT / "docs" / "security.md").read_text().splitlines() if " | " in row]
+    """How many ports docs/explanation/security.md says that a run of two ranks opens, by address."""
+    rows = [
+        row.split(" | ")
+        for row in (ROOT / "docs" / "explanation" / "security.md").read_text().splitlines()
+        if " | " in row
+    ]
     [ports] = [row[-1] for row in rows if f"`{launcher}`" in row[0]]
     opened: Counter[str] = Counter()
     for each in ports.removesuffix(" |").split("; "):
@@ -187,7 +191,7 @@ STARTED_BY = {
 def test_a_stranger_on_this_machine(launcher: str, tmp_path: Path) -> None:
     """Another user can open no file or memory of a run, and finds no secret; what it says and sends changes nothing.
 
-    It can only connect to the ports that docs/security.md lists.
+    It can only connect to the ports that docs/explanation/security.md lists.
     """
     command = STARTED_BY.get(launcher, [sys.executable])
     if shutil.which(command[0]) is None:

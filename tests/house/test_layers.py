@@ -1,4 +1,4 @@
-"""Rooms import from rooms below them, in the order of docs/architecture.md, and never in a circle."""
+"""Rooms import from rooms below them, in the order of docs/explanation/architecture.md, and never in a circle."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def upward(package: Path, *, typing_only: bool) -> list[Any]:
 
 
 def test_the_page_knows_every_room() -> None:
-    """The table of docs/architecture.md has each folder and file of the package, once."""
+    """The table of docs/explanation/architecture.md has each folder and file of the package, once."""
     order = draw.rooms_in_order()
     assert len(order) == len(set(order))
     assert set(order) == {draw.room_of(module) for module in draw.modules(PACKAGE)}
@@ -98,10 +98,10 @@ def test_an_import_that_goes_up_would_be_seen(tmp_path: Path) -> None:
 def test_the_picture_is_that_of_the_code(change: str, tmp_path: Path) -> None:
     """docs/draw.py --check agrees with the page, and would not if the page had another arrow."""
     copy = tmp_path / "docs"
-    copy.mkdir()
+    (copy / "explanation").mkdir(parents=True)
     (tmp_path / "distwrap").symlink_to(PACKAGE)
     (copy / "draw.py").write_text((ROOT / "docs" / "draw.py").read_text())
-    page = (ROOT / "docs" / "architecture.md").read_text()
-    (copy / "architecture.md").write_text(page.replace("graph BT\n", f"graph BT\n{change}"))
+    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
+    (copy / "explanation" / "architecture.md").write_text(page.replace("graph BT\n", f"graph BT\n{change}"))
     done = subprocess.run([sys.executable, copy / "draw.py", "--check"], capture_output=True, timeout=60, check=False)
     assert (done.returncode == 0) is (not change), done.stdout

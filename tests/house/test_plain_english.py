@@ -80,7 +80,7 @@ def test_the_package_speaks_plainly() -> None:
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "CONTRIBUTING.md", *(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
+    "page", ["README.md", "CONTRIBUTING.md", *(str(p.relative_to(ROOT)) for p in (ROOT / "docs").rglob("*.md"))]
 )
 def test_the_pages_use_one_word_a_concept(page: str) -> None:
     """The pages use the field's words too."""

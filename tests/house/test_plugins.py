@@ -150,9 +150,9 @@ def test_a_strategy_of_a_package_that_is_not_ddp(tmp_path: Path) -> None:
 
 
 def test_the_page_shows_that_strategy() -> None:
-    """docs/extending.md has the strategy that is tested here, word by word."""
+    """docs/guides/extending.md has the strategy that is tested here, word by word."""
     code = (PLUGINS / "owners.py").read_text()
-    page = (ROOT / "docs" / "extending.md").read_text()
+    page = (ROOT / "docs" / "guides" / "extending.md").read_text()
     assert code[code.index("class Copy") :] in page
 
 

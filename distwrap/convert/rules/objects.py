@@ -92,7 +92,9 @@ def convert_uses(
         if fits:
             conversion.done(node, "object", f"distwrap has a function for {name}")
         else:
-            conversion.unsure(node, "object", f"{name} used in this way has no equal in the table", "see docs/model.md")
+            conversion.unsure(
+                node, "object", f"{name} used in this way has no equal in the table", "see docs/guides/model.md"
+            )
             whole = False
     return whole
 

@@ -85,7 +85,7 @@ def _drop_compression(conversion: Conversion, names: set[str]) -> bool:
         if "fp16" in _words(statement.value):
             conversion.left(
                 statement, "comm", "gradients are exchanged as they are, not in half precision",
-                'comm= of wrap_model, see docs/communication.md',
+                'comm= of wrap_model, see docs/guides/communication.md',
             )  # fmt: skip
         else:
             conversion.done(statement, "comm", "gradients are exchanged as they are, as before")

@@ -351,7 +351,7 @@ def test_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_all_listen_on_loopback() -> None:
-    """Ranks with torchft's manager, as docs/security.md says; its own would listen at all addresses."""
+    """Ranks with torchft's manager, as docs/explanation/security.md says; its own would listen at all addresses."""
     for addresses in start(program.addresses_at_work):
         assert set(addresses) == {"0100007F"}  # 127.0.0.1
         assert len(addresses) >= 3

@@ -1,0 +1,71 @@
+"""Sphinx directives that write reference pages from the code.
+
+``{every-message} ModelError`` lists each message with which the package raises this error, read from the source, so that
+a search for a message finds the page. What a message fills in is shown as an ellipsis.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from docutils import nodes
+from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
+
+PACKAGE = Path(__file__).parents[2] / "distwrap"
+FILLED_IN = "…"
+
+
+def messages_of(error: str, package: Path = PACKAGE) -> list[tuple[str, str]]:
+    """Return the messages with which the files of a package make an error, and the room of each, in order."""
+    found = {}
+    for path in sorted(package.rglob("*.py")):
+        room = path.relative_to(package).parts[0].removesuffix(".py")
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and node.args and _name_of(node.func) == error:
+                text = "".join(_text_of(node.args[0])).strip()
+                if len(text.replace(FILLED_IN, "").strip()) > 10:
+                    found.setdefault(text, room)
+    return sorted(found.items())
+
+
+def _name_of(function: ast.expr) -> str:
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def _text_of(part: ast.expr) -> Iterator[str]:
+    """Yield the words of a string in the source, with an ellipsis for each value that is filled in."""
+    if isinstance(part, ast.Constant):
+        yield str(part.value)
+    elif isinstance(part, ast.JoinedStr):
+        for value in part.values:
+            yield from _text_of(value)
+    elif isinstance(part, ast.BinOp) and isinstance(part.op, ast.Add):
+        yield from _text_of(part.left)
+        yield from _text_of(part.right)
+    else:
+        yield FILLED_IN
+
+
+class EveryMessage(SphinxDirective):
+    """List of all messages of the error that the directive names."""
+
+    required_arguments = 1
+
+    def run(self) -> list[nodes.Node]:
+        """Return one list, an item a message."""
+        found = nodes.bullet_list(classes=["messages"])
+        for text, _ in messages_of(self.arguments[0]):
+            item = nodes.list_item()
+            item += nodes.paragraph("", "", nodes.literal(text, text))
+            found += item
+        return [found] if len(found) else []
+
+
+def setup(app: Sphinx) -> dict[str, Any]:
+    """Register the directives."""
+    app.add_directive("every-message", EveryMessage)
+    return {"parallel_read_safe": True}

@@ -1,0 +1,146 @@
+"""The code of a page of the documentation: which blocks make which program, and how a page is run.
+
+A block of Python belongs to the page's program, which all of its blocks make together, one after the other. A comment
+before a block says otherwise:
+
+    <!-- file: train.py -->         the block is the file of this name, which a command on the page runs
+    <!-- new program -->            this block begins another program
+    <!-- printed -->                this block of text was printed by what ran before it; … stands for anything
+    <!-- not run: it needs a GPU --> the block is not run, for this reason
+
+A block of `sh` is run where it stands, in the folder with the files above it, and must end well.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+TORCHS_OWN = "ignore:`torch.jit:DeprecationWarning"  # torch.compile imports what torch itself no longer wants
+# Languages of blocks that nobody would run.
+NO_CODE = {"", "text", "diff", "mermaid", "console", "pycon"}
+
+
+class Block(NamedTuple):
+    """A block of code on a page.
+
+    Attributes:
+        language: the word after the fence.
+        text: what is between the fences.
+        line: of the page, of the opening fence.
+        mark: the comment before it, as ``"file"``, and ``""`` without one.
+        value: what follows the mark's colon.
+    """
+
+    language: str
+    text: str
+    line: int
+    mark: str
+    value: str
+
+
+_FENCE = re.compile(
+    r"(?:^<!-- *(?P<mark>file|new program|printed|not run)(?:: *(?P<value>[^\n]*?))? *-->\n+)?"
+    r"^(?P<indent> *)(?P<fence>`{3,})(?P<language>[^\n`]*)\n(?P<text>.*?)^ *(?P=fence)$",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def blocks_of(text: str) -> Iterator[Block]:
+    """Yield the blocks of a page, in their order."""
+    for found in _FENCE.finditer(text):
+        line = text.count("\n", 0, found.start("fence")) + 1
+        lines = [each.removeprefix(found["indent"]) for each in found["text"].splitlines(keepends=True)]
+        yield Block(found["language"].strip(), "".join(lines), line, found["mark"] or "", found["value"] or "")
+
+
+def faults_of(text: str) -> Iterator[str]:
+    """Yield what is wrong with the blocks of a page: code that is neither run nor marked, a mark without a reason."""
+    for block in blocks_of(text):
+        is_code = block.language not in NO_CODE and not block.language.startswith("{")
+        if block.mark in ("file", "not run") and not block.value:
+            yield f"line {block.line}: the mark {block.mark!r} says nothing after its colon."
+        elif block.mark == "printed" and block.language != "text":
+            yield f"line {block.line}: what was printed is a block of text, not of {block.language}."
+        elif is_code and not block.mark and block.language not in ("python", "sh"):
+            yield f"line {block.line}: a block of {block.language} is a file, or is not run for a reason."
+
+
+def has_code(text: str) -> bool:
+    """Return whether something of a page runs."""
+    return any(block.language in ("python", "sh") and block.mark != "not run" for block in blocks_of(text))
+
+
+def run_page(text: str, folder: Path, seconds: float = 100) -> str:
+    """Run the code of a page in an empty folder, and return what it printed; fail where it does.
+
+    Args:
+        text: the page.
+        folder: where its files are written, and its programs and commands run.
+        seconds: the limit of each program and command.
+    """
+    programs: list[str] = []
+    printed = ""
+    for block in blocks_of(text):
+        if block.mark == "printed":
+            printed += _run_programs(programs, folder, seconds)
+            assert_printed(block, printed)
+        elif block.mark == "file":
+            path = folder / block.value
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(block.text)
+        elif block.language == "python" and block.mark != "not run":
+            if not programs or block.mark == "new program":
+                programs.append("")
+            programs[-1] += f"\n\n{block.text}"
+        elif block.language == "sh" and block.mark != "not run":
+            printed += _run_programs(programs, folder, seconds)
+            printed += _run(["sh", "-eu", "-c", block.text], folder, seconds)
+    return printed + _run_programs(programs, folder, seconds)
+
+
+def assert_printed(block: Block, printed: str) -> None:
+    """Fail where a line of a block was not printed; … stands for anything."""
+    for line in block.text.splitlines():
+        pattern = ".*".join(re.escape(part) for part in line.strip().split("…"))
+        assert re.search(rf"^\s*{pattern}\s*$", printed, re.MULTILINE), f"not printed: {line!r}, but:\n{printed}"
+
+
+def _run_programs(programs: list[str], folder: Path, seconds: float) -> str:
+    """Run the programs that a page has so far, and forget them."""
+    printed = ""
+    for number, program in enumerate(programs):
+        path = folder / f"program_{number}.py"
+        path.write_text(program)
+        printed += _run([sys.executable, "-W", "error", "-W", TORCHS_OWN, str(path)], folder, seconds)
+    programs.clear()
+    return printed
+
+
+def _run(command: list[str], folder: Path, seconds: float) -> str:
+    """Run a command, and return what it printed; fail with its errors where it fails."""
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    done = subprocess.run(
+        command,
+        cwd=folder,
+        env={
+            **os.environ,
+            "PATH": path,
+            "DISTWRAP_QUIET": "1",
+            "PYTHONUNBUFFERED": "",
+        },  # two ranks' lines come out whole
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=seconds,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
