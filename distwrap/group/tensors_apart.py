@@ -158,8 +158,9 @@ class _PlainPickler(_TensorPickler):
         raise TypeError(
             f"{what} is no plain data (numbers, texts, bytes, dates, paths, dense tensors, arrays of numbers, in "
             f"lists, tuples, dicts, sets), and these ranks have no secret by which to tell whose objects to unpickle. "
-            f"Give DISTWRAP_SECRET_FILE to all of them, which names a file with the same secret (docs/explanation/security.md), "
-            f"or, where nobody else can reach them, DISTWRAP_TRUST_NETWORK=1; or send its parts, as plain data"
+            f"Give DISTWRAP_SECRET_FILE to all of them, which names a file with the same secret (see "
+            f"docs/explanation/security.md), or, where nobody else can reach them, DISTWRAP_TRUST_NETWORK=1; or send "
+            f"its parts, as plain data"
         )
 
 

@@ -1,7 +1,7 @@
 """Sphinx directives that write reference pages from the code.
 
-``{every-message} ModelError`` lists each message with which the package raises this error, read from the source, so that
-a search for a message finds the page. What a message fills in is shown as an ellipsis.
+``{every-message} ModelError`` lists each message with which the package raises this error, read from the source, so
+that a search for a message finds the page. What a message fills in is shown as an ellipsis.
 """
 
 from __future__ import annotations

@@ -80,40 +80,6 @@ def test_readme_programs_run(launcher: list[str], tmp_path: Path) -> None:
     assert max(losses) < 0.5
 
 
-@pytest.mark.slow("trains under five algorithms")
-def test_programs_about_communication_run(tmp_path: Path) -> None:
-    """The Python blocks of docs/guides/communication.md are a program that ends well."""
-    run(programs_of("docs/guides/communication.md", tmp_path), folder=tmp_path)
-
-
-@pytest.mark.slow("trains in several launches")
-def test_programs_about_models_run(tmp_path: Path) -> None:
-    """The Python blocks of docs/guides/model.md are a program that ends well, twice in an empty folder."""
-    run(programs_of("docs/guides/model.md", tmp_path), folder=tmp_path)
-    assert sorted(path.name for path in tmp_path.glob("step-*")) == [
-        "step-2.pt", "step-3.pt", "step-4.pt", "step-latest.pt",
-    ]  # fmt: skip
-
-
-@pytest.mark.slow("trains under six strategies")
-def test_programs_about_divided_models_run(tmp_path: Path) -> None:
-    """The Python blocks of docs/guides/sharded.md are a program that ends well."""
-    run(programs_of("docs/guides/sharded.md", tmp_path), folder=tmp_path)
-
-
-def test_the_program_about_data_runs(tmp_path: Path) -> None:
-    """The last Python block of docs/guides/data.md is a program that ends well."""
-    program = tmp_path / "data.py"
-    program.write_text(re.findall(r"```python\n(.*?)```", (ROOT / "docs/guides/data.md").read_text(), re.DOTALL)[-1])
-    run(program, folder=tmp_path)
-
-
-@pytest.mark.slow(INTERPRETERS)
-def test_programs_about_extensions_run(tmp_path: Path) -> None:
-    """The Python blocks of docs/guides/extending.md are a program that ends well: each plug-in is registered, and used."""
-    run(programs_of("docs/guides/extending.md", tmp_path), folder=tmp_path)
-
-
 def test_readme_and_changelog_agree_with_the_code() -> None:
     """The tables, variables and errors of the README are those of the code, and each public function is explained."""
     assert list(runpy.run_path(str(ROOT / "docs" / "check.py"))["problems"]()) == []
