@@ -71,15 +71,13 @@ def next_steps(nprocs: int) -> str:
     """Return three commands to go on with."""
     folder = Path(sys.executable).parent  # not resolved: in a virtual environment it is a link to another Python
     here = os.path.relpath(folder) if folder.is_relative_to(Path.cwd()) else str(folder)
-    python, torchrun = (shlex.quote(f"{here}/{name}") for name in (Path(sys.executable).name, "torchrun"))
-    examples = os.path.relpath(Path(__file__).parent)
-    return "\n".join(
-        [
-            f"    {python} {examples}/demo.py --nprocs {nprocs * 2}",
-            f"    {torchrun} --nproc-per-node={nprocs} {examples}/digits.py",
-            f"    {python} -m distwrap convert your_script.py    # prints what would change in a script of yours",
-        ]
-    )
+    python, examples = shlex.quote(f"{here}/{Path(sys.executable).name}"), os.path.relpath(Path(__file__).parent)
+    commands = {
+        f"{examples}/demo.py --nprocs {nprocs * 2}": "more ranks",
+        f"-m torch.distributed.run --nproc-per-node={nprocs} {examples}/digits.py": "the same ranks, by torchrun",
+        "-m distwrap convert your_script.py": "what would change in a script of yours",
+    }
+    return "\n".join(f"    {python} {words}    # {why}" for words, why in commands.items())
 
 
 if __name__ == "__main__":
