@@ -1,10 +1,12 @@
-# make demo: train over two ranks.
+# make demo: train in one process and on two ranks, and compare; some 20 seconds once all is installed.
 # make test: tests of everything, in at most five minutes on two cores.
 # make test-all: all tests, as CI runs them: those marked slow too, in at most 27 minutes.
 # make test-engines: tests of DeepSpeed and other engines, each in an environment of its own that has its package, made
 #     once. ENGINES=deepspeed is one of them.
-# make test-gpu: what needs an accelerator, with the torch that is installed where PYTHON is; see docs/guides/accelerators.md.
-# make check: ruff, mypy, and that the documentation agrees with the code.
+# make test-gpu: what needs an accelerator, with the torch that is installed where PYTHON is; see
+#     docs/guides/accelerators.md.
+# make check: ruff, mypy, that the documentation agrees with the code, and that what would be released can be built.
+# make dist: the source distribution and the wheel, checked, in dist/; part of make check.
 # make docs: the documentation, in build/docs; a warning is an error. make docs-serve shows it on this machine.
 # make faults: each launcher and fault 100 times with busy cores, where make test-all runs a tenth of the matrix; takes
 #     hours, and goes on from the runs in benchmarks/faults-matrix.jsonl: remove them to begin anew. TIMES=10 is less.
@@ -26,10 +28,10 @@ bin := $(VENV)/bin
 pip_words := --quiet --disable-pip-version-check $(PIP_FLAGS)
 install := $(bin)/python -m pip install $(pip_words) -c constraints.txt
 
-.PHONY: demo test test-all test-engines test-gpu check docs docs-serve faults faults-divided kills soak bench clean
+.PHONY: demo test test-all test-engines test-gpu check dist docs docs-serve faults faults-divided kills soak bench clean
 
 demo: $(VENV)/.installed-demo
-	$(bin)/python examples/digits.py --nprocs 2
+	$(bin)/python examples/demo.py
 
 test: $(VENV)/.installed-test
 	$(bin)/python -m pytest $(JOBS) -m "not slow"
@@ -67,6 +69,10 @@ check: $(VENV)/.installed-dev
 	$(bin)/ruff format --check .
 	$(bin)/mypy
 	$(bin)/python docs/check.py
+	$(bin)/python .ci/release.py
+
+dist: $(VENV)/.installed-dev
+	$(bin)/python .ci/release.py
 
 docs: $(VENV)/.installed-docs
 	$(bin)/sphinx-build -q -W --keep-going -E -b html docs build/docs
@@ -123,7 +129,7 @@ clean:
 $(bin)/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.installed-demo: extras := notebook,progress,examples
+$(VENV)/.installed-demo: extras := all,examples
 $(VENV)/.installed-test: extras := test,examples
 $(VENV)/.installed-bench: extras := bench
 $(VENV)/.installed-dev: extras := dev
