@@ -7,7 +7,7 @@ import sys
 from typing import Any, NamedTuple
 
 
-class Source(NamedTuple):
+class CodeSource(NamedTuple):
     """Source of code that goes to another process.
 
     Attributes:
@@ -52,12 +52,12 @@ def _shell() -> Any:
     return getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
 
 
-def source_of(file: str) -> Source:
+def source_of(file: str) -> CodeSource:
     """Return what a process that gets code from a file needs to show its lines, and to name its places."""
-    return Source(file, cell_of(file), () if os.path.isfile(file) else tuple(linecache.getlines(file)))
+    return CodeSource(file, cell_of(file), () if os.path.isfile(file) else tuple(linecache.getlines(file)))
 
 
-def learn(source: Source) -> None:
+def learn(source: CodeSource) -> None:
     """Know from now on the lines and places of code that has come from another process."""
     if source.cell is not None:
         _cells[source.file] = source.cell

@@ -36,7 +36,7 @@ def as_text(error: BaseException) -> str:
         each, its_error = waiting.pop()
         if each is None or its_error is None:
             continue
-        each.stack = _Shown(each.stack, keep_last=_keeps_last(its_error))
+        each.stack = _ShortStack(each.stack, keep_last=_keeps_last(its_error))
         waiting += [(each.__cause__, its_error.__cause__), (each.__context__, its_error.__context__)]
         waiting += zip(getattr(each, "exceptions", None) or (), getattr(its_error, "exceptions", ()), strict=False)
     return "".join(told.format())
@@ -117,7 +117,7 @@ def _entries(trace: TracebackType | None) -> Iterator[TracebackType]:
         trace = trace.tb_next
 
 
-class _Shown(traceback.StackSummary):
+class _ShortStack(traceback.StackSummary):
     """Stack whose text has the user's frames, and a line for those that are left out."""
 
     def __init__(self, frames: Sequence[traceback.FrameSummary], *, keep_last: bool) -> None:

@@ -14,7 +14,7 @@ import torch
 
 import distwrap as dw
 from distwrap.errors import CollectiveTimeoutError, ModelError
-from distwrap.places import Source, learn, place, source_of
+from distwrap.places import CodeSource, learn, place, source_of
 from distwrap.testing import run_ranks
 
 CELL = "<ipython-input-7-0123456789ab>"
@@ -54,27 +54,27 @@ def test_a_file_and_a_cell() -> None:
 def test_a_cell_that_has_come_from_elsewhere() -> None:
     """Its number and its lines are known once its code is here; a cell that ran again has its latest number."""
     assert place(KERNEL, 3) == "123456.py:3"
-    learn(Source(KERNEL, 5, ("one\n", "two\n")))
+    learn(CodeSource(KERNEL, 5, ("one\n", "two\n")))
     assert place(KERNEL, 3) == "cell 5, line 3"
     assert linecache.getline(KERNEL, 2) == "two\n"
     linecache.checkcache()
     assert linecache.getline(KERNEL, 2) == "two\n"
-    learn(Source(KERNEL, 6, ("one\n", "two\n")))
+    learn(CodeSource(KERNEL, 6, ("one\n", "two\n")))
     assert place(KERNEL, 3) == "cell 6, line 3"
 
 
 def test_a_file_that_is_there_is_not_sent() -> None:
     """Who gets code of a file reads the file's lines; those of a cell go with the code."""
-    assert source_of(__file__) == Source(__file__, None, ())
+    assert source_of(__file__) == CodeSource(__file__, None, ())
     of_cell("one = 1\ntwo = 2\n")
-    assert source_of(CELL) == Source(CELL, 7, ("one = 1\n", "two = 2\n"))
+    assert source_of(CELL) == CodeSource(CELL, 7, ("one = 1\n", "two = 2\n"))
 
 
 def test_a_learnt_file_never_replaces_a_real_one(tmp_path: Path) -> None:
     """Lines from elsewhere do not hide those of a file that is there."""
     file = tmp_path / "real.py"
     file.write_text("mine\n")
-    learn(Source(str(file), None, ("theirs\n",)))
+    learn(CodeSource(str(file), None, ("theirs\n",)))
     assert linecache.getline(str(file), 1) == "mine\n"
 
 

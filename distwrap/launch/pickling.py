@@ -22,7 +22,7 @@ import wrapt
 from distwrap._internals import cloudpickle as internals
 from distwrap.decorated import find_by_name
 from distwrap.live_objects import is_callers
-from distwrap.places import Source, learn, source_of
+from distwrap.places import CodeSource, learn, source_of
 
 
 def by_value() -> bool:
@@ -104,7 +104,7 @@ def _pickler_class() -> type[Any]:
     return Pickler
 
 
-def _with_source(source: Source, make: type[types.CodeType], parts: tuple[Any, ...]) -> types.CodeType:
+def _with_source(source: CodeSource, make: type[types.CodeType], parts: tuple[Any, ...]) -> types.CodeType:
     """Return code with the file in which it stands: cloudpickle 3.1.3 leaves it out, and tracebacks name no line."""
     learn(source)
     return make(*parts).replace(co_filename=source.file)
