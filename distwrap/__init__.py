@@ -6,6 +6,7 @@ import typing
 from distwrap import _started as _started
 from distwrap._version import __version__ as __version__
 from distwrap.devices.kinds import watch_first_use as _watch_first_use
+from distwrap.frames import hide_from_pytest as _hide_from_pytest
 
 if typing.TYPE_CHECKING:
     from distwrap.checkpoint import (
@@ -140,6 +141,7 @@ if not typing.TYPE_CHECKING:  # for a checker, any name would be right then
     def __getattr__(name):
         if name in _MODULE_OF:
             value = globals()[name] = getattr(importlib.import_module(f"distwrap.{_MODULE_OF[name]}"), name)
+            _hide_from_pytest()
             return value
         if not name.startswith("_"):
             try:

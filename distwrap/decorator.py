@@ -12,6 +12,7 @@ from typing_extensions import Unpack
 
 from distwrap.decorated import BoundDecoratedFunction, DecoratedFunction
 from distwrap.errors import OptionError
+from distwrap.frames import are_left_out
 from distwrap.options import VARIABLES, Options
 
 if TYPE_CHECKING:
@@ -92,14 +93,24 @@ class DistributedFunction(DecoratedFunction):
         args: Any,
         kwargs: Any,
     ) -> Any:
+        from distwrap.group.world import active_world
         from distwrap.launch import start  # at the first call: most of the package, which decorating does not need
         from distwrap.launch.task import Task
+        from distwrap.tracebacks import fold
 
+        __tracebackhide__ = are_left_out()  # IPython and pytest look for it
         if isinstance(wrapped, wrapt.PartialCallableObjectProxy):  # Trainer.fit(trainer, …)
             wrapped, args = wrapped.__wrapped__, (instance, *args)
-        options = base.with_environment(os.environ).updated(given, where=".options()")
-        of_environment = {name for variable, name in VARIABLES.items() if os.environ.get(variable)}
-        return start(Task(wrapped, args, kwargs, options, (asked - of_environment) | given.keys()))
+        is_outermost = active_world() is None  # within a run, our frames tell in what a rank has failed
+        try:
+            options = base.with_environment(os.environ).updated(given, where=".options()")
+            of_environment = {name for variable, name in VARIABLES.items() if os.environ.get(variable)}
+            task = Task(wrapped, args, kwargs, options, (asked - of_environment) | given.keys())
+            return start(task)  # DISTWRAP_TRACEBACK=full shows the frames of distwrap
+        except BaseException as error:
+            if is_outermost:
+                fold(error)
+            raise
 
     def options(self, **options: Any) -> DistributedFunction:
         return DistributedFunction(self.__wrapped__, *self._self_updated(options))

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
+from distwrap import frames
 from distwrap.checks import AT_LEAST_ONE, SECONDS, SEED, Check, either, one_of, whole
 from distwrap.errors import OptionError
 from distwrap.former_names import BECAME, LAUNCHER_OF_STRATEGY
@@ -27,6 +28,7 @@ SWITCHES = {
     "DISTWRAP_QUIET": "silence the line at the start",
     "DISTWRAP_TRUST_NETWORK": "unpickle objects of other ranks also where no secret tells who sent them",
 }
+CHOICES = {frames.VARIABLE: ("full", "show the frames of distwrap in tracebacks too")}
 SECRET_FILE = "DISTWRAP_SECRET_FILE"
 PATHS = {SECRET_FILE: "a file that all nodes have, and no other user, so that ranks know each other"}
 
@@ -215,11 +217,10 @@ class Options:
         from distwrap.environments.distwrap_environment import LAUNCHER, SCRIPT, STORE  # not needed to decorate
 
         for variable in env:
-            known = (*VARIABLES, *SWITCHES, *PATHS)
+            known = (*VARIABLES, *SWITCHES, *CHOICES, *PATHS)
             if variable.startswith("DISTWRAP_") and variable not in (*known, STORE, LAUNCHER, SCRIPT):
                 raise OptionError(unknown_name("variable", variable, known))
-        for switch in SWITCHES:
-            switched_on(env, switch)
+        check_words(env)
         found = {variable: name for variable, name in VARIABLES.items() if env.get(variable)}
         given = {name: _from_text(variable, name, env[variable]) for variable, name in found.items()}
         for variable, name in found.items():
@@ -244,6 +245,18 @@ def switched_on(env: Mapping[str, str], variable: str) -> bool:
         return _as_switch(env.get(variable, ""))
     except ValueError:
         raise OptionError(f"{variable}={env[variable]!r}: say 1, true, yes or on; or 0, false, no or off.") from None
+
+
+def check_words(env: Mapping[str, str]) -> None:
+    """Refuse a wrong word in a variable that is no option's.
+
+    Raises:
+        OptionError: lists what is allowed.
+    """
+    for switch in SWITCHES:
+        switched_on(env, switch)
+    if frames.word_of(env) not in frames.WORDS:
+        raise OptionError(f"{frames.VARIABLE}={env[frames.VARIABLE]!r}: say full, or short, which is as without it.")
 
 
 def _as_switch(text: str) -> bool:

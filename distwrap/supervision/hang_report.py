@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import json
 import math
-import os
 import secrets
 import time
 import weakref
@@ -17,8 +16,10 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap._internals.torch_data import batches_given
 from distwrap.environments import Placement
+from distwrap.frames import OURS
 from distwrap.network.keys import count, read, read_all
 from distwrap.network.waiting import are_all_counted, count_in, wait_until
+from distwrap.places import place
 from distwrap.stopwatch import Item, Part, Stopwatch
 from distwrap.supervision import stacks
 from distwrap.supervision.bells import Bells, ring_from_outside
@@ -57,10 +58,10 @@ class Activity:
     def record(self, helper: str) -> None:
         """Note that a helper runs, and who called it."""
         frame = inspect.currentframe()
-        while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(stacks.OURS):
+        while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
             frame = frame.f_back
         self.helper = helper
-        self.site = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
+        self.site = place(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
 
     def begun(self) -> tuple[int, int, int, int]:
         """Return what this rank has begun: eras, averages, collectives, turns."""

@@ -4,7 +4,6 @@ import json
 import secrets
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from distwrap import tracebacks
 from distwrap.environments import Placement
 from distwrap.environments.identity import lives, node
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError
@@ -224,8 +224,8 @@ def _with_failures(make: Make) -> Make:
     def answer(request: Any, waited: float) -> bytes | None:
         try:
             data = make(request, waited)
-        except Exception:  # noqa: BLE001 - whatever it is, it must not end the channel's thread
-            return _FAILED + traceback.format_exc().encode()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the channel's thread
+            return _FAILED + tracebacks.as_text(error).encode()
         return None if data is None else _MADE + data
 
     return answer

@@ -14,9 +14,10 @@ from types import FrameType, TracebackType
 import torch
 
 from distwrap._internals.python import frames_of_threads
+from distwrap.frames import OURS
 from distwrap.garbage import collection_paused
+from distwrap.places import place
 
-OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
 _RUN = os.path.join(OURS, "group", "world.py")
@@ -110,7 +111,7 @@ def locate(lines: Iterable[Line]) -> tuple[str, str]:
     if not theirs:
         return "", "an unknown place"
     file, number, name = stack[theirs[-1]]
-    return _what(called) or (name if name != "<module>" else ""), f"{os.path.basename(file)}:{number}"
+    return _what(called) or (name if name != "<module>" else ""), place(file, number)
 
 
 def is_users(file: str) -> bool:
