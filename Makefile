@@ -4,7 +4,7 @@
 # make test-engines: tests of DeepSpeed and other engines, each in an environment of its own that has its package, made
 #     once. ENGINES=deepspeed is one of them.
 # make test-gpu: what needs an accelerator, with the torch that is installed where PYTHON is; see docs/accelerators.md.
-# make check: ruff, mypy, and that the documentation agrees with the code.
+# make check: ruff, mypy, pyright, and that the documentation agrees with the code.
 # make faults: each launcher and fault 100 times with busy cores, where make test-all runs a tenth of the matrix; takes
 #     hours, and goes on from the runs in benchmarks/faults-matrix.jsonl: remove them to begin anew. TIMES=10 is less.
 # make faults-divided: each fault in a divided model 100 times with busy cores, under all strategies in turns; takes an
@@ -65,7 +65,9 @@ check: $(VENV)/.installed-dev
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 	$(bin)/mypy
+	$(bin)/basedpyright --pythonpath $(bin)/python
 	$(bin)/python docs/check.py
+	$(bin)/python docs/list_names.py --check
 
 bench: $(VENV)/.installed-bench
 	$(bin)/python benchmarks/launch.py

@@ -101,10 +101,11 @@ def test_programs_about_divided_models_run(tmp_path: Path) -> None:
     run(programs_of("docs/sharded.md", tmp_path), folder=tmp_path)
 
 
-def test_the_program_about_data_runs(tmp_path: Path) -> None:
-    """The last Python block of docs/data.md is a program that ends well."""
-    program = tmp_path / "data.py"
-    program.write_text(re.findall(r"```python\n(.*?)```", (ROOT / "docs/data.md").read_text(), re.DOTALL)[-1])
+@pytest.mark.parametrize("page", ["data", "types"])
+def test_the_last_program_of_a_page_runs(page: str, tmp_path: Path) -> None:
+    """The last Python block of docs/data.md, and that of docs/types.md, is a program that ends well."""
+    program = tmp_path / f"of_{page}.py"  # types.py would hide a module of Python's
+    program.write_text(re.findall(r"```python\n(.*?)```", (ROOT / f"docs/{page}.md").read_text(), re.DOTALL)[-1])
     run(program, folder=tmp_path)
 
 
