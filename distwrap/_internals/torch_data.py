@@ -12,11 +12,11 @@ from torch.utils.data import DataLoader, dataloader, get_worker_info
 
 from distwrap.errors import LoaderError
 
-T_co = TypeVar("T_co", covariant=True)
+_T_co = TypeVar("_T_co", covariant=True)
 ITERATOR = "_iterator"  # holds the iterator whose workers outlive an epoch
 
 
-class IteratorHook(DataLoader[T_co]):
+class IteratorHook(DataLoader[_T_co]):
     """A DataLoader that lends itself other attributes for the moment in which an epoch's iterator is made."""
 
     def making_iterator(self) -> AbstractContextManager[None]:
