@@ -11,7 +11,7 @@ import pytest
 
 from distwrap import distributed
 from distwrap.decorator import GivenOptions
-from distwrap.options import DECLARATIONS, PATHS, SWITCHES, VARIABLES, Options
+from distwrap.options import DECLARATIONS, PATHS, SECONDS_OF, SWITCHES, VARIABLES, Options
 
 ROOT = Path(__file__).parents[1]
 FIELDS = {field.name: field for field in dataclasses.fields(Options)}
@@ -27,7 +27,7 @@ def options_table() -> list[str]:
         shown = f'"{default}"' if isinstance(default, str) else repr(default)
         lines.append(f"| `{name}` | `{shown}` | {variables.get(name, '')} | {declared.line} |")
     lines += [f"| | | `{switch}=1` | {line} |" for switch, line in SWITCHES.items()]
-    return [*lines, *(f"| | | `{variable}` | {line} |" for variable, line in PATHS.items())]
+    return [*lines, *(f"| | | `{variable}` | {line} |" for variable, line in {**SECONDS_OF, **PATHS}.items())]
 
 
 def test_types_of_the_decorator() -> None:
