@@ -69,7 +69,7 @@ def read_wait(value: Any) -> Wait | None:
     return Wait(float(seconds), kind, int(worker))
 
 
-class Step(NamedTuple):
+class StackFrame(NamedTuple):
     """Frame of the main thread, outside of the user's code."""
 
     file: str
@@ -95,7 +95,7 @@ class MainThread:
         self._begun, self._worker = begun, worker
         self._mark: object = None
         self._ran: float | None = None
-        self._steps: list[Step] = []
+        self._steps: list[StackFrame] = []
         self._looked = time.monotonic()
         self.stood, self.moves = 0.0, 0
         self.on_accelerator = False
@@ -135,30 +135,30 @@ class MainThread:
         return self._ran - before > _IDLE * seconds
 
 
-def steps_of(frame: FrameType | None) -> list[Step]:
+def steps_of(frame: FrameType | None) -> list[StackFrame]:
     """Return the frames from the innermost to the user's, which is the last of them."""
     steps = []
     with stacks.collection_kept():
         while frame is not None:
             code = frame.f_code
-            steps.append(Step(code.co_filename, code.co_name, id(frame), frame.f_lasti))
+            steps.append(StackFrame(code.co_filename, code.co_name, id(frame), frame.f_lasti))
             if stacks.is_users(code.co_filename):
                 break
             frame = frame.f_back
     return steps
 
 
-def loop_in(steps: list[Step]) -> list[Step]:
+def loop_in(steps: list[StackFrame]) -> list[StackFrame]:
     """Return the step in which a function of ours waits for other ranks by looking again and again, if there is one."""
     return [step for step in steps if (step.file, step.name) in _LOOPS][-1:]
 
 
-def _may_compute(steps: list[Step]) -> bool:
+def _may_compute(steps: list[StackFrame]) -> bool:
     """Return whether a thread is in a call that computes, and then waits for other ranks, as a backward."""
     return bool(steps) and (steps[0].file.startswith(_OUR_NATIVE) or steps[0].file.endswith(_BACKWARD))
 
 
-def kind_of_wait(steps: list[Step], line: stacks.Line | None) -> Kind | None:
+def kind_of_wait(steps: list[StackFrame], line: stacks.Line | None) -> Kind | None:
     """Return how a thread that stands may wait for other ranks; ``None`` where it does not.
 
     Args:
@@ -166,7 +166,7 @@ def kind_of_wait(steps: list[Step], line: stacks.Line | None) -> Kind | None:
         line: the innermost one.
 
     Example:
-        >>> kind_of_wait([Step(_TORCHS[0] + "distributed_c10d.py", "barrier", 1, 2)], None)
+        >>> kind_of_wait([StackFrame(_TORCHS[0] + "distributed_c10d.py", "barrier", 1, 2)], None)
         'exchange'
     """
     if not steps:
