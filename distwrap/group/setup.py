@@ -160,6 +160,7 @@ def join(
     activity = world.part(Activity)
     world.channel = Channel(bells, placement, activity, supervised, options.timeout, world.secret or b"")
     world.channel.live.device = world.device
+    world.channel.thread.on_accelerator = world.device.type != "cpu"
     world.channel.start()
     world.arrange()
     return world
