@@ -5,7 +5,6 @@ import typing
 
 from distwrap import _started as _started
 from distwrap._version import __version__ as __version__
-from distwrap.devices.kinds import watch_first_use as _watch_first_use
 
 if typing.TYPE_CHECKING:
     from distwrap.checkpoint import (
@@ -56,6 +55,7 @@ if typing.TYPE_CHECKING:
         world_size as world_size,
     )
     from distwrap.launch.other_callers import NodeSummary as NodeSummary
+    from distwrap.metrics_log import log as log
     from distwrap.model import (
         assert_in_sync as assert_in_sync,
         sync_buffers as sync_buffers,
@@ -118,6 +118,7 @@ _MODULES = {
     "group.printing": "get_logger print",
     "group.rank_zero": "on_rank_zero rank_zero_first rank_zero_only",
     "launch.other_callers": "NodeSummary",
+    "metrics_log": "log",
     "model": "assert_in_sync sync_buffers unwrap_model",
     "precision": "Precision autocast",
     "progress_bar": "progress",
@@ -154,4 +155,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-_watch_first_use()
+if not _started.is_command_line():
+    from distwrap.devices.kinds import watch_first_use as _watch_first_use
+
+    _watch_first_use()
