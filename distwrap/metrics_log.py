@@ -125,7 +125,7 @@ def _of_name(name: str) -> MetricsDestination:
         _require("tensorboard", name)
         from torch.utils.tensorboard import SummaryWriter
 
-        writer = SummaryWriter(place or None)  # type: ignore[no-untyped-call]
+        writer = SummaryWriter(place or None)
         return _of_logger(writer)._replace(close=writer.close)
     if kind == "wandb":
         _require("wandb", name)
@@ -138,10 +138,10 @@ def _of_name(name: str) -> MetricsDestination:
         _require("mlflow", name, "mlflow-skinny")
         import mlflow
 
-        active = mlflow.active_run()
-        if active is None:
+        began = mlflow.active_run() is None
+        if began:
             mlflow.start_run()
-        return _of_logger(mlflow)._replace(close=mlflow.end_run if active is None else _leave)
+        return _of_logger(mlflow)._replace(close=mlflow.end_run if began else _leave)
     known = ("tensorboard", "wandb", "mlflow", "stdout")
     hints = {"csv": "Give the path of a file, as 'metrics.csv'.", "print": "Did you mean 'stdout'?"}
     raise OptionError(

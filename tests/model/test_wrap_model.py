@@ -217,6 +217,7 @@ def test_in_a_single_process_the_wrapper_changes_nothing(kind: Callable[[], nn.M
     torch.save(model, tmp_path / "whole.pt")
     assert type(torch.load(tmp_path / "whole.pt", weights_only=False)) is type(net)
     assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), net(x))
+    assert torch.equal(torch.jit.script(model)(x), net(x))
     model.load_state_dict({f"module.{key}": torch.zeros_like(value) for key, value in net.state_dict().items()})
     assert not model(x).any()
     with pytest.raises(ModelError, match="in a wrapper of wrap_model"):
