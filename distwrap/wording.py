@@ -32,7 +32,7 @@ def unknown_name(
         key=lambda other: (len(other), set(other)) != (len(str(name)), set(str(name)))
     )  # "dpp" is "ddp", not "dp"
     # A name of two letters is near to any other of three, and means something else.
-    near = same + [each for each in near if len(each) > 2 or set(each) == set(str(name).lower())]
+    near = same + [each for each in near if len(each) > 2 or sorted(each) == sorted(str(name).lower())]
     hint = {_squeezed(each): text for each, text in (hints or {}).items()}.get(meant)
     hint = hint or (f"Did you mean {near[0]!r}?" if near else "")
     return f"unknown {what} {name!r}. {hint}{hint and ' '}Known: {', '.join(names)}."
