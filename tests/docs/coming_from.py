@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import runpy
-import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -53,17 +53,24 @@ def trained_by(
     here["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     for command in commands:
         words = command.replace("accelerate launch", f"accelerate launch --main_process_port {free_port()}")
-        done = subprocess.run(
-            ["sh", "-c", words],
-            cwd=folder,
-            env={**os.environ, **here},
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=seconds,
-            check=False,
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+        told = folder / "printed.txt"
+        with told.open("w") as printed:
+            process = subprocess.Popen(
+                ["sh", "-c", words],
+                cwd=folder,
+                env={**os.environ, **here},
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            code = process.wait(seconds)
+        finally:
+            if process.poll() is None:  # with the ranks that it has started
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        assert code == 0, f"{command}\n{told.read_text()}"
     return {path.name: state_in(path) for path in sorted(folder.glob("*.pt"))}
 
 
@@ -107,7 +114,11 @@ def assert_same(found: dict[str, State], expected: State, tolerance: float) -> N
 
 
 def assert_page_holds(
-    name: str, folder: Path, environment: dict[str, str] | None = None, commands: list[str] | None = None
+    name: str,
+    folder: Path,
+    environment: dict[str, str] | None = None,
+    commands: list[str] | None = None,
+    seconds: float = 200,
 ) -> None:
     """Run a page's commands, and compare the weights with one another and with those of one process.
 
@@ -116,8 +127,9 @@ def assert_page_holds(
         folder: empty.
         environment: variables for the commands.
         commands: those to be run instead of all of the page.
+        seconds: the limit of each command.
     """
-    found = trained_by(name, commands or commands_of(name), folder, environment)
+    found = trained_by(name, commands or commands_of(name), folder, environment, seconds)
     assert_same(found, one_process("shuffle=True" in (PROGRAMS / f"{name}_after.py").read_text()), 1e-6)
     if "before.pt" in found:
         assert_same(found, found["before.pt"], 0 if same_bits(name) else 1e-6)
@@ -133,8 +145,3 @@ def rows() -> dict[str, list[str]]:
     lines = [line for line in (PAGES / "index.md").read_text().splitlines() if line.startswith("| [")]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
     return {row[0].partition("](")[2].removesuffix(".md)"): row for row in cells}
-
-
-def has(package: str) -> bool:
-    """Return whether a command of this environment can be found."""
-    return shutil.which(package, path=str(Path(sys.executable).parent)) is not None
