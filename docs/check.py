@@ -1,21 +1,27 @@
-"""Check that README, changelog and docstrings agree with the code. Prints what does not, and exits with 1.
+"""Check that documentation, changelog and docstrings agree with the code. Prints what does not, and exits with 1.
 
 python docs/check.py
 """
 
 from __future__ import annotations
 
+import ast
 import builtins
+import importlib
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import distwrap
-from distwrap import errors, options
+import distwrap.testing
+from distwrap import errors, options, registry
+from distwrap.environments import ranks
 
 ROOT = Path(__file__).parent.parent
+REFERENCE = ROOT / "docs" / "reference"
+README_BYTES = 6 * 1024  # one screen and a half
 
 # They return one number of the surroundings, or nothing: an example would say less than their first line.
 WITHOUT_EXAMPLE = {
@@ -41,18 +47,11 @@ WITHOUT_EXAMPLE = {
 
 def problems() -> Iterator[str]:
     """Yield each disagreement in a sentence."""
-    readme = (ROOT / "README.md").read_text()
     public = [name for name in [*distwrap.__all__, "print"] if name != "__version__"]
-    yield from compare("README's table of functions", table(readme, "| function |"), "__all__", public)
-    launchers = [name for name in distwrap.available_launchers() if name != "auto"]
-    yield from compare("README's table of launchers", table(readme, "| launcher |"), "the registry", launchers)
-    algorithms = table((ROOT / "docs" / "guides" / "communication.md").read_text(), "| `comm=` |")
-    yield from compare("the table of algorithms", algorithms, "the registry", distwrap.available_algorithms())
-    variables = {*options.VARIABLES, *options.SWITCHES, *options.CHOICES, *options.SECONDS_OF, *options.PATHS}
-    yield from compare("README's variables", re.findall(r"`(DISTWRAP_[A-Z_]+)", readme), "the code's", variables)
-    for name in re.findall(r"`([A-Za-z]+Error)`", readme):
-        if not hasattr(errors, name) and not hasattr(builtins, name):
-            yield f"README speaks of {name}, which distwrap.errors does not have."
+    yield from functions(public)
+    yield from names_of_options()
+    yield from variables_of_clusters()
+    yield from errors_named()
     for name in public:
         docstring = inspect.getdoc(getattr(distwrap, name)) or ""
         if not docstring:
@@ -63,6 +62,114 @@ def problems() -> Iterator[str]:
         rf"^## .*\b{re.escape(distwrap.__version__)}\b", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE
     ):
         yield f"CHANGELOG.md has no heading for version {distwrap.__version__}."
+    size = len((ROOT / "README.md").read_bytes())
+    if size > README_BYTES:
+        yield f"README.md has {size} bytes, more than {README_BYTES}: move something to docs/."
+
+
+def functions(public: list[str]) -> Iterator[str]:
+    """Yield where the index of functions, or the pages with their docstrings, differ from what is public."""
+    folder = REFERENCE / "api"
+    index = (folder / "index.md").read_text()
+    yield from compare(
+        "docs/reference/api/index.md's table of functions", table(index, "| function |"), "__all__", public
+    )
+    pages = {path.name: set(entries(path.read_text())) for path in folder.glob("*.md")}
+    shown = [name for names in pages.values() for name in names]
+    tested = [f"testing.{name}" for name in distwrap.testing.__all__]
+    in_errors = [name for name in public if hasattr(errors, name)]  # docs/reference/errors.md has them
+    wanted = [name for name in public if name not in in_errors] + tested
+    yield from compare("The entries in docs/reference/api", shown, "the public names", wanted)
+    for name, page in re.findall(r"\[`(\w+)`\]\((\w+\.md)", index):
+        if name not in pages.get(page, ()):
+            yield f"docs/reference/api/index.md says that {name} is in {page}, which has no entry of it."
+    unlinked = set(wanted) - set(tested) - {name for name, _ in re.findall(r"\[`(\w+)`\]\((\w+\.md)", index)}
+    if unlinked:
+        yield f"docs/reference/api/index.md has no link for {', '.join(sorted(unlinked))}."
+
+
+def names_of_options() -> Iterator[str]:
+    """Yield where a table of launchers, strategies, algorithms, precisions or variables differs from the code's."""
+    launchers = (REFERENCE / "launchers.md").read_text()
+    choices = [name for name in distwrap.available_launchers() if name != "auto"]
+    yield from compare("docs/reference/launchers.md", table(launchers, "| launcher |"), "the registry", choices)
+    guide = table((ROOT / "docs" / "guides" / "communication.md").read_text(), "| `comm=` |")
+    yield from compare("docs/guides/communication.md", guide, "the registry", distwrap.available_algorithms())
+    for page, known in (
+        ("launchers.md", registry.launchers),
+        ("strategies.md", registry.strategies),
+        ("algorithms.md", registry.algorithms),
+        ("precisions.md", registry.precisions),
+    ):
+        text = (REFERENCE / page).read_text()
+        for row in rows_of(known):
+            if row not in text:
+                yield f"docs/reference/{page} has no row that begins with {row}"
+    variables = {*options.VARIABLES, *options.SWITCHES, *options.CHOICES, *options.SECONDS_OF, *options.PATHS}
+    named = re.findall(r"`(DISTWRAP_[A-Z_]+)", (REFERENCE / "options.md").read_text())
+    yield from compare("docs/reference/options.md's variables", named, "the code's", variables)
+
+
+def variables_of_clusters() -> Iterator[str]:
+    """Yield which variables of launchers the package reads, and docs/reference/cluster_variables.md does not name."""
+    read = {name for row in ranks.LAUNCHERS for name in row.names}
+    for path in Path(ranks.__file__).parent.glob("*.py"):
+        constants = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant))
+        texts = (str(node.value) for node in constants)
+        read |= {text for text in texts if re.fullmatch(r"[A-Z][A-Z0-9]*(_[A-Z0-9]+)+|RANK", text)}
+    parts = {row.names[0].removesuffix("_RANK") for row in ranks.LAUNCHERS}  # from which a row makes its names
+    named = set(re.findall(r"`(\w+)`", (REFERENCE / "cluster_variables.md").read_text()))
+    missing = read - parts - named - {"NODE_DETECTORS"}
+    if missing:
+        yield f"docs/reference/cluster_variables.md does not name {', '.join(sorted(missing))}."
+
+
+def errors_named() -> Iterator[str]:
+    """Yield where the page of errors lacks a class, or a page speaks of one that is not there."""
+    page = (REFERENCE / "errors.md").read_text()
+    classes = [
+        name for name, kind in vars(errors).items() if inspect.isclass(kind) and kind.__module__ == errors.__name__
+    ]
+    sections = re.findall(r"^## (\w+(?:Error|Traceback))$", page, re.MULTILINE)
+    yield from compare("The sections of docs/reference/errors.md", sections, "distwrap.errors", classes)
+    theirs = ROOT / "docs" / "coming_from"  # which speaks of other packages' errors too
+    for path in [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]:
+        if path.parent == theirs:
+            continue
+        for name in sorted(set(re.findall(r"`([A-Z][A-Za-z]+Error)`", path.read_text()))):
+            if not hasattr(errors, name) and not hasattr(builtins, name):
+                yield f"{path.relative_to(ROOT)} speaks of {name}, which distwrap.errors does not have."
+
+
+def rows_of(known: registry.Registry[object]) -> Iterator[str]:
+    """Yield how the row of each name begins in a reference page: its name, description and options."""
+    for name, description in known.available().items():
+        row = known._row(name)
+        (place,) = row.factory if isinstance(row.factory, tuple) else (None,)
+        if place is None or not place.startswith("distwrap."):
+            continue  # of an installed package
+        module, _, factory = place.partition(":")
+        taken = inspect.signature(getattr(importlib.import_module(module), factory)).parameters
+        yield f"| `{name}` | {description} | {shown(taken, row.defaults)} |"
+
+
+def shown(taken: Mapping[str, inspect.Parameter], defaults: Mapping[str, object]) -> str:
+    """Return the options of a factory as a page shows them, each with its default."""
+    words = []
+    for name, each in taken.items():
+        if each.kind is each.VAR_KEYWORD:
+            words.append("DDP's own" if name == "ddp_options" else "those of what it names")
+        elif name in defaults or each.default is not each.empty:
+            value = defaults.get(name, each.default)
+            words.append(f"`{name}={value!r}`".replace("'", '"'))
+        else:
+            words.append(f"`{name}=`")
+    return ", ".join(words)
+
+
+def entries(text: str) -> Iterator[str]:
+    """Yield the names for which a page has the docstring."""
+    yield from re.findall(r"^\.\. auto(?:function|class|exception):: distwrap\.([\w.]+)", text, re.MULTILINE)
 
 
 def table(text: str, head: str) -> list[str]:
@@ -76,9 +183,12 @@ def compare(left: str, ours: list[str], right: str, theirs: object) -> Iterator[
     first, second = set(ours), set(theirs)  # type: ignore[call-overload]
     if first != second:
         yield f"{left} and {right} differ: {', '.join(sorted(first ^ second))}."
+    twice = sorted({name for name in ours if ours.count(name) > 1})
+    if twice and "variables" not in left:
+        yield f"{left} has twice: {', '.join(twice)}."
 
 
 if __name__ == "__main__":
     found = list(problems())
-    print("\n".join(found) or "README, changelog and docstrings agree with the code.")
+    print("\n".join(found) or "Documentation, changelog and docstrings agree with the code.")
     sys.exit(bool(found))

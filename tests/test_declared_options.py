@@ -90,9 +90,9 @@ def test_docstring_of_the_decorator() -> None:
     assert {f"DISTWRAP{name}" for name in named} == {*VARIABLES, "DISTWRAP_DISABLE"}
 
 
-def test_signature_in_the_readme() -> None:
-    """README shows the options with their defaults."""
-    found = re.search(r"`@distributed\((strategy=[^`]*)\)`", (ROOT / "README.md").read_text())
+def test_signature_in_the_docs() -> None:
+    """docs/reference/options.md shows the options with their defaults."""
+    found = re.search(r"`@distributed\((strategy=[^`]*)\)`", (ROOT / "docs" / "reference" / "options.md").read_text())
     assert found is not None
     shown = {name: value for name, _, value in (item.partition("=") for item in re.split(r",\s+", found[1]))}
     assert shown == {

@@ -9,6 +9,7 @@ before a block says otherwise:
     <!-- not run: it needs a GPU --> the block is not run, for this reason
 
 A block of `sh` is run where it stands, in the folder with the files above it, and must end well.
+In it PORT is a port that nobody has.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
+
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -134,8 +137,10 @@ def _run(command: list[str], folder: Path, seconds: float) -> str:
             **os.environ,
             "PATH": path,
             "DISTWRAP_QUIET": "1",
-            "PYTHONUNBUFFERED": "",
-        },  # two ranks' lines come out whole
+            "PYTHONUNBUFFERED": "",  # two ranks' lines come out whole
+            "OMP_NUM_THREADS": "1",  # threads that wait for each other take minutes on cores that are busy
+            "PORT": str(free_port()),
+        },
         stdin=subprocess.DEVNULL,
         capture_output=True,
         text=True,
