@@ -5,7 +5,7 @@
 #     once. ENGINES=deepspeed is one of them.
 # make test-gpu: what needs an accelerator, with the torch that is installed where PYTHON is; see
 #     docs/guides/accelerators.md.
-# make check: ruff, mypy, that the documentation agrees with the code, and that what would be released can be built.
+# make check: ruff, mypy, pyright, that the documentation agrees with the code, and that what would be released can be built.
 # make dist: the source distribution and the wheel, checked, in dist/; part of make check.
 # make docs: the documentation, in build/docs; a warning is an error. make docs-serve shows it on this machine.
 # make faults: each launcher and fault 100 times with busy cores, where make test-all runs a tenth of the matrix; takes
@@ -68,7 +68,9 @@ check: $(VENV)/.installed-dev
 	$(bin)/ruff check .
 	$(bin)/ruff format --check .
 	$(bin)/mypy
+	$(bin)/basedpyright --pythonpath $(bin)/python
 	$(bin)/python docs/check.py
+	$(bin)/python docs/list_names.py --check
 	$(bin)/python .ci/release.py
 
 dist: $(VENV)/.installed-dev

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, Protocol, TypedDict, TypeVar, overload
 
 import wrapt
@@ -12,33 +13,36 @@ from typing_extensions import Unpack
 
 from distwrap.decorated import BoundDecoratedFunction, DecoratedFunction
 from distwrap.errors import OptionError
+from distwrap.frames import are_left_out
 from distwrap.options import VARIABLES, Options
 
 if TYPE_CHECKING:
     from distwrap.comm.base import Algorithm
     from distwrap.launch.base import Launcher
     from distwrap.precision.base import Precision
+    from distwrap.registry import AlgorithmName, LauncherName, PrecisionName, StrategyName
     from distwrap.strategies.base import Strategy
 
 P = ParamSpec("P")
 Q = ParamSpec("Q")
 R = TypeVar("R")
-R_co = TypeVar("R_co", covariant=True)
+Value_co = TypeVar("Value_co", covariant=True)
 S_contra = TypeVar("S_contra", contravariant=True)
+Backend = Literal["auto", "nccl", "gloo", "cpu:gloo,cuda:nccl"]
 
 
 class GivenOptions(TypedDict, total=False):
     """Types of the options that ``@distributed`` takes besides ``returns``, which decides the type of a call."""
 
-    strategy: str | Strategy
+    strategy: StrategyName | str | Strategy
     nprocs: int | Literal["auto"]
     nnodes: int | str
     node_rank: int | None
     rdzv_endpoint: str | None
-    launcher: str | Launcher
-    backend: str
-    precision: str | int | Precision
-    comm: str | Algorithm | None
+    launcher: LauncherName | str | Launcher
+    backend: Backend | str
+    precision: PrecisionName | str | int | Precision
+    comm: AlgorithmName | str | Algorithm | None
     seed: int | None
     timeout: float
     max_restarts: int
@@ -48,33 +52,71 @@ class GivenOptions(TypedDict, total=False):
     log_dir: str | os.PathLike[str] | None
 
 
-class Distributed(Protocol[P, R_co]):
-    """Decorated function, which is called like the plain one."""
+class Distributed(Protocol[P, R, Value_co]):
+    """Decorated function, which is called like the plain one.
+
+    Its types are the parameters, what the plain function returns, and what a call returns: that, or a list of it.
+    """
 
     __name__: str
     __qualname__: str
 
     @property
-    def __wrapped__(self) -> Callable[P, R_co]:
+    def __wrapped__(self) -> Callable[P, R]:
         """The plain function."""
 
-    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R_co:
-        """Run it on all ranks; return rank 0's value."""
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Value_co:
+        """Run it on all ranks; return rank 0's value, or those of all."""
 
-    def options(self, **options: Any) -> Distributed[P, R_co]:
+    @overload
+    def options(self, **options: Unpack[GivenOptions]) -> Distributed[P, R, Value_co]: ...
+    @overload
+    def options(self, *, returns: Literal["rank0"], **options: Unpack[GivenOptions]) -> Distributed[P, R, R]: ...
+    @overload
+    def options(self, *, returns: Literal["all"], **options: Unpack[GivenOptions]) -> Distributed[P, R, list[R]]: ...
+    def options(self, **options: Any) -> Any:
         """Return the same function with other options, for one call: ``train.options(nprocs=4)(…)``."""
 
     @overload
-    def __get__(self, instance: None, owner: type | None = None) -> Distributed[P, R_co]: ...
+    def __get__(self, instance: None, owner: type | None = None) -> Distributed[P, R, Value_co]: ...
     @overload
     def __get__(
-        self: Distributed[Concatenate[S_contra, Q], R_co], instance: S_contra, owner: type | None = None
-    ) -> Distributed[Q, R_co]: ...
+        self: Distributed[Concatenate[S_contra, Q], R, Value_co], instance: S_contra, owner: type | None = None
+    ) -> Distributed[Q, R, Value_co]: ...
+
+
+def _parameters() -> list[inspect.Parameter]:
+    """Return the options as keyword-only parameters: for ``help``, notebooks and whoever else asks at run time."""
+    types = {name: getattr(kind, "__forward_arg__", kind) for name, kind in GivenOptions.__annotations__.items()}
+    return [
+        inspect.Parameter(
+            option.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=option.default,
+            annotation=types.get(option.name, option.type),
+        )
+        for option in fields(Options)
+    ]
+
+
+def _shows_options(function: Callable[P, R]) -> Callable[P, R]:
+    """Give a function that takes options by name a signature that lists them."""
+    first = next(iter(inspect.signature(function).parameters.values()))
+    function.__signature__ = inspect.Signature([first, *_parameters()])  # type: ignore[attr-defined]
+    return function
 
 
 class _BoundDistributedFunction(BoundDecoratedFunction):
+    @_shows_options
     def options(self, **options: Any) -> Any:
+        """Return the method with other options, for one call: ``trainer.fit.options(nprocs=4)(…)``.
+
+        An option that is left out stays as it is.
+        """
         return DistributedFunction(self.__wrapped__, *self._self_parent._self_updated(options))
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), "options"]
 
 
 class DistributedFunction(DecoratedFunction):
@@ -92,17 +134,35 @@ class DistributedFunction(DecoratedFunction):
         args: Any,
         kwargs: Any,
     ) -> Any:
+        from distwrap.group.world import active_world
         from distwrap.launch import start  # at the first call: most of the package, which decorating does not need
         from distwrap.launch.task import Task
+        from distwrap.tracebacks import fold
 
+        __tracebackhide__ = are_left_out()  # IPython and pytest look for it
         if isinstance(wrapped, wrapt.PartialCallableObjectProxy):  # Trainer.fit(trainer, …)
             wrapped, args = wrapped.__wrapped__, (instance, *args)
-        options = base.with_environment(os.environ).updated(given, where=".options()")
-        of_environment = {name for variable, name in VARIABLES.items() if os.environ.get(variable)}
-        return start(Task(wrapped, args, kwargs, options, (asked - of_environment) | given.keys()))
+        is_outermost = active_world() is None  # within a run, our frames tell in what a rank has failed
+        try:
+            options = base.with_environment(os.environ).updated(given, where=".options()")
+            of_environment = {name for variable, name in VARIABLES.items() if os.environ.get(variable)}
+            task = Task(wrapped, args, kwargs, options, (asked - of_environment) | given.keys())
+            return start(task)  # DISTWRAP_TRACEBACK=full shows the frames of distwrap
+        except BaseException as error:
+            if is_outermost:
+                fold(error)
+            raise
 
+    @_shows_options
     def options(self, **options: Any) -> DistributedFunction:
+        """Return the function with other options, for one call: ``train.options(nprocs=4)(…)``.
+
+        An option that is left out stays as it is.
+        """
         return DistributedFunction(self.__wrapped__, *self._self_updated(options))
+
+    def __dir__(self) -> list[str]:
+        return [*super().__dir__(), "options"]
 
     def _self_updated(self, options: dict[str, Any]) -> tuple[Options, frozenset[str], dict[str, Any]]:
         base, asked, given = self._self_settings
@@ -111,17 +171,56 @@ class DistributedFunction(DecoratedFunction):
 
 
 @overload
-def distributed(fn: Callable[P, R], /) -> Distributed[P, R]: ...
+def distributed(
+    fn: None = None,
+    /,
+    *,
+    strategy: StrategyName | str | Strategy = "ddp",
+    nprocs: int | Literal["auto"] = "auto",
+    nnodes: int | str = 1,
+    node_rank: int | None = None,
+    rdzv_endpoint: str | None = None,
+    launcher: LauncherName | str | Launcher = "auto",
+    backend: Backend | str = "auto",
+    precision: PrecisionName | str | int | Precision = "32",
+    comm: AlgorithmName | str | Algorithm | None = None,
+    seed: int | None = None,
+    timeout: float = 600.0,
+    max_restarts: int = 0,
+    max_lost: int = 0,
+    returns: Literal["rank0"] = "rank0",
+    retrofit: bool = False,
+    report: bool | str | os.PathLike[str] = False,
+    log_dir: str | os.PathLike[str] | None = None,
+) -> Callable[[Callable[P, R]], Distributed[P, R, R]]: ...
 @overload
 def distributed(
-    fn: None = None, /, *, returns: Literal["all"], **options: Unpack[GivenOptions]
-) -> Callable[[Callable[P, R]], Distributed[P, list[R]]]: ...
+    fn: None = None,
+    /,
+    *,
+    strategy: StrategyName | str | Strategy = "ddp",
+    nprocs: int | Literal["auto"] = "auto",
+    nnodes: int | str = 1,
+    node_rank: int | None = None,
+    rdzv_endpoint: str | None = None,
+    launcher: LauncherName | str | Launcher = "auto",
+    backend: Backend | str = "auto",
+    precision: PrecisionName | str | int | Precision = "32",
+    comm: AlgorithmName | str | Algorithm | None = None,
+    seed: int | None = None,
+    timeout: float = 600.0,
+    max_restarts: int = 0,
+    max_lost: int = 0,
+    returns: Literal["all"],
+    retrofit: bool = False,
+    report: bool | str | os.PathLike[str] = False,
+    log_dir: str | os.PathLike[str] | None = None,
+) -> Callable[[Callable[P, R]], Distributed[P, R, list[R]]]: ...
 @overload
-def distributed(
-    fn: None = None, /, *, returns: Literal["rank0"] = "rank0", **options: Unpack[GivenOptions]
-) -> Callable[[Callable[P, R]], Distributed[P, R]]: ...
+def distributed(fn: Callable[P, R], /, **options: Unpack[GivenOptions]) -> Distributed[P, R, R]: ...
 
 
+@_shows_options
 def distributed(fn: Callable[..., Any] | None = None, /, **options: Any) -> Any:
     """Turn a plain function with a training loop into one that runs on several processes.
 

@@ -27,9 +27,15 @@ DistwrapError
 Each leaf is also the builtin error of the same meaning, so code that catches ``ValueError`` goes on working.
 """
 
+from distwrap.frames import hide_from_pytest
+
 
 class DistwrapError(Exception):
     """Base of everything that distwrap raises."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        hide_from_pytest()  # now, since many modules are imported only when they are needed
 
 
 class OptionError(DistwrapError, ValueError):

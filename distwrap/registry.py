@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from distwrap.former_names import BECAME, GONE, HINTS, LAUNCHER_OF_STRATEGY
 from distwrap.name_table import Factory, Registry
@@ -12,6 +12,52 @@ if TYPE_CHECKING:
     from distwrap.launch.base import Launcher
     from distwrap.precision.base import Precision
     from distwrap.strategies.base import Strategy
+
+# The tables' names for an editor, which offers them; a checker takes any other text too: plug-ins add names, and a name
+# may have options. tests/test_declared_options.py compares them with the tables.
+StrategyName = Literal[
+    "ddp",
+    "ddp2",
+    "dp",
+    "single",
+    "zero1",
+    "zero2",
+    "fsdp",
+    "hsdp",
+    "tp",
+    "cp",
+    "pipeline",
+    "deepspeed",
+    "horovod",
+    "torchft",
+    "hivemind",
+    "auto",
+    "of_device",
+    "bagua",
+    "ddp_spawn",
+    "ddp_fork",
+    "ddp_forkserver",
+    "ddp_script",
+    "ddp_notebook",
+]
+LauncherName = Literal[
+    "auto", "fork", "forkserver", "spawn", "script", "elastic", "replicas", "ray", "slurm", "xla", "external"
+]
+PrecisionName = Literal["32", "bf16", "bf16-true", "fp16"]
+AlgorithmName = Literal[
+    "allreduce",
+    "fp16",
+    "bf16",
+    "bytegrad",
+    "powersgd",
+    "topk",
+    "qadam",
+    "decentralized",
+    "low_precision_decentralized",
+    "async",
+    "local_sgd",
+    "diloco",
+]
 
 strategies: Registry[Strategy] = Registry(
     "strategy",

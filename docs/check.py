@@ -48,7 +48,7 @@ def problems() -> Iterator[str]:
     yield from compare("README's table of launchers", table(readme, "| launcher |"), "the registry", launchers)
     algorithms = table((ROOT / "docs" / "guides" / "communication.md").read_text(), "| `comm=` |")
     yield from compare("the table of algorithms", algorithms, "the registry", distwrap.available_algorithms())
-    variables = {*options.VARIABLES, *options.SWITCHES, *options.PATHS}
+    variables = {*options.VARIABLES, *options.SWITCHES, *options.CHOICES, *options.SECONDS_OF, *options.PATHS}
     yield from compare("README's variables", re.findall(r"`(DISTWRAP_[A-Z_]+)", readme), "the code's", variables)
     for name in re.findall(r"`([A-Za-z]+Error)`", readme):
         if not hasattr(errors, name) and not hasattr(builtins, name):

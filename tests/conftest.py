@@ -29,6 +29,7 @@ from tests.snapshot import Snapshot, random_state
 MAIN = os.getpid()
 
 os.environ["DISTWRAP_QUIET"] = "1"
+os.environ["DISTWRAP_TRACEBACK"] = "full"  # a test of this package fails because of the frames that users need not see
 settings.register_profile("distwrap", deadline=None)  # an example may take as long as a busy machine needs
 settings.load_profile("distwrap")
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import inspect
 import re
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
 
-from distwrap import distributed
+from distwrap import decorator, distributed, registry
 from distwrap.decorator import GivenOptions
-from distwrap.options import DECLARATIONS, PATHS, SWITCHES, VARIABLES, Options
+from distwrap.former_names import LAUNCHER_OF_STRATEGY
+from distwrap.name_table import Registry
+from distwrap.options import CHOICES, DECLARATIONS, PATHS, SECONDS_OF, SWITCHES, VARIABLES, Options
 
 ROOT = Path(__file__).parents[1]
 FIELDS = {field.name: field for field in dataclasses.fields(Options)}
@@ -27,12 +31,54 @@ def options_table() -> list[str]:
         shown = f'"{default}"' if isinstance(default, str) else repr(default)
         lines.append(f"| `{name}` | `{shown}` | {variables.get(name, '')} | {declared.line} |")
     lines += [f"| | | `{switch}=1` | {line} |" for switch, line in SWITCHES.items()]
-    return [*lines, *(f"| | | `{variable}` | {line} |" for variable, line in PATHS.items())]
+    lines += [f"| | | `{variable}={word}` | {line} |" for variable, (word, line) in CHOICES.items()]
+    return [*lines, *(f"| | | `{variable}` | {line} |" for variable, line in {**SECONDS_OF, **PATHS}.items())]
 
 
 def test_types_of_the_decorator() -> None:
     """A type checker takes the options that there are; `returns` stands apart, as it decides the type of a call."""
     assert [*GivenOptions.__annotations__] == [name for name in FIELDS if name != "returns"]
+
+
+def signatures() -> list[ast.arguments]:
+    """Return the parameters of the overloads of `distributed` that list the options."""
+    tree = ast.parse(inspect.getsource(decorator))
+    functions = [node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == "distributed"]
+    return [function.args for function in functions if function.args.kwonlyargs]
+
+
+def test_signatures_of_the_decorator() -> None:
+    """What an editor shows of `distributed(` has each option with its type and default."""
+    types = {name: getattr(kind, "__forward_arg__", kind) for name, kind in GivenOptions.__annotations__.items()}
+    assert len(signatures()) == len(["rank0", "all"])
+    for arguments in signatures():
+        assert [argument.arg for argument in arguments.kwonlyargs] == [*FIELDS]
+        for argument, default in zip(arguments.kwonlyargs, arguments.kw_defaults, strict=True):
+            shown = ast.unparse(argument.annotation or ast.Constant(None))
+            if argument.arg == "returns":
+                assert shown in ("Literal['rank0']", "Literal['all']")
+                assert (default is None) is (shown == "Literal['all']")
+            else:
+                assert shown == types[argument.arg]
+            if default is not None:
+                assert ast.literal_eval(default) == FIELDS[argument.arg].default
+
+
+@pytest.mark.parametrize(
+    ("names", "table"),
+    [
+        (registry.StrategyName, registry.strategies),
+        (registry.LauncherName, registry.launchers),
+        (registry.PrecisionName, registry.precisions),
+        (registry.AlgorithmName, registry.algorithms),
+    ],
+    ids=["strategies", "launchers", "precisions", "algorithms"],
+)
+def test_names_that_an_editor_offers(names: Any, table: Registry[Any]) -> None:
+    """They are those of the table, and of strategies those with a launcher in them."""
+    offered = {*get_args(names)}
+    assert offered >= table._own
+    assert offered - table._own <= ({*LAUNCHER_OF_STRATEGY} if table is registry.strategies else set())
 
 
 def test_docstring_of_the_decorator() -> None:

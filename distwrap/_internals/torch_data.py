@@ -5,17 +5,18 @@ Every function says which names it relies on, and what happens without them; all
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.utils.data import DataLoader, dataloader, get_worker_info
 
 from distwrap.errors import LoaderError
 
+_T_co = TypeVar("_T_co", covariant=True)
 ITERATOR = "_iterator"  # holds the iterator whose workers outlive an epoch
 
 
-class IteratorHook(DataLoader[Any]):
+class IteratorHook(DataLoader[_T_co]):
     """A DataLoader that lends itself other attributes for the moment in which an epoch's iterator is made."""
 
     def making_iterator(self) -> AbstractContextManager[None]:

@@ -27,7 +27,7 @@ from distwrap.seeding import RandomState
 from distwrap.wording import named_ranks
 
 
-def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any:
+def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any | None:
     """Load what `save` last wrote to a path, or return ``None`` where it has not written yet; alike on every rank.
 
     Put it before the loop, and a run that is started again, by `max_restarts`, a requeued job or by hand, goes on. The

@@ -89,4 +89,7 @@ def _test(nprocs: int | None, given: argparse.Namespace) -> Measured | NodeSumma
     options: dict[str, Any] = {"timeout": TIMEOUT_SECONDS} | ({} if nprocs is None else {"nprocs": nprocs})
     step = None if given.step_ms is None else given.step_ms / 1000
     with variables_set({"DISTWRAP_QUIET": "1"}):
-        return distributed(measure).options(**options)((int(given.weights), step) if given.comm else None)
+        result: Measured | NodeSummary = distributed(measure).options(**options)(
+            (int(given.weights), step) if given.comm else None
+        )
+    return result

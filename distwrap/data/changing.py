@@ -32,7 +32,7 @@ class Changing:
     remake: Callable[[int, int], Any]
     is_running: bool = False
 
-    def batches(self, loader: ShardedLoader) -> Iterator[Any]:
+    def batches(self, loader: ShardedLoader[Any]) -> Iterator[Any]:
         """Yield the batches of a pass; what the members have gone through together is not given again."""
         members, number = self.members, self.number
         if members.begin_pass(number) and torch.is_grad_enabled():
@@ -65,7 +65,7 @@ class Changing:
             self.is_running = False
             members.end_pass(number, was_left=was_left)
 
-    def _take_share(self, loader: ShardedLoader) -> None:
+    def _take_share(self, loader: ShardedLoader[Any]) -> None:
         """Let a loader go on at its position with this rank's share among the members of now."""
         sharding, layout, state = loader._sharding, current_world().layout, loader.state_dict()
         if (sharding.rank, sharding.world_size) != (layout.rank, layout.size):
@@ -75,7 +75,7 @@ class Changing:
         loader.load_state_dict(state)
 
 
-def start_of_next(loader: ShardedLoader) -> dict[str, Any]:
+def start_of_next(loader: ShardedLoader[Any]) -> dict[str, Any]:
     """Return a loader's position, for a rank that comes in now: of a pass that was left in the middle, the next one."""
     position, changing = loader._sharding.position, loader._sharding.changing
     now = position.now

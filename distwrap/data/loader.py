@@ -7,7 +7,7 @@ sampler and batch sampler are exchanged for ones that take a share of the same o
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache, partial
-from typing import Any, Literal, get_args
+from typing import Any, Literal, cast, get_args
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
@@ -24,7 +24,7 @@ from distwrap.data.indices import Mode
 from distwrap.data.iterable_shards import Split
 from distwrap.data.position import Position
 from distwrap.data.samplers import ExactBatches, Order, RememberedShuffle, Share
-from distwrap.data.sharded import Loader, ShardedLoader, innermost, is_torchs, only_moved, sharded_copy
+from distwrap.data.sharded import Item, ShardedLoader, innermost, is_torchs, only_moved, sharded_copy
 from distwrap.data.sharding import Sharding
 from distwrap.errors import LoaderError
 from distwrap.group.world import World, current_world
@@ -51,7 +51,7 @@ def next_epoch(loader: DataLoader[Any]) -> int:
 
 
 def shard_loader(
-    loader: Loader,
+    loader: DataLoader[Item],
     *,
     mode: Modes = "auto",
     batch_size: BatchSize = "per_rank",
@@ -60,7 +60,7 @@ def shard_loader(
     seed: int | None = None,
     device: torch.device | str | None = None,
     copy_ahead: bool = False,
-) -> Loader:
+) -> ShardedLoader[Item]:
     """Return the same loader for this rank's share of the data; in a single process on the CPU, the loader itself.
 
     The share is taken of the loader's own order: shuffled as by ``DistributedSampler``, or whatever its sampler or
@@ -94,7 +94,8 @@ def shard_loader(
 
     Returns:
         A loader of the same class. Its epochs advance by themselves; ``set_epoch(n)`` says which one comes next;
-        ``state_dict()`` and ``load_state_dict()`` hold the position in the middle of one, for any number of ranks.
+        ``state_dict()`` and ``load_state_dict()`` hold the position in the middle of one, for any number of ranks. Type
+        checkers see a `distwrap.data.ShardedLoader`; ``assert isinstance(loader, YourLoader)`` tells them the class.
 
     Raises:
         LoaderError: the loader cannot be sharded safely; says what to write instead.
@@ -174,17 +175,19 @@ def shard_loader(
             f"split={split!r} is for an IterableDataset, but {type(loader.dataset).__name__} has indices."
         )
     result = _shard_indices(loader, world, sharding, mode, batch_size, order)
-    if world.members is not None and isinstance(result, ShardedLoader):
+    if world.members is not None:
         remake = partial(_remade, loader, world, sharding, mode, batch_size, order)
         result._sharding.changing = Changing(world.members, world.members.add_loader(result), remake)
     if alone:  # the loader itself here too
         loader.__dict__.update(result.__dict__)
         loader.__class__ = type(result)
-        return loader
+        return cast("ShardedLoader[Item]", loader)
     return result
 
 
-def _same_on_all(loader: Loader, world: World, sharding: Sharding, seed: int | None, order: Orders) -> Loader:
+def _same_on_all(
+    loader: DataLoader[Item], world: World, sharding: Sharding, seed: int | None, order: Orders
+) -> ShardedLoader[Item]:
     """Return a loader that gives all ranks the same batches, which nobody takes for a mistake."""
     if isinstance(loader.dataset, IterableDataset):
         result = only_moved(loader, sharding)
@@ -197,7 +200,7 @@ def _same_on_all(loader: Loader, world: World, sharding: Sharding, seed: int | N
 
 
 def _remade(
-    loader: Loader,
+    loader: DataLoader[Item],
     world: World,
     sharding: Sharding,
     mode: _Divided,
@@ -205,15 +208,21 @@ def _remade(
     order: Orders,
     rank: int,
     size: int,
-) -> Loader:
+) -> ShardedLoader[Item]:
     """Return a loader sharded for another rank and number of ranks, where the ranks of a run have changed."""
     anew = replace(sharding, rank=rank, world_size=size, position=Position())
     return _shard_indices(loader, world, anew, mode, batch_size, order)
 
 
 def _shard_iterable(
-    loader: Loader, world: World, sharding: Sharding, mode: _Divided, batch_size: BatchSize, order: Orders, split: Split
-) -> Loader:
+    loader: DataLoader[Item],
+    world: World,
+    sharding: Sharding,
+    mode: _Divided,
+    batch_size: BatchSize,
+    order: Orders,
+    split: Split,
+) -> ShardedLoader[Item]:
     attributes: dict[str, Any] = {"generator": torch.Generator(torch.get_default_device())}
     if order != "auto":
         raise LoaderError(f"order={order!r}: the order of an IterableDataset is its own. Leave order at 'auto'.")
@@ -237,8 +246,8 @@ def _shard_iterable(
 
 
 def _shard_indices(
-    loader: Loader, world: World, sharding: Sharding, mode: _Divided, batch_size: BatchSize, order: Orders
-) -> Loader:
+    loader: DataLoader[Item], world: World, sharding: Sharding, mode: _Divided, batch_size: BatchSize, order: Orders
+) -> ShardedLoader[Item]:
     batches: Any = loader.batch_sampler
     in_order = (SequentialSampler, list, tuple, range) if is_torchs(batches, BatchSampler) else SequentialSampler
     shuffles = not isinstance(innermost(loader), in_order)

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, IterDataPipe, RandomSampler, SequentialSampler
@@ -28,11 +28,13 @@ from distwrap.model.by_hand import ByHand
 from distwrap.seeding import preserved
 from distwrap.supervision.hang_report import Activity
 
+T_co = TypeVar("T_co", covariant=True)
+Item = TypeVar("Item")
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
 
 
-class ShardedLoader(SkippingLoader):
-    """Loader with this rank's share; a base of the class that `sharded_class` makes."""
+class ShardedLoader(SkippingLoader[T_co]):
+    """Loader that `shard_loader` returns: of the user's own class, with this rank's share, and a position to save."""
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the next epoch; left alone, each one is one more than the last."""
@@ -331,12 +333,13 @@ def is_torchs(thing: object, cls: type) -> bool:
     return kind is cls or (kind.__name__ == cls.__name__ and kind.__module__.startswith("torchdata."))
 
 
-def sharded_copy(loader: Loader, sharding: Sharding, attributes: dict[str, Any]) -> Loader:
+def sharded_copy(loader: DataLoader[Item], sharding: Sharding, attributes: dict[str, Any]) -> ShardedLoader[Item]:
     """Return a copy of a loader, of the same class and sharded, with other attributes."""
-    return copied(loader, {**attributes, "_sharding": sharding}, sharded_class(type(loader)))
+    result = copied(loader, {**attributes, "_sharding": sharding}, sharded_class(type(loader)))
+    return cast("ShardedLoader[Item]", result)
 
 
-def only_moved(loader: Loader, sharding: Sharding) -> Loader:
+def only_moved(loader: DataLoader[Item], sharding: Sharding) -> ShardedLoader[Item]:
     """Return a loader that keeps its samples and their order, and knows where its loop is; on the CPU the same object.
 
     Where its own sampler takes this rank's share, the samples are fetched with random numbers of this rank's own.
@@ -354,7 +357,7 @@ def only_moved(loader: Loader, sharding: Sharding) -> Loader:
     sharding.items_per_step = getattr(loader.batch_sampler, "batch_size", None) or 1
     loader.__dict__["_sharding"] = sharding
     loader.__class__ = sharded_class(type(loader))
-    return loader
+    return cast("ShardedLoader[Item]", loader)
 
 
 def copied(loader: Loader, attributes: dict[str, Any], cls: type) -> Loader:
@@ -365,8 +368,8 @@ def copied(loader: Loader, attributes: dict[str, Any], cls: type) -> Loader:
     return result
 
 
-def _rebuilt(cls: type[DataLoader[Any]], attributes: dict[str, Any]) -> ShardedLoader:
-    loader: ShardedLoader = object.__new__(sharded_class(cls))
+def _rebuilt(cls: type[DataLoader[Any]], attributes: dict[str, Any]) -> ShardedLoader[Any]:
+    loader: ShardedLoader[Any] = object.__new__(sharded_class(cls))
     loader.__dict__.update(attributes)
     return loader
 

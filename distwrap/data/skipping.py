@@ -15,10 +15,11 @@ from distwrap.data.samplers import ExactBatches
 from distwrap.data.sharding import Sharding
 from distwrap.errors import LoaderError
 
+T_co = TypeVar("T_co", covariant=True)
 Loader = TypeVar("Loader", bound="DataLoader[Any]")
 
 
-class SkippingLoader(IteratorHook):
+class SkippingLoader(IteratorHook[T_co]):
     """Loader whose next iteration may leave out its first batches."""
 
     _sharding: Sharding
@@ -48,17 +49,17 @@ class SkippingLoader(IteratorHook):
             [tensor([4, 5])]
         """
         batches = whole(0)("batches", batches)
-        sharding = cast("SkippingLoader", self)._sharding
+        sharding = cast("SkippingLoader[Any]", self)._sharding
         begun, position = sharding.position.next, sharding.position
         with suppress(TypeError):  # of some datasets nobody knows
-            if batches > (left := cast("SkippingLoader", self).batches_to_come()):
+            if batches > (left := cast("SkippingLoader[Any]", self).batches_to_come()):
                 raise LoaderError(
                     f"skip({batches}): the next epoch of this loader has {left} batches on rank {sharding.rank}."
                 )
         if sharding.sampler is None and not begun.start:
             position.next = replace(begun, skip=begun.skip + batches)
         else:
-            position.next = replace(begun, start=cast("SkippingLoader", self)._consumed(begun.start, batches))
+            position.next = replace(begun, start=cast("SkippingLoader[Any]", self)._consumed(begun.start, batches))
         if begun is position.skipped or not begun.start + begun.skip:
             position.skipped = position.next
         position.now = None

@@ -1,15 +1,23 @@
 """A rank's part of a list: for inference over prompts or files, where no loader is."""
 
-from collections.abc import Mapping, Sequence
-from typing import TypeVar
+from collections.abc import Mapping
+from typing import Any, Protocol, TypeVar, cast
 
 from distwrap.errors import LoaderError
 from distwrap.group.world import current_world
 
-Item = TypeVar("Item")
+Part_co = TypeVar("Part_co", covariant=True)
+Part = TypeVar("Part")
 
 
-def split(items: Sequence[Item]) -> Sequence[Item]:
+class Sliceable(Protocol[Part_co]):
+    """Whatever has a length and gives a part of itself for a slice."""
+
+    def __len__(self) -> int: ...
+    def __getitem__(self, places: slice, /) -> Part_co: ...
+
+
+def split(items: Sliceable[Part]) -> Part:
     """Return this rank's part of a list, in one piece; in a single process the list itself.
 
     The parts follow each other in rank order, and the first ranks have an item more where the ranks do not divide them.
@@ -36,13 +44,13 @@ def split(items: Sequence[Item]) -> Sequence[Item]:
         each, more = divmod(len(items), layout.size)
         start = layout.rank * each + min(layout.rank, more)
         count = each + (layout.rank < more)
-        part = items[start : start + count]
+        part: Any = items[start : start + count]
         is_part = len(part) == count and not isinstance(part, Mapping)
     except (TypeError, KeyError) as error:
         raise _refusal(items) from error
     if not is_part:  # as a slice of a table of Hugging Face, or of a TensorDataset, which are columns
         raise _refusal(items)
-    return items if layout.size == 1 else part
+    return cast("Part", items if layout.size == 1 else part)
 
 
 def _refusal(items: object) -> LoaderError:

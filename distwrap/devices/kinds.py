@@ -137,8 +137,10 @@ class DeviceKind:
         return None
 
     def _remember(self) -> None:
+        from distwrap.tracebacks import frames_as_text  # for the first use of a device alone
+
         frames = [f for f in traceback.extract_stack() if "/torch/" not in f.filename and f.filename != __file__]
-        _first_uses.setdefault(self.type, "".join(traceback.format_list(frames[-3:])))
+        _first_uses.setdefault(self.type, frames_as_text(frames[-3:]))
 
 
 class CPU(DeviceKind):

@@ -4,7 +4,7 @@ Values may be tensors, numbers, or lists, tuples and dicts of them in any nestin
 """
 
 from collections.abc import Sequence
-from typing import Any, Literal, TypeVar, get_args, overload
+from typing import Any, Literal, TypeVar, cast, get_args, overload
 
 import torch
 import torch.distributed as dist
@@ -24,6 +24,8 @@ from distwrap.group.world import current_world
 from distwrap.supervision.hang_report import Activity
 
 Value = TypeVar("Value")
+Key = TypeVar("Key")
+Whole = TypeVar("Whole", bound=int)
 
 
 @among_members
@@ -104,6 +106,20 @@ def _cannot_be_sent(value: Any, error: Exception) -> str:
     return f"its {type(value).__qualname__} cannot be sent to the other ranks: {type(error).__name__}: {error}"
 
 
+@overload
+def reduce(value: torch.Tensor, op: Op = "mean") -> torch.Tensor: ...
+@overload
+def reduce(value: int, op: Literal["sum", "product"]) -> int: ...
+@overload
+def reduce(value: float, op: Literal["mean", "sum", "product"] = "mean") -> float: ...
+@overload
+def reduce(value: list[Whole], op: Literal["mean"] = "mean") -> list[float]: ...
+@overload
+def reduce(value: dict[Key, Whole], op: Literal["mean"] = "mean") -> dict[Key, float]: ...
+@overload
+def reduce(value: Value, op: Op = "mean") -> Value: ...
+
+
 @among_members
 def reduce(value: Any, op: Op = "mean") -> Any:
     """Combine every rank's values element by element, on every rank; the tensors given are not changed.
@@ -144,6 +160,18 @@ def _cannot_reduce(tensors: list[torch.Tensor], op: Op) -> str:
     )
 
 
+@overload
+def mean(value: torch.Tensor, count: float = 1) -> torch.Tensor: ...
+@overload
+def mean(value: float, count: float = 1) -> float: ...
+@overload
+def mean(value: list[Whole], count: float = 1) -> list[float]: ...
+@overload
+def mean(value: dict[Key, Whole], count: float = 1) -> dict[Key, float]: ...
+@overload
+def mean(value: Value, count: float = 1) -> Value: ...
+
+
 @among_members
 def mean(value: Any, count: float = 1) -> Any:
     """Average over ranks, each rank's value weighted by how many items it stands for.
@@ -170,7 +198,8 @@ def mean(value: Any, count: float = 1) -> Any:
     leaves, spec, tensors = tensors_in(value, "mean")
     exact = [_in_float64(tensor.detach()) for tensor in tensors]
     weighted = [tensor * count if count else torch.zeros_like(tensor) for tensor in exact]
-    *sums, everything = reduce([*weighted, float(count)], op="sum")
+    parts: list[Any] = [*weighted, float(count)]
+    *sums, everything = reduce(parts, op="sum")
     if everything == 0:
         raise CollectiveError("mean(): the count is 0 on every rank, so there is nothing to average.")
     means = [_as_given(leaf, value / everything) for leaf, value in zip(leaves, sums, strict=True)]
@@ -191,7 +220,7 @@ def _as_given(leaf: Any, result: torch.Tensor) -> Any:
 
 
 @among_members
-def broadcast(value: Any, src: int = 0) -> Any:
+def broadcast(value: Value | None, src: int = 0) -> Value:
     """Return rank `src`'s value on every rank; what the others pass is ignored.
 
     Args:
@@ -207,7 +236,7 @@ def broadcast(value: Any, src: int = 0) -> Any:
     if not 0 <= src < world.placement.world_size:
         raise OptionError(f"broadcast(src={src}): ranks are 0 to {world.placement.world_size - 1}.")
     if is_alone("broadcast"):
-        return value
+        return cast("Value", value)
     mine = world.placement.rank == src
     tensors: list[torch.Tensor] = []
     message: tuple[str, bytes, list[_Described]] = ("", b"", [])
@@ -225,12 +254,12 @@ def broadcast(value: Any, src: int = 0) -> Any:
         for tensor in tensors:
             plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
             dist.broadcast(as_bytes(plain).to(exchange_device()), src=src)
-        return value
+        return cast("Value", value)
     for dtype, shape, device in described:
         received = torch.empty(shape.numel() * dtype.itemsize, dtype=torch.uint8, device=exchange_device())
         dist.broadcast(received, src=src)
         tensors.append(of_bytes(received.to("cpu" if device == "cpu" else world.device), dtype, shape))
-    return put_together(data, tensors, plain=only_plain(secret))
+    return cast("Value", put_together(data, tensors, plain=only_plain(secret)))
 
 
 @among_members

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from distwrap import tracebacks
 from distwrap.errors import (
     CheckpointError,
     CollectiveError,
@@ -160,7 +161,7 @@ def tell(error: BaseException) -> None:
     world = active_world()
     if world is None or world.channel is None or world.channel.supervised or not is_failure(error):
         return
-    world.channel.failures.tell(in_words(error), "".join(traceback.format_exception(error)))
+    world.channel.failures.tell(in_words(error), tracebacks.as_text(error))
     an_effect = isinstance(error, WorkerError) and error.rank not in (None, world.placement.rank)
     if "TORCHELASTIC_ERROR_FILE" in os.environ and not an_effect:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler

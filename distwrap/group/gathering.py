@@ -1,7 +1,8 @@
 """Gather: every rank's tensors, one after the other, on every rank, with their gradients."""
 
 import math
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeAlias, TypeVar, overload
 
 import torch
 
@@ -12,6 +13,28 @@ from distwrap.group.collectives import Description, compare, everyones, is_alone
 from distwrap.group.members import among_members
 from distwrap.group.tensor_exchange import gather_tensor, ranks_of_shares, reduce_tensor
 from distwrap.group.world import current_world, say_once
+
+Number = TypeVar("Number", bound=float)
+Tensors = TypeVar("Tensors", bound="Sequence[TensorTree] | Mapping[Any, TensorTree]")
+TensorTree: TypeAlias = "torch.Tensor | Sequence[TensorTree] | Mapping[Any, TensorTree]"
+
+
+@overload
+def gather(
+    value: torch.Tensor, *, differentiable: bool | None = None, interleave: bool = False, pad: float | None = None
+) -> torch.Tensor: ...
+@overload
+def gather(
+    value: Number, *, differentiable: bool | None = None, interleave: bool = False, pad: float | None = None
+) -> torch.Tensor | Number: ...
+@overload
+def gather(
+    value: Tensors, *, differentiable: bool | None = None, interleave: bool = False, pad: float | None = None
+) -> Tensors: ...
+@overload
+def gather(
+    value: Any, *, differentiable: bool | None = None, interleave: bool = False, pad: float | None = None
+) -> Any: ...
 
 
 @among_members

@@ -25,7 +25,7 @@ from distwrap.network import interfaces
 from distwrap.network.rendezvous import await_all_joined, loss_told, meet, say_goodbye
 from distwrap.network.secret import agree_on_secret
 from distwrap.network.waiting import count_in
-from distwrap.options import Options, switched_on
+from distwrap.options import Options, check_words
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
 from distwrap.supervision.hang_report import Activity
@@ -76,7 +76,7 @@ def setup_process_group(
     See https://docs.pytorch.org/docs/stable/distributed.html#initialization.
     """
     selection.check_backend(backend)
-    switched_on(os.environ, "DISTWRAP_QUIET")  # refuses a wrong value now, and not with the first line
+    check_words(os.environ)  # refuses a wrong value now, and not with the first line
     if active_world() is not None or dist.is_initialized():
         return JoinedGroup(ours=False)
     found = detect(os.environ)
@@ -160,6 +160,7 @@ def join(
     activity = world.part(Activity)
     world.channel = Channel(bells, placement, activity, supervised, options.timeout, world.secret or b"")
     world.channel.live.device = world.device
+    world.channel.thread.on_accelerator = world.device.type != "cpu"
     world.channel.start()
     world.arrange()
     return world

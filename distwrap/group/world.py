@@ -25,7 +25,7 @@ from torch.distributed import ProcessGroup, Store  # type: ignore[attr-defined]
 from distwrap.devices.selection import choose_device, visible_devices
 from distwrap.environments import Placement, detect
 from distwrap.errors import OptionError
-from distwrap.options import Options, switched_on
+from distwrap.options import QUIET, Options, switched_on
 from distwrap.registry import strategies
 from distwrap.supervision.channel import Channel
 from distwrap.wording import print_notice
@@ -282,7 +282,7 @@ def _placement_of_group() -> Placement:
 
 def say(text: str, *, every_rank: bool = False) -> None:
     """Print a line on rank 0's standard error, or on every rank's; ``DISTWRAP_QUIET=1`` keeps it quiet."""
-    if (every_rank or current_world().placement.rank == 0) and not switched_on(os.environ, "DISTWRAP_QUIET"):
+    if (every_rank or current_world().placement.rank == 0) and not switched_on(os.environ, QUIET):
         print_notice(text)
 
 

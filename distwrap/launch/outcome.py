@@ -4,13 +4,13 @@ import json
 import os
 import socket
 import time
-import traceback
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
+from distwrap import tracebacks
 from distwrap.decorated import find_by_name
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError, WorkerTraceback
 from distwrap.group import failures
@@ -67,12 +67,7 @@ def success(rank: int, value: bytes | None) -> Outcome:
 
 def failure(rank: int, error: BaseException) -> Outcome:
     """Return the outcome of this process as a rank that has raised an exception."""
-    start = step = error.__traceback__
-    here = os.path.dirname(__file__)
-    while step is not None and step.tb_frame.f_code.co_filename.startswith(here):
-        step = step.tb_next  # the frames of the launcher explain nothing, where the user's code follows
-    lines = traceback.format_exception(type(error), error, step or start)
-    outcome = of_error(rank, socket.gethostname(), os.getpid(), error, "".join(lines))
+    outcome = of_error(rank, socket.gethostname(), os.getpid(), error, tracebacks.as_text(error))
     return replace(outcome, is_secondary=failures.is_secondary(error))
 
 

@@ -1,7 +1,7 @@
 """The pickler: functions by value where cloudpickle is installed, and the caller's own classes and objects recognised.
 
-It differs from cloudpickle's in five things. A decorated function goes with its decorator, and code with the name of
-its file. A tensor on an accelerator comes out on the CPU. An exception comes out with its attributes, whatever its
+It differs from cloudpickle's in five things. A decorated function goes with its decorator, and code with its
+source. A tensor on an accelerator comes out on the CPU. An exception comes out with its attributes, whatever its
 class is called with. And on the way to the caller a class that the caller knows comes out as the caller's own class,
 unchanged.
 """
@@ -22,6 +22,7 @@ import wrapt
 from distwrap._internals import cloudpickle as internals
 from distwrap.decorated import find_by_name
 from distwrap.live_objects import is_callers
+from distwrap.places import CodeSource, learn, source_of
 
 
 def by_value() -> bool:
@@ -84,6 +85,7 @@ def _pickler_class() -> type[Any]:
             super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
             self._known = {id(alias): index for index, aliases in enumerate(known) for alias in aliases}
             self._to_caller = to_caller
+            self._source = functools.cache(source_of)  # one object for each file, which is pickled once
 
         def persistent_id(self, obj: object) -> int | None:
             return self._known.get(id(obj))
@@ -91,7 +93,7 @@ def _pickler_class() -> type[Any]:
         def reducer_override(self, obj: Any) -> Any:
             reduced = _reduce(obj)
             if type(obj) is types.CodeType and by_value():
-                return _with_file, (obj.co_filename, *self.dispatch_table[types.CodeType](obj))
+                return _with_source, (self._source(obj.co_filename), *self.dispatch_table[types.CodeType](obj))
             if reduced is None and self._to_caller and isinstance(obj, type):
                 reduced = _reduce_class_of_caller(obj)
             if reduced is not None:
@@ -102,9 +104,10 @@ def _pickler_class() -> type[Any]:
     return Pickler
 
 
-def _with_file(file: str, make: type[types.CodeType], parts: tuple[Any, ...]) -> types.CodeType:
+def _with_source(source: CodeSource, make: type[types.CodeType], parts: tuple[Any, ...]) -> types.CodeType:
     """Return code with the file in which it stands: cloudpickle 3.1.3 leaves it out, and tracebacks name no line."""
-    return make(*parts).replace(co_filename=file)
+    learn(source)
+    return make(*parts).replace(co_filename=source.file)
 
 
 def _reduce(obj: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, NoReturn
 from distwrap.errors import OptionError, SerializationError
 from distwrap.launch.pickling import by_value, dumps, find_decorated, loads
 from distwrap.launch.task import Task
+from distwrap.places import place
 from distwrap.registry import REGISTRIES
 
 _DEPTH = 8  # how far down an object that cannot be pickled is looked for
@@ -126,7 +127,7 @@ def _check_reference(name: str, function: Callable[..., Any]) -> None:
     if find_decorated(function.__module__, function.__qualname__) is not function:
         code = function.__code__
         raise SerializationError(
-            f"{name} (line {code.co_firstlineno} of {code.co_filename}) cannot be sent to the ranks by its "
+            f"{name} ({place(code.co_filename, code.co_firstlineno)}) cannot be sent to the ranks by its "
             f"name: it is a lambda, a nested function, or hidden behind another decorator. Install cloudpickle "
             f"(pip install 'distwrap[notebook]') to send it by value, move it to the top level of a module, or use "
             f"launcher='fork' or 'script'."

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar, overload
 
 import torch
 from torch import nn
@@ -184,8 +184,19 @@ def refuse_unknown_parameters(model: nn.Module, name: str, value: Any) -> None:
         )
 
 
+Model = TypeVar("Model", bound=nn.Module)
+
+
 def _same(model: nn.Module) -> nn.Module:
     return model
+
+
+@overload
+def unwrap_model(model: nn.DataParallel[Model]) -> Model: ...
+@overload
+def unwrap_model(model: nn.parallel.DistributedDataParallel) -> nn.Module: ...
+@overload
+def unwrap_model(model: Model) -> Model: ...
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:

@@ -22,6 +22,7 @@ from distwrap.errors import ArrivalError
 from distwrap.network import interfaces, keys, stores
 from distwrap.network.stores import NOTICE_SECONDS
 from distwrap.network.waiting import are_all_counted, count_in
+from distwrap.options import notice_seconds
 from distwrap.wording import first_line, named_ranks, print_notice
 
 _LEAVE_SECONDS = 10.0  # for the others to leave before the rank that holds the store does
@@ -129,11 +130,11 @@ def wait_for_all(
         Who is missing after the time limit, in words; empty where all are here.
     """
     names = [f"here/{number}" for number in range(size)]
-    start, noticed = time.monotonic(), False
+    start, noticed, patience = time.monotonic(), False, notice_seconds(os.environ, NOTICE_SECONDS)
     count_in(store, "here", size)
     while not are_all_counted(store, "here", size):
         waited = time.monotonic() - start
-        if waited > min(NOTICE_SECONDS, seconds) and not noticed:
+        if patience and waited > min(patience, seconds) and not noticed:
             noticed = True
             hosts = _hosts_of(store, names)
             if all_print or me == min(hosts):

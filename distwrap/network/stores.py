@@ -19,6 +19,7 @@ from distwrap.errors import ArrivalError
 from distwrap.network import connectivity
 from distwrap.network.keys import read
 from distwrap.network.waiting import run_within
+from distwrap.options import notice_seconds
 from distwrap.wording import first_line, print_notice
 
 NOTICE_SECONDS = 20.0  # until those who are here say who is not
@@ -174,12 +175,12 @@ def connect(address: str, ports: list[int], job: str, seconds: float, who: str) 
     Raises:
         ArrivalError: nobody listens there within the time limit, or another program does.
     """
-    start, noticed = time.monotonic(), False
+    start, noticed, patience = time.monotonic(), False, notice_seconds(os.environ, NOTICE_SECONDS)
 
     def notice(why: str) -> None:
         nonlocal noticed
         waited = time.monotonic() - start
-        if waited > min(NOTICE_SECONDS, seconds) and not noticed:
+        if patience and waited > min(patience, seconds) and not noticed:
             noticed = True
             print_notice(f"{who} on {socket.gethostname()} waits for rank 0 at {address} for {waited:.0f} s ({why})")
 

@@ -1,7 +1,9 @@
 """`wrap_model` and `wrap_optimizer`: hand the user's objects to the strategy of this run."""
 
+from __future__ import annotations
+
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar, cast
 from weakref import WeakKeyDictionary
 
 import torch
@@ -23,24 +25,27 @@ from distwrap.model.transparent import WRAPPERS, see_through, unwrap_model
 from distwrap.model.unwrapped import Unwrapped
 from distwrap.model.wrapped_models import WrappedModels, bind, bound_strategy, parameters_of, strategy_of
 from distwrap.precision import InPrecision, LossScaling, Precision
-from distwrap.registry import algorithms, strategies
+from distwrap.registry import AlgorithmName, PrecisionName, StrategyName, algorithms, strategies
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.single import local, on_device
 from distwrap.supervision.hang_report import Activity
 
+Model = TypeVar("Model", bound=nn.Module)
+OptimizerT = TypeVar("OptimizerT", bound=Optimizer)
+
 
 def wrap_model(
-    model: nn.Module,
+    model: Model,
     *,
-    strategy: str | Strategy | None = None,
+    strategy: StrategyName | str | Strategy | None = None,
     device: torch.device | str | None = None,
-    precision: str | Precision | None = None,
+    precision: PrecisionName | str | Precision | None = None,
     sync_batchnorm: bool = False,
     forward_methods: ForwardMethods = "auto",
-    comm: str | Algorithm | None = None,
+    comm: AlgorithmName | str | Algorithm | None = None,
     same_inputs: bool = False,
     **ddp_kwargs: Any,
-) -> nn.Module:
+) -> Model:
     """Prepare a model for distributed training; in a single process on the CPU in float32, return it as it is.
 
     The result is an ``nn.Module`` (under DDP a ``DistributedDataParallel``) that answers like the user's own:
@@ -62,6 +67,9 @@ def wrap_model(
             options, as ``"local_sgd(sync_every=16)"``, or an object out of `distwrap.comm`.
         same_inputs: whether all ranks train the model on the same inputs on purpose, which is an error else.
         **ddp_kwargs: for ``DistributedDataParallel``, as ``find_unused_parameters=True``.
+
+    Returns:
+        A model that type checkers take for one of the user's class.
 
     Raises:
         ModelError: it is no module, or is wrapped already, or has no method of that name, or its batch norms cannot be
@@ -103,7 +111,7 @@ def wrap_model(
     in_precision = InPrecision(precision, where, owns_scale=chosen.owns_scale)
     wrapping = Wrapping(where, in_precision, forward_methods, algorithm, dict(ddp_kwargs))
     if not chosen.places_model:
-        model = in_precision.precision.weights(on_device(model, where))
+        model = cast("Model", in_precision.precision.weights(on_device(model, where)))
     if (scaler := in_precision.make_scaler()) is not None:
         world.part(LossScaling).begin(model, scaler)
     world.part(StepHooks).add(precision, in_precision.precision, model)
@@ -125,10 +133,10 @@ def wrap_model(
             world.part(SaveMeetings)  # which tells another rank, that saves alone, where this one is
         elif where.type != "cpu":
             world.part(Optimizers)  # a .to() before this may have left the old parameters to one made before it
-    return wrapped
+    return cast("Model", wrapped)
 
 
-def wrap_optimizer(optimizer: Optimizer, model: nn.Module | None = None, *, apart: bool = False) -> Optimizer:
+def wrap_optimizer(optimizer: OptimizerT, model: nn.Module | None = None, *, apart: bool = False) -> OptimizerT:
     """Prepare an optimizer: it comes back as it is, unless the model's ``comm=`` acts on it, as ``"qadam"`` does.
 
     Args:
@@ -161,10 +169,10 @@ def wrap_optimizer(optimizer: Optimizer, model: nn.Module | None = None, *, apar
     if not callable(getattr(prepared, "step", None)):  # an engine's may be no torch Optimizer
         raise _of_no_use(prepared, strategy, "prepare_optimizer", "the optimizer")
     bind(prepared, strategy)
-    return prepared
+    return cast("OptimizerT", prepared)
 
 
-def local_model(model: nn.Module, *, device: torch.device | str | None = None) -> nn.Module:
+def local_model(model: Model, *, device: torch.device | str | None = None) -> Model:
     """Prepare a model that is each rank's own: nobody averages its gradients, or compares it with other ranks'.
 
     For what each rank trains by itself on purpose, as a probe, a player or a member of an ensemble: an optimizer of a
@@ -192,9 +200,9 @@ def local_model(model: nn.Module, *, device: torch.device | str | None = None) -
             f"all ranks train together. Give each rank one that was never wrapped."
         )
     where = torch.device(device) if device is not None else world.device
-    model = on_device(model, where)
-    world.part(Unwrapped).local.add(model)
-    return local(model, Wrapping(where, InPrecision("32", where), "auto", None, {}))
+    placed = on_device(model, where)
+    world.part(Unwrapped).local.add(placed)
+    return cast("Model", local(placed, Wrapping(where, InPrecision("32", where), "auto", None, {})))
 
 
 def _wrapper(model: nn.Module) -> str:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 
 from distwrap.environments import Placement
 from distwrap.network.signed_texts import SignedTexts
+from distwrap.options import QUIET, notice_seconds, switched_on
 from distwrap.supervision import hang_report
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.failure_news import NEWS_SECONDS, FailureNews, end_process, store_is_gone
@@ -30,6 +31,8 @@ from distwrap.supervision.notes import RankNotes
 from distwrap.supervision.order_check import WAY_OUT, OrderCheck
 from distwrap.supervision.shared_work import SharedWork
 from distwrap.supervision.stall_detection import StallDetector
+from distwrap.supervision.wait_notice import WaitNotice
+from distwrap.supervision.waits import MainThread
 from distwrap.wording import first_line
 
 TICK_SECONDS = 0.25
@@ -56,6 +59,8 @@ class Channel:
         stalls: detector of a run in which no rank moves.
         live: what this rank shows to whoever looks from outside.
         work: work of one rank for which others wait.
+        waits: notices of waits for other ranks.
+        thread: this rank's main thread, which may wait.
         on_ring: called in the channel's thread when this rank was rung.
         on_stall: called with the hang report on the rank that finds the run stalled. None: it ends the process.
     """
@@ -76,6 +81,10 @@ class Channel:
         self.stalls = StallDetector(bells.store, placement, timeout)
         self.live = Live(self._notes, placement, activity)
         self.work = SharedWork(bells, texts, placement, self.stalls, supervised)
+        self.thread = MainThread(lambda: (activity.begun(), activity.step), lambda: self.work.worker)
+        seconds = 0.0 if switched_on(os.environ, QUIET) else notice_seconds(os.environ)
+        self.waits = WaitNotice(bells.store, placement, self.reporter, self.thread, seconds, timeout)
+        self.reporter.waits = self.waits.wait
         self.on_ring: Callable[[], None] = lambda: None
         self.on_stall: Callable[[str], None] | None = None
         self._thread = threading.Thread(target=self._run, name="distwrap-channel", daemon=True)
@@ -156,6 +165,7 @@ class Channel:
             self.live.show(location)
         if self._bells.take_question():
             self.live.tell(self.reporter.ask_others())
+        self.waits.look()
         if self.stalls.look():
             self._report(f"no rank has moved for {self._timeout:g} s")
         if parted := self.order.look():

@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import json
 import math
-import os
 import secrets
 import time
 import weakref
@@ -16,13 +15,17 @@ from typing import Any, NamedTuple
 from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap._internals.torch_data import batches_given
+from distwrap._internals.torch_groups import collectives_begun
 from distwrap.environments import Placement
+from distwrap.frames import OURS
 from distwrap.network.keys import count, read, read_all
 from distwrap.network.waiting import are_all_counted, count_in, wait_until
+from distwrap.places import place
 from distwrap.stopwatch import Item, Part, Stopwatch
 from distwrap.supervision import stacks
 from distwrap.supervision.bells import Bells, ring_from_outside
 from distwrap.supervision.notes import RankNotes, read_note
+from distwrap.supervision.waits import Wait, read_wait
 from distwrap.wording import named_ranks
 
 ANSWER_SECONDS = 1.5  # for a rank to say where it is
@@ -57,10 +60,10 @@ class Activity:
     def record(self, helper: str) -> None:
         """Note that a helper runs, and who called it."""
         frame = inspect.currentframe()
-        while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(stacks.OURS):
+        while frame is not None and frame.f_back is not None and frame.f_code.co_filename.startswith(OURS):
             frame = frame.f_back
         self.helper = helper
-        self.site = f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""
+        self.site = place(frame.f_code.co_filename, frame.f_lineno) if frame is not None else ""
 
     def begun(self) -> tuple[int, int, int, int]:
         """Return what this rank has begun: eras, averages, collectives, turns."""
@@ -116,12 +119,16 @@ class Location(NamedTuple):
         where: file and line in the user's code.
         step: number of batches that the innermost loader has given, or ``None``.
         last: the last helper of distwrap that ran, and where, if any.
+        wait: its wait for other ranks, in an answer.
+        begun: number of collectives that it has begun, in an answer.
     """
 
     what: str
     where: str
     step: int | None = None
     last: str = ""
+    wait: Wait | None = None
+    begun: int = 0
 
     def __str__(self) -> str:
         place = f"in {self.what} at {self.where}" if self.what else f"at {self.where}"
@@ -139,12 +146,14 @@ class Reporter:
 
     Attributes:
         failed_at: where this rank failed, which is then its location, whatever it does afterwards to report it.
+        waits: returns the wait for other ranks in which this one is.
     """
 
     def __init__(self, bells: Bells, notes: RankNotes, placement: Placement, activity: Activity) -> None:
         self._bells, self._notes, self._store = bells, notes, bells.store
         self._place, self._activity = placement, activity
         self.failed_at: list[stacks.Line] | None = None
+        self.waits: Callable[[], Wait | None] = lambda: None
         self._answered = 0
         self._noted = -math.inf
         # Once a second and node in a store elsewhere, and some hundred times a second in all.
@@ -155,8 +164,9 @@ class Reporter:
         """Return where this rank is."""
         lines = self.failed_at if self.failed_at is not None else stacks.of_thread()
         what, where = stacks.locate(lines)
-        if self._activity.site == where and self._activity.helper.startswith(f"{what} "):
-            what = self._activity.helper  # it knows of what, as the path of a save
+        helper = self._activity.helper
+        if self._activity.site == where and (helper.startswith(f"{what} ") or what == "share_result"):
+            what = helper  # it knows of what, as the path of a save
         return Location(what, where, self._activity.step, str(self._activity))
 
     def look(self, rung: bool = True) -> None:
@@ -184,9 +194,21 @@ class Reporter:
         """Ask all ranks from the thread that answers, which answers for this rank first."""
         return ask_all(self._store, self._place.world_size, self._bells.ring_all, self._answer)
 
+    def locations(self) -> dict[int, Location | str]:
+        """Ask as `ask_others` does; return where each rank is, or words where it does not say."""
+        size = self._place.world_size
+        asked, said = _ask(self._store, size, self._bells.ring_all, self._answer)
+        found = _answers(self._store, size, asked)
+        if said is None:
+            self._store.set(f"said/{asked}", merge(found))
+        return found
+
     def _answer(self, asked: int) -> None:
+        if asked <= self._answered:
+            return
         self._answered = asked
-        self._store.set(f"report/{asked}/{self._place.rank}", json.dumps(self.location()))
+        answer = self.location()._replace(wait=self.waits(), begun=collectives_begun() or 0)
+        self._store.set(f"report/{asked}/{self._place.rank}", json.dumps(answer))
         count_in(self._store, f"answers/{asked}", self._place.world_size)
 
 
@@ -198,39 +220,50 @@ def ask_all(
 ) -> str:
     """Ask all ranks where they are, and return it in lines, equal ones together.
 
-    Of ranks that ask at the same time one does, and the others read what it was told: with each of a thousand ranks
-    asking all of them, none would have its answer in time.
-
     Args:
         store: the ranks'.
         world_size: number of ranks.
         ring: lets all ranks look; by default from a process that is none of them.
-        on_asking: called with the number of the question once it is asked.
+        on_asking: called with the number of the question, to answer for this rank.
 
     Raises:
         DistError: the store is gone.
+    """
+    asked, said = _ask(store, world_size, ring or partial(ring_from_outside, store, world_size), on_asking)
+    if said is None:
+        said = merge(_answers(store, world_size, asked))
+        store.set(f"said/{asked}", said)
+    return said
+
+
+def _ask(
+    store: Store, world_size: int, ring: Callable[[], None], on_asking: Callable[[int], None]
+) -> tuple[int, str | None]:
+    """Ask all ranks where they are, and return the number of the question, and what another one that asks was told.
+
+    Of ranks that ask at the same time one does, and the others read what it was told: with each of a thousand ranks
+    asking all of them, none would have its answer in time.
     """
     asked, mine = count(store, "reports"), secrets.token_hex(8)
     is_under_way = asked > 0 and not store.check([f"said/{asked}"])
     asked += not is_under_way
     if not is_under_way and store.compare_set(f"asking/{asked}", "", mine).decode() == mine:
         store.add("reports", 1)
-        (ring or partial(ring_from_outside, store, world_size))()
+        ring()
         on_asking(asked)
         are_all_counted(store, f"answers/{asked}", 1, ANSWER_SECONDS)
-    elif said := wait_until(lambda: read(store, f"said/{asked}"), 2 * ANSWER_SECONDS, longest_pause=0.25):
-        return said.decode()
-    text = _merged(store, world_size, asked)
-    store.set(f"said/{asked}", text)
-    return text
+        return asked, None
+    on_asking(asked)
+    said = wait_until(lambda: read(store, f"said/{asked}"), 2 * ANSWER_SECONDS, longest_pause=0.25)
+    return asked, said.decode() if said else None
 
 
-def _merged(store: Store, world_size: int, asked: int) -> str:
+def _answers(store: Store, world_size: int, asked: int) -> dict[int, Location | str]:
     keys = [f"report/{asked}/{rank}" for rank in range(world_size)]
     if store.check([f"answers/{asked}/all"]):
         answers = read_all(store, keys)
-        return merge({rank: _read_location(answer) for rank, answer in enumerate(answers)})
-    return merge({rank: _answer_of(store, rank, key) for rank, key in enumerate(keys)})
+        return {rank: _read_location(answer) for rank, answer in enumerate(answers)}
+    return {rank: _answer_of(store, rank, key) for rank, key in enumerate(keys)}
 
 
 def last_seen(store: Store, rank: int) -> str:
@@ -264,12 +297,13 @@ def merge(locations: Mapping[int, Location | str]) -> str:
     for rank, location in sorted(locations.items()):
         together.setdefault(str(location), []).append(rank)
     return "\n".join(
-        f"  {named_ranks(members)} {where if len(members) == 1 else _of_several(where)}"
+        f"  {named_ranks(members)} {where if len(members) == 1 else of_several(where)}"
         for where, members in together.items()
     )
 
 
-def _of_several(where: str) -> str:
+def of_several(where: str) -> str:
+    """Return words about a rank as words about several."""
     verb, _, rest = where.partition(" ")
     plural = {"does": "do", "has": "have"}.get(verb, verb)
     return f"{plural} {rest}"
@@ -278,7 +312,8 @@ def _of_several(where: str) -> str:
 def _read_location(text: bytes) -> Location | str:
     """Return the location that a rank has written; words where another program did, which the report outlives."""
     with contextlib.suppress(RecursionError, TypeError, ValueError):
-        return Location(*json.loads(text))
+        location = Location(*json.loads(text))
+        return location._replace(wait=read_wait(location.wait), begun=int(location.begun))
     return "has an answer in the store that is none of a rank's"
 
 

@@ -4,7 +4,6 @@ import json
 import secrets
 import tempfile
 import time
-import traceback
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
@@ -12,6 +11,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from distwrap import tracebacks
 from distwrap.environments import Placement
 from distwrap.environments.identity import lives, node
 from distwrap.errors import CollectiveError, WorkerDiedError, WorkerError
@@ -41,6 +41,9 @@ class SharedWork:
         placement: this rank's place.
         stalls: told of waits, which may take as long as they like.
         supervised: whether a launcher of ours ends all ranks when one dies.
+
+    Attributes:
+        worker: the rank for whose work this one waits, or -1.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class SharedWork:
         self._served: list[tuple[str, Make]] = []
         self._seen: Counter[str] = Counter()
         self._open: list[tuple[str, Make, float]] = []
+        self.worker = -1
         self._awaited: set[int] = set()  # ranks that this one has waited for
 
     def publish(self, key: str, data: bytes) -> None:
@@ -160,12 +164,14 @@ class SharedWork:
     def _wait(self, keys: tuple[str, ...], worker: int) -> bytes:
         """Wait until another rank has published one of the keys, and return what."""
         self._stalls.excuse(True)
+        self.worker = worker
         waits = f"rank {self._place.rank} waits for the work of rank {worker}"
         try:
             return bytes.fromhex(self._wait_while_it_lives(keys, worker, waits))
         except dist.DistNetworkError as error:
             raise WorkerDiedError(f"{waits}, but {store_is_gone(self._place, error)}") from None
         finally:
+            self.worker = -1
             self._stalls.excuse(False)
 
     def _find(self, keys: tuple[str, ...]) -> list[str]:
@@ -224,8 +230,8 @@ def _with_failures(make: Make) -> Make:
     def answer(request: Any, waited: float) -> bytes | None:
         try:
             data = make(request, waited)
-        except Exception:  # noqa: BLE001 - whatever it is, it must not end the channel's thread
-            return _FAILED + traceback.format_exc().encode()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it must not end the channel's thread
+            return _FAILED + tracebacks.as_text(error).encode()
         return None if data is None else _MADE + data
 
     return answer

@@ -14,13 +14,18 @@ from types import FrameType, TracebackType
 import torch
 
 from distwrap._internals.python import frames_of_threads
+from distwrap.frames import OURS
 from distwrap.garbage import collection_paused
+from distwrap.places import place
 
-OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
 _RUN = os.path.join(OURS, "group", "world.py")
 _DATA_LOADER = os.path.join("torch", "utils", "data", "dataloader.py")
+_OUR_LOOPS = {
+    os.path.join(OURS, "data", "lockstep.py"): "lockstep",
+    os.path.join(OURS, "data", "dispatch.py"): "DataLoader",
+}
 _OPTIMIZER = os.path.join("torch", "optim", "optimizer.py")
 
 # Names in torch and the standard library that say less than the ones below or above them.
@@ -31,12 +36,12 @@ Line = tuple[str, int, str]  # file, line number, function
 
 def frame_of(ident: int | None = None) -> FrameType | None:
     """Return the frame in which a thread is, by default the main thread."""
-    with _no_collection():
+    with no_collection():
         return frames_of_threads().get(ident or threading.main_thread().ident or 0)
 
 
-def _no_collection() -> AbstractContextManager[None]:
-    """Look at another thread's frames: where the look makes a frame's object, Python 3.11 may collect garbage.
+def no_collection() -> AbstractContextManager[None]:
+    """Keep garbage while another thread's frames are looked at: where a look makes an object, Python 3.11 may collect.
 
     In ``sys._current_frames`` that may lock the interpreter for good. In ``f_back`` it may let the other thread return
     from the very frame meanwhile, and crash. Source: https://github.com/python/cpython/issues/106883
@@ -51,7 +56,7 @@ def of_thread(ident: int | None = None) -> list[Line]:
 
 def of_frame(frame: FrameType | None) -> list[Line]:
     """Return a frame's stack, the outermost frame first."""
-    with _no_collection():
+    with no_collection():
         return _lines(traceback.walk_stack(frame))[::-1]
 
 
@@ -82,7 +87,7 @@ def users_frame() -> FrameType | None:
     With an accelerator a backward runs in a thread of its own.
     """
     for frame in (inspect.currentframe(), frame_of()):
-        with _no_collection():
+        with no_collection():
             while frame is not None and frame.f_code.co_filename.startswith((OURS, _TORCH)):
                 frame = frame.f_back
         if frame is not None and not frame.f_code.co_filename.startswith(_LIBRARIES):
@@ -110,7 +115,7 @@ def locate(lines: Iterable[Line]) -> tuple[str, str]:
     if not theirs:
         return "", "an unknown place"
     file, number, name = stack[theirs[-1]]
-    return _what(called) or (name if name != "<module>" else ""), f"{os.path.basename(file)}:{number}"
+    return _what(called) or (name if name != "<module>" else ""), place(file, number)
 
 
 def is_users(file: str) -> bool:
@@ -121,6 +126,8 @@ def is_users(file: str) -> bool:
 def _what(called: list[Line]) -> str:
     if any(file.endswith(_DATA_LOADER) for file, _, _ in called):
         return "DataLoader"
+    if loops := [_OUR_LOOPS[file] for file, _, _ in called if file in _OUR_LOOPS]:
+        return loops[0]
     # Around an optimizer's step torch has a wrapper, which also runs the hooks.
     names = ("step" if name == "wrapper" and file.endswith(_OPTIMIZER) else name for file, _, name in called)
     return next((name for name in names if not name.startswith(("_", "<")) and name not in _SILENT), "")

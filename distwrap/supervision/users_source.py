@@ -6,12 +6,12 @@ Only names and attributes are looked up, in the functions that are under way: no
 import ast
 import inspect
 import linecache
-import os
 from collections.abc import Callable, Iterator
 from functools import lru_cache, partial
 from types import FrameType
 from typing import Any
 
+from distwrap.places import place
 from distwrap.supervision import stacks
 
 
@@ -25,8 +25,8 @@ def users_frames() -> Iterator[FrameType]:
 
 
 def place_of(frame: FrameType | None, line: int | None = None) -> str:
-    """Return file and line of a frame, for messages; empty where there is none."""
-    return "" if frame is None else f"{os.path.basename(frame.f_code.co_filename)}:{line or frame.f_lineno}"
+    """Return the place of a frame, for messages; empty where there is none."""
+    return "" if frame is None else place(frame.f_code.co_filename, line or frame.f_lineno)
 
 
 def where_made(value: object) -> str:

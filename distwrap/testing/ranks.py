@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from distwrap import tracebacks
 from distwrap.checks import AT_LEAST_ONE
 from distwrap.launch import base
 from distwrap.launch.forkserver import ForkServerLauncher
@@ -61,5 +62,9 @@ class Launch:
         task = Task(fn, args, {}, self.options.updated(options))
         job = base.Job(task, nprocs or self.nprocs, seconds=self.timeout)
         replaces = job.nprocs > 1 and strategies.make(task.options.strategy).max_lost
-        values: list[R] = base.launch(ReplicasLauncher() if replaces else ForkServerLauncher(), job)
+        try:
+            values: list[R] = base.launch(ReplicasLauncher() if replaces else ForkServerLauncher(), job)
+        except BaseException as error:
+            tracebacks.fold(error)
+            raise
         return values

@@ -13,7 +13,7 @@ from typing import Any
 
 from distwrap.errors import OptionError
 from distwrap.group.world import current_world, is_rank_zero
-from distwrap.options import switched_on
+from distwrap.options import QUIET, switched_on
 from distwrap.stopwatch import Part
 from distwrap.timing.advice import advise
 from distwrap.timing.analysis import Analysis, analysed
@@ -191,7 +191,7 @@ def report() -> Iterator[Report]:
 
 def _show(found: Report) -> None:
     """Print a report, on rank 0 alone."""
-    if is_rank_zero() and not switched_on(os.environ, "DISTWRAP_QUIET"):
+    if is_rank_zero() and not switched_on(os.environ, QUIET):
         print(found.text(), file=sys.stderr, flush=True)
 
 

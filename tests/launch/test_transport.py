@@ -275,5 +275,5 @@ def test_without_cloudpickle_a_nested_function_is_refused(tmp_path: Path) -> Non
     )
     done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=60, check=False)
     assert "SerializationError" in done.stderr
-    assert "nested() (line 6 of" in done.stderr
+    assert "nested() (nested.py:6) cannot be sent" in done.stderr
     assert "pip install 'distwrap[notebook]'" in done.stderr

@@ -29,7 +29,7 @@ def main() -> None:
     # ipykernel leaves the descriptors alone where it believes to be in one of its own tests.
     env = {key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"}
     client = NotebookClient(nbformat.v4.new_notebook(), km=manager, timeout=LIMIT)
-    manager.start_kernel(env={**env, "DISTWRAP_QUIET": "0"})
+    manager.start_kernel(env={**env, "DISTWRAP_QUIET": "0", "DISTWRAP_TRACEBACK": ""})
     client.kc = manager.client()
     client.kc.start_channels()
     client.kc.wait_for_ready(timeout=LIMIT)
@@ -55,7 +55,13 @@ def _run(client: NotebookClient, manager: KernelManager, code: str, interrupt: l
         error, text = failure.ename, re.sub(r"\x1b\[[0-9;]*m", "", str(failure))
     printed = [output.get("text", "") or str(output.get("data", {}).get("text/plain", "")) for output in cell.outputs]
     seconds = time.monotonic() - sent[0] if sent else 0.0
-    return {"printed": "".join(printed), "error": error, "text": text, "seconds": seconds}
+    return {
+        "number": cell.execution_count,
+        "printed": "".join(printed),
+        "error": error,
+        "text": text,
+        "seconds": seconds,
+    }
 
 
 def _interrupt(manager: KernelManager, files: list[str], sent: list[float]) -> None:

@@ -12,6 +12,7 @@ import pytest
 pytestmark = pytest.mark.slow("starts IPython")
 
 LIMIT = 60
+IPYTHON = [sys.executable, "-m", "IPython", "--simple-prompt", "--no-banner", "--colors=NoColor"]
 
 LINES = """
 import distwrap as dw
@@ -29,7 +30,7 @@ dw.distributed(nprocs=2)(lambda: dw.world_size() + five)()
 def test_ipython(tmp_path: Path) -> None:
     """Functions and lambdas that were typed into IPython are launched, also by a magic."""
     done = subprocess.run(
-        [sys.executable, "-m", "IPython", "--simple-prompt", "--no-banner", "--colors=NoColor"],
+        IPYTHON,
         input=LINES,
         cwd=tmp_path,
         env={**os.environ, "IPYTHONDIR": str(tmp_path)},
@@ -41,3 +42,21 @@ def test_ipython(tmp_path: Path) -> None:
     assert "[(0, 5), (1, 5)]" in done.stdout, done.stdout + done.stderr
     assert ": 7\n" in done.stdout
     assert "'spawned'" in done.stdout
+
+
+def test_a_fork_knows_the_cells(tmp_path: Path) -> None:
+    """Forked ranks name the lines that were typed, without having been told of them."""
+    lines = "\n".join(
+        ["import distwrap as dw", "dw.distributed(nprocs=2, launcher='fork')(lambda: {}['missing'])()", ""]
+    )
+    done = subprocess.run(
+        [*IPYTHON, "--HistoryManager.enabled=False"],  # its thread makes a fork unsafe
+        input=lines,
+        cwd=tmp_path,
+        env={**os.environ, "IPYTHONDIR": str(tmp_path), "DISTWRAP_TRACEBACK": ""},
+        capture_output=True,
+        text=True,
+        timeout=LIMIT,
+        check=False,
+    )
+    assert "  cell 2, line 1, in <lambda>\n    dw.distributed(" in done.stdout, done.stdout + done.stderr

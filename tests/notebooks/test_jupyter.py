@@ -160,6 +160,38 @@ def test_an_error_is_the_cells(notebook: Notebook) -> None:
     assert "{}['missing']" in answer["text"]
 
 
+@pytest.mark.parametrize("launcher", ["forkserver", "spawn"])
+def test_places_are_cells(notebook: Notebook, launcher: str) -> None:
+    """A failure and a hang report name the cell as it is numbered, and show the line, of a lambda too."""
+    defined = notebook.cell(
+        f"@dw.distributed(nprocs=2, launcher='{launcher}', timeout=2)\n"
+        "def places(kind):\n"
+        "    if dw.rank() == 0:\n"
+        "        if kind == 'fails':\n"
+        "            (lambda: {}['missing'])()\n"
+        "        dw.barrier()\n"
+        "    time.sleep(20)\n"
+    )
+    cell = f"cell {defined['number']}"  # as it stands beside the cell
+    failed = notebook.cell("places('fails')")
+    assert failed["error"] == "KeyError"
+    assert f"  {cell}, line 5, in <lambda>\n    (lambda: {{}}['missing'])()\n" in failed["text"]
+    assert failed["text"].count("distwrap/") == 1, failed["text"]  # the decorator's frame
+    waited = notebook.cell("places('waits')")
+    assert waited["error"] == "CollectiveTimeoutError"
+    assert f"rank 0 in barrier at {cell}, line 6\n  rank 1" in waited["text"]
+    assert f"at {cell}, line 7\nEvery rank" in waited["text"]
+    assert "ipykernel" not in failed["text"] + waited["text"]
+
+
+def test_a_cell_in_one_process(notebook: Notebook) -> None:
+    """An error in a call that runs in the kernel itself shows the cell's lines alone."""
+    answer = notebook.cell("dw.distributed(nprocs=1)(lambda: {}['missing'])()")
+    assert answer["error"] == "KeyError"
+    assert "skipping hidden 1 frame" in answer["text"]
+    assert "distwrap/" not in answer["text"]
+
+
 def test_an_interrupt(notebook: Notebook) -> None:
     """Interrupting the kernel stops the ranks within seconds, and the next cell launches again."""
     notebook.run(

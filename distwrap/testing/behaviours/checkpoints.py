@@ -162,6 +162,7 @@ def state_of_the_run(trial: Trial) -> None:
     drawn = torch.rand(3)
     after = parts(6)
     state = resume_from(path, into=after)
+    assert state is not None
     assert state["epoch"] == 1
     assert torch.equal(torch.rand(3), drawn), "the random numbers do not go on where they were"
     assert after["rates"].get_last_lr() == before["rates"].get_last_lr()

@@ -61,6 +61,7 @@ def trains_from_a_sharded_loader(trial: Trial) -> None:
         model = side.wrap(small())
         optimizer = side.prepare(adamw(model.parameters()))
         rows = TensorDataset(*examples(16 * side.shares))
+        loader: DataLoader[Any]
         if isinstance(side, Trial):
             loader = shard_loader(DataLoader(rows, batch_size=8, shuffle=True), seed=11)
         else:

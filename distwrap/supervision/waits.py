@@ -1,0 +1,181 @@
+"""Waits of this rank's main thread for other ranks, as its stack shows them: nothing runs in that thread for it."""
+
+import linecache
+import os
+import time
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Literal, NamedTuple
+
+import torch
+
+from distwrap._internals.torch_groups import collectives_begun
+from distwrap.devices.cpus import thread_times
+from distwrap.frames import OURS
+from distwrap.supervision import stacks
+
+_TORCH = os.path.join(os.path.dirname(torch.__file__), "")
+_DATA = os.path.join(_TORCH, "utils", "data", "")
+_TORCHS = (os.path.join(_TORCH, "distributed", ""), os.path.join(_TORCH, "nn", "parallel", "distributed.py"))
+_OPERATORS = os.path.join("torch", "_ops.py")  # in which a functional collective of torch's waits
+_HOROVOD = os.sep + os.path.join("horovod", "")
+_BACKWARD = os.path.join("torch", "autograd", "graph.py")
+_OUR_ROOMS = ("comm", "data", "group", "model", "strategies", "_internals")
+_OUR_NATIVE = (*(os.path.join(OURS, room, "") for room in _OUR_ROOMS), os.path.join(OURS, "timing", "instruments.py"))
+# Functions of ours that look for the other ranks again and again, so that their innermost line changes.
+_LOOPS = {
+    (os.path.join(OURS, *path), name)
+    for path, name in (
+        (("supervision", "shared_work.py"), "_wait"),
+        (("checkpoint", "meeting.py"), "meet"),
+        (("strategies", "alignment.py"), "_wait_for_all"),
+        (("strategies", "fsdp", "unison.py"), "_compare"),
+    )
+}
+_DEBUGGERS = (os.sep + "bdb.py", os.sep + "pdb.py")
+_IDLE = 0.05  # of a core, below which a thread in a native call does not compute
+_LONGEST_GAP = 1.0  # of seconds between two looks that counts: a process that was stopped has not waited
+
+Kind = Literal["exchange", "work", "perhaps", "debugger"]
+
+
+class Wait(NamedTuple):
+    """Wait of a rank for others.
+
+    Attributes:
+        seconds: for which it has waited, at least.
+        kind: in an exchange; for the work of one rank; perhaps, as in a call on an accelerator, if others are behind;
+            or in a debugger, which is a person's wait.
+        worker: the rank whose work it waits for, or -1.
+    """
+
+    seconds: float
+    kind: Kind
+    worker: int = -1
+
+
+def read_wait(value: Any) -> Wait | None:
+    """Return the wait that a rank has told as JSON.
+
+    Raises:
+        TypeError: it is none.
+        ValueError: it is none.
+    """
+    if value is None:
+        return None
+    seconds, kind, worker = value
+    return Wait(float(seconds), kind, int(worker))
+
+
+class StackFrame(NamedTuple):
+    """Frame of the main thread, outside of the user's code."""
+
+    file: str
+    name: str
+    number: int  # of the frame's object
+    at: int  # instruction
+
+
+class MainThread:
+    """Main thread of this rank, which is looked at in the channel's thread.
+
+    Args:
+        begun: returns what this rank has begun together with the others.
+        worker: returns the rank for whose work this one waits, or -1.
+
+    Attributes:
+        stood: seconds for which it has been in one call, or in one wait of ours.
+        moves: how often it was seen to have moved.
+        on_accelerator: whether this rank computes on one, for which a thread may wait in any call.
+    """
+
+    def __init__(self, begun: Callable[[], object], worker: Callable[[], int]) -> None:
+        self._begun, self._worker = begun, worker
+        self._mark: object = None
+        self._ran: float | None = None
+        self._steps: list[StackFrame] = []
+        self._looked = time.monotonic()
+        self.stood, self.moves = 0.0, 0
+        self.on_accelerator = False
+
+    def look(self) -> bool:
+        """Look where the thread is; return whether it has moved since the last look."""
+        now = time.monotonic()
+        gap, self._looked = min(now - self._looked, _LONGEST_GAP), now
+        self._steps = steps_of(stacks.frame_of())
+        loop = loop_in(self._steps)  # in which the instruction changes
+        here = [(step.number, 0 if loop else step.at) for step in loop or self._steps[:1]]
+        mark = (here, self._begun(), collectives_begun())
+        computed = self._computed(gap) and _may_compute(self._steps)
+        moved, self._mark = mark != self._mark or computed, mark
+        self.moves += moved
+        self.stood = 0.0 if moved else self.stood + gap
+        return moved
+
+    def wait(self) -> Wait | None:
+        """Return the wait for other ranks in which the thread stands; ``None`` where it is in none."""
+        lines = stacks.of_thread()
+        if any(file.endswith(_DEBUGGERS) or "pydevd" in file for file, _, _ in lines):
+            return Wait(self.stood, "debugger")
+        kind = kind_of_wait(self._steps, lines[-1] if lines else None)
+        if kind == "perhaps" and not self.on_accelerator and self._ran is not None:
+            kind = "exchange" if _may_compute(self._steps) else None  # it would have been seen to compute
+        if kind is None:
+            return None
+        return Wait(self.stood, kind, self._worker() if kind == "work" else -1)
+
+    def _computed(self, seconds: float) -> bool:
+        """Return whether the thread has computed since the last look; where it is on an accelerator it may spin."""
+        times, before = thread_times(os.getpid()), self._ran  # the main thread's number is the process's
+        self._ran = None if times is None else times[0]
+        if self.on_accelerator or self._ran is None or before is None:
+            return False
+        return self._ran - before > _IDLE * seconds
+
+
+def steps_of(frame: FrameType | None) -> list[StackFrame]:
+    """Return the frames from the innermost to the user's, which is the last of them."""
+    steps = []
+    with stacks.no_collection():
+        while frame is not None:
+            code = frame.f_code
+            steps.append(StackFrame(code.co_filename, code.co_name, id(frame), frame.f_lasti))
+            if stacks.is_users(code.co_filename):
+                break
+            frame = frame.f_back
+    return steps
+
+
+def loop_in(steps: list[StackFrame]) -> list[StackFrame]:
+    """Return the step in which a function of ours waits for other ranks by looking again and again, if there is one."""
+    return [step for step in steps if (step.file, step.name) in _LOOPS][-1:]
+
+
+def _may_compute(steps: list[StackFrame]) -> bool:
+    """Return whether a thread is in a call that computes, and then waits for other ranks, as a backward."""
+    return bool(steps) and (steps[0].file.startswith(_OUR_NATIVE) or steps[0].file.endswith(_BACKWARD))
+
+
+def kind_of_wait(steps: list[StackFrame], line: stacks.Line | None) -> Kind | None:
+    """Return how a thread that stands may wait for other ranks; ``None`` where it does not.
+
+    Args:
+        steps: from the innermost to the user's.
+        line: the innermost one.
+
+    Example:
+        >>> kind_of_wait([StackFrame(_TORCHS[0] + "distributed_c10d.py", "barrier", 1, 2)], None)
+        'exchange'
+    """
+    if not steps:
+        return None
+    if loop := loop_in(steps):
+        return "work" if loop[0].name == "_wait" else "exchange"
+    inner = steps[0].file
+    beneath = steps[1].file if len(steps) > 1 and inner.endswith(_OPERATORS) else inner
+    if beneath.startswith(_TORCHS) or _HOROVOD in inner:
+        return "exchange"
+    if line is not None and stacks.is_users(inner) and ".wait(" in linecache.getline(line[0], line[1]):
+        return "exchange"
+    is_call = stacks.is_users(inner) or inner.startswith((_TORCH, *_OUR_NATIVE))
+    return "perhaps" if is_call and not inner.startswith(_DATA) else None

@@ -1,0 +1,420 @@
+"""Waiting is told early: which ranks wait, where, and for whom; in one line, and not where nobody waits."""
+
+from __future__ import annotations
+
+import bdb
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader
+
+import distwrap as dw
+from distwrap.errors import OptionError
+from distwrap.options import Options
+from distwrap.supervision.hang_report import Location
+from distwrap.supervision.wait_notice import notice_of
+from distwrap.supervision.waits import MainThread, Wait
+from distwrap.testing import run_ranks
+from tests.limits import INTERPRETERS
+from tests.supervision.test_channel import by_hand
+
+LIMIT = 60.0
+
+
+@pytest.fixture(autouse=True)
+def _told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DISTWRAP_QUIET", "0")
+    monkeypatch.setenv("DISTWRAP_WAIT_NOTICE", "0.5")
+
+
+@contextmanager
+def heard(path: Path) -> Iterator[None]:
+    """Write what this rank prints on standard error to a file, which it shares with the others."""
+    before = sys.stderr
+    with path.open("a", buffering=1) as file:
+        sys.stderr = file
+        try:
+            yield
+        finally:
+            sys.stderr = before
+
+
+def lines(path: Path, words: str) -> list[str]:
+    """Return the lines with the words that ranks have printed."""
+    return [line for line in path.read_text().splitlines() if words in line]
+
+
+def keep_waiting(path: Path, number: int) -> None:
+    """Be the rank that the others wait for, until so many waits were told."""
+    deadline = time.monotonic() + LIMIT
+    while len(lines(path, "waited")) < number:
+        assert time.monotonic() < deadline, path.read_text()
+        time.sleep(0.02)
+
+
+# Ranks 1 and 2 wait for rank 0, each time in another way.
+
+
+def in_barrier(busy: Callable[[], None]) -> None:
+    busy()
+    dw.barrier()
+
+
+def in_mean(busy: Callable[[], None]) -> None:
+    busy()
+    dw.mean(1.0)
+
+
+def in_gather_object(busy: Callable[[], None]) -> None:
+    busy()
+    dw.gather_object("here")
+
+
+def in_plain_all_reduce(busy: Callable[[], None]) -> None:
+    busy()
+    dist.all_reduce(torch.ones(1))
+
+
+def in_wait_of_a_work(busy: Callable[[], None]) -> None:
+    busy()
+    work = dist.all_reduce(torch.ones(1), async_op=True)
+    work.wait()
+
+
+def in_backward(busy: Callable[[], None]) -> None:
+    model = dw.wrap_model(torch.nn.Linear(2, 1))
+    loss = model(torch.randn(3, 2) + dw.rank()).sum()
+    busy()
+    loss.backward()
+
+
+def in_rank_zero_first(busy: Callable[[], None]) -> None:
+    with dw.rank_zero_first():
+        busy()
+
+
+def in_rank_zero_function(busy: Callable[[], None]) -> None:
+    dw.rank_zero_only(broadcast=True)(busy)()
+
+
+def in_lockstep(busy: Callable[[], None]) -> None:
+    for step in dw.lockstep(range(3)):
+        if step == 1:
+            busy()
+
+
+def in_dispatching_loader(busy: Callable[[], None]) -> None:
+    class Stream(torch.utils.data.IterableDataset[torch.Tensor]):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            yield from torch.randn(6, 1)
+            busy()  # rank 0 reads
+            yield from torch.randn(6, 1)
+
+    for _ in dw.shard_loader(DataLoader(Stream(), batch_size=1), split="dispatch"):
+        pass
+
+
+def in_save(busy: Callable[[], None]) -> None:
+    path = dw.broadcast(str(Path(os.environ["WAITED"]).with_suffix(".pt")))
+    busy()
+    dw.save({"step": 1}, path)
+
+
+WAITS = {
+    in_backward: "backward",
+    in_rank_zero_first: "rank_zero_first",
+    in_plain_all_reduce: "all_reduce",
+    in_barrier: "barrier",
+    in_mean: "mean",
+    in_gather_object: "gather_object",
+    in_wait_of_a_work: "in_wait_of_a_work",
+    in_rank_zero_function: r"the rank-zero function waits_in_each_way\.<locals>\.busy\(\)",
+    in_lockstep: "lockstep",
+    in_dispatching_loader: "DataLoader",
+    in_save: r"save \S+\.pt",
+}
+HEART, REST = list(WAITS)[:2], list(WAITS)[2:]
+AS_LONG_AS_IT_TAKES = (in_rank_zero_first, in_rank_zero_function, in_save)
+
+
+def waits_in_each_way(path: Path, names: list[str]) -> None:
+    os.environ["WAITED"] = str(path)
+    with heard(path):
+        for number, name in enumerate(names, 1):
+
+            def busy(number: int = number) -> None:
+                if dw.rank() == 0:
+                    keep_waiting(path, number)
+
+            globals()[name](busy)
+            while len(lines(path, " on after ")) < number:
+                time.sleep(0.02)
+            dw.barrier()
+
+
+@pytest.mark.parametrize(
+    "waits",
+    [
+        pytest.param(HEART, id="the heart"),
+        pytest.param(REST, id="the rest", marks=pytest.mark.slow("nine waits, one after the other")),
+    ],
+)
+def test_each_way_to_wait_is_told_once(waits: list[Callable[..., None]], tmp_path: Path) -> None:
+    """One of the ranks that wait says in one line who waits, where, and for whom; and then that they go on."""
+    path = tmp_path / "told"
+    run_ranks(waits_in_each_way, 3, path, [wait.__name__ for wait in waits], timeout=4 * LIMIT)
+    told, over = lines(path, "waited"), lines(path, " on after ")
+    assert len(told) == len(over) == len(waits), path.read_text()
+    for wait, line, end in zip(waits, told, over, strict=True):
+        until = "as long as that takes" if wait in AS_LONG_AS_IT_TAKES else r"up to \d+ s"
+        assert re.fullmatch(
+            rf"distwrap: ranks 1, 2 have waited \d+ s in {WAITS[wait]} at test_wait_notice\.py:\d+ for rank 0, which "
+            rf"is in keep_waiting at test_wait_notice\.py:\d+(, step \d+)?\. They wait {until}\.",
+            line,
+        ), (wait, line)
+        place = rf"in {WAITS[wait]} at test_wait_notice\.py:\d+"
+        assert re.fullmatch(rf"distwrap: ranks 1, 2 go on after \d+ s {place}", end), (wait, end)
+
+
+# Where nothing is to be said.
+
+
+def computes_for_long() -> None:
+    time.sleep(2)  # a first step that is compiled
+
+
+def straggles() -> None:
+    for _ in range(50):
+        if dw.rank() == 0:
+            time.sleep(0.05)
+        dist.all_reduce(torch.ones(1))
+
+
+def is_in_a_debugger() -> None:
+    if dw.rank() == 0:
+        bdb.Bdb().runcall(time.sleep, 2)
+    dw.barrier()
+
+
+def computes_alone() -> None:
+    if dw.rank() == 0:
+        time.sleep(2)
+    else:
+        threading.Event().wait(2)
+
+
+def computes_in_its_backward() -> None:
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(context: object, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(context: object, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            time.sleep(2)
+            return gradient
+
+    Slow.apply(torch.ones(1, requires_grad=True)).backward()  # type: ignore[no-untyped-call]
+
+
+def is_silent(path: Path) -> None:
+    with heard(path):
+        for body in (computes_for_long, straggles, is_in_a_debugger, computes_alone, computes_in_its_backward):
+            body()
+            with dw.rank_zero_first():
+                print(f"after {body.__name__}", file=sys.stderr)
+            dw.barrier()
+
+
+def test_nothing_is_said_where_nobody_waits_in_vain(tmp_path: Path) -> None:
+    """Ranks that compute, a loop in which one is slow all along, and a debugger are no waits."""
+    path = tmp_path / "told"
+    run_ranks(is_silent, 3, path, timeout=2 * LIMIT)
+    assert not lines(path, "wait"), path.read_text()
+    assert len(lines(path, "after ")) == 15, path.read_text()
+
+
+def waits(path: Path, number: int) -> None:
+    with heard(path):
+        if dw.rank() == 0:
+            keep_waiting(path, number)
+        dw.barrier()
+
+
+def test_it_is_said_again_when_it_lasts_four_times_as_long(tmp_path: Path) -> None:
+    """The second line comes after four times the seconds of the first."""
+    path = tmp_path / "told"
+    run_ranks(waits, 3, path, 2, timeout=LIMIT)
+    first, second = (int(re.findall(r"waited (\d+) s", line)[0]) for line in lines(path, "waited"))
+    assert second >= 2
+    assert second > first
+
+
+def waits_again(path: Path) -> None:
+    for number in (1, 2):
+        waits(path, number)
+
+
+def test_a_later_wait_at_the_same_place(tmp_path: Path) -> None:
+    """Ranks that wait at a line again, as at each evaluation of one rank, say so when it takes four times as long."""
+    path = tmp_path / "told"
+    run_ranks(waits_again, 3, path, timeout=LIMIT)
+    _, second = (int(re.findall(r"waited (\d+) s", line)[0]) for line in lines(path, "waited"))
+    assert second >= 2
+
+
+def stands_still(path: Path) -> None:
+    pids = dw.gather_object(os.getpid())
+    with heard(path):
+        if dw.rank() == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if dw.rank() == 2:
+            keep_waiting(path, 1)
+            os.kill(pids[0], signal.SIGCONT)
+        dw.barrier()
+
+
+def test_a_rank_that_was_stopped(tmp_path: Path) -> None:
+    """Of a rank that does not answer the line says so."""
+    path = tmp_path / "told"
+    run_ranks(stands_still, 3, path, timeout=LIMIT)
+    (line,) = lines(path, "waited")
+    assert "rank 1 has waited" in line
+    assert "for rank 0, which does not answer: " in line
+    assert ", and rank 2, which is in keep_waiting" in line
+
+
+@pytest.mark.parametrize(("name", "value"), [("DISTWRAP_QUIET", "1"), ("DISTWRAP_WAIT_NOTICE", "0")])
+def test_it_can_be_silenced(name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is said with the variable that silences lines, nor with a limit of 0."""
+    monkeypatch.setenv(name, value)
+    path = tmp_path / "told"
+    run_ranks(waits_unheard, 2, path, timeout=LIMIT)
+    assert path.read_text() == ""
+
+
+def waits_unheard(path: Path) -> None:
+    with heard(path):
+        if dw.rank() == 0:
+            time.sleep(2)
+        dw.barrier()
+
+
+PROGRAM = """
+import pathlib, sys, time
+import distwrap as dw
+
+def main():
+    with dw.setup_process_group(timeout=60):
+        if dw.rank() == 0:
+            time.sleep(6)
+        dw.barrier()
+        time.sleep(2)
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.slow(INTERPRETERS)
+def test_without_a_launcher(tmp_path: Path) -> None:
+    """Ranks that share no board, and that nobody of ours has started, tell it too."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    ended = by_hand(program, "", nprocs=3)
+    assert [code for code, _ in ended] == [0, 0, 0], ended
+    told = [line for _, output in ended for line in output.splitlines() if "have waited" in line]
+    assert 1 <= len(told) <= 2, ended  # and perhaps once more, after four times as long
+    assert "have waited" not in ended[0][1]
+    assert "ranks 1, 2 have waited" in told[0]
+    assert "in barrier at program.py:9 for rank 0, which is in main at program.py:8. They wait up to 60 s." in told[0]
+
+
+@pytest.mark.parametrize("value", ["soon", "-1", "nan", "inf", "30 s"])
+def test_a_wrong_limit_is_refused(value: str) -> None:
+    """The variable is a number of seconds, or 0."""
+    with pytest.raises(OptionError, match=r"DISTWRAP_WAIT_NOTICE='.*': it must be a number of seconds, or 0 for never"):
+        Options().with_environment({"DISTWRAP_WAIT_NOTICE": value})
+
+
+def test_time_in_which_a_process_is_stopped_is_no_wait() -> None:
+    """Between two looks a second counts at most, so that a job that was stopped as a whole has not waited."""
+    thread = MainThread(lambda: 0, lambda: -1)
+
+    def look() -> None:
+        for pause in (0.2, 0.2, 2.5):
+            time.sleep(pause)
+            thread.look()
+
+    looking = threading.Thread(target=look)
+    looking.start()
+    looking.join()  # where the main thread stands
+    assert 0 < thread.stood <= 2.0
+
+
+# Words
+
+
+def there(
+    what: str, where: str, seconds: float = 0.0, kind: str = "exchange", begun: int = 0, worker: int = -1
+) -> Location:
+    wait = Wait(seconds, kind, worker) if seconds else None  # type: ignore[arg-type]
+    return Location(what, where, wait=wait, begun=begun)
+
+
+def told(rank: int, *where: Location | str) -> str:
+    notice = notice_of(rank, dict(enumerate(where)), 30, 600)
+    return "" if notice is None else notice.text
+
+
+def test_ranks_in_different_exchanges_wait_for_each_other() -> None:
+    """Where all wait, and not at one place, they are told to wait for each other; all at one place are not told."""
+    backward, barrier = there("backward", "a.py:1", 31), there("barrier", "a.py:9", 40)
+    assert told(0, backward, barrier, backward) == (
+        "ranks 0, 2 have waited 31 s in backward at a.py:1, and rank 1 in barrier at a.py:9, for each other. They wait "
+        "up to 600 s."
+    )
+    assert told(0, backward, backward) == ""
+    assert told(0, backward, there("barrier", "a.py:9", 3)) == ""
+
+
+def test_who_is_behind_is_waited_for() -> None:
+    """Of ranks that do not wait those are named that have begun fewer collectives, or all where that does not show."""
+    backward = there("backward", "a.py:1", 31, begun=8)
+    assert "for rank 2, which is in evaluate at a.py:7." in told(
+        0, backward, there("log", "a.py:5", begun=8), there("evaluate", "a.py:7", begun=7)
+    )
+    assert "for rank 1, which is in log at a.py:5, and rank 2, which is in evaluate at a.py:7." in told(
+        0, backward, there("log", "a.py:5", begun=8), there("evaluate", "a.py:7", begun=8)
+    )
+
+
+def test_a_call_on_an_accelerator_may_be_a_wait() -> None:
+    """It is one where another rank has begun fewer collectives."""
+    item = there("step", "a.py:3", 31, "perhaps", begun=8)
+    assert "rank 0 has waited 31 s in step at a.py:3 for rank 1, which is in evaluate at a.py:7." in told(
+        0, item, there("evaluate", "a.py:7", begun=7)
+    )
+    assert told(0, item, there("evaluate", "a.py:7", begun=8)) == ""
+
+
+def test_ranks_at_many_places() -> None:
+    """No more than three places are named, and ranks at one place together."""
+    line = told(
+        0,
+        there("barrier", "a.py:1", 31, begun=1),
+        *[there("load", f"a.py:{number}") for number in (5, 5, 6, 7, 8)],
+        "does not answer: it is gone",
+    )
+    assert "for ranks 1, 2, which are in load at a.py:5, and rank 3, which" in line
+    assert line.endswith("and rank 4, which is in load at a.py:7, and 2 more. It waits up to 600 s.")
