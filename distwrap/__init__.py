@@ -50,6 +50,7 @@ Each name has a help of its own, as in ``help(distwrap.wrap_model)``:
     local_rank: Return this process's rank among those on its node.
     local_world_size: Return the number of processes on this node.
     lockstep: Iterate over a loader so that all ranks take the same steps; in a single process the rules are the same.
+    log: Log rank 0's metrics; on the other ranks do nothing, and wait for nobody.
     mean: Average over ranks, each rank's value weighted by how many items it stands for.
     no_sync: Leave gradients on their rank for the time of a ``with``, for loops that accumulate by ``if step % k``.
     node_rank: Return which node this is, 0 where there is only one.
@@ -97,8 +98,8 @@ Each name has a help of its own, as in ``help(distwrap.wrap_model)``:
     unwrap_model: Return the user's model out of any nesting of distwrap, DDP, DataParallel and torch.compile.
     wait_for_saves: Wait until what ``save(background=True)`` is writing is on disk; every rank must call.
     world_size: Return the number of processes, 1 in a single process.
-    wrap_model: Prepare a model for distributed training; in a single process on the CPU in float32, return it as it
-        is.
+    wrap_model: Prepare a model for distributed training; in a single process on the CPU in float32 it only gets a thin
+        wrapper.
     wrap_optimizer: Prepare an optimizer: it comes back as it is, unless the model's ``comm=`` acts on it, as
         ``"qadam"`` does.
 """
@@ -108,7 +109,6 @@ import typing
 
 from distwrap import _started as _started
 from distwrap._version import __version__ as __version__
-from distwrap.devices.kinds import watch_first_use as _watch_first_use
 from distwrap.frames import hide_from_pytest as _hide_from_pytest
 
 if typing.TYPE_CHECKING:
@@ -160,6 +160,7 @@ if typing.TYPE_CHECKING:
         world_size as world_size,
     )
     from distwrap.launch.other_callers import NodeSummary as NodeSummary
+    from distwrap.metrics_log import log as log
     from distwrap.model import (
         assert_in_sync as assert_in_sync,
         sync_buffers as sync_buffers,
@@ -222,6 +223,7 @@ _MODULES = {
     "group.printing": "get_logger print",
     "group.rank_zero": "on_rank_zero rank_zero_first rank_zero_only",
     "launch.other_callers": "NodeSummary",
+    "metrics_log": "log",
     "model": "assert_in_sync sync_buffers unwrap_model",
     "precision": "Precision autocast",
     "progress_bar": "progress",
@@ -259,4 +261,7 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *_MODULE_OF} - {"importlib", "typing"})
 
 
-_watch_first_use()
+if not _started.is_command_line():
+    from distwrap.devices.kinds import watch_first_use as _watch_first_use
+
+    _watch_first_use()

@@ -1,4 +1,4 @@
-"""``python -m distwrap``."""
+"""``python -m distwrap``, which is the same as the command ``distwrap``."""
 
 import sys
 

@@ -43,15 +43,67 @@ LAUNCHER_OF_STRATEGY = {
     **dict.fromkeys(("xla", "tpu_spawn", "single_tpu", "single_xla"), "xla"),
 }
 
-# What to say of a name that is none here.
+# What to say of a name that is none here; capitals, hyphens and underscores make no difference.
 HINTS = {
     **dict.fromkeys(
-        ("gpu", "cuda", "rocm", "xpu", "npu", "hpu", "mlu", "musa"),
+        ("gpu", "cuda", "rocm", "xpu", "npu", "hpu", "mlu", "musa", "cpu", "multi_gpu", "ddp_cpu", "mirrored"),
         "A device is not named: write 'ddp', which takes the accelerator that torch has.",
     ),
-    **dict.fromkeys(("pp", "gpipe", "1f1b"), "Did you mean 'pipeline'?"),
-    **dict.fromkeys(("tensor_parallel", "megatron"), "Did you mean 'tp'?"),
+    **dict.fromkeys(
+        ("data_parallel", "nn.DataParallel"),
+        "Write 'ddp', one process a device, or 'dp' for torch's DataParallel, one process over all devices.",
+    ),
+    **dict.fromkeys(("distributed_data_parallel", "multi_process", "mp"), "Did you mean 'ddp'?"),
+    **dict.fromkeys(("fully_sharded_data_parallel", "sharded", "fsdp1"), "Did you mean 'fsdp'?"),
+    **dict.fromkeys(("hybrid_shard", "hybrid_shard_zero2", "hybrid_fsdp"), "Did you mean 'hsdp'?"),
+    **dict.fromkeys(("pp", "gpipe", "1f1b", "pipeline_parallel", "pipe"), "Did you mean 'pipeline'?"),
+    **dict.fromkeys(("tensor_parallel", "megatron", "megatron_lm"), "Did you mean 'tp'?"),
+    **dict.fromkeys(("context_parallel", "sequence_parallel", "ulysses", "ring_attention"), "Did you mean 'cp'?"),
+    **{
+        f"{words}{stage}": f"Did you mean 'deepspeed_stage_{stage}'?"
+        for words in ("deepspeed_zero", "deepspeed_", "zero_stage")
+        for stage in (1, 2, 3)
+    },
+    **dict.fromkeys(("none", "no", "serial", "local"), "Did you mean 'single', one process?"),
+    **dict.fromkeys(
+        ("torchrun", "torch_elastic", "slurm", "mpi", "srun", "elastic", "ray", "external", "notebook", "script"),
+        "That starts ranks, and a strategy arranges them: see launcher=. Ranks that are started already are found.",
+    ),
+    **dict.fromkeys(("nccl", "gloo", "mpi_backend"), "That is a backend: see backend=."),
+    **dict.fromkeys(("bf16", "fp16", "amp"), "That is a precision: see precision=."),
+    **dict.fromkeys(
+        ("local_sgd", "diloco", "powersgd", "bytegrad", "qadam", "decentralized"), "That is an algorithm: see comm=."
+    ),
     "tpu": "Did you mean 'xla'?",
+}
+
+# What to say of a precision that is none here, and of a launcher.
+PRECISION_HINTS = {
+    **dict.fromkeys(("amp", "mixed", "16_32", "half"), "Write 'bf16', or 'fp16' on devices without bfloat16."),
+    "tf32": "Write '32', with torch.set_float32_matmul_precision('high').",
+    **dict.fromkeys(("64", "64_true", "fp64", "float64", "double"), "Write '32' with model.double(): types stay."),
+    **dict.fromkeys(("16_true", "fp16_true"), "Write 'fp16', whose weights stay in float32, or 'bf16-true'."),
+    **dict.fromkeys(("fp8", "int8", "8", "transformer_engine"), "Nothing here computes in 8 bits: write 'bf16'."),
+}
+LAUNCHER_HINTS = {
+    **dict.fromkeys(
+        (
+            "torchrun",
+            "srun",
+            "mpi",
+            "mpirun",
+            "torch",
+            "torch.distributed.launch",
+            "accelerate",
+            "deepspeed",
+            "horovodrun",
+        ),
+        "Ranks that torchrun, srun or mpirun has started are found by themselves: leave launcher at 'auto'.",
+    ),
+    **dict.fromkeys(("mp", "multiprocessing", "mp.spawn", "popen"), "Did you mean 'spawn'?"),
+    **dict.fromkeys(("subprocess", "subprocess_script"), "Did you mean 'script'?"),
+    **dict.fromkeys(("notebook", "jupyter", "ipython"), "Did you mean 'forkserver'?"),
+    **dict.fromkeys(("thread", "threads"), "Ranks are processes: did you mean 'fork'?"),
 }
 
 # Lightning's strategies that have no place here: what each was, what became of it, and what to write.

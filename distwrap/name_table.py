@@ -109,7 +109,8 @@ class Registry(Generic[Thing]):
                 return name
             if text in self._gone:
                 raise OptionError(f"{self._kind} {text!r} is not here: {self._gone[text]}")
-        raise OptionError(unknown_name(self._kind, spelling, (*self.names(), *self._aliases, *also), self._hints))
+        known = (*self.names(), *self._aliases, *also)
+        raise OptionError(unknown_name(self._kind, spelling, known, self._hints, self._former))
 
     def make(self, chosen: object) -> Thing:
         """Return the thing of a name, of a name with options as ``"diloco(sync_every=64)"``, or the thing itself.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
@@ -12,6 +12,7 @@ from distwrap import frames
 from distwrap.checks import AT_LEAST_ONE, SECONDS, SEED, Check, either, one_of, whole
 from distwrap.errors import OptionError
 from distwrap.former_names import BECAME, LAUNCHER_OF_STRATEGY
+from distwrap.former_options import ENVIRONMENT_PREFIX, for_option, for_variable
 from distwrap.registry import algorithms, launchers, precisions, strategies
 from distwrap.wording import unknown_name
 
@@ -114,17 +115,6 @@ def _known(look_up: Callable[[object], T]) -> Callable[[str, object], T]:
     return lambda _, value: look_up(value)
 
 
-_ELSEWHERE = {
-    **{
-        name: f"It belongs to wrap_model(model, {name}=…), or to strategy=DDPStrategy({name}=…)."
-        for name in ("find_unused_parameters", "static_graph", "bucket_cap_mb", "gradient_as_bucket_view")
-    },
-    **{
-        name: f"It belongs to strategy=FSDPStrategy({name}=…)."
-        for name in ("tensor_parallel", "context_parallel", "sequence_parallel", "shard", "wrap", "cpu_offload")
-    },
-    **dict.fromkeys(("devices", "gpus", "num_processes", "world_size"), "Did you mean 'nprocs'?"),
-}
 _NODES = Check("a number of nodes, or 'MIN:MAX', as '1:4'", _nodes, _plain_nodes)
 _ENDPOINT = Check(
     "'host:port', as 'node1:29400'", lambda value: isinstance(value, str) and bool(value.strip()), str.strip
@@ -183,7 +173,8 @@ class Options:
         checked: dict[str, Any] = {}
         for name, value in given.items():
             if name not in DECLARATIONS:
-                raise OptionError(f"{where}: {unknown_name('option', name, DECLARATIONS, _ELSEWHERE)}")
+                hint = for_option(name, value)
+                raise OptionError(f"{where}: {unknown_name('option', name, DECLARATIONS, {name: hint})}")
             try:
                 checked[name] = DECLARATIONS[name].check(name, value)
             except OptionError as error:
@@ -220,10 +211,12 @@ class Options:
         """
         from distwrap.environments.distwrap_environment import LAUNCHER, SCRIPT, STORE  # not needed to decorate
 
+        known = (*VARIABLES, *SWITCHES, *CHOICES, *SECONDS_OF, *PATHS)
         for variable in env:
-            known = (*VARIABLES, *SWITCHES, *CHOICES, *SECONDS_OF, *PATHS)
-            if variable.startswith("DISTWRAP_") and variable not in (*known, STORE, LAUNCHER, SCRIPT):
-                raise OptionError(unknown_name("variable", variable, known))
+            ours = variable.startswith(ENVIRONMENT_PREFIX) and variable not in (*known, STORE, LAUNCHER, SCRIPT)
+            if ours or _is_misspelt(variable, known):
+                hint = for_variable(variable, env[variable], VARIABLES) or _without_variable(variable)
+                raise OptionError(unknown_name("variable", variable, known, {variable: hint}))
         check_words(env)
         found = {variable: name for variable, name in VARIABLES.items() if env.get(variable)}
         given = {name: _from_text(variable, name, env[variable]) for variable, name in found.items()}
@@ -237,6 +230,23 @@ DECLARATIONS: dict[str, Declaration] = {each.name: each.metadata["declaration"] 
 
 # The environment variables that override an option.
 VARIABLES = {f"DISTWRAP_{name.upper()}": name for name, declared in DECLARATIONS.items() if declared.text is not None}
+
+
+def _is_misspelt(variable: str, known: Iterable[str]) -> bool:
+    """Return whether a variable that is not ours was meant as one, as DISWRAP_NPROCS or distwrap_nprocs."""
+    text = variable.upper()
+    if not ("WRAP_" in text or text.startswith("DI")) or variable.startswith(ENVIRONMENT_PREFIX):
+        return False  # at once: there may be hundreds
+    import difflib  # for an error alone
+
+    return bool(difflib.get_close_matches(text, known, n=1, cutoff=0.92))
+
+
+def _without_variable(variable: str) -> str:
+    name = variable.removeprefix(ENVIRONMENT_PREFIX).lower()
+    if name not in DECLARATIONS or DECLARATIONS[name].text is not None:
+        return ""
+    return f"The option {name} has no variable: write @distributed({name}=…) or .options({name}=…)."
 
 
 def switched_on(env: Mapping[str, str], variable: str) -> bool:

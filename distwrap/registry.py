@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
-from distwrap.former_names import BECAME, GONE, HINTS, LAUNCHER_OF_STRATEGY
+from distwrap.former_names import BECAME, GONE, HINTS, LAUNCHER_HINTS, LAUNCHER_OF_STRATEGY, PRECISION_HINTS
 from distwrap.name_table import Factory, Registry
 
 if TYPE_CHECKING:
@@ -133,6 +133,7 @@ precisions: Registry[Precision] = Registry(
         **dict.fromkeys(("bf16-mixed", "bfloat16"), "bf16"),
         **dict.fromkeys(("16", "16-mixed", "float16"), "fp16"),
     },
+    hints=PRECISION_HINTS,
     loose=True,
 )
 
@@ -155,10 +156,7 @@ launchers: Registry[Launcher] = Registry(
         ("xla", "xla:XlaLauncher", "processes of torch_xla, one for each of its devices: strategy='xla'"),
         ("external", "external:refuse", "none: an outer launcher must have started the ranks"),
     ),
-    hints=dict.fromkeys(
-        ("torchrun", "srun", "mpi", "mpirun"),
-        "Ranks that torchrun, srun or mpirun has started are found by themselves: leave launcher at 'auto'.",
-    ),
+    hints=LAUNCHER_HINTS,
 )
 
 

@@ -4,7 +4,13 @@ import sys
 from collections.abc import Iterable, Mapping
 
 
-def unknown_name(what: str, name: object, known: Iterable[str], hints: Mapping[str, str] | None = None) -> str:
+def unknown_name(
+    what: str,
+    name: object,
+    known: Iterable[str],
+    hints: Mapping[str, str] | None = None,
+    understood: Iterable[str] = (),
+) -> str:
     """Return a message that a name is unknown, which names there are, and which was probably meant.
 
     Args:
@@ -12,17 +18,29 @@ def unknown_name(what: str, name: object, known: Iterable[str], hints: Mapping[s
         name: what was given.
         known: the names that there are.
         hints: a sentence for each name that people try, and that means something else or nothing here.
+        understood: names that may be meant too, and are not listed.
     """
     import difflib  # for an error alone
 
     names = sorted(known)
-    of_lower = {each.lower(): each for each in names}
+    meant = _squeezed(name)
+    possible = [*names, *understood]
+    same = [each for each in possible if _squeezed(each) == meant]
+    of_lower = {each.lower(): each for each in possible}
     near = [of_lower[each] for each in difflib.get_close_matches(str(name).lower(), of_lower, n=3)]
     near.sort(
         key=lambda other: (len(other), set(other)) != (len(str(name)), set(str(name)))
     )  # "dpp" is "ddp", not "dp"
-    hint = (hints or {}).get(str(name).lower()) or (f"Did you mean {near[0]!r}?" if near else "")
+    # A name of two letters is near to any other of three, and means something else.
+    near = same + [each for each in near if len(each) > 2 or sorted(each) == sorted(str(name).lower())]
+    hint = {_squeezed(each): text for each, text in (hints or {}).items()}.get(meant)
+    hint = hint or (f"Did you mean {near[0]!r}?" if near else "")
     return f"unknown {what} {name!r}. {hint}{hint and ' '}Known: {', '.join(names)}."
+
+
+def _squeezed(name: object) -> str:
+    """Return a name without capitals, and without what stands between its words."""
+    return str(name).lower().translate({ord(each): None for each in "-_ ."})
 
 
 def named_ranks(numbers: Iterable[int]) -> str:

@@ -40,6 +40,46 @@ def test_a_misspelt_strategy_names_the_nearest(wrong: str, meant: str) -> None:
     assert all(name in message for name in available_strategies())
 
 
+@pytest.mark.parametrize(
+    ("wrong", "meant"),
+    [
+        ("fsdp3", "fsdp"),
+        ("fsp", "fsdp"),
+        ("fdsp", "fsdp"),
+        ("sdp", "hsdp"),
+        ("dsp", "ddp"),
+        ("dpd", "ddp"),
+        ("fully_sharded_data_parallel", "fsdp"),
+        ("zero-3", "zero3"),
+        ("ZeRO_2", "zero2"),
+        ("deepspeed_stage2", "deepspeed_stage_2"),
+        ("deepspeed_zero_3", "deepspeed_stage_3"),
+        ("ddp-find-unused-parameters-true", "ddp_find_unused_parameters_true"),
+        ("distributed_data_parallel", "ddp"),
+        ("ring-attention", "cp"),
+        ("horovd", "horovod"),
+    ],
+)
+def test_a_near_strategy_means_the_same(wrong: str, meant: str) -> None:
+    """A name is answered with one of the same meaning, and never with "dp", to which every short name is near."""
+    assert f"unknown strategy {wrong!r}. Did you mean {meant!r}? Known: " in refusal(strategy=wrong)
+
+
+@pytest.mark.parametrize("wrong", ["ds", "xp", "dps", "fp", "sp", "dsp", "cpx", "tpp", "fdp"])
+def test_a_name_of_two_letters_is_not_guessed(wrong: str) -> None:
+    """A name of two letters, to which any short name is near, is not suggested."""
+    assert not any(f"Did you mean {short!r}" in refusal(strategy=wrong) for short in ("dp", "tp", "cp"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["ddp_find_unused_parameters_true", "deepspeed_stage_2", "fsdp2", "horovod", "zero3", "fully_sharded", "auto"],
+)
+def test_a_strategy_of_others_is_understood(name: str) -> None:
+    """Names of Lightning, DeepSpeed and FSDP that mean something here are taken."""
+    assert given(strategy=name).strategy
+
+
 def test_a_misspelt_option_names_the_nearest() -> None:
     """An unknown option lists the known ones, and says which was probably meant."""
     assert refusal(nproc=2).startswith("@distributed: unknown option 'nproc'. Did you mean 'nprocs'? Known: backend, ")
@@ -68,14 +108,17 @@ def test_a_number_in_quotes_is_called_a_string(name: str) -> None:
         ({"launcher": "torchrun"}, "unknown launcher 'torchrun'. Ranks that torchrun, srun or mpirun has started are"),
         (
             {"find_unused_parameters": True},
-            "unknown option 'find_unused_parameters'. It belongs to wrap_model(model, find_unused_parameters=…), or to "
-            "strategy=DDPStrategy(find_unused_parameters=…). Known: ",
+            "unknown option 'find_unused_parameters'. It belongs to wrap_model(model, find_unused_parameters=True), or "
+            "to strategy=DDPStrategy(find_unused_parameters=True). Known: ",
         ),
         (
             {"tensor_parallel": 2},
-            "unknown option 'tensor_parallel'. It belongs to strategy=FSDPStrategy(tensor_parallel=…).",
+            "unknown option 'tensor_parallel'. It belongs to strategy=FSDPStrategy(tensor_parallel=2).",
         ),
-        ({"gpus": 2}, "unknown option 'gpus'. Did you mean 'nprocs'?"),
+        ({"gpus": 2}, "unknown option 'gpus'. Write nprocs=2. Known: "),
+        ({"nproc-per-node": 2}, "unknown option 'nproc-per-node'. Write nprocs=2. Known: "),
+        ({"precision": "fp8"}, "unknown precision 'fp8'. Nothing here computes in 8 bits: write 'bf16'. Known: "),
+        ({"launcher": "multiprocessing"}, "unknown launcher 'multiprocessing'. Did you mean 'spawn'?"),
     ],
 )
 def test_what_people_try_is_explained(options: dict[str, Any], message: str) -> None:
@@ -268,6 +311,12 @@ def test_an_empty_variable_is_none(variable: str) -> None:
         ("DISTWRAP_SEED", "lucky", "DISTWRAP_SEED='lucky': it must be a whole number"),
         ("DISTWRAP_SEED", "-1", "DISTWRAP_SEED: seed=-1: it must be None or a whole number from 0"),
         ("DISTWRAP_NPROC", "4", "unknown variable 'DISTWRAP_NPROC'. Did you mean 'DISTWRAP_NPROCS'?"),
+        ("DISTWRAP_DEVICES", "4", "unknown variable 'DISTWRAP_DEVICES'. Write DISTWRAP_NPROCS=4. Known: "),
+        ("DISTWRAP_NUM_NODES", "2", "unknown variable 'DISTWRAP_NUM_NODES'. Write DISTWRAP_NNODES=2. Known: "),
+        ("DISTWRAP_RETURNS", "all", "unknown variable 'DISTWRAP_RETURNS'. The option returns has no variable: write"),
+        ("DISWRAP_NPROCS", "4", "unknown variable 'DISWRAP_NPROCS'. Did you mean 'DISTWRAP_NPROCS'?"),
+        ("DIST_WRAP_NPROCS", "4", "unknown variable 'DIST_WRAP_NPROCS'. Did you mean 'DISTWRAP_NPROCS'?"),
+        ("distwrap_strategy", "ddp", "unknown variable 'distwrap_strategy'. Did you mean 'DISTWRAP_STRATEGY'?"),
         ("DISTWRAP_TIMEOUT", "soon", "DISTWRAP_TIMEOUT='soon': it must be a number of seconds"),
         ("DISTWRAP_TIMEOUT", "-1", "DISTWRAP_TIMEOUT: timeout=-1.0: it must be"),
         ("DISTWRAP_STRATEGY", "ddq", "DISTWRAP_STRATEGY: unknown strategy 'ddq'. Did you mean 'ddp'?"),
@@ -310,9 +359,23 @@ def test_a_call_goes_before_the_environment_before_the_decorator() -> None:
         assert train.options(nprocs=3)() == 3
 
 
+def test_a_variable_of_another_program_is_left_alone() -> None:
+    """A variable that is not near to one of ours may be called as it likes."""
+    others = {
+        "DISPLAY": ":0",
+        "WRAP_NPROCS": "2",
+        "DIST_URL": "env://",
+        "BOOTSTRAP_SEED": "1",
+        "SHRINKWRAP_LOG_DIR": "x",
+    }
+    assert Options().with_environment(others) == Options()
+
+
 def test_options_of_a_call_are_checked_when_given() -> None:
     """A wrong option is refused by .options() itself, before the call."""
     train = distributed(lambda: None)
+    with pytest.raises(OptionError, match=r"^\.options\(\): unknown option 'gpus'\. Write nprocs=2\."):
+        train.options(gpus=2)
     with pytest.raises(OptionError, match=r"^\.options\(\): unknown option 'procs'"):
         train.options(procs=2)
 

@@ -32,7 +32,7 @@ NOT_COPIED = (
 )
 # Extras that distwrap[all] leaves out: engines, which are asked for by their names, and what is for work on distwrap.
 ENGINES = {"deepspeed", "horovod", "torchft", "hivemind", "ray"}
-FOR_DEVELOPMENT = {"bench", "dev", "examples", "test"}
+FOR_DEVELOPMENT = {"docs", "bench", "dev", "examples", "test"}
 NAMES_IN_CONDA = {"torch": "pytorch", "typing-extensions": "typing_extensions"}
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")

@@ -154,7 +154,7 @@ def test_what_an_object_holds_is_trained(launcher: str, nprocs: int) -> None:
     trainer = Trainer(retrofitted.GLOBAL_BATCH // nprocs)
     model, loader = trainer.parts[0].model, trainer.parts[0].loader
     fit = dw.distributed(nprocs=nprocs, launcher=launcher, retrofit=True, timeout=30)
-    assert fit(trainer.fit)() == ("DistributedModel" if nprocs > 1 else "Sequential")
+    assert fit(trainer.fit)() == ("DistributedModel" if nprocs > 1 else "LocalModel")
     same(trainer.state(), plain(calls=1))
     fit(Trainer.fit)(trainer)
     same(trainer.state(), plain(calls=2))

@@ -1,19 +1,63 @@
-"""The command line: ``python -m distwrap convert``, ``check``, ``doctor`` and others, each in a file of its own.
+"""The command line, ``distwrap`` or ``python -m distwrap``: convert, check, doctor and others, each in its own file.
 
 A command's file has ``add_arguments``, which adds its parser, and sets as ``run`` what returns its exit code. What it
-raises of `DistwrapError` and `OSError` is said here, in a line.
+raises of `DistwrapError` and `OSError` is said here, in a line. A file is imported when its command is asked for, so
+that ``--help`` and ``--version`` need not wait for torch.
 """
 
 import argparse
+import importlib
+import platform
 import sys
+import textwrap
 from collections.abc import Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import PurePath
+from typing import Any, NamedTuple
 
-from distwrap.cli import check, convert, convert_checkpoint, doctor, estimate, report, strip, top
+from distwrap._version import __version__
 from distwrap.errors import DistwrapError
+from distwrap.wording import unknown_name
 
-__all__ = ["main"]
+__all__ = ["COMMANDS", "main"]
 
-_COMMANDS = (convert, check, doctor, report, top, estimate, strip, convert_checkpoint)  # in the order of --help
+
+class Command(NamedTuple):
+    """One command: the file that has it, a line for --help, and examples of its arguments."""
+
+    file: str
+    line: str
+    examples: tuple[str, ...]
+
+
+# In the order of --help.
+COMMANDS = {
+    "convert": Command(
+        "convert",
+        "convert a training script to distwrap: prints a diff, and what was done and left",
+        ("train.py", "train.py --out train_ranks.py --nprocs 2"),
+    ),
+    "check": Command("check", "find in a training script what goes wrong on several ranks", ("train.py",)),
+    "doctor": Command(
+        "doctor", "what would be decided here and why, then a real test", ("", "--no-test", "--comm --weights 1e8")
+    ),
+    "report": Command("report", "where the time of a run went, from its file", ("times.json --plot times.png",)),
+    "top": Command("top", "a table of the ranks that are running here, again and again", ("", "--once")),
+    "where": Command("top", "where all ranks of a run are, once", ("", "12345")),
+    "estimate": Command(
+        "estimate", "the memory of a rank under each strategy, before a run", ("train:Net --nprocs 8",)
+    ),
+    "strip": Command(
+        "strip",
+        "remove prefixes such as module. and _orig_mod. from a checkpoint's keys",
+        ("model.pt plain.pt", "model.pt --dry-run"),
+    ),
+    "convert-checkpoint": Command(
+        "convert_checkpoint",
+        "write a checkpoint in another format: .pt, .safetensors, or a folder of parts",
+        ("last.pt model.safetensors --key model",),
+    ),
+}
 _EXIT_CODES = (
     "Exit codes: 0 where a command has done what it was asked and all is well; 1 where it has found that something is "
     "not; 2 where it could not look or write, because what it was given is wrong, cannot be read, or is not installed."
@@ -26,18 +70,75 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: by default those of the process.
     """
-    parser = argparse.ArgumentParser(
-        prog="python -m distwrap", description="Tools around distributed runs.", epilog=_EXIT_CODES
-    )
-    commands = parser.add_subparsers(metavar="COMMAND", dest="command")
-    for command in _COMMANDS:
-        command.add_arguments(commands)
-    given = parser.parse_args(arguments)
-    if given.command is None:
-        parser.print_help()
-        return 0
+    words = [*(sys.argv[1:] if arguments is None else arguments)]
+    if words[:1] == ["help"]:
+        words = [*words[1:], "--help"]
+    if not words or words[0] not in COMMANDS:
+        return _without_command(words)
+    given = _parser(words[0]).parse_args(words)
+    if "torch" in sys.modules:
+        from distwrap.devices.kinds import watch_first_use  # imports torch, which not every command needs
+
+        watch_first_use()
     try:
         return int(given.run(given))
     except (DistwrapError, OSError) as error:
         print(f"distwrap {given.command}: {error}", file=sys.stderr)
         return 2
+
+
+def _without_command(words: list[str]) -> int:
+    parser = _top_parser()
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command")
+    for name, command in COMMANDS.items():
+        commands.add_parser(name, help=command.line)
+    parser.add_argument("--version", action="store_true", help="print the versions of distwrap, torch and Python")
+    if words and not words[0].startswith("-"):
+        parser.error(unknown_name("command", words[0], [*COMMANDS, "help"]))
+    if parser.parse_args(words).version:
+        print(_versions())
+    else:
+        parser.print_help()
+    return 0
+
+
+def _parser(name: str) -> argparse.ArgumentParser:
+    """Return the parser of one command, with its examples."""
+    parser = _top_parser()
+    commands = parser.add_subparsers(metavar="COMMAND", dest="command")
+    importlib.import_module(f"distwrap.cli.{COMMANDS[name].file}").add_arguments(commands)
+    own: Any = commands.choices[name]
+    own.formatter_class = argparse.RawDescriptionHelpFormatter
+    own.description = textwrap.fill(own.description or COMMANDS[name].line, 78)
+    own.epilog = _shown(f"{parser.prog} {name} {example}" for example in COMMANDS[name].examples)
+    return parser
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    prog = _called_as()
+    examples = [f"{name} {COMMANDS[name].examples[0]}" for name in ("convert", "check", "doctor")]
+    epilog = _shown(f"{prog} {example}" for example in (*examples, "help convert"))
+    return argparse.ArgumentParser(
+        prog=prog,
+        description="Tools around distributed runs. 'help COMMAND' says more about one.",
+        epilog=f"{epilog}\n\n{textwrap.fill(_EXIT_CODES, 78)}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def _shown(lines: Any) -> str:
+    return "\n".join(["examples:", *(f"  {line.rstrip()}" for line in lines)])
+
+
+def _called_as() -> str:
+    """Return the words by which this program was started: ``distwrap``, or ``python -m distwrap``."""
+    return "distwrap" if PurePath(sys.argv[0]).stem == "distwrap" else "python -m distwrap"
+
+
+def _versions() -> str:
+    """Return the versions of distwrap, torch and Python, without importing torch."""
+    try:
+        torch = f"torch {version('torch')}"
+    except PackageNotFoundError:
+        torch = "torch is not installed"
+    return f"distwrap {__version__}, {torch}, Python {platform.python_version()}"

@@ -13,7 +13,6 @@ def add_arguments(commands: Any) -> None:
     """Add the command and its options to the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "check",
-        help="find in a training script what goes wrong on several ranks",
         description="Reads scripts, never runs them, and lists each finding with its line, why it matters, and what to "
         "write. A comment '# distwrap: ignore' keeps a line out. Exit code: 0 for no findings, 1 for some, 2 where a "
         "script cannot be read.",

@@ -14,7 +14,6 @@ def add_arguments(commands: Any) -> None:
     """Add the command and its options to the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "convert",
-        help="convert a training script to distwrap: prints a diff, and what was done and left",
         description="Reads a training script, and prints a diff and a list of what it did, what it left, and why. It "
         "never runs the script. Exit code: 0 where it has a result, 1 where it refuses, 2 where a script cannot be "
         "read or written.",

@@ -20,7 +20,6 @@ def add_arguments(commands: Any) -> None:
     """Add the command and its options to the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "convert-checkpoint",
-        help="write a checkpoint in another format: .pt, .safetensors, or a folder of parts",
         description="Reads a .pt or .safetensors file, a folder of .safetensors with an index, or a folder of torch's "
         "distributed checkpoint, of distwrap, FSDP or torch alone, and writes it in another of these formats, tensor "
         "by tensor. Exit code: 0 where it is done, 2 where it cannot be.",

@@ -27,7 +27,6 @@ def add_arguments(commands: Any) -> None:
     """Add the command and its options to the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor",
-        help="what would be decided here and why, then a real test",
         description="Shows what distwrap would decide here and why, then starts ranks and measures their exchange. "
         "Exit code: 0 where it works, 1 where it does not, 2 where it cannot look.",
     )

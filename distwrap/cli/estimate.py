@@ -32,7 +32,6 @@ def add_arguments(commands: Any) -> None:
     """Add the command and its options to the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "estimate",
-        help="the memory of a rank under each strategy, before a run",
         description="Makes a model on the meta device, where it takes no memory, and shows what each strategy would "
         "need. Exit code: 0 where one of ddp to fsdp fits, 1 where none does, 2 where it cannot be estimated.",
     )

@@ -16,7 +16,6 @@ def add_arguments(commands: Any) -> None:
     """Add the command and its options to the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "report",
-        help="where the time of a run went, from its file",
         description="Prints the report of a run again, from the file of @distributed(report='times.json') or "
         "DISTWRAP_REPORT=times.json.",
     )

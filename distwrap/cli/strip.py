@@ -19,7 +19,6 @@ def add_arguments(commands: Any) -> None:
     """Add the command and its options to the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "strip",
-        help="remove prefixes such as module. and _orig_mod. from a checkpoint's keys",
         description="Reads a .pt or .safetensors file, memory-mapped, removes wrappers' prefixes from the keys of "
         "every state dict in it, and writes the result; tensors, types and metadata stay. Exit code: 0 where it is "
         "done and fits, 1 where it does not fit, 2 where a file cannot be read or written.",

@@ -21,7 +21,6 @@ def add_arguments(commands: Any) -> None:
     """Add the commands and their options to the command line."""
     top: argparse.ArgumentParser = commands.add_parser(
         "top",
-        help="a table of the ranks that are running here, again and again",
         description="Shows the ranks of your runs on this node: where each is, how fast, how much it waits. Under "
         "Slurm: srun --overlap --jobid JOB python -m distwrap top --once. Ctrl-C ends it, not the run. "
         "Exit code: 1 where nothing runs.",
@@ -32,7 +31,6 @@ def add_arguments(commands: Any) -> None:
     top.set_defaults(run=run_top)
     where: argparse.ArgumentParser = commands.add_parser(
         "where",
-        help="where all ranks of a run are, once",
         description="Prints the line of the program in which each rank is, as SIGQUIT to the caller does. Exit code: "
         "1 where nothing runs.",
     )

@@ -73,8 +73,8 @@ def _module(facts: ScriptFacts, notes: Notes) -> None:
         sources = [each for each in facts.values.sources(node.value) if each is not None]
         if any(script.is_a(root_of(each), *WRAPPER, "distwrap.wrap_model") for each in sources):
             notes.add(
-                script.line(node), "module", "without ranks a model may have no .module, and a forward through it "
-                "skips the average", f"{path_of(node.value)} itself, with the model's names; or unwrap_model(...)",
+                script.line(node), "module", "a forward through .module skips the average, and a model that is in no "
+                "wrapper has none", f"{path_of(node.value)} itself, with the model's names; or unwrap_model(...)",
             )  # fmt: skip
 
 

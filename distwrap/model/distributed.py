@@ -1,6 +1,7 @@
 """Wrapped models: in one process, under DDP, or trained alone. What can be decided is decided when wrapping."""
 
 from collections.abc import Callable, Sequence
+from types import MethodType
 from typing import Any, Literal
 
 import torch
@@ -27,7 +28,12 @@ class LocalRouting(Routing):
 
     def __init__(self, module: nn.Module, in_precision: InPrecision, forward_methods: ForwardMethods) -> None:
         super().__init__(module, in_precision, forward_methods)
-        self.run = in_precision(self._locally)
+        self._plain = in_precision.is_plain and in_precision.device.type == "cpu"
+        self.run = module if self._plain else in_precision(self._locally)
+
+    def looked_up(self, name: str, method: MethodType) -> Callable[..., Any]:
+        """Return what is called for a method: where there is nothing to do, the method itself."""
+        return method if self._plain else super().looked_up(name, method)
 
     def _locally(self, *args: Any, **kwargs: Any) -> Any:
         args, kwargs = self._moved((args, kwargs))

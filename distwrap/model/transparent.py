@@ -85,6 +85,10 @@ class TransparentModule(nn.Module):
     def __reduce__(self) -> tuple[Any, ...]:
         return _same, (unwrap_model(self),)
 
+    def __prepare_scriptable__(self) -> nn.Module:
+        # By which torch.jit.script compiles the model: a wrapper's forward takes any arguments, which it cannot read.
+        return unwrap_model(self)
+
     def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
         """Return the model's own state dict, without a prefix."""
         state: dict[str, Any] = unwrap_model(self).state_dict(*args, **kwargs)

@@ -46,11 +46,12 @@ def wrap_model(
     same_inputs: bool = False,
     **ddp_kwargs: Any,
 ) -> Model:
-    """Prepare a model for distributed training; in a single process on the CPU in float32, return it as it is.
+    """Prepare a model for distributed training; in a single process on the CPU in float32 it only gets a thin wrapper.
 
     The result is an ``nn.Module`` (under DDP a ``DistributedDataParallel``) that answers like the user's own:
     attributes, methods, parameter names, a ``state_dict`` without prefix, a ``load_state_dict`` that takes both kinds.
-    ``isinstance`` holds for the user's class too. A method that runs a forward, as ``model.loss(x)``, trains like
+    ``isinstance`` holds for the user's class too, and ``model.module`` is the user's model, whether there is one rank
+    or several. A method that runs a forward, as ``model.loss(x)``, trains like
     ``model(x)``. With gradients off the bare model runs, so evaluation needs no lock-step; ``eval()`` takes over rank
     0's buffers, as BatchNorm's statistics. Make the optimizer before or after.
 
@@ -78,9 +79,10 @@ def wrap_model(
         OptionError: an unknown strategy, precision or algorithm, or the strategy refuses the run's options.
 
     Example:
-        >>> model = wrap_model(nn.Linear(2, 1))
-        >>> sorted(model.state_dict())
-        ['bias', 'weight']
+        >>> net = nn.Linear(2, 1)
+        >>> model = wrap_model(net)
+        >>> sorted(model.state_dict()), model.module is net
+        (['bias', 'weight'], True)
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"wrap_model() takes an nn.Module, not a {type(model).__qualname__}.")
@@ -202,6 +204,8 @@ def local_model(model: Model, *, device: torch.device | str | None = None) -> Mo
     where = torch.device(device) if device is not None else world.device
     placed = on_device(model, where)
     world.part(Unwrapped).local.add(placed)
+    if where.type == "cpu":
+        return cast("Model", placed)
     return cast("Model", local(placed, Wrapping(where, InPrecision("32", where), "auto", None, {})))
 
 

@@ -17,6 +17,8 @@ from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.wording import unknown_name
 
 _OURS = {"self", "module", "device_ids", "output_device", "dim"}
+_PLACED = "Leave it out: wrap_model() puts the model on this rank's device, or on device=…."
+_HINTS = {**dict.fromkeys(("device_ids", "output_device"), _PLACED), "mixed_precision": "Did you mean 'precision'?"}
 _OF_WRAP_MODEL = ("strategy", "device", "precision", "sync_batchnorm", "forward_methods", "comm", "same_inputs", *_OURS)
 
 
@@ -48,10 +50,8 @@ def on_device(model: nn.Module, device: torch.device) -> nn.Module:
 
 
 def local(model: nn.Module, wrapping: Wrapping) -> nn.Module:
-    """Wrap a model only where there is something to do at a forward."""
+    """Wrap a model that exchanges nothing: it has ``model.module``, as with several ranks."""
     check_ddp_options("wrap_model()", wrapping.options)
-    if wrapping.in_precision.is_plain and wrapping.device.type == "cpu":
-        return model
     return LocalModel(model, wrapping.in_precision, wrapping.forward_methods)
 
 
@@ -64,4 +64,4 @@ def check_ddp_options(taker: str, names: Iterable[str], others: Iterable[str] = 
     known = {*inspect.signature(DistributedDataParallel.__init__).parameters} - _OURS | {*others}
     for name in names:
         if name not in known:
-            raise OptionError(unknown_name(f"option of {taker}", name, known - {"self", "module"}))
+            raise OptionError(unknown_name(f"option of {taker}", name, known - {"self", "module"}, _HINTS))

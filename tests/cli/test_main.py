@@ -1,12 +1,44 @@
-"""``python -m distwrap``: what all commands have in common."""
+"""``distwrap`` and ``python -m distwrap``: what all commands have in common."""
 
 from __future__ import annotations
 
+import configparser
+import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+import distwrap
+from distwrap.cli import COMMANDS, main
+from tests.limits import INTERPRETERS
+
+ROOT = str(Path(distwrap.__file__).parents[1])
+
+# What an installed console script does, with modules and words of its own.
+CONSOLE_SCRIPT = """
+import sys
 
 from distwrap.cli import main
+
+code = 0
+try:
+    main()
+except SystemExit as error:
+    code = error.code
+print("torch" in sys.modules, file=sys.stderr)
+sys.exit(code)
+"""
+
+
+def asked(script: Path, *words: str) -> tuple[str, str, int]:
+    """Run the command as it is called when it is installed; return what it prints and its exit code."""
+    script.write_text(CONSOLE_SCRIPT)
+    command = [sys.executable, script, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env={"PYTHONPATH": ROOT})
+    return done.stdout, done.stderr, done.returncode
 
 
 @pytest.mark.parametrize(
@@ -35,3 +67,82 @@ def test_the_exit_codes_are_in_the_help(capsys: pytest.CaptureFixture[str]) -> N
     """Without a command the help is printed, which says what the exit codes of all commands mean."""
     assert main([]) == 0
     assert "Exit codes: 0 where" in capsys.readouterr().out
+
+
+def test_the_versions_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """--version names distwrap, torch and Python, as they are."""
+    assert main(["--version"]) == 0
+    python = ".".join(map(str, sys.version_info[:3]))
+    assert capsys.readouterr().out == f"distwrap {distwrap.__version__}, torch {torch.__version__}, Python {python}\n"
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_command_has_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """``help COMMAND`` and ``COMMAND --help`` are the same, and end with examples that the command's parser takes."""
+    with pytest.raises(SystemExit, match="0"):
+        main(["help", name])
+    text = capsys.readouterr().out
+    with pytest.raises(SystemExit, match="0"):
+        main([name, "--help"])
+    assert capsys.readouterr().out == text
+    assert text.startswith(f"usage: python -m distwrap {name} ")
+    examples = text[text.index("examples:\n") :].splitlines()[1:]
+    assert len(examples) == len(COMMANDS[name].examples) > 0
+    for example in examples:
+        prefix = f"  python -m distwrap {name}"
+        assert example.startswith(prefix)
+        with pytest.raises(SystemExit, match="0"):  # which would be 2 for a word that is wrong
+            main([name, *shlex.split(example.removeprefix(prefix)), "--help"])
+
+
+def test_the_help_lists_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    """--help has each command with a line, and examples."""
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    text = capsys.readouterr().out
+    assert all(f"\n    {name}" in text for name in COMMANDS)
+    assert "examples:\n  python -m distwrap convert train.py\n" in text
+
+
+def test_a_wrong_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    """A misspelt command is an error with the one that was meant."""
+    with pytest.raises(SystemExit, match="2"):
+        main(["convrt", "train.py"])
+    assert "unknown command 'convrt'. Did you mean 'convert'? Known: check, " in capsys.readouterr().err
+
+
+def test_the_name_is_the_one_it_was_called_by(tmp_path: Path) -> None:
+    """As a console script it is called distwrap, and neither --help nor --version waits for torch."""
+    out, err, code = asked(tmp_path / "distwrap", "help", "check")
+    assert (out.splitlines()[0], err.strip(), code) == (
+        "usage: distwrap check [-h] SCRIPT.py [SCRIPT.py ...]",
+        "False",
+        0,
+    )
+    assert "  distwrap check train.py\n" in out
+    for words in (["--version"], ["--help"], []):
+        out, err, code = asked(tmp_path / "distwrap", *words)
+        assert (err.strip(), code) == ("False", 0), words
+
+
+@pytest.mark.slow(INTERPRETERS)
+def test_any_other_program_has_torch(tmp_path: Path) -> None:
+    """In a program that is not the command, `import distwrap` imports torch, and watches its first use."""
+    assert asked(tmp_path / "train", "--version")[1].strip() == "True"
+
+
+def test_as_a_module_it_does_not_wait_for_torch() -> None:
+    """``python -m distwrap --version`` imports no torch."""
+    command = [sys.executable, "-X", "importtime", "-m", "distwrap", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("distwrap ")
+    imported = [line.rpartition("|")[2].strip() for line in done.stderr.splitlines()]
+    assert "distwrap.cli" in imported
+    assert "torch" not in imported
+
+
+def test_the_package_brings_the_command() -> None:
+    """setup.cfg names the function that the console script calls."""
+    config = configparser.ConfigParser()
+    config.read(Path(__file__).parents[2] / "setup.cfg")
+    assert config["options.entry_points"]["console_scripts"].split() == ["distwrap", "=", "distwrap.cli:main"]

@@ -297,8 +297,9 @@ def test_wrong_options_are_refused_at_once(make: Callable[[], Algorithm], proble
 
 def test_a_world_of_one() -> None:
     assert world_size() == 1
-    model = nn.Linear(1, 1)
-    assert wrap_model(model, comm="diloco") is model
+    net = nn.Linear(1, 1)
+    model = wrap_model(net, comm="diloco")
+    assert model.module is net
     with consolidate(model):
         assert traffic(model).sent == 0
 

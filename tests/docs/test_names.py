@@ -59,6 +59,8 @@ def problems(text: str) -> list[str]:
     found = []
     for name, arguments in (call for row in rows(text) for call in calls(row)):
         function = getattr(distwrap, name, None)
+        if not callable(function):  # a module of the package
+            function = None
         if function is None and name not in OTHERS:
             found.append(name)
         if function is None:

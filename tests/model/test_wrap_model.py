@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -160,12 +165,70 @@ def test_a_second_wrapping_is_refused() -> None:
         ]
 
 
-def test_a_single_process_gets_its_own_model_back() -> None:
-    """On one CPU process in float32 the model is returned as it is."""
-    model = nn.Linear(1, 1)
-    assert dw.wrap_model(model) is model
-    assert dw.wrap_model(model, strategy="dp") is model
-    assert dw.wrap_model(model, strategy="single") is model
+class WithOwnModule(nn.Module):
+    """A model with a part that is called ``module``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.module = nn.Linear(2, 1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.module(x)
+
+    def weights(self) -> torch.Tensor:
+        """Reach the part by its name, as a method of the model's own does."""
+        return self.module.weight
+
+
+def module_of_wrapped(strategy: str) -> None:
+    """Hold a wrapped model's ``module`` against the user's model."""
+    parts = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 1))
+    for net in (parts,) if strategy == "pipeline" else (parts, WithOwnModule()):
+        model: Any = dw.wrap_model(net, strategy=strategy)
+        assert model.module is dw.unwrap_model(model) is net, strategy
+        assert hasattr(model.module, "module") is isinstance(net, WithOwnModule), "a loop that unwraps must end"
+        assert [*model.state_dict()] == [*net.state_dict()], strategy
+
+
+ALIKE = ("ddp", "zero1", "zero2", "fsdp", "tp", "cp", "pipeline")
+
+
+def test_the_users_model_is_module_with_one_rank() -> None:
+    """``model.module`` is the user's model in a single process too, also where that has a part of this name."""
+    for strategy in (*ALIKE, "dp", "single"):
+        module_of_wrapped(strategy)
+
+
+@pytest.mark.slow("seven strategies on two ranks")
+@pytest.mark.parametrize("strategy", ALIKE)
+def test_the_users_model_is_module_with_two_ranks(strategy: str) -> None:
+    """``model.module`` is the same under each strategy as it is in one process."""
+    dw.distributed(strategy=strategy, nprocs=2, timeout=60)(module_of_wrapped)(strategy)
+
+
+@pytest.mark.parametrize("kind", [WithOwnModule, lambda: nn.Linear(2, 1)])
+def test_in_a_single_process_the_wrapper_changes_nothing(kind: Callable[[], nn.Module], tmp_path: Path) -> None:
+    """Copies, pickles and compiled models of a wrapper are those of the model, and so are the numbers."""
+    net, x = kind(), torch.ones(3, 2)
+    model = dw.wrap_model(net)
+    assert torch.equal(model(x), net(x))
+    assert isinstance(model, type(net))
+    assert type(copy.deepcopy(model)) is type(pickle.loads(pickle.dumps(model))) is type(net)
+    torch.save(model, tmp_path / "whole.pt")
+    assert type(torch.load(tmp_path / "whole.pt", weights_only=False)) is type(net)
+    assert torch.equal(torch.compile(model, backend="eager", fullgraph=True)(x), net(x))
+    assert torch.equal(torch.jit.script(model)(x), net(x))
+    model.load_state_dict({f"module.{key}": torch.zeros_like(value) for key, value in net.state_dict().items()})
+    assert not model(x).any()
+    with pytest.raises(ModelError, match="in a wrapper of wrap_model"):
+        dw.wrap_model(model)
+
+
+def test_methods_of_a_model_in_a_single_process_are_its_own() -> None:
+    """A method finds the parts of the model by their names."""
+    net = WithOwnModule()
+    model: Any = dw.wrap_model(net)
+    assert model.weights() is net.module.weight
 
 
 @pytest.mark.parametrize(

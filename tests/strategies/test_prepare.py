@@ -150,10 +150,10 @@ class Wrong(Returned):
 
 
 def test_a_model_that_is_wrapped_again_counts_once() -> None:
-    model = nn.Linear(1, 1)
+    net = nn.Linear(1, 1)
     for _ in range(3):
-        dw.wrap_model(model)
-    assert [each is model for each in current_world().part(WrappedModels)].count(True) == 1
+        model = dw.wrap_model(net)
+    assert [each for each in current_world().part(WrappedModels) if dw.unwrap_model(each) is net] == [model]
 
 
 def test_what_a_strategy_returns_must_be_of_use() -> None:

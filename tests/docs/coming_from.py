@@ -1,0 +1,147 @@
+"""The pages of docs/coming_from: run the commands that they show, and compare what the programs have trained.
+
+Every page has a block `console` with its commands, which are run here as they stand. A program is given the name of
+the file that it writes its weights to.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from tests.docs.pages import DOCS, ROOT, blocks_of
+from tests.ports import free_port
+
+PAGES = DOCS / "coming_from"
+PROGRAMS = PAGES / "programs"
+NAMES = sorted(path.stem for path in PAGES.glob("*.md") if path.stem != "index")
+
+State = dict[str, torch.Tensor]
+
+
+def commands_of(name: str) -> list[str]:
+    """Return the commands that a page shows."""
+    blocks = blocks_of((PAGES / f"{name}.md").read_text())
+    text = "".join(block.text for block in blocks if block.language == "console")
+    return [line.removeprefix("$ ") for line in text.splitlines() if line.startswith("$ ")]
+
+
+def trained_by(
+    name: str, commands: list[str], folder: Path, environment: dict[str, str] | None = None, seconds: float = 200
+) -> dict[str, State]:
+    """Run commands of a page beside its programs, and return the weights in each file that they have written.
+
+    Args:
+        name: of the page.
+        commands: as they stand on the page.
+        folder: empty, for the programs and what they write.
+        environment: variables beside those that are set here.
+        seconds: the limit of each command.
+    """
+    for path in PROGRAMS.glob(f"{name}_*.py"):
+        # The port of the programs that name one belongs to somebody else when tests run beside each other.
+        (folder / path.name).write_text(path.read_text().replace("12355", str(free_port())))
+    here = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "DISTWRAP_QUIET": "1", **(environment or {})}
+    here["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    for command in commands:
+        words = command.replace("accelerate launch", f"accelerate launch --main_process_port {free_port()}")
+        told = folder / "printed.txt"
+        with told.open("w") as printed:
+            process = subprocess.Popen(
+                ["sh", "-c", words],
+                cwd=folder,
+                env={**os.environ, **here},
+                stdin=subprocess.DEVNULL,
+                stdout=printed,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        try:
+            code = process.wait(seconds)
+        finally:
+            if process.poll() is None:  # with the ranks that it has started
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        assert code == 0, f"{command}\n{told.read_text()}"
+    return {path.name: state_in(path) for path in sorted(folder.glob("*.pt"))}
+
+
+def state_in(path: Path) -> State:
+    """Return the weights in a file, without the words before their names."""
+    found: dict[str, Any] = torch.load(path, weights_only=True)
+    return {key.removeprefix("net."): value for key, value in found.get("model", found).items()}
+
+
+def one_process(shuffle: bool) -> State:
+    """Return the weights of the same training in plain torch and in this process.
+
+    Args:
+        shuffle: in the order of torch's `DistributedSampler`, or in that of the dataset.
+    """
+    program = runpy.run_path(str(PROGRAMS / "ddp_after.py"))
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = program["make_model"]()
+    x, y = program["make_data"]().tensors
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    for epoch in range(3):
+        order = torch.randperm(len(x), generator=torch.Generator().manual_seed(epoch))
+        for rows in (order if shuffle else torch.arange(len(x))).split(32):
+            optimizer.zero_grad()
+            F.cross_entropy(model(x[rows]), y[rows]).backward()
+            optimizer.step()
+    state: State = model.state_dict()
+    return state
+
+
+def assert_same(found: dict[str, State], expected: State, tolerance: float) -> None:
+    """Fail where the weights of a file are not the expected ones; 0 compares bit by bit."""
+    assert found
+    for file, state in found.items():
+        assert state.keys() == expected.keys(), file
+        for key, value in expected.items():
+            torch.testing.assert_close(
+                state[key], value, rtol=0, atol=tolerance, msg=lambda m, file=file: f"{file}: {m}"
+            )
+
+
+def assert_page_holds(
+    name: str,
+    folder: Path,
+    environment: dict[str, str] | None = None,
+    commands: list[str] | None = None,
+    seconds: float = 200,
+) -> None:
+    """Run a page's commands, and compare the weights with one another and with those of one process.
+
+    Args:
+        name: of the page.
+        folder: empty.
+        environment: variables for the commands.
+        commands: those to be run instead of all of the page.
+        seconds: the limit of each command.
+    """
+    found = trained_by(name, commands or commands_of(name), folder, environment, seconds)
+    assert_same(found, one_process("shuffle=True" in (PROGRAMS / f"{name}_after.py").read_text()), 1e-6)
+    if "before.pt" in found:
+        assert_same(found, found["before.pt"], 0 if same_bits(name) else 1e-6)
+
+
+def same_bits(name: str) -> bool:
+    """Return whether the index promises that the weights are the same bit by bit."""
+    return rows()[name][-1] == "to the bit"
+
+
+def rows() -> dict[str, list[str]]:
+    """Return the cells of each page's row in the index's table."""
+    lines = [line for line in (PAGES / "index.md").read_text().splitlines() if line.startswith("| [")]
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0].partition("](")[2].removesuffix(".md)"): row for row in cells}

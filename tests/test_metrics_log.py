@@ -1,0 +1,296 @@
+"""Metrics of rank 0, each destination read back from what its own package has written."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+
+import distwrap as dw
+from distwrap.errors import OptionError
+from distwrap.testing import run_ranks
+from tests.limits import INTERPRETERS
+
+
+def rows(path: Path) -> list[dict[str, str]]:
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_rank_zero_alone_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """The numbers are rank 0's own, each once; other ranks do nothing, not even look at what they are given."""
+    path = tmp_path / "new" / "metrics.csv"
+
+    def train() -> int:
+        for step in range(3):
+            dw.log({"loss": torch.tensor(step + 10.0 * dw.rank())}, step, to=[path, "stdout"])
+        if dw.rank() == 1:
+            dw.log(None, "never", to="nowhere")  # type: ignore[arg-type]
+        return dw.rank()
+
+    assert run_ranks(train, 2) == [0, 1]
+    assert rows(path) == [{"step": str(step), "loss": f"{step}.0"} for step in range(3)]
+    assert [*path.parent.iterdir()] == [path]
+    assert [line for line in capfd.readouterr().out.splitlines() if "loss" in line] == [
+        f"step {step}: loss {step}" for step in range(3)
+    ]
+
+
+def test_a_destination_is_said_once(tmp_path: Path) -> None:
+    """It holds for the calls after it, until the end of the run; steps are counted on where none is given."""
+
+    @dw.distributed(nprocs=1)
+    def train() -> None:
+        dw.log({"loss": 1}, to=tmp_path / "a.csv")
+        dw.log({"loss": 2})
+        dw.log({"loss": 3}, step=10)
+        dw.log({"loss": 4})
+
+    train()
+    assert [(row["step"], row["loss"]) for row in rows(tmp_path / "a.csv")] == [
+        ("0", "1"),
+        ("1", "2"),
+        ("10", "3"),
+        ("11", "4"),
+    ]
+
+    @dw.distributed(nprocs=1)
+    def again() -> None:
+        dw.log({"loss": 1})
+
+    with pytest.raises(OptionError, match=r"log\(\) has nowhere to log to: .* log\(metrics, to='metrics.csv'\)"):
+        again()
+
+
+def test_a_table_grows(tmp_path: Path) -> None:
+    """A metric that comes later gets a column, lines of an earlier run stay, and each line is there at once."""
+    path = tmp_path / "metrics.csv"
+
+    @dw.distributed(nprocs=1)
+    def train(first: int) -> None:
+        dw.log({"loss": 1.5}, first, to=str(path))
+        dw.log({"accuracy": 0.5, "a, b": float("nan")}, first)
+        assert len(rows(path)) == first + 2
+
+    train(0)
+    train(2)
+    assert rows(path) == [
+        {"step": step, "loss": loss, "accuracy": accuracy, "a, b": odd}
+        for step in ("0", "2")
+        for loss, accuracy, odd in (("1.5", "", ""), ("", "0.5", "nan"))
+    ]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        0.5,
+        numpy.float32(0.5),
+        numpy.array(0.5),
+        torch.tensor(0.5),
+        torch.tensor([0.5]),
+        torch.ones(1).mul(0.5).bfloat16(),
+    ],
+)
+def test_what_has_one_number_is_that_number(value: Any) -> None:
+    """Tensors and arrays of one element, also with a gradient, become plain numbers."""
+    found: list[tuple[dict[str, float], int]] = []
+    dw.log({"x": value}, step=3, to=lambda metrics, step: found.append((metrics, step)))
+    assert found == [({"x": 0.5}, 3)]
+    assert type(found[0][0]["x"]) is float
+
+
+@pytest.mark.parametrize(
+    ("metrics", "options", "words"),
+    [
+        ({"x": torch.ones(2)}, {}, r"'x' is a Tensor of shape \(2,\)\. Take its mean"),
+        ({"x": "0.5"}, {}, "'x' is a str"),
+        ({"x": {"y": 1}}, {}, "'x' is a dict"),
+        ([1], {}, "a dict of numbers by name, not a list"),
+        ({"x": 1}, {"step": -1}, "step=-1: it must be"),
+        ({"x": 1}, {"step": 1.5}, "step=1.5: it must be"),
+        ({"x": 1}, {"to": "tensorbord"}, "unknown destination 'tensorbord'. Did you mean 'tensorboard'?"),
+        ({"x": 1}, {"to": "csv"}, "Give the path of a file, as 'metrics.csv'"),
+        ({"x": 1}, {"to": 3}, "not a int"),
+    ],
+)
+def test_what_cannot_be_logged_is_named(metrics: Any, options: dict[str, Any], words: str) -> None:
+    """What is no number, no step or no destination is an error that says what to do."""
+    with pytest.raises(OptionError, match=words):
+        dw.log(metrics, **{"to": lambda metrics, step: None, **options})
+
+
+def test_a_column_of_the_steps_own(tmp_path: Path) -> None:
+    """A metric called step would lose the step of a CSV file, and is refused."""
+    train = dw.distributed(nprocs=1)(lambda: dw.log({"step": 3}, to=tmp_path / "metrics.csv"))
+    with pytest.raises(OptionError, match="give the metric another name"):
+        train()
+
+
+def test_loggers_of_others() -> None:
+    """Lightning's loggers, with log_metrics, and writers, with add_scalar, are taken as they are, and not closed."""
+    told: list[tuple[Any, ...]] = []
+
+    class Logger:
+        def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+            told.append((metrics, step))
+
+    class Writer:
+        def add_scalar(self, name: str, value: float, step: int) -> None:
+            told.append((name, value, step))
+
+    dw.log({"x": 1, "y": 2}, step=5, to=[Logger(), Writer()])
+    assert told == [({"x": 1, "y": 2}, 5), ("x", 1, 5), ("y", 2, 5)]
+
+
+PROGRAM = """
+import json
+import sys
+
+import torch
+
+import distwrap as dw
+
+
+@dw.distributed(nprocs=2)
+def train(kind):
+    to = kind
+    if kind == "an active run of wandb":
+        import wandb
+
+        run, to = dw.on_rank_zero(lambda: wandb.init(project="tests")), None
+    if kind == "an active run of mlflow":
+        import mlflow
+
+        run, to = dw.on_rank_zero(mlflow.start_run), None
+    for step in range(0, 30, 10):
+        dw.log({"loss": torch.tensor(step + 0.5) + 100 * dw.rank()}, step=step, to=to)
+    if to is None:
+        run.finish() if "wandb" in kind else dw.on_rank_zero(lambda: mlflow.end_run)()
+
+
+if __name__ == "__main__":
+    train(sys.argv[1])
+"""
+LOGGED = [["loss", 0.5, 0], ["loss", 10.5, 10], ["loss", 20.5, 20]]
+
+
+def logged(kind: str, folder: Path, reader: str) -> Any:
+    """Train on two ranks in a program of its own, and return what another one reads of the files."""
+    env = {**os.environ, "WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_DIR": str(folder)}
+    env |= {"MLFLOW_TRACKING_URI": f"sqlite:///{folder}/mlflow.db", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    env |= {"DISTWRAP_QUIET": "1", "HOME": str(folder), "PYTHONPATH": str(Path(dw.__file__).parents[1])}
+    script = folder / "train.py"
+    script.write_text(PROGRAM)
+    for command in ([sys.executable, script, kind], [sys.executable, "-c", reader]):
+        done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=90, check=False)
+        assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def needs(*packages: str) -> pytest.MarkDecorator:
+    missing = [package for package in packages if find_spec(package) is None]
+    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
+
+
+READ_TENSORBOARD = """
+import json
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+found = EventAccumulator("runs/first").Reload()
+print(json.dumps([[name, each.value, each.step] for name in found.Tags()["scalars"] for each in found.Scalars(name)]))
+"""
+
+# The format of LevelDB's log: blocks of 32 KiB, in which a record is in one piece or several.
+READ_WANDB = """
+import json
+import struct
+from pathlib import Path
+
+from wandb.proto.wandb_internal_pb2 import Record
+
+[path] = Path("wandb").glob("offline-run-*/*.wandb")
+data, at, record, found = path.read_bytes(), 7, b"", []
+while at + 7 <= len(data):
+    if 32768 - at % 32768 < 7:
+        at += 32768 - at % 32768
+        continue
+    _, size, kind = struct.unpack("<IHB", data[at : at + 7])
+    record, at = record + data[at + 7 : at + 7 + size], at + 7 + size
+    if kind in (1, 4):
+        row = Record.FromString(record).history
+        record, values = b"", {item.key or item.nested_key[0]: json.loads(item.value_json) for item in row.item}
+        found += [["loss", values["loss"], values["_step"]]] if "loss" in values else []
+print(json.dumps(found))
+"""
+
+
+@needs("tensorboard")
+@pytest.mark.slow("programs on two ranks, which import tensorboard")
+def test_tensorboard(tmp_path: Path) -> None:
+    """TensorBoard reads rank 0's numbers from the folder that the destination names."""
+    assert logged("tensorboard:runs/first", tmp_path, READ_TENSORBOARD) == LOGGED
+
+
+@needs("wandb")
+@pytest.mark.slow("programs on two ranks, which import wandb and start its service")
+@pytest.mark.parametrize("kind", ["wandb", "an active run of wandb"])
+def test_wandb(kind: str, tmp_path: Path) -> None:
+    """One run of Weights & Biases has rank 0's numbers at their steps, whether log has begun it or the loop."""
+    assert logged(kind, tmp_path, READ_WANDB) == LOGGED
+
+
+@needs("mlflow", "sqlalchemy", "alembic")
+@pytest.mark.slow("programs on two ranks, which import mlflow and make its database")
+@pytest.mark.parametrize("kind", ["mlflow", "an active run of mlflow"])
+def test_mlflow(kind: str, tmp_path: Path) -> None:
+    """One run of MLflow has rank 0's numbers at their steps, and is finished."""
+    assert logged(kind, tmp_path, "print('[]')") == []
+    base = sqlite3.connect(tmp_path / "mlflow.db")
+    try:
+        assert base.execute("select status from runs").fetchall() == [("FINISHED",)]
+        assert [[*row] for row in base.execute("select key, value, step from metrics order by step")] == LOGGED
+    finally:
+        base.close()
+
+
+WITHOUT_LOGGERS = """
+import sys
+
+for name in ("tensorboard", "wandb", "mlflow"):
+    sys.modules[name] = None
+import distwrap as dw
+
+for name in ("tensorboard", "wandb", "mlflow"):
+    try:
+        dw.log({"x": 1}, to=name)
+    except dw.DistwrapError as error:
+        print(error)
+dw.log({"x": 1}, to="stdout")
+"""
+
+
+@pytest.mark.slow(INTERPRETERS)
+def test_without_the_packages() -> None:
+    """A logger whose package is not installed is named with the line that installs it; the others need none."""
+    command = [sys.executable, "-c", WITHOUT_LOGGERS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    packages = ("tensorboard", "wandb", "mlflow-skinny")
+    assert done.stdout.splitlines() == [
+        *(
+            f"log(to={package.partition('-')[0]!r}) needs the package {package!r}, which is not installed: pip install "
+            f"'distwrap[loggers]'."
+            for package in packages
+        ),
+        "step 0: x 1",
+    ]
