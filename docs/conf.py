@@ -8,12 +8,7 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE / "_extension")]
 
-from pygments.lexers.special import TextLexer  # noqa: E402
-from sphinx.highlighting import lexers  # noqa: E402
-
 import distwrap  # noqa: E402
-
-lexers["mermaid"] = TextLexer()
 
 project = "distwrap"
 author = "the authors of distwrap"
