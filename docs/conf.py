@@ -8,12 +8,13 @@ from pathlib import Path
 HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE.parent), str(HERE / "_extension")]
 
-from pygments.lexers.special import TextLexer  # noqa: E402
-from sphinx.highlighting import lexers  # noqa: E402
-
 import distwrap  # noqa: E402
 
-lexers["mermaid"] = TextLexer()
+# Notebooks are examples, and lie with these. The site has copies of them, whose links go to its pages.
+COPIES = HERE / "notebooks"
+COPIES.mkdir(exist_ok=True)
+for notebook in (HERE.parent / "examples" / "notebooks").glob("*.ipynb"):
+    COPIES.joinpath(notebook.name).write_text(notebook.read_text().replace("](../../docs/", "](../"))
 
 project = "distwrap"
 author = "the authors of distwrap"
@@ -27,8 +28,9 @@ default_role = "code"
 
 myst_enable_extensions = ["colon_fence", "deflist", "attrs_inline"]
 myst_heading_anchors = 4
-# The notebooks are run by the tests, which also hold their outputs to what they print.
+# The notebooks are run by the tests; the site shows what they had printed when they were saved.
 nb_execution_mode = "off"
+nb_merge_streams = True
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

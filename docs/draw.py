@@ -1,7 +1,9 @@
-"""Draw the rooms of distwrap and the imports between them, into docs/explanation/architecture.md, from the code itself.
+"""Draw the rooms of distwrap and the imports between them, from the code itself.
 
-python docs/draw.py            # writes the picture
-python docs/draw.py --check    # exits with 1 where the picture is not that of the code
+python docs/draw.py            # writes the picture, docs/pictures/rooms.svg, and its text, rooms.mmd
+python docs/draw.py --check    # exits with 1 where they are not those of the code
+
+The text is a graph in Mermaid's language, for those who would draw it in another way.
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from layers import svg  # the file beside this one
+
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "explanation" / "architecture.md"
+PICTURES = ROOT / "docs" / "pictures"
+TITLE = "The rooms of distwrap, each above those that it imports from"
 FACE = "__init__"  # the public names, which the fork server imports before there is a rank
-_BEGIN, _END = "<!-- picture -->", "<!-- end of picture -->"
 
 
 class Import(NamedTuple):
@@ -79,8 +84,8 @@ def rooms_in_order() -> list[str]:
     return [name for row in table.splitlines()[2:] for name in re.findall(r"`(\w+)", row.split("|")[1])]
 
 
-def picture(package: Path) -> str:
-    """Return the picture as a Mermaid graph; an arrow that follows from others is left out."""
+def arrows(package: Path) -> dict[str, set[str]]:
+    """Return the rooms that each room imports, from the ground up; an arrow that follows from others is left out."""
     uses: dict[str, set[str]] = {room: set() for room in rooms_in_order()}
     unknown = {room_of(module) for module in modules(package)} - set(uses)
     if unknown:
@@ -89,11 +94,8 @@ def picture(package: Path) -> str:
         above, below = room_of(found.importer), room_of(found.imported)
         if above != below != FACE and not found.typing_only:
             uses[above].add(below)
-    lines = ["```mermaid", "graph BT"]
-    for room, below in uses.items():
-        implied = {deeper for other in below for deeper in _reachable(uses, other)}
-        lines += [f"  {other} --> {room}" for other in uses if other in below - implied]
-    return "\n".join([*lines, "```"])
+    implied = {room: {deeper for other in below for deeper in _reachable(uses, other)} for room, below in uses.items()}
+    return {room: below - implied[room] for room, below in uses.items()}
 
 
 def _reachable(uses: dict[str, set[str]], room: str) -> set[str]:
@@ -107,16 +109,23 @@ def _reachable(uses: dict[str, set[str]], room: str) -> set[str]:
     return found
 
 
+def mermaid(uses: dict[str, set[str]]) -> str:
+    """Return the picture as text."""
+    lines = [f"  {other} --> {room}" for room, below in uses.items() for other in uses if other in below]
+    return "\n".join(["graph BT", *lines, ""])
+
+
 def main() -> int:
-    """Write the picture, or compare it."""
-    page = PAGE.read_text()
-    before, rest = page.split(_BEGIN, 1)
-    drawn = f"{before}{_BEGIN}\n{picture(ROOT / 'distwrap')}\n{_END}{rest.split(_END, 1)[1]}"
+    """Write the picture and its text, or compare them."""
+    uses = arrows(ROOT / "distwrap")
+    drawn = {"rooms.mmd": mermaid(uses), "rooms.svg": svg(uses, TITLE)}
     if "--check" in sys.argv:
-        if drawn != page:
-            print("the picture in docs/explanation/architecture.md is not that of the code: run python docs/draw.py")
-        return int(drawn != page)
-    PAGE.write_text(drawn)
+        old = [name for name, text in drawn.items() if (PICTURES / name).read_text() != text]
+        if old:
+            print(f"{', '.join(old)} in docs/pictures: not that of the code, run python docs/draw.py")
+        return int(bool(old))
+    for name, text in drawn.items():
+        (PICTURES / name).write_text(text)
     return 0
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from tests.house.package import PACKAGE, ROOT, script
 
-draw = script("draw")
+draw, layers = script("draw"), script("layers")
 
 # Rooms above that a room names in its annotations, and imports for the type checker alone.
 TYPES_FROM_ABOVE = {
@@ -94,14 +96,46 @@ def test_an_import_that_goes_up_would_be_seen(tmp_path: Path) -> None:
     assert [each.line for each in upward(package, typing_only=True)] == [3]
 
 
-@pytest.mark.parametrize("change", ["", "  errors --> cli\n"])
-def test_the_picture_is_that_of_the_code(change: str, tmp_path: Path) -> None:
-    """docs/draw.py --check agrees with the page, and would not if the page had another arrow."""
-    copy = tmp_path / "docs"
-    (copy / "explanation").mkdir(parents=True)
+@pytest.mark.parametrize(
+    ("picture", "change"), [("", ""), ("rooms.mmd", "  errors --> cli\n"), ("rooms.svg", "<text>another</text>")]
+)
+def test_the_picture_is_that_of_the_code(picture: str, change: str, tmp_path: Path) -> None:
+    """docs/draw.py --check agrees with the picture and its text, and would not if one of them had more in it."""
     (tmp_path / "distwrap").symlink_to(PACKAGE)
-    (copy / "draw.py").write_text((ROOT / "docs" / "draw.py").read_text())
-    page = (ROOT / "docs" / "explanation" / "architecture.md").read_text()
-    (copy / "explanation" / "architecture.md").write_text(page.replace("graph BT\n", f"graph BT\n{change}"))
-    done = subprocess.run([sys.executable, copy / "draw.py", "--check"], capture_output=True, timeout=60, check=False)
+    for name in ("draw.py", "layers.py", "explanation/architecture.md", "pictures/rooms.mmd", "pictures/rooms.svg"):
+        copy = tmp_path / "docs" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_text((ROOT / "docs" / name).read_text() + change * (copy.name == picture))
+    command = [sys.executable, tmp_path / "docs" / "draw.py", "--check"]
+    done = subprocess.run(command, capture_output=True, timeout=60, check=False)
     assert (done.returncode == 0) is (not change), done.stdout
+
+
+def test_the_picture_has_each_room_and_arrow() -> None:
+    """Each room is a box above all that it imports from, and each arrow that follows from no other is drawn."""
+    uses = draw.arrows(PACKAGE)
+    layer = layers.layers_of(uses)
+    assert all(layer[other] < layer[room] for room, below in uses.items() for other in below)
+    drawn = layers.svg(uses, "Rooms")
+    assert re.findall(r"<text [^>]*>(\w+)</text>", drawn) == draw.rooms_in_order()
+    assert drawn.count('class="arrow"') == sum(map(len, uses.values()))
+
+
+def test_boxes_of_a_layer_do_not_touch() -> None:
+    """Boxes of one layer have room between them, and stand within the picture, however many there are."""
+    uses: dict[str, set[str]] = {"ground": set(), "other": set()}
+    uses |= {f"room_{number}": {"ground"} for number in range(12)}
+    uses["roof"] = {"other", *list(uses)[2:]}
+    drawn = layers.svg(uses, "Rooms")
+    (width,) = re.findall(r'<svg [^>]* width="(\d+)"', drawn)
+    boxes = re.findall(r'<rect class="box" x="([\d.-]+)" y="([\d.]+)" width="(\d+)"', drawn)
+    ends = {(float(y), float(x), float(x) + int(wide)) for x, y, wide in boxes}
+    assert len(ends) == len(uses)
+    assert all(0 < left < right < int(width) for _, left, right in ends)
+    assert all(a[0] != b[0] or a[2] < b[1] for a, b in itertools.pairwise(sorted(ends)))
+
+
+def test_a_circle_is_drawn_in_no_way() -> None:
+    """A box that uses one that is not listed before it is an error, since it has no layer."""
+    with pytest.raises(KeyError):
+        layers.layers_of({"lower": {"upper"}, "upper": {"lower"}})
