@@ -4,6 +4,8 @@
 # make test-engines: tests of DeepSpeed and other engines, each in an environment of its own that has its package, made
 #     once. ENGINES=deepspeed is one of them.
 # make test-gpu: what needs an accelerator, with the torch that is installed where PYTHON is; see docs/accelerators.md.
+# make test-versions: tests with each torch and Python of noxfile.py, in environments that are removed afterwards; takes
+#     hours and gigabytes. SESSIONS='quick(torch 2.6.0, Python 3.10)' is one of them; `nox -l` lists all.
 # make check: ruff, mypy, and that the documentation agrees with the code.
 # make faults: each launcher and fault 100 times with busy cores, where make test-all runs a tenth of the matrix; takes
 #     hours, and goes on from the runs in benchmarks/faults-matrix.jsonl: remove them to begin anew. TIMES=10 is less.
@@ -25,7 +27,7 @@ bin := $(VENV)/bin
 pip_words := --quiet --disable-pip-version-check $(PIP_FLAGS)
 install := $(bin)/python -m pip install $(pip_words) -c constraints.txt
 
-.PHONY: demo test test-all test-engines test-gpu check faults faults-divided kills soak bench clean
+.PHONY: demo test test-all test-engines test-gpu test-versions check faults faults-divided kills soak bench clean
 
 demo: $(VENV)/.installed-demo
 	$(bin)/python examples/digits.py --nprocs 2
@@ -43,6 +45,10 @@ ENGINES ?= deepspeed ray transformers torchft hivemind
 test-engines: $(ENGINES:%=$(VENV)-%/.installed)
 	set -e; for engine in $(ENGINES); do \
 		$(VENV)-$$engine/bin/python -m pytest tests/engines/test_untouched.py tests/engines/$$engine; done
+
+SESSIONS ?=
+test-versions: $(VENV)/.installed-versions
+	PIP_FLAGS='$(PIP_FLAGS)' $(bin)/python -m nox $(if $(SESSIONS),-s '$(SESSIONS)')
 
 TIMES ?= 100
 faults: $(VENV)/.installed-test
@@ -109,7 +115,7 @@ $(VENV)-%/.installed: setup.cfg setup.py constraints.txt
 	touch $@
 
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis digits.pt digits_retrofit.pt
+	rm -rf build dist *.egg-info .nox .mypy_cache .ruff_cache .pytest_cache .hypothesis digits.pt digits_retrofit.pt
 	rm -f $(VENV)/.installed-*
 	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
 
@@ -120,6 +126,7 @@ $(VENV)/.installed-demo: extras := notebook,progress,examples
 $(VENV)/.installed-test: extras := test,examples
 $(VENV)/.installed-bench: extras := bench
 $(VENV)/.installed-dev: extras := dev
+$(VENV)/.installed-versions: extras := versions
 
 # A stamp a set of extras: installing again waits until what is asked for has changed.
 $(VENV)/.installed-%: setup.cfg setup.py constraints.txt | $(bin)/python

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import compileall
+import getpass
 import os
 import shutil
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -29,6 +31,9 @@ from tests.snapshot import Snapshot, random_state
 MAIN = os.getpid()
 
 os.environ["DISTWRAP_QUIET"] = "1"
+# What torch.compile does at its first use: in torch 2.6 it sets this variable, and starts processes that stay.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 settings.register_profile("distwrap", deadline=None)  # an example may take as long as a busy machine needs
 settings.load_profile("distwrap")
 

@@ -18,6 +18,7 @@ NOT_COPIED = (
     ".venv",
     ".ci-venv",
     ".*_cache",
+    ".nox",
     ".hypothesis",
     "__pycache__",
     "build",

@@ -3,7 +3,6 @@
 import dis
 import inspect
 import os
-import sys
 import sysconfig
 import threading
 import traceback
@@ -15,6 +14,7 @@ import torch
 
 from distwrap._internals.python import frames_of_threads
 from distwrap.garbage import collection_paused
+from distwrap.versions import LOOKS_COLLECT_GARBAGE
 
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -36,12 +36,12 @@ def frame_of(ident: int | None = None) -> FrameType | None:
 
 
 def _no_collection() -> AbstractContextManager[None]:
-    """Look at another thread's frames: where the look makes a frame's object, Python 3.11 may collect garbage.
+    """Look at another thread's frames without a collection of garbage, which the look begins in older Pythons.
 
     In ``sys._current_frames`` that may lock the interpreter for good. In ``f_back`` it may let the other thread return
     from the very frame meanwhile, and crash. Source: https://github.com/python/cpython/issues/106883
     """
-    return collection_paused() if sys.version_info < (3, 12) else nullcontext()
+    return collection_paused() if LOOKS_COLLECT_GARBAGE else nullcontext()
 
 
 def of_thread(ident: int | None = None) -> list[Line]:

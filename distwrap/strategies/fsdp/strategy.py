@@ -26,8 +26,8 @@ from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.fsdp.plan_words import Plan, check_plan
 from distwrap.strategies.fsdp.units import Wrap, check_wrap
 from distwrap.strategies.single import local, on_device
-from distwrap.strategies.torch_version import require_torch
 from distwrap.strategies.windows import Windows
+from distwrap.versions import MODEL_PARALLEL_SINCE, require_torch
 from distwrap.wording import unknown_name
 
 
@@ -113,7 +113,7 @@ class FSDPStrategy(Strategy):
     def check(self, run: Options) -> None:
         if self.in_groups:
             why = "states of cut tensors did not come out whole (tried up to 2.8)"
-            require_torch("tensor and context parallelism", (2, 13), why, "strategy='zero2'")
+            require_torch("tensor and context parallelism", MODEL_PARALLEL_SINCE, why, "strategy='zero2'")
         if run.comm is not None:
             raise OptionError(
                 "comm= is of strategies whose ranks hold the whole model; under fsdp each unit's gradients are reduced "
