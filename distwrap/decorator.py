@@ -13,6 +13,7 @@ from typing_extensions import Unpack
 from distwrap.decorated import BoundDecoratedFunction, DecoratedFunction
 from distwrap.errors import OptionError
 from distwrap.options import VARIABLES, Options
+from distwrap.versions import CLASS_METHODS_DO_NOT_BIND
 
 if TYPE_CHECKING:
     from distwrap.comm.base import Algorithm
@@ -102,6 +103,11 @@ class DistributedFunction(DecoratedFunction):
         return start(Task(wrapped, args, kwargs, options, (asked - of_environment) | given.keys()))
 
     def options(self, **options: Any) -> DistributedFunction:
+        if CLASS_METHODS_DO_NOT_BIND and self.is_in_class_method():
+            raise TypeError(
+                f"{self.__qualname__}.options() does not know the class that it is called on: since Python 3.13 "
+                f"@classmethod hides it. Write @distributed above @classmethod."
+            )
         return DistributedFunction(self.__wrapped__, *self._self_updated(options))
 
     def _self_updated(self, options: dict[str, Any]) -> tuple[Options, frozenset[str], dict[str, Any]]:

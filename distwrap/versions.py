@@ -57,6 +57,10 @@ LOOKS_COLLECT_GARBAGE = sys.version_info < (3, 12)
 # left one of them out.
 FRAMES_OF_ADAPTER = 2 if sys.version_info < (3, 11) else 1
 
+# Since Python 3.13 ``@classmethod`` passes the class to what it wraps, and lets it bind itself to the class no more.
+# Source: https://docs.python.org/3/whatsnew/3.13.html#builtins
+CLASS_METHODS_DO_NOT_BIND = sys.version_info >= (3, 13)
+
 
 def require_torch(what: str, least: tuple[int, int], why: str, otherwise: str) -> None:
     """Refuse an older version of torch.

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import compileall
 import getpass
+import multiprocessing
 import os
 import shutil
 import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,9 @@ def _warm() -> None:
     torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first one imports torch's compiler, which sets a variable
     warm_server()
     resource_tracker.ensure_running()  # multiprocessing's, which comes with the first process that is spawned
+    if multiprocessing.get_start_method() == "forkserver":  # since Python 3.14
+        multiprocessing.set_forkserver_preload(["torch"])  # else each worker of a loader imports it
+        forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True)
