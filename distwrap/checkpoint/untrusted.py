@@ -262,6 +262,8 @@ def _check_state(state: Any, length: int, path: Path) -> None:
             for item in part.values() if isinstance(part, dict) else ():
                 check(item, depth + 1)
         elif type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout is torch.strided and not part.is_meta:
+            if not _is_within_storage(part):  # torch 2.6 takes any strides of quantized numbers
+                raise CheckpointError(f"cannot load {path}: a tensor in it goes beyond the numbers that it holds.")
             memory[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
         elif isinstance(part, (torch.UntypedStorage, torch.TypedStorage)):
             memory[part.data_ptr()] = part.nbytes()
@@ -269,3 +271,10 @@ def _check_state(state: Any, length: int, path: Path) -> None:
     check(state, 0)
     if sum(memory.values()) > length:
         raise CheckpointError(f"cannot load {path}: it claims to hold {sum(memory.values())} bytes, and has {length}.")
+
+
+def _is_within_storage(tensor: torch.Tensor) -> bool:
+    """Return whether all numbers of a tensor are in its storage."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((length - 1) * stride for length, stride in steps)
+    return tensor.numel() == 0 or (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()

@@ -19,7 +19,7 @@ from distwrap.errors import ArrivalError
 from distwrap.network import connectivity
 from distwrap.network.keys import read
 from distwrap.network.waiting import run_within
-from distwrap.versions import SERVERS_TAKE_SOCKETS
+from distwrap.versions import SERVERS_TAKE_SOCKETS, STORES_CLONE
 from distwrap.wording import first_line, print_notice
 
 NOTICE_SECONDS = 20.0  # until those who are here say who is not
@@ -68,6 +68,11 @@ def open_store(placement: Placement, seconds: float) -> Store:
             f"rank {placement.rank} on {socket.gethostname()} found no meeting place at {where(placement)} within "
             f"{seconds:.0f} s ({first_line(error)}). Is rank 0 running, and MASTER_ADDR and MASTER_PORT right?"
         ) from error
+
+
+def client_of(store: Store) -> Store:
+    """Return another client of a store, on which a thread may wait; the same where torch cannot clone one."""
+    return store.clone() if STORES_CLONE else store  # type: ignore[attr-defined, no-any-return]
 
 
 def _may_restart() -> bool:
