@@ -40,6 +40,9 @@ ASKS_WITHOUT_DRIVER = TORCH_RELEASE >= (2, 9)
 # Since 2.8 the context that keeps the counts of changes of tensors takes many of them at once.
 KEEPS_COUNTS_OF_MANY = TORCH_RELEASE >= (2, 8)
 
+# Since 2.15 FSDP accumulates gradients in the gathered parameter alone; the other name for them cannot be set.
+ACCUMULATES_BESIDE_PARAMETERS = TORCH_RELEASE < (2, 15)
+
 # Options of DDP by which the user decides when buffers are broadcast; the second name came with 2.13.
 DDP_BROADCAST_OPTIONS = {"broadcast_buffers", "forward_sync_buffers"}
 

@@ -12,7 +12,9 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from struct import unpack, unpack_from
@@ -53,7 +55,7 @@ def load_file(path: Path, map_location: Any = None, *, mapped: bool = False) -> 
     def read(location: Any) -> Any:  # mapped, where no number can be read from beyond the file's end
         has_numbers = str(map_location) != "meta"
         invariants = torch.sparse.check_sparse_tensor_invariants(has_numbers)  # type: ignore[no-untyped-call]
-        with Bounded(length, path), invariants:
+        with Bounded(length, path), invariants, _without_advice():
             try:
                 return torch.load(path, map_location=location, mmap=is_archive, weights_only=True)
             except UnpicklingError as error:  # in whose text, of a page, the name is far below
@@ -105,7 +107,7 @@ def _load_part(file: IO[bytes], start: int, length: int, path: Path) -> tuple[An
     _check_pickles(part, records, path)
     part.seek(0)
     numbers = [size for name, (_, size) in records.items() if b"/data/" in name]
-    with Bounded(length, path):
+    with Bounded(length, path), _without_advice():
         value = torch.load(part, map_location=_restorer("cpu", sum(numbers), path), weights_only=True)
     return value, len(numbers)
 
@@ -240,6 +242,14 @@ def _restorer(
         return _on_device(storage, location) if restored is None else restored
 
     return restore
+
+
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Keep newer versions of torch from warning that the check of sparse tensors, which is wanted here, takes time."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
+        yield
 
 
 def _check_state(state: Any, length: int, path: Path) -> None:

@@ -72,7 +72,7 @@ def open_store(placement: Placement, seconds: float) -> Store:
 
 def client_of(store: Store) -> Store:
     """Return another client of a store, on which a thread may wait; the same where torch cannot clone one."""
-    return store.clone() if STORES_CLONE else store  # type: ignore[attr-defined, no-any-return]
+    return store.clone() if STORES_CLONE else store  # type: ignore[attr-defined]
 
 
 def _may_restart() -> bool:
