@@ -5,6 +5,8 @@
 #     once. ENGINES=deepspeed is one of them.
 # make test-gpu: what needs an accelerator, with the torch that is installed where PYTHON is; see
 #     docs/guides/accelerators.md.
+# make test-versions: tests with each torch and Python of noxfile.py, in environments that are removed afterwards; takes
+#     hours and gigabytes. SESSIONS='quick(torch 2.6.0, Python 3.10)' is one of them; `nox -l` lists all.
 # make check: ruff, mypy, pyright, that the documentation agrees with the code, and that what would be released can be built.
 # make dist: the source distribution and the wheel, checked, in dist/; part of make check.
 # make docs: the documentation, in build/docs; a warning is an error. make docs-serve shows it on this machine.
@@ -28,7 +30,7 @@ bin := $(VENV)/bin
 pip_words := --quiet --disable-pip-version-check $(PIP_FLAGS)
 install := $(bin)/python -m pip install $(pip_words) -c constraints.txt
 
-.PHONY: demo test test-all test-engines test-gpu check dist docs docs-serve faults faults-divided kills soak bench clean
+.PHONY: demo test test-all test-engines test-gpu test-versions check dist docs docs-serve faults faults-divided kills soak bench clean
 
 demo: $(VENV)/.installed-demo
 	$(bin)/python examples/demo.py
@@ -46,6 +48,10 @@ ENGINES ?= deepspeed ray transformers torchft hivemind
 test-engines: $(ENGINES:%=$(VENV)-%/.installed)
 	set -e; for engine in $(ENGINES); do \
 		$(VENV)-$$engine/bin/python -m pytest tests/engines/test_untouched.py tests/engines/$$engine; done
+
+SESSIONS ?=
+test-versions: $(VENV)/.installed-versions
+	PIP_FLAGS='$(PIP_FLAGS)' $(bin)/python -m nox $(if $(SESSIONS),-s '$(SESSIONS)')
 
 TIMES ?= 100
 faults: $(VENV)/.installed-test
@@ -124,7 +130,7 @@ $(VENV)-%/.installed: setup.cfg setup.py constraints.txt
 	touch $@
 
 clean:
-	rm -rf build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis digits.pt digits_retrofit.pt
+	rm -rf build dist *.egg-info .nox .mypy_cache .ruff_cache .pytest_cache .hypothesis digits.pt digits_retrofit.pt
 	rm -f $(VENV)/.installed-*
 	find . -name __pycache__ -not -path './.*' -prune -exec rm -rf {} +
 
@@ -136,6 +142,7 @@ $(VENV)/.installed-test: extras := test,examples
 $(VENV)/.installed-bench: extras := bench
 $(VENV)/.installed-dev: extras := dev
 $(VENV)/.installed-docs: extras := docs
+$(VENV)/.installed-versions: extras := versions
 
 # A stamp a set of extras: installing again waits until what is asked for has changed.
 $(VENV)/.installed-%: setup.cfg setup.py constraints.txt | $(bin)/python

@@ -44,6 +44,12 @@ class DecoratedFunction(FunctionWrapper):
             return self.__qualname__  # pickle takes a string for a name in the module
         return type(self), (self.__wrapped__, *self._self_settings)
 
+    def is_in_class_method(self) -> bool:
+        """Return whether a class holds this function under ``@classmethod``."""
+        owner = find_by_name(self.__module__, self.__qualname__.rpartition(".")[0])
+        held = vars(owner).get(self.__name__) if isinstance(owner, type) else None
+        return isinstance(held, classmethod) and held.__func__ is self
+
     def __copy__(self) -> Any:
         return type(self)(self.__wrapped__, *self._self_settings)
 

@@ -15,6 +15,7 @@ from distwrap.decorated import BoundDecoratedFunction, DecoratedFunction
 from distwrap.errors import OptionError
 from distwrap.frames import are_left_out
 from distwrap.options import VARIABLES, Options
+from distwrap.versions import CLASS_METHODS_DO_NOT_BIND
 
 if TYPE_CHECKING:
     from distwrap.comm.base import Algorithm
@@ -159,6 +160,11 @@ class DistributedFunction(DecoratedFunction):
 
         An option that is left out stays as it is.
         """
+        if CLASS_METHODS_DO_NOT_BIND and self.is_in_class_method():
+            raise TypeError(
+                f"{self.__qualname__}.options() does not know the class that it is called on: since Python 3.13 "
+                f"@classmethod hides it. Write @distributed above @classmethod."
+            )
         return DistributedFunction(self.__wrapped__, *self._self_updated(options))
 
     def __dir__(self) -> list[str]:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import compileall
+import getpass
+import multiprocessing
 import os
+import re
 import shutil
+import tempfile
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from multiprocessing import resource_tracker
+from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +27,7 @@ from distwrap.devices.selection import visible_devices
 from distwrap.group import world
 from distwrap.launch import base
 from distwrap.launch.forkserver import warm_server
+from distwrap.versions import TORCH
 from tests.accelerator.build import build, missing
 from tests.accelerator.elsewhere import close, placed
 from tests.snapshot import Snapshot, random_state
@@ -30,6 +36,10 @@ MAIN = os.getpid()
 
 os.environ["DISTWRAP_QUIET"] = "1"
 os.environ["DISTWRAP_TRACEBACK"] = "full"  # a test of this package fails because of the frames that users need not see
+# What torch.compile does at its first use: in torch 2.6 it sets this variable, and starts processes that stay.
+os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # torch 2.6 sets it where CUDA is asked for, and is not there
 settings.register_profile("distwrap", deadline=None)  # an example may take as long as a busy machine needs
 settings.load_profile("distwrap")
 
@@ -47,6 +57,9 @@ def _warm() -> None:
     torch.optim.SGD([torch.zeros(1)], lr=1.0)  # the first one imports torch's compiler, which sets a variable
     warm_server()
     resource_tracker.ensure_running()  # multiprocessing's, which comes with the first process that is spawned
+    if multiprocessing.get_start_method() == "forkserver":  # since Python 3.14
+        multiprocessing.set_forkserver_preload(["torch"])  # else each worker of a loader imports it
+        forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True)
@@ -106,6 +119,31 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker in item.iter_markers("slow"):
             if not [word for word in marker.args if isinstance(word, str) and word.strip()]:
                 raise pytest.UsageError(f'{item.nodeid} is slow without a reason: @pytest.mark.slow("500 launches")')
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup() -> Iterator[None]:
+    """Skip a test whose fixtures need a newer torch, in the words of the package's own refusal."""
+    with _refusals_skip():
+        return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """Skip a test that needs a newer torch, in the words of the package's own refusal."""
+    with _refusals_skip():
+        return (yield)
+
+
+@contextmanager
+def _refusals_skip() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        refusal = re.search(rf"[^\n:]* needs torch [\d.]+ or newer, and this is {re.escape(TORCH)}", str(error))
+        if refusal is None:
+            raise
+        pytest.skip(refusal[0].strip())
 
 
 def pytest_sessionfinish() -> None:

@@ -78,7 +78,7 @@ class Snapshot:
         """Return whether what is open no more was garbage: nobody's open file has lost its descriptor."""
         if Counter(now.open_files) - Counter(self.open_files):
             return False
-        files = [each for each in gc.get_objects() if isinstance(each, io.FileIO) and not each.closed]
+        files = [each for each in gc.get_objects() if issubclass(type(each), io.FileIO) and not each.closed]
         return all(_is_open(each.fileno()) for each in files)
 
 

@@ -23,6 +23,7 @@ NOT_COPIED = (
     ".venv",
     ".ci-venv",
     ".*_cache",
+    ".nox",
     ".hypothesis",
     "__pycache__",
     "build",
@@ -32,7 +33,7 @@ NOT_COPIED = (
 )
 # Extras that distwrap[all] leaves out: engines, which are asked for by their names, and what is for work on distwrap.
 ENGINES = {"deepspeed", "horovod", "torchft", "hivemind", "ray"}
-FOR_DEVELOPMENT = {"docs", "bench", "dev", "examples", "test"}
+FOR_DEVELOPMENT = {"versions", "docs", "bench", "dev", "examples", "test"}
 NAMES_IN_CONDA = {"torch": "pytorch", "typing-extensions": "typing_extensions"}
 SETUP = configparser.ConfigParser()
 SETUP.read(ROOT / "setup.cfg")

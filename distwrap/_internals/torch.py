@@ -15,8 +15,7 @@ from torch import nn
 from distwrap._internals.torch_tree import map_tensors, tensors_in
 from distwrap.errors import ModelError
 from distwrap.garbage import collection_paused
-
-_SEEN = "2.6 to 2.15"
+from distwrap.versions import TORCH, TORCH_SEEN
 
 DistributedDataParallel = nn.parallel.DistributedDataParallel
 
@@ -30,10 +29,7 @@ RENDEZVOUS_STATE = ((_RENDEZVOUS, "_RendezvousState"), (_RENDEZVOUS, "_NodeDesc"
 
 
 def _refuse(name: str, consequence: str) -> NoReturn:
-    raise ModelError(f"torch {torch.__version__} has no {name} any more (seen in torch {_SEEN}): {consequence}")
-
-
-TORCH = tuple(int(number) for number in torch.__version__.split(".")[:2])
+    raise ModelError(f"torch {TORCH} has no {name} any more (seen in torch {TORCH_SEEN}): {consequence}")
 
 
 # Backward

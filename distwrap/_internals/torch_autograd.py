@@ -136,7 +136,7 @@ def nodes_of(outputs: Sequence[Any]) -> Iterator[Any]:
 def saving_hooks() -> Any:
     """Return what torch does with tensors that it saves for the backward at this place; ``None`` for nothing of note.
 
-    Relies on ``torch._C._autograd:_top_saved_tensors_default_hooks``.
+    Relies on ``torch._C._autograd:_top_saved_tensors_default_hooks`` (since torch 2.7).
     Without it: a checkpoint of the user's within a block that is cut may draw other dropout when it computes again.
     """
     hooks = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from typing import Any, TypeVar
 
-import torch
 from torch.utils.data import DataLoader, dataloader, get_worker_info
 
 from distwrap.errors import LoaderError
+from distwrap.versions import TORCH, TORCH_SEEN
 
 _T_co = TypeVar("_T_co", covariant=True)
 ITERATOR = "_iterator"  # holds the iterator whose workers outlive an epoch
@@ -39,7 +39,7 @@ def check_iterator_hook(cls: type[DataLoader[Any]]) -> None:
     """
     if not hasattr(cls, "_get_iterator"):
         raise LoaderError(
-            f"{cls.__name__} of torch {torch.__version__} makes its iterator elsewhere than in torch 2.6 to 2.15, so "
+            f"{cls.__name__} of torch {TORCH} makes its iterator elsewhere than in torch {TORCH_SEEN}, so "
             f"it cannot be sharded. Install one of these, or divide the data by a DistributedSampler of your own."
         )
 
@@ -116,7 +116,7 @@ def show_worker_info(info: Any) -> None:
         worker._worker_info = info
     if get_worker_info() is not info:
         raise LoaderError(
-            f"torch {torch.__version__} keeps a worker's information elsewhere than torch 2.6 to 2.15, so an iterable "
+            f"torch {TORCH} keeps a worker's information elsewhere than torch {TORCH_SEEN}, so an iterable "
             f"dataset cannot be divided among the ranks. Let it take its rank's part itself, and say "
             f"shard_loader(loader, split='dataset')."
         )

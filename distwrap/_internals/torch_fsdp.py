@@ -14,6 +14,7 @@ from torch import nn
 from distwrap._internals.torch import after_backward, version_of
 from distwrap._internals.torch_autograd import in_backward
 from distwrap._internals.torch_sharding import _groups, _state_of, _states, fsdp_groups, has_unreduced, own_parameters
+from distwrap.versions import ACCUMULATES_BESIDE_PARAMETERS
 
 
 class GatheredUnits:
@@ -215,7 +216,8 @@ def _ask_whose_are_used(unit: Any) -> None:
 
 
 def _drop_gradients(param: Any) -> None:
-    param.unsharded_accumulated_grad = None
+    if ACCUMULATES_BESIDE_PARAMETERS:
+        param.unsharded_accumulated_grad = None
     if hasattr(param, "_unsharded_param"):
         param._unsharded_param.grad = None
 

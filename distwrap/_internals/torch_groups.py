@@ -12,11 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import Store  # type: ignore[attr-defined]
 
-from distwrap._internals.torch import TORCH
-
-# Before 2.8 the end of a group takes Python's lock, and waits for a thread of gloo's that may wait for that lock.
-ENDS_GROUPS_LOCKED = TORCH < (2, 8)
-
 
 def set_group_timeout(seconds: float) -> None:
     """Set the time limit of the process group's collectives, which its making has too.

@@ -293,7 +293,7 @@ def shard_in_pieces(dimension: int, count: int) -> Any:
 def part_from_storage(tensor: torch.Tensor) -> None:
     """Give a ``DTensor`` numbers of its own, which another tensor shares.
 
-    Relies on ``torch.distributed.tensor:vars(DTensor)["__annotations__"]["_local_tensor"]``.
+    Relies on ``torch.distributed.tensor:getattr(DTensor, "__annotations__")["_local_tensor"]``.
     Without it: what was kept of ``parameter.data`` changes where that is set.
     """
     if hasattr(tensor, "_local_tensor"):

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+from distwrap.versions import KEEPS_COUNTS_OF_MANY
+
 
 def unchanged_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManager[object]:
     """Return a context after which tensors count as changed in place as often as when this was called.
@@ -21,13 +23,12 @@ def unchanged_versions(tensors: Sequence[torch.Tensor]) -> AbstractContextManage
     keep: Any = getattr(torch.autograd, "_unsafe_preserve_version_counter", None)
     if keep is None or not tensors:
         return nullcontext()
-    try:
+    if KEEPS_COUNTS_OF_MANY:
         return keep(tuple(tensors))  # type: ignore[no-any-return]
-    except AttributeError:  # torch 2.6 takes one tensor
-        each = ExitStack()
-        for tensor in tensors:
-            each.enter_context(keep(tensor))
-        return each
+    each = ExitStack()
+    for tensor in tensors:
+        each.enter_context(keep(tensor))
+    return each
 
 
 def leave_gradients_alone(model: torch.nn.parallel.DistributedDataParallel) -> None:

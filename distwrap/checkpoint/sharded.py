@@ -211,7 +211,7 @@ def _as_checkpoint_error() -> Iterator[None]:
     """Raise torch's failure, which is no ``Exception``, as one, and keep torch from warning in a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r"torch\.distributed is (disabled|unavailable)")
-        warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch's own use of it, before 2.7
+        warnings.filterwarnings("ignore", "TypedStorage is deprecated")  # torch's own use of it, in older versions
         try:
             yield
         except CheckpointException as error:

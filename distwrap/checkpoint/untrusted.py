@@ -12,7 +12,9 @@ import os
 import re
 import stat
 import sys
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from struct import unpack, unpack_from
@@ -53,7 +55,7 @@ def load_file(path: Path, map_location: Any = None, *, mapped: bool = False) -> 
     def read(location: Any) -> Any:  # mapped, where no number can be read from beyond the file's end
         has_numbers = str(map_location) != "meta"
         invariants = torch.sparse.check_sparse_tensor_invariants(has_numbers)  # type: ignore[no-untyped-call]
-        with Bounded(length, path), invariants:
+        with Bounded(length, path), invariants, _without_advice():
             try:
                 return torch.load(path, map_location=location, mmap=is_archive, weights_only=True)
             except UnpicklingError as error:  # in whose text, of a page, the name is far below
@@ -105,7 +107,7 @@ def _load_part(file: IO[bytes], start: int, length: int, path: Path) -> tuple[An
     _check_pickles(part, records, path)
     part.seek(0)
     numbers = [size for name, (_, size) in records.items() if b"/data/" in name]
-    with Bounded(length, path):
+    with Bounded(length, path), _without_advice():
         value = torch.load(part, map_location=_restorer("cpu", sum(numbers), path), weights_only=True)
     return value, len(numbers)
 
@@ -242,6 +244,14 @@ def _restorer(
     return restore
 
 
+@contextmanager
+def _without_advice() -> Iterator[None]:
+    """Keep newer versions of torch from warning that the check of sparse tensors, which is wanted here, takes time."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Validating sparse tensor invariants")
+        yield
+
+
 def _check_state(state: Any, length: int, path: Path) -> None:
     """Check that a state takes no more memory than its file, and that there is an end to its parts.
 
@@ -262,6 +272,8 @@ def _check_state(state: Any, length: int, path: Path) -> None:
             for item in part.values() if isinstance(part, dict) else ():
                 check(item, depth + 1)
         elif type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout is torch.strided and not part.is_meta:
+            if not _is_within_storage(part):  # torch 2.6 takes any strides of quantized numbers
+                raise CheckpointError(f"cannot load {path}: a tensor in it goes beyond the numbers that it holds.")
             memory[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
         elif isinstance(part, (torch.UntypedStorage, torch.TypedStorage)):
             memory[part.data_ptr()] = part.nbytes()
@@ -269,3 +281,10 @@ def _check_state(state: Any, length: int, path: Path) -> None:
     check(state, 0)
     if sum(memory.values()) > length:
         raise CheckpointError(f"cannot load {path}: it claims to hold {sum(memory.values())} bytes, and has {length}.")
+
+
+def _is_within_storage(tensor: torch.Tensor) -> bool:
+    """Return whether all numbers of a tensor are in its storage."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = tensor.storage_offset() + sum((length - 1) * stride for length, stride in steps)
+    return tensor.numel() == 0 or (last + 1) * tensor.element_size() <= tensor.untyped_storage().nbytes()

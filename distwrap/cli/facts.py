@@ -10,8 +10,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-import torch
-
 from distwrap._version import __version__
 from distwrap.devices import cpus, selection
 from distwrap.devices.kinds import kind_of_torch, unused_devices
@@ -22,6 +20,7 @@ from distwrap.launch import fork_safety
 from distwrap.launch.task import NodePlan, resolve
 from distwrap.network import interfaces
 from distwrap.options import Options
+from distwrap.versions import TORCH
 
 SHARED_MEMORY_BYTES = 1 << 30  # below, loader workers may die of a bus error
 OPEN_FILES = 1024
@@ -75,7 +74,7 @@ def look(nprocs: int | None = None) -> Facts:
         nprocs: how many ranks the real test starts; by default as many as ``@distributed`` would.
     """
     env = dict(os.environ)
-    versions = {"distwrap": __version__, "torch": str(torch.__version__), "python": platform.python_version()}
+    versions = {"distwrap": __version__, "torch": TORCH, "python": platform.python_version()}
     facts = Facts(socket.gethostname(), versions=versions | kind_of_torch().versions(), launchers=explain(env))
     facts.variables = {name: env[name] for name in sorted(env) if name.startswith(_PREFIXES)}
     found: Placement | Node = Placement()

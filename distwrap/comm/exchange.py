@@ -14,7 +14,6 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from torch.utils.hooks import RemovableHandle
 
 from distwrap._internals.torch import after_backward, current_backward
-from distwrap._internals.torch_groups import ENDS_GROUPS_LOCKED
 from distwrap.comm.base import Algorithm
 from distwrap.comm.engine import Engine
 from distwrap.comm.link import Link, Traffic
@@ -22,6 +21,7 @@ from distwrap.group.collectives import gather_object
 from distwrap.group.world import RunPart, World, say
 from distwrap.model.distributed import DistributedModel
 from distwrap.precision import LossScaling
+from distwrap.versions import ENDS_GROUPS_LOCKED
 from distwrap.wording import first_names
 
 if TYPE_CHECKING:

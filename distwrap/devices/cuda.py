@@ -6,6 +6,7 @@ import os
 import torch
 
 from distwrap.devices.kinds import DeviceKind
+from distwrap.versions import TORCH
 
 
 class CUDA(DeviceKind):
@@ -41,7 +42,7 @@ class CUDA(DeviceKind):
         if not os.path.exists("/dev/nvidiactl") or self.count():
             return None
         hidden = os.environ.get("CUDA_VISIBLE_DEVICES") == ""
-        why = "CUDA_VISIBLE_DEVICES is empty" if hidden else f"torch {torch.__version__} sees none"
+        why = "CUDA_VISIBLE_DEVICES is empty" if hidden else f"torch {TORCH} sees none"
         return f"there is an NVIDIA driver, but no device is used: {why}."
 
 

@@ -18,6 +18,7 @@ from distwrap.devices.cpus import allowed_memory
 from distwrap.devices.vendors import VENDORS
 from distwrap.errors import OptionError
 from distwrap.name_table import Registry
+from distwrap.versions import ASKS_WITHOUT_DRIVER
 
 _first_uses: dict[str, str] = {}  # by type, the lines of the stack
 
@@ -231,11 +232,11 @@ def kind_of_torch() -> DeviceKind:
 
 def accelerator_of_torch() -> str | None:
     """Return torch's name of the accelerator that it is built for, whether or not one is there. Touches none."""
-    if not hasattr(torch.accelerator, "empty_cache") and kind_of("cuda").is_built():
-        return "cuda"  # torch before 2.9 may start the driver to answer
+    if not ASKS_WITHOUT_DRIVER and kind_of("cuda").is_built():
+        return "cuda"
     try:
         accelerator = torch.accelerator.current_accelerator()
-    except RuntimeError:  # torch 2.6, built for an accelerator that is not there
+    except RuntimeError:  # an older torch, built for an accelerator that is not there
         return None
     return None if accelerator is None else accelerator.type
 

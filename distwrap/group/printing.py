@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import builtins
 import logging
-import sys
 from collections.abc import Mapping
 from typing import IO, TYPE_CHECKING, Any
 
 from distwrap.group.world import current_world, is_first_time
+from distwrap.versions import FRAMES_OF_ADAPTER
 
 if TYPE_CHECKING:
     Adapter = logging.LoggerAdapter[logging.Logger]
@@ -68,7 +68,7 @@ class RankLogger(Adapter):
             return
         if once and not is_first_time(f"in a log {self.logger.name} {msg}"):
             return
-        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + (2 if sys.version_info < (3, 11) else 1)  # who called this
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + FRAMES_OF_ADAPTER  # who called this
         super().log(level, msg, *args, **kwargs)
 
 

@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store  # type: ignore[attr-defined]
 
-from distwrap._internals.torch_groups import ENDS_GROUPS_LOCKED
 from distwrap.checks import SECONDS
 from distwrap.devices import selection
 from distwrap.devices.kinds import kind_of
@@ -24,11 +23,13 @@ from distwrap.group.world import World, activate, active_world, current_world, d
 from distwrap.network import interfaces
 from distwrap.network.rendezvous import await_all_joined, loss_told, meet, say_goodbye
 from distwrap.network.secret import agree_on_secret
+from distwrap.network.stores import client_of
 from distwrap.network.waiting import count_in
 from distwrap.options import Options, check_words
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
 from distwrap.supervision.hang_report import Activity
+from distwrap.versions import ENDS_GROUPS_LOCKED
 
 ARRIVAL_SECONDS = 120.0  # for all ranks to come; part of `timeout`, which is for a collective
 _LAST_WORK_SECONDS = 0.1  # for a group's threads to be done with its last collective
@@ -138,9 +139,9 @@ def join(
         gpu = kind_of(device).unique_name(device) if chosen is None else None
         store = meet(placement, min(options.timeout, ARRIVAL_SECONDS), device, gpu)
         placement = assign_resources(placement, store, device, cleanup)
-        # Now, since the store is certainly there. Where torch cannot clone one (before 2.8) the channel's thread waits
-        # now and then for the main thread's look-ups.
-        side = store.clone() if hasattr(store, "clone") else store
+        # Now, since the store is certainly there. Where there is no clone, the channel's thread waits now and then for
+        # the main thread's look-ups.
+        side = client_of(store)
         bells = Bells(side, placement)  # while rank 0 is certainly there too
         cleanup.callback(bells.close)
         _make_group(placement, options, backend, device, store)

@@ -169,7 +169,7 @@ def _says(tensor: torch.Tensor) -> int:
 def _plain_loop() -> str:
     """Return where the loop over a plain loader is that is under way in the user's code; empty where there is none.
 
-    For an error alone: before Python 3.13 a look at a function's variables keeps what they hold alive.
+    For an error alone: in older Pythons a look at a function's variables keeps what they hold alive.
     """
     for frame in users_frames():
         for place, values in loops_around(frame):

@@ -23,6 +23,7 @@ from distwrap.network import interfaces, keys, stores
 from distwrap.network.stores import NOTICE_SECONDS
 from distwrap.network.waiting import are_all_counted, count_in
 from distwrap.options import notice_seconds
+from distwrap.versions import TORCH
 from distwrap.wording import first_line, named_ranks, print_notice
 
 _LEAVE_SECONDS = 10.0  # for the others to leave before the rank that holds the store does
@@ -175,7 +176,7 @@ def count_meetings_anew() -> None:
 
 def registration(device: torch.device | None) -> dict[str, Any]:
     """Return what this process tells the others of itself."""
-    versions = {"distwrap": __version__, "torch": torch.__version__}
+    versions = {"distwrap": __version__, "torch": TORCH}
     script = os.path.basename(sys.argv[0]) if sys.argv else ""
     return {**identity(), "device": str(device), "cpus": allowed_cpus(), "script": script, "versions": versions}
 

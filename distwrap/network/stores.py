@@ -20,6 +20,7 @@ from distwrap.network import connectivity
 from distwrap.network.keys import read
 from distwrap.network.waiting import run_within
 from distwrap.options import notice_seconds
+from distwrap.versions import SERVERS_TAKE_SOCKETS, STORES_CLONE
 from distwrap.wording import first_line, print_notice
 
 NOTICE_SECONDS = 20.0  # until those who are here say who is not
@@ -70,6 +71,11 @@ def open_store(placement: Placement, seconds: float) -> Store:
         ) from error
 
 
+def client_of(store: Store) -> Store:
+    """Return another client of a store, on which a thread may wait; the same where torch cannot clone one."""
+    return store.clone() if STORES_CLONE else store  # type: ignore[attr-defined]
+
+
 def _may_restart() -> bool:
     return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
 
@@ -77,7 +83,7 @@ def _may_restart() -> bool:
 def _fresh_store(agents: Store, placement: Placement, seconds: float) -> Store:
     """Open a store that only this attempt has.
 
-    torchrun's agents keep one store over all restarts (torch 2.13), so that ranks would read what those of an earlier
+    torchrun's agents keep one store over all restarts, so that ranks would read what those of an earlier
     attempt have left, and no two agents count the attempts alike. Rank 0 holds this one, and writes into the agents'
     store where it is; the store of an earlier attempt is gone with its rank 0.
     """
@@ -149,10 +155,7 @@ def serve(address: str | None, ports: list[int], job: str, seconds: float) -> tu
             wait_for_workers=False,
             master_listen_fd=listener.detach(),
         )
-        try:
-            store = listen()
-        except NotImplementedError:  # before torch 2.7 its usual store cannot take a socket over
-            store = listen(use_libuv=False)
+        store = listen() if SERVERS_TAKE_SOCKETS else listen(use_libuv=False)
         store.set("job", job)
         return store, port
     assert problem is not None

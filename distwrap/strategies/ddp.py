@@ -23,9 +23,7 @@ from distwrap.registry import algorithms
 from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.rank_zero_weights import take_rank_zero_weights
 from distwrap.strategies.single import check_ddp_options, local
-
-# By which the user decides when buffers are broadcast; the second name is torch's since 2.13.
-_BROADCAST = {"broadcast_buffers", "forward_sync_buffers"}
+from distwrap.versions import DDP_BROADCAST_OPTIONS
 
 
 class DDPStrategy(Strategy):
@@ -67,7 +65,7 @@ class DDPStrategy(Strategy):
             options = {**self.devices(wrapping), **options}
         buffers = None
         name = str(world.count("model"))
-        if world.channel is not None and not _BROADCAST.intersection(options):
+        if world.channel is not None and not DDP_BROADCAST_OPTIONS.intersection(options):
             buffers = Buffers(unwrap_model(model), world.placement.rank, world.channel, name)
         comm = wrapping.comm if wrapping.comm is not None else self.comm
         if comm is not None:

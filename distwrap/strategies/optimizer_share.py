@@ -28,6 +28,7 @@ from distwrap.group.tensors_apart import as_bytes
 from distwrap.group.world import RunPart, World
 from distwrap.model.wrapped_models import parameters_of
 from distwrap.strategies.separable import refuse_mixing
+from distwrap.versions import MATRIX_OPTIMIZERS
 
 _MESSAGE = 16 * 2**20  # bytes of weights in one broadcast, beside those of the other owners
 
@@ -366,8 +367,7 @@ def refuse_whole(optimizer: Optimizer, *, in_pieces: bool = False) -> None:
             f"cannot be divided over ranks. Use strategy='ddp' for it, or an optimizer that treats each parameter by "
             f"itself, as AdamW."
         )
-    matrices = tuple(getattr(torch.optim, kind) for kind in ("Adafactor", "Muon") if hasattr(torch.optim, kind))
-    if in_pieces and isinstance(optimizer, matrices):
+    if in_pieces and isinstance(optimizer, MATRIX_OPTIMIZERS):
         raise ModelError(
             f"{name} takes each step by a weight as a whole matrix, and under this strategy each rank has a piece of "
             f"it. Use strategy='zero1' or 'zero2' for it, or an optimizer that treats each number by itself, as AdamW."

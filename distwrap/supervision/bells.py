@@ -22,6 +22,7 @@ from distwrap.network import memory_file
 from distwrap.network.keys import count, read, set_all
 from distwrap.network.waiting import Found, wait_until
 from distwrap.supervision.board import Board, held
+from distwrap.versions import STORES_CLONE
 
 BOARD = "distwrap-board"  # with which the names of boards begin, for the system
 _NO_LIMIT = timedelta(days=7)  # torch complains on standard error when a wait comes to its limit
@@ -152,8 +153,8 @@ class Bells:
 
     def _wait_for_mail(self) -> None:
         mail, client = f"mail/{self._box}", None
-        # Before torch 2.8 there is no second client; a store that cannot set many keys at once is no server either.
-        waits = hasattr(self.store, "clone") and self.store.has_extended_api()  # type: ignore[attr-defined]
+        # A store that cannot set many keys at once is no server either.
+        waits = STORES_CLONE and self.store.has_extended_api()  # type: ignore[attr-defined]
         while not self._stopped.is_set():
             try:
                 if waits:

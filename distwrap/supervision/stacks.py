@@ -3,7 +3,6 @@
 import dis
 import inspect
 import os
-import sys
 import sysconfig
 import threading
 import traceback
@@ -17,6 +16,7 @@ from distwrap._internals.python import frames_of_threads
 from distwrap.frames import OURS
 from distwrap.garbage import collection_paused
 from distwrap.places import place
+from distwrap.versions import LOOKS_COLLECT_GARBAGE
 
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _LIBRARIES = tuple({sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib", "platlib")})
@@ -41,12 +41,12 @@ def frame_of(ident: int | None = None) -> FrameType | None:
 
 
 def no_collection() -> AbstractContextManager[None]:
-    """Keep garbage while another thread's frames are looked at: where a look makes an object, Python 3.11 may collect.
+    """Look at another thread's frames without a collection of garbage, which the look begins in older Pythons.
 
     In ``sys._current_frames`` that may lock the interpreter for good. In ``f_back`` it may let the other thread return
     from the very frame meanwhile, and crash. Source: https://github.com/python/cpython/issues/106883
     """
-    return collection_paused() if sys.version_info < (3, 12) else nullcontext()
+    return collection_paused() if LOOKS_COLLECT_GARBAGE else nullcontext()
 
 
 def of_thread(ident: int | None = None) -> list[Line]:

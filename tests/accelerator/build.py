@@ -14,15 +14,20 @@ from typing import Any
 
 import torch
 
+from distwrap.versions import TORCH_RELEASE
+
 SOURCES = Path(__file__).parent / "csrc"
 ROOT = Path(__file__).parents[2]
 NAME = "pretend_c"
+FIRST = (2, 9)  # in older versions of torch the classes from which those of csrc/ are derived are others
 
 
 def missing() -> str | None:
     """Return why the extension cannot be built here; ``None`` where it can be, or is."""
     if _folder().joinpath("done").exists():
         return None
+    if TORCH_RELEASE < FIRST:
+        return f"the pretended accelerator needs torch {FIRST[0]}.{FIRST[1]} or newer, and this is {torch.__version__}"
     compiler = os.environ.get("CXX", "c++")
     if shutil.which(compiler) is None:
         return f"the pretended accelerator needs a C++ compiler, and there is no {compiler!r} here"

@@ -33,7 +33,6 @@ from distwrap import (
     wrap_model,
     wrap_optimizer,
 )
-from distwrap._internals.torch_groups import ENDS_GROUPS_LOCKED
 from distwrap.comm import AllReduce, Averager, Bucket, GradientAlgorithm, Link, traffic
 from distwrap.comm.exchange import RunExchanges
 from distwrap.comm.gradients import GradientExchange
@@ -43,6 +42,7 @@ from distwrap.group.world import World, current_world, rank, world_size
 from distwrap.model.distributed import DistributedModel
 from distwrap.precision import LossScaling
 from distwrap.testing import run_ranks
+from distwrap.versions import ENDS_GROUPS_LOCKED
 from tests.limits import MORE_RANKS, SOON, slow
 
 GRADIENT = [

@@ -12,6 +12,7 @@ import pytest
 
 import distwrap as dw
 from distwrap import distributed, launch
+from distwrap.versions import CLASS_METHODS_DO_NOT_BIND
 
 
 @distributed(nprocs=2)
@@ -83,10 +84,21 @@ def test_overridden_method() -> None:
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 @pytest.mark.parametrize("name", ["of_class", "of_class_outside"])
-def test_class_method(name: str, launcher: str) -> None:
+def test_class_method(name: str, launcher: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A class method gets the class it was called on, with the decorator above or below @classmethod."""
-    assert getattr(Trainer, name).options(launcher=launcher)(2) == (6, 2)
-    assert getattr(Tuned, name).options(launcher=launcher)(2) == (10, 2)
+    monkeypatch.setenv("DISTWRAP_LAUNCHER", launcher)
+    assert getattr(Trainer, name)(2) == (6, 2)
+    assert getattr(Tuned, name)(2) == (10, 2)
+
+
+@pytest.mark.parametrize("name", ["of_class", "of_class_outside"])
+def test_options_of_a_class_method(name: str) -> None:
+    """Options know the class too; where Python hides it, an error says where the decorator is to be."""
+    if name == "of_class" and CLASS_METHODS_DO_NOT_BIND:
+        with pytest.raises(TypeError, match=r"Trainer\.of_class\.options\(\) .*Write @distributed above @classmethod"):
+            Tuned.of_class.options(nprocs=2)
+    else:
+        assert getattr(Tuned, name).options(nprocs=2)(2) == (10, 2)
 
 
 @pytest.mark.parametrize("name", ["static", "static_outside"])

@@ -19,6 +19,7 @@ from distwrap.environments.identity import identity
 from distwrap.errors import ArrivalError
 from distwrap.network import secret, stores
 from distwrap.network.signed_texts import SignedTexts
+from distwrap.network.stores import client_of
 from distwrap.supervision import bells as bells_module, channel as channel_module
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
@@ -47,7 +48,7 @@ def meeting() -> Iterator[tuple[Any, list[Channel]]]:
         for rank in range(2):
             patch.setattr(bells_module, "node", lambda rank=rank: f"node {rank}")
             place = Placement(rank, 2, rank, 2, 0, 1, master_addr="127.0.0.1")
-            each = Channel(Bells(store.clone(), place), place, Activity(None), rank == 1, 600, SECRET)
+            each = Channel(Bells(client_of(store), place), place, Activity(None), rank == 1, 600, SECRET)
             each.work.serve("thing", lambda request, waited: json.dumps(request).encode())
             found.append(each)
         yield store, found
@@ -124,7 +125,7 @@ def test_a_neighbour_whose_process_is_gone(has_left: bool) -> None:
         place, texts = Placement(0, 2, 0, 2, 0, 1, master_addr="127.0.0.1"), SignedTexts(store, SECRET)
         if has_left:
             texts.set("left/1", "")
-        rings = Bells(store.clone(), place)
+        rings = Bells(client_of(store), place)
         FailureNews(rings, texts, place, False, stopped).look()
         rings.close()
         told = texts.read("failure")

@@ -28,12 +28,14 @@ class ReliedOn(NamedTuple):
         expression: that leads to the name in the module, as ``"GradScaler()._scale"``.
         function: which uses it.
         without: the words that say what happens without it.
+        since: the first version of torch that has the name, where older ones are supported too.
     """
 
     module: str
     expression: str
     function: str
     without: str
+    since: tuple[int, ...] = ()
 
     @property
     def owner(self) -> str:
@@ -58,9 +60,11 @@ def relied_on(module: ModuleType) -> Iterator[ReliedOn]:
             continue
         text = " ".join((inspect.getdoc(function) or "").split())
         without = re.search(r"Without it: (.+?\.)(?: Args:| Returns:| Raises:| Example:|$)", text)
-        for path in re.findall(r"``([^`]+)``", text.partition("Relies on ")[2].partition(" Without it:")[0]):
+        names = text.partition("Relies on ")[2].partition(" Without it:")[0]
+        for path, release in re.findall(r"``([^`]+)``(?: \(since torch ([\d.]+)\))?", names):
             where, _, expression = path.partition(":")
-            yield ReliedOn(where, expression, name, without[1] if without else "")
+            since = tuple(map(int, release.split("."))) if release else ()
+            yield ReliedOn(where, expression, name, without[1] if without else "", since)
 
 
 MODULES = [import_module(f"{_internals.__name__}.{each.name}") for each in iter_modules(_internals.__path__)]

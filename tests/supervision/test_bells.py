@@ -22,6 +22,7 @@ from distwrap.environments import Placement
 from distwrap.environments.identity import node
 from distwrap.launch import store_file
 from distwrap.network import stores
+from distwrap.network.stores import client_of
 from distwrap.network.waiting import wait_until
 from distwrap.supervision import bells as bells_module
 from distwrap.supervision.bells import Bells
@@ -40,7 +41,7 @@ class Counting:
         self._store, self._asked = store, asked
 
     def clone(self) -> Counting:
-        return Counting(self._store.clone(), self._asked)
+        return Counting(client_of(self._store), self._asked)
 
     def __getattr__(self, name: str) -> Any:
         self._asked[name] += 1
@@ -52,7 +53,7 @@ def _serve() -> TCPStore:
 
 
 def _clients(server: TCPStore, number: int) -> list[Any]:
-    return [PrefixStore("run", server).clone() for _ in range(number)]
+    return [client_of(PrefixStore("run", server)) for _ in range(number)]
 
 
 @pytest.fixture

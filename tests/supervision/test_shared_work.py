@@ -14,6 +14,7 @@ from distwrap.environments import Placement
 from distwrap.errors import CollectiveError
 from distwrap.network import stores
 from distwrap.network.signed_texts import SignedTexts
+from distwrap.network.stores import client_of
 from distwrap.supervision.bells import Bells
 from distwrap.supervision.channel import Channel
 from distwrap.supervision.hang_report import Activity
@@ -102,7 +103,7 @@ def test_who_waits_hears_at_once_that_a_rank_leaves() -> None:
     """A rank that is waited for, and leaves in order without the work, rings: nobody looks for it before long."""
     store, _ = stores.serve("127.0.0.1", [0], "mine", 10)
     places = [Placement(rank, 2, master_addr="127.0.0.1") for rank in range(2)]
-    rings = [Bells(store.clone(), place) for place in places]
+    rings = [Bells(client_of(store), place) for place in places]
     works = [
         SharedWork(bells, SignedTexts(bells.store, b""), place, Excused(), supervised=True)  # type: ignore[arg-type]
         for bells, place in zip(rings, places, strict=True)

@@ -35,7 +35,7 @@ from distwrap.strategies.meshes import mesh_over
 from distwrap.strategies.named_inputs import NamedInputs
 from distwrap.strategies.optimizer_share import refuse_sparse
 from distwrap.strategies.rank_zero_weights import take_rank_zero_weights
-from distwrap.strategies.torch_version import require_torch
+from distwrap.versions import FSDP_ON_CPU_SINCE, require_torch
 
 if TYPE_CHECKING:
     from distwrap.strategies.fsdp.strategy import FSDPStrategy
@@ -76,7 +76,7 @@ def divided(model: nn.Module, world: World, wrapping: Wrapping, strategy: FSDPSt
         mesh, tensor_mesh = _meshes_of_layout(world, strategy)
     if mesh is not None and wrapping.device.type == "cpu":
         why = "torch's FSDP2 runs on accelerators only, or not with copies"
-        require_torch("strategy='fsdp' on the CPU", (2, 8), why, "strategy='zero2'")
+        require_torch("strategy='fsdp' on the CPU", FSDP_ON_CPU_SINCE, why, "strategy='zero2'")
     units = units_of(net, strategy.wrap)
     parameters = dict(net.named_parameters(remove_duplicate=False))
     before = BeforeFSDP(net)

@@ -26,8 +26,8 @@ from distwrap.strategies.base import Strategy, Wrapping
 from distwrap.strategies.fsdp.plan_words import Plan, check_plan
 from distwrap.strategies.fsdp.units import Wrap, check_wrap
 from distwrap.strategies.single import local, on_device
-from distwrap.strategies.torch_version import require_torch
 from distwrap.strategies.windows import Windows
+from distwrap.versions import MODEL_PARALLEL_SINCE, require_torch
 from distwrap.wording import unknown_name
 
 
@@ -111,14 +111,17 @@ class FSDPStrategy(Strategy):
         self.cpu_offload, self.checkpointing, self.backend = cpu_offload, checkpointing, backend
 
     def check(self, run: Options) -> None:
-        if self.in_groups:
-            why = "states of cut tensors did not come out whole (tried up to 2.8)"
-            require_torch("tensor and context parallelism", (2, 13), why, "strategy='zero2'")
+        self._check_torch()
         if run.comm is not None:
             raise OptionError(
                 "comm= is of strategies whose ranks hold the whole model; under fsdp each unit's gradients are reduced "
                 "to the ranks that hold their shares. Leave comm out, or use strategy='ddp'."
             )
+
+    def _check_torch(self) -> None:
+        if self.in_groups:
+            why = "states of cut tensors did not come out whole (tried up to 2.8)"
+            require_torch("tensor and context parallelism", MODEL_PARALLEL_SINCE, why, "strategy='zero2'")
 
     @property
     def in_groups(self) -> str:
@@ -129,6 +132,7 @@ class FSDPStrategy(Strategy):
     def setup(self, world: World) -> Layout | None:
         if not self.in_groups:
             return None
+        self._check_torch()
         from distwrap.strategies.fsdp import sharded
 
         return sharded.arranged(world, self)

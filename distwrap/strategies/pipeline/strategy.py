@@ -29,7 +29,7 @@ from distwrap.strategies.pipeline.schedule import Line
 from distwrap.strategies.pipeline.state import States
 from distwrap.strategies.separable import refuse_mixing
 from distwrap.strategies.single import local
-from distwrap.strategies.torch_version import require_torch
+from distwrap.versions import PIPELINE_SINCE, require_torch
 from distwrap.wording import named_ranks, unknown_name
 
 _SCHEDULES = ("1f1b", "gpipe", "interleaved")
@@ -91,7 +91,7 @@ class PipelineStrategy(Strategy):
 
     def check(self, run: Options) -> None:
         why = "torch's schedules do not wait for all that stages exchange"
-        require_torch("strategy='pipeline'", (2, 8), why, "strategy='zero2'")
+        require_torch("strategy='pipeline'", PIPELINE_SINCE, why, "strategy='zero2'")
         if run.comm is not None:
             raise OptionError("strategy='pipeline' exchanges gradients by itself: leave comm out.")
 
