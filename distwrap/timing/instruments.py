@@ -203,7 +203,7 @@ class Instruments:
             routing.put_around(partial(self._in_forward, id(model)))
             self._placed.callback(_take_off, ref(routing))
             return
-        begun: list[Part | None] = []  # in one process a model may come back from wrap_model() as it was
+        begun: list[Part | None] = []  # a strategy of the user's may return the model as it was
 
         def begin(module: nn.Module, args: Any, kwargs: Any) -> None:
             if self.stopwatch.hears():

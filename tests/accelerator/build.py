@@ -14,8 +14,6 @@ from typing import Any
 
 import torch
 
-from distwrap.versions import TORCH_RELEASE
-
 SOURCES = Path(__file__).parent / "csrc"
 ROOT = Path(__file__).parents[2]
 NAME = "pretend_c"
@@ -26,6 +24,8 @@ def missing() -> str | None:
     """Return why the extension cannot be built here; ``None`` where it can be, or is."""
     if _folder().joinpath("done").exists():
         return None
+    from distwrap.versions import TORCH_RELEASE  # not above: torch imports this file before its devices are known
+
     if TORCH_RELEASE < FIRST:
         return f"the pretended accelerator needs torch {FIRST[0]}.{FIRST[1]} or newer, and this is {torch.__version__}"
     compiler = os.environ.get("CXX", "c++")

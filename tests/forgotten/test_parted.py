@@ -157,9 +157,9 @@ class _Stream(IterableDataset[int]):
     ("what", "words", "place"),
     [
         ("leaves a gather", "rank 1 has left a step of a loop", "rank 1 at the end of its function"),
-        ("skips a gather", "rank 1 has left a step of a loop", "rank 1 in steps at test_parted.py:"),
+        ("skips a gather", "rank 1 has left a step of a loop", "rank 1 in lockstep at test_parted.py:"),
         ("leaves an average", "rank 1 has left the training after 2 averages", "rank 1 at the end of its function"),
-        ("skips an average", "rank 1 has left the training after 2 averages", "rank 1 in steps at test_parted.py:"),
+        ("skips an average", "rank 1 has left the training after 2 averages", "rank 1 in lockstep at test_parted.py:"),
         ("leaves a dispatch", "rank 1 has left the training after 2 averages", "rank 1 at the end of its function"),
     ],
 )

@@ -12,11 +12,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import distwrap as dw
 from distwrap.cli import main
 from distwrap.errors import OptionError
-from distwrap.group.world import current_world
+from distwrap.group.world import World, current_world
+from distwrap.strategies.base import Wrapping
+from distwrap.strategies.single import SingleStrategy
 from distwrap.testing import run_ranks
 from distwrap.timing.recorder import Recorder
 from tests.convert.runner import torchrun_variables
@@ -95,13 +98,31 @@ def test_counts() -> None:
 
 
 def test_one_process() -> None:
-    """There the forward is one too, though wrap_model() returns the model as it was; its hooks go."""
+    """There the forward is one too, and afterwards all is as it was."""
     found = figures(loops.train, lambda step: loops.LONG)
     assert max(found["parts"], key=found["parts"].get) == "forward"
     assert (found["speedup"], found["lags"], found["waiting"]) == (1.0, [], 0.0)
-    with dw.report():
-        model = loops.train()
-        assert model._forward_hooks
+    _and_after()
+
+
+class Bare(SingleStrategy):
+    """Strategy that leaves the model as it is."""
+
+    def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
+        return model
+
+
+def test_a_model_that_its_strategy_returns_as_it_was() -> None:
+    """Its forward is found by hooks, which go."""
+    model = nn.Linear(8, 1)
+    with dw.report() as found:
+        assert dw.wrap_model(model, strategy=Bare()) is model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        for _ in range(20):
+            model(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert found.figures["parts"]["forward"] > 0
     assert not model._forward_hooks
     assert not model._forward_pre_hooks
 
