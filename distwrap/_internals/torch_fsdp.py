@@ -137,13 +137,19 @@ class GatheredUnits:
     def start_afresh(self) -> None:
         """Bring FSDP back to where the next forward can begin, after an exception in the midst of one.
 
+        The gradients of earlier backwards stay, as in one process, where torch 2.15 lets go of them.
+
         Relies on ``torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()._training_state``,
         ``torch.distributed.fsdp._fully_shard._fsdp_state:FSDPState()._state_ctx``.
         Without it: a loop that goes on after an exception in a forward gets wrong gradients of its next one.
         """
         reset = getattr(self._model, "reset_iter_state", None)
         if reset is not None:
+            kept = [(tensor, tensor.grad) for param in self._params for tensor in _holders(param)]
             reset()
+            for tensor, grad in kept:
+                if grad is not None and tensor.grad is None:
+                    tensor.grad = grad.to(getattr(tensor, "grad_dtype", None) or grad.dtype)
             return
         for _, state in _states(self._model):  # until torch 2.12
             state._training_state = type(state._training_state).IDLE
@@ -213,6 +219,11 @@ def _ask_whose_are_used(unit: Any) -> None:
                 shard.grad = None
 
     after_backward(leave_out)
+
+
+def _holders(param: Any) -> list[torch.Tensor]:
+    """Return the shard and the whole tensor of one of FSDP's parameters: each may have a gradient."""
+    return [tensor for tensor in (param.sharded_param, getattr(param, "_unsharded_param", None)) if tensor is not None]
 
 
 def _drop_gradients(param: Any) -> None:

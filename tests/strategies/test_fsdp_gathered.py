@@ -133,6 +133,20 @@ def failed_backward(model: Any, x: torch.Tensor) -> None:
     _failing(model, x, "backward")
 
 
+def failed_between_backwards(model: Any, x: torch.Tensor) -> None:
+    """Go on after a failed forward with the gradients of the backward before it."""
+    optimizer = adamw(model)
+    for _ in range(2):
+        _loss(model, x).backward()
+        model.fails = "forward"
+        with contextlib.suppress(ZeroDivisionError):
+            _loss(model, x)
+        model.fails = ""
+        _loss(model, 2 * x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def _failing(model: Any, x: torch.Tensor, where: str) -> None:
     optimizer = adamw(model)
     for step in range(4):
@@ -173,7 +187,7 @@ def _windows(model: Any) -> Any:
 
 WAYS: tuple[Callable[[Any, torch.Tensor], None], ...] = (
     *(zero_in_between, changed_after_forwards, frozen_on_the_way, grown_optimizer),
-    *(failed_forward, failed_backward, left_windows),
+    *(failed_forward, failed_backward, failed_between_backwards, left_windows),
 )
 
 
