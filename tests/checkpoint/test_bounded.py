@@ -15,6 +15,7 @@ from torch.serialization import _get_layout
 
 import distwrap as dw
 from distwrap.errors import CheckpointError
+from distwrap.versions import TORCH_RELEASE
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse", "ignore:TypedStorage", "ignore:torch.quantize_per")
 MANY = 50_000_000
@@ -103,5 +104,7 @@ def test_what_people_save(tmp_path: Path, make: Callable[[], Any], map_location:
     if make is in_channels and map_location == "meta":
         return  # torch has no quantized tensors without numbers
     state = make()
+    if map_location == "meta" and TORCH_RELEASE >= (2, 15) and "sparse" in str(getattr(state, "layout", "")):
+        return  # nor sparse ones, from 2.15 on
     torch.save(state, tmp_path / "a.pt")
     assert type(dw.load(tmp_path / "a.pt", map_location=map_location)) is type(state)
