@@ -12,6 +12,7 @@ import copy
 import importlib.util
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -120,6 +121,7 @@ def wrapped_copies(model: nn.Module) -> dict[str, nn.Module]:
     if importlib.util.find_spec("lightning"):
         from lightning.fabric import Fabric
 
+        warnings.filterwarnings("ignore", message="The `srun` command is available")  # its own, where Slurm is
         fabric = Fabric(accelerator="cpu", devices=2, strategy="ddp", num_nodes=1)
         fabric.launch()
         ways["Fabric"] = fabric.setup

@@ -81,7 +81,8 @@ class Channel:
         self.stalls = StallDetector(bells.store, placement, timeout)
         self.live = Live(self._notes, placement, activity)
         self.work = SharedWork(bells, texts, placement, self.stalls, supervised)
-        self.thread = MainThread(lambda: (activity.begun(), activity.step), lambda: self.work.worker)
+        work = self.work  # not `self`: nothing here may keep the store until the garbage is collected
+        self.thread = MainThread(lambda: (activity.begun(), activity.step), lambda: work.worker)
         seconds = 0.0 if switched_on(os.environ, QUIET) else notice_seconds(os.environ)
         self.waits = WaitNotice(bells.store, placement, self.reporter, self.thread, seconds, timeout)
         self.reporter.waits = self.waits.wait
@@ -107,6 +108,7 @@ class Channel:
         if self._thread.is_alive():
             self._thread.join(2 * hang_report.ANSWER_SECONDS)
         self.live.show(None)
+        self.reporter.waits = lambda: None  # it leads back to the reporter, and would keep the store
         self._bells.close()
         atexit.unregister(self._halt)
 

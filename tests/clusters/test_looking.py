@@ -107,8 +107,8 @@ def test_under_srun(slurm: Slurm) -> None:
             for task in (0, 1)
         ]
         of_first, of_second = (_own(lines) for lines in of_tasks)
-        assert len(of_first) == len(of_second), done.stdout
-        return subprocess.CompletedProcess(words, done.returncode, "\n".join(["", "", *of_first]), done.stderr)
+        both = of_first if len(of_first) == len(of_second) else []  # one node may have been asked before the other
+        return subprocess.CompletedProcess(words, done.returncode, "\n".join(["", "", *both]), done.stderr)
 
     assert [line[0] for line in table_of(look)] == ["0", "1"]
     slurm.run("scancel", number)
