@@ -7,6 +7,7 @@ that a search for a message finds the page. What a message fills in is shown as 
 from __future__ import annotations
 
 import ast
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,17 +20,17 @@ PACKAGE = Path(__file__).parents[2] / "distwrap"
 FILLED_IN = "…"
 
 
-def messages_of(error: str, package: Path = PACKAGE) -> list[tuple[str, str]]:
-    """Return the messages with which the files of a package make an error, and the room of each, in order."""
-    found = {}
-    for path in sorted(package.rglob("*.py")):
-        room = path.relative_to(package).parts[0].removesuffix(".py")
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and node.args and _name_of(node.func) == error:
-                text = "".join(_text_of(node.args[0])).strip()
-                if len(text.replace(FILLED_IN, "").strip()) > 10:
-                    found.setdefault(text, room)
-    return sorted(found.items())
+def messages_of(error: str) -> list[str]:
+    """Return the messages with which the files of the package make an error, in order."""
+    texts = {"".join(_text_of(words)).strip() for name, words in _calls() if name == error}
+    return sorted(text for text in texts if len(text.replace(FILLED_IN, "").strip()) > 10)
+
+
+@functools.cache
+def _calls() -> list[tuple[str, ast.expr]]:
+    """Return the name and the first argument of each call in the package, whose files are read once."""
+    nodes = (node for path in PACKAGE.rglob("*.py") for node in ast.walk(ast.parse(path.read_text())))
+    return [(_name_of(node.func), node.args[0]) for node in nodes if isinstance(node, ast.Call) and node.args]
 
 
 def _name_of(function: ast.expr) -> str:
@@ -58,7 +59,7 @@ class EveryMessage(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """Return one list, an item a message."""
         found = nodes.bullet_list(classes=["messages"])
-        for text, _ in messages_of(self.arguments[0]):
+        for text in messages_of(self.arguments[0]):
             item = nodes.list_item()
             item += nodes.paragraph("", "", nodes.literal(text, text))
             found += item

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 
 import distwrap
+from tests.docs.pages import TORCHS_OWN
 from tests.limits import INTERPRETERS, slow
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = ROOT / "examples"
 README = (ROOT / "README.md").read_text()
-TORCHS_OWN = "ignore:`torch.jit:DeprecationWarning"  # torch.compile imports what torch itself no longer wants
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
