@@ -42,6 +42,7 @@ def main(path):
 
     if engine.global_rank == 0:
         torch.save(engine.module.state_dict(), path)
+    deepspeed.comm.destroy_process_group()
 
 
 if __name__ == "__main__":
