@@ -76,6 +76,7 @@ class Terminal:
 @pytest.mark.parametrize(
     ("launcher", "limit"), [("fork", 2), slow("forkserver", 8, why=INTERPRETERS), slow("script", 8, why=INTERPRETERS)]
 )
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_one_rank_has_the_terminal(launcher: str, limit: int, tmp_path: Path) -> None:
     """The chosen rank can be looked at, stepped and changed, for longer than a collective may take."""
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -76,6 +76,7 @@ def test_page_of_the_package(unpacked: Path) -> None:
     assert not [link for link in re.findall(r"\]\(([^)]+)\)", page) if not link.startswith(("http", "#"))]
 
 
+@pytest.mark.slow("runs tests out of what would be released")
 def test_tests_run_from_it(unpacked: Path) -> None:
     """Tests can be run from the unpacked distribution."""
     done = subprocess.run(

@@ -100,6 +100,7 @@ def test_arguments_bring_their_lines() -> None:
     assert "  cell 8, line 3, in forward\n    raise ValueError('x')\n" in told
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_a_hang_report() -> None:
     """It says in which cells the ranks are."""
     source = "def hangs():\n    if dw.rank() == 0:\n        dw.barrier()\n    else:\n        torch.ones(2).share()\n"

@@ -319,6 +319,7 @@ def test_an_exception_leaves_the_callers_objects_alone() -> None:
 
 
 @pytest.mark.parametrize("launcher", ["fork", "forkserver"])
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_shuffles_go_on_from_call_to_call(launcher: str) -> None:
     """A second call with the same loader shuffles anew, as the next epochs of one call would."""
 

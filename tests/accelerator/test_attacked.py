@@ -47,6 +47,7 @@ def _averaged(in_own_stream: bool) -> tuple[float, list[float]]:
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("in_own_stream", [False, True])
+@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_asynchronous_averages_beside_collectives_of_the_loop(in_own_stream: bool) -> None:
     """They neither wait for each other, nor read what the other's stream has not computed."""
     first, second = run_ranks(_averaged, 2, in_own_stream, timeout=60)
@@ -91,6 +92,7 @@ def _train_by_hand(model: nn.Module, optimizer: torch.optim.Optimizer, warmup: W
 
 
 @pytest.mark.gpu(1, 2)
+@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_a_schedule_that_holds_the_groups(devices: int) -> None:
     """A retrofitted loop's own schedule goes on setting the rates of the optimizer that steps."""
     model = nn.Linear(3, 1)

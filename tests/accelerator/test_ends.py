@@ -30,12 +30,14 @@ def _one_leaves_early() -> None:
 
 
 @pytest.mark.gpu(2)
+@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_a_rank_that_leaves_early_under_elastic() -> None:
     """The others are told at once which rank they wait for, though its process lives until all are done."""
     with pytest.raises(CollectiveError, match="waited in a collective for rank 1, which had left the function"):
         dw.distributed(nprocs=2, launcher="elastic", timeout=50)(_one_leaves_early)()
 
 
+@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_forks_while_threads_use_the_device() -> None:
     """A fork can free tensors, whatever other threads did at that moment, and is refused their numbers."""
     script = f"""
@@ -67,6 +69,7 @@ os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
     assert subprocess.run([sys.executable, "-c", script], timeout=100, check=False).returncode == 0
 
 
+@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_the_fork_server_ends_at_once() -> None:
     """When its caller is gone, it does not take an interpreter's way out, in which its ranks would go on."""
     script = """

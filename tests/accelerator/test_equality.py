@@ -20,7 +20,7 @@ from distwrap.testing.behaviours import BEHAVIOURS
 from tests import training
 from tests.accelerator import accelerator
 from tests.comm.test_with_ddp import GRADIENT, WEIGHT
-from tests.strategies.conformance import CELLS, Cell
+from tests.strategies.conformance import AGAIN, CELLS, Cell
 
 pytestmark = pytest.mark.gpu
 
@@ -81,6 +81,7 @@ def assert_near(found: list[list[float]], expected: list[list[float]], tolerance
     ("comm", "devices"),
     [(None, 1), *((comm, count) for comm in (None, "allreduce", "local_sgd(sync_every=1)") for count in (2, 4))],
 )
+@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_exact_ways_are_one_process(comm: str | None, devices: int) -> None:
     """DDP, and the ways of exchange that round nothing, give the weights of one process on the CPU."""
     for weights in run_ranks(trained, devices, comm, timeout=100):
@@ -92,6 +93,7 @@ def _trained_by(comms: list[str]) -> dict[str, list[list[float]]]:
 
 
 @pytest.mark.gpu(2, 4)
+@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_ways_of_exchange_are_those_of_the_cpu(devices: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each algorithm, also one that rounds, computes on devices what it computes on as many ranks on the CPU."""
     comms = [each for each in (*GRADIENT, *WEIGHT) if "async" not in each]  # which goes by the clock
@@ -196,6 +198,7 @@ print(load_file(f"{sys.argv[1]}/state.safetensors"), dw.load(f"{sys.argv[1]}/par
 
 @pytest.mark.gpu(2)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "zero1"])
+@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_a_file_names_no_device(strategy: str, tmp_path: Path) -> None:
     """Whatever was on a device when it was saved, in any format, is read where there is none, by torch alone."""
 
@@ -254,21 +257,22 @@ def test_a_scaler_of_the_users_own(devices: int) -> None:
     assert all(other == first for other in others)
 
 
+WHOLE = ("ddp", "fsdp", "zero2", "pipeline")  # of the others it is asked what depends on how they divide
+
+
 def cells() -> list[Any]:
     """Return the matrix of the conformance suite, each cell with its number of devices.
 
     Of ddp2 the suite's nodes are pretended, on the CPU alone; a strategy by hand leaves the inputs to the loop.
     """
-    quick = {"ddp", "fsdp", "zero2", "pipeline"}
-    why = pytest.mark.slow("some seventy behaviours; the suite of the CPU has them too")
     chosen = [cell for cell in CELLS if cell.name.split(",")[0] not in ("ddp2", "by hand")]
-    chosen = [cell for cell in chosen if cell.nprocs in (1, 2, 4)]
-    return [pytest.param(cell, cell.nprocs, marks=[] if cell.name in quick else [why], id=cell.name) for cell in chosen]
+    return [pytest.param(cell, cell.nprocs, id=cell.name) for cell in chosen if cell.nprocs in (1, 2, 4)]
 
 
 @pytest.mark.timeout(400)  # a guard, of what takes some ten seconds
 @pytest.mark.parametrize(("cell", "devices"), cells())
+@pytest.mark.slow("some seventy behaviours; the suite of the CPU has them too")
 def test_it_conforms(cell: Cell, devices: int) -> None:
     """Each strategy behaves on devices as on the CPU, with which its numbers are compared."""
-    asked = (set(cell.only) or BEHAVIOURS.keys()) - set(cell.lacks)
+    asked = set(cell.only or (BEHAVIOURS if cell.name in WHOLE else AGAIN)) - set(cell.lacks)
     check_strategy(cell.strategy, devices, only=asked, refuses=cell.refuses)

@@ -69,6 +69,7 @@ def test_devices_over_which_torch_divides_nothing(strategy: str, monkeypatch: py
 
 
 @pytest.mark.gpu(4)
+@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_two_nodes_of_two_devices(tmp_path: Path) -> None:
     """Under ``strategy="ddp2"`` a node is one process over its two devices, and gradients go between the nodes."""
     port = free_port()

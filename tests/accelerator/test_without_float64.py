@@ -106,6 +106,7 @@ def _trained(comm: str | None) -> list[list[float]]:
     return [parameter.detach().cpu().flatten().tolist() for parameter in model.parameters()]
 
 
+@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_ways_of_exchange_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each algorithm computes what it computes on the CPU, but for roundings, which move a code of 8 bits by one."""
     comms = [None, *(each for each in (*GRADIENT, *WEIGHT) if "async" not in each)]
@@ -120,6 +121,7 @@ def test_ways_of_exchange_are_those_of_the_cpu(monkeypatch: pytest.MonkeyPatch) 
     "strategy",
     ["ddp", *(pytest.param(each, marks=pytest.mark.slow("82 behaviours")) for each in ("zero2", "fsdp", "pipeline"))],
 )
+@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_the_suite(strategy: str) -> None:
     """All that a loop does passes, in float32."""
     (cell,) = (each for each in CELLS if each.name == strategy)

@@ -55,6 +55,7 @@ def test_each_rank_is_shown_one_device() -> None:
 
 
 @pytest.mark.gpu(2)
+@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_all_ranks_are_shown_all_devices() -> None:
     """Then each takes the one of its local rank."""
     ended = _ranks_by_hand(["0,1", "0,1"], free_port())
@@ -92,6 +93,7 @@ def test_a_rank_for_each_device(devices: int) -> None:
 
 
 @pytest.mark.gpu(2)
+@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_a_fork_after_use() -> None:
     """It is refused with the line that has used a device first; another launcher takes its place where it may."""
     script = (
@@ -176,6 +178,7 @@ def test_a_failure_on_a_device_is_told() -> None:
 
 
 @pytest.mark.gpu(1, 4)
+@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_the_doctors_devices(devices: int) -> None:
     """It shows them, uses them in its test, and has nothing to say against them."""
     done = subprocess.run(

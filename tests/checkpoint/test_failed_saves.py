@@ -70,6 +70,7 @@ def save_after_failures(folder: Path) -> dict[str, Any]:
     return whole
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_the_save_after_a_failure_is_right(tmp_path: Path) -> None:
     """Numbers that could not be sent, taken or written spoil no later file; of what differs rank 0's is saved."""
     whole = run_ranks(save_after_failures, 2, tmp_path, timeout=60)[0]

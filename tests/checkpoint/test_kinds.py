@@ -165,6 +165,7 @@ def test_a_failure_in_the_background_reaches_every_rank(tmp_path: Path, where: s
     assert names(tmp_path) == ["a.pt"]
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_the_end_of_the_function_waits(tmp_path: Path) -> None:
     """What is still being written when the function returns, in several processes or one, is complete afterwards."""
     for nprocs in (1, 2):

@@ -37,6 +37,7 @@ IN_MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("mutations", [500, slow(10_000, why="loads 10,000 files, in some 30 s")])
+@pytest.mark.slow("many changed files, each loaded")
 def test_files_changed_at_random(mutations: int) -> None:
     """Each is loaded, or refused with an error of distwrap's own; in a process that has little memory to take."""
     with tempfile.TemporaryDirectory(dir=IN_MEMORY) as folder:
@@ -256,6 +257,7 @@ def test_what_is_no_file_is_not_read(tmp_path: Path) -> None:
     both_refuse(Path("/dev/zero"), "cannot load /dev/zero: it is no file") if os.access("/dev/zero", os.R_OK) else None
 
 
+@pytest.mark.slow("many changed files, each loaded")
 def test_twice_the_files_memory_is_enough(tmp_path: Path) -> None:
     """A file of 200 MB is loaded by a process that may take some 400 MB more."""
     path = tmp_path / "a.pt"

@@ -42,6 +42,7 @@ OTHERS = [("zero2", "file", True), ("tp", "file", True), ("pipeline", "file", Tr
 @pytest.mark.parametrize(
     ("strategy", "io", "goes_on"), [*CASES, *(slow(*case, why="a launch for each strategy") for case in OTHERS)]
 )
+@pytest.mark.slow("waits for a limit to pass")
 def test_a_save_of_one_rank_is_an_error(strategy: str, io: str, goes_on: bool, tmp_path: Path) -> None:
     """Whether the other rank waits in its next step, or has left."""
     where = r"is .* at test_saved_alone\.py:\d+" if goes_on else "has left the function"

@@ -124,6 +124,7 @@ def test_a_line_to_which_rank_zero_does_not_come_is_told(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("then", ["leaves", "waits"])
+@pytest.mark.slow("waits for a limit to pass")
 def test_paths_that_differ_are_told(tmp_path: Path, then: str) -> None:
     """Each rank has a temporary folder of its own: the error, or the hang report, names both paths."""
 
@@ -319,6 +320,7 @@ print("trained")
 
 
 @pytest.mark.parametrize("where", ["last", "before"])
+@pytest.mark.slow("waits for a limit to pass")
 def test_a_failure_in_the_background_ends_a_program_without_the_decorator(tmp_path: Path, where: str) -> None:
     """Nobody waits for the last one there, so the program ends with an error."""
     (tmp_path / "program.py").write_text(PROGRAM)

@@ -118,6 +118,7 @@ def same(found: Any, expected: Any) -> bool:
     return bool(found == expected)
 
 
+@pytest.mark.slow("saves models of many megabytes")
 def test_a_file_holds_what_one_process_would_save(folder: Path, states: list[dict[str, Any]]) -> None:
     """Plain torch reads it; what is no part of the model is in it, with the memory that it shares."""
     for background, state in ((False, states[0]), (True, states[4])):
@@ -180,6 +181,7 @@ def kilobytes(name: str) -> int:
     return int(line.split()[1])
 
 
+@pytest.mark.slow("saves models of many megabytes")
 def test_no_rank_holds_it_all(tmp_path: Path) -> None:
     """A rank takes two tensors beside its share, of 8; loading parts takes it as long again as its share."""
 

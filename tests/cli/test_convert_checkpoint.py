@@ -78,6 +78,7 @@ def test_prefixes_are_stripped_on_wish(tmp_path: Path, capsys: pytest.CaptureFix
     assert "2 keys renamed" in capsys.readouterr().out
 
 
+@pytest.mark.slow("converts hundreds of megabytes")
 def test_it_takes_little_memory(tmp_path: Path) -> None:
     """Two tensors at a time of what is read from parts; and what is mapped."""
 

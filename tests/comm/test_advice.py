@@ -42,6 +42,7 @@ def test_predictions_are_ordered_like_their_bytes() -> None:
     assert steps["allreduce"] == pytest.approx(0.1 + 1e-3 + 4.8 - 0.05)
 
 
+@pytest.mark.slow("measures all algorithms")
 def test_the_doctor_measures_and_recommends(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--comm", "--nprocs", "2", "--weights", "1e6", "--step-ms", "20"]) == 0
     said = capsys.readouterr().out

@@ -55,6 +55,7 @@ WEIGHTS = {
 
 
 @pytest.mark.parametrize("ranks", [2, slow(4, why=MORE_RANKS)])
+@pytest.mark.slow("runs all algorithms in turns")
 def test_gradients(ranks: int) -> None:
     """Each rank sends its share in each step, under every algorithm."""
     full = 2 * (ranks - 1) / ranks * 4 * sum(parameter.numel() for parameter in net().parameters())
@@ -70,6 +71,7 @@ def test_topk_sends_its_part_to_every_other_rank() -> None:
         assert sent[comm] == pytest.approx(2 * 8 * 0.01 * count, rel=0.01)
 
 
+@pytest.mark.slow("runs all algorithms in turns")
 def test_weights() -> None:
     """A step's share is as predicted; the last exchange may still be on its way, and is not counted then."""
     count = sum(parameter.numel() for parameter in net().parameters())

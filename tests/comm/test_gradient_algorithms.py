@@ -155,6 +155,7 @@ def _in_pieces() -> dict[tuple[str, int], list[Any]]:
     return found
 
 
+@pytest.mark.slow("runs all algorithms in turns")
 def test_a_bucket_in_pieces_of_which_several_are_on_their_way() -> None:
     """Pieces of any size, also one that is almost the bucket and one that is all of it."""
     everyone = run_ranks(_in_pieces, 3)
@@ -245,6 +246,7 @@ def _in_other_types() -> dict[str, list[float]]:
     }
 
 
+@pytest.mark.slow("runs all algorithms in turns")
 def test_gradients_of_other_types() -> None:
     """In float64 and in bfloat16 they are about what they are in float32, and alike on all ranks."""
     first, second = run_ranks(_in_other_types, 2, timeout=60)

@@ -129,6 +129,7 @@ def _descend_by(name: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("ranks", [4, slow(5, why=MORE_RANKS)])
+@pytest.mark.slow("the same on more ranks, and by other ways")
 def test_a_node_is_one_replica(ranks: int) -> None:
     """A node descends along the mean of its ranks' gradients, and only nodes meet, under every algorithm."""
     nodes = NODES[ranks]
@@ -187,6 +188,7 @@ def _qadam(nodes: list[int], hierarchical: bool) -> Any:
     return flat(model)
 
 
+@pytest.mark.slow("the same on more ranks, and by other ways")
 def test_qadam_steps_alike_on_all_ranks_of_a_node() -> None:
     """Only the node's first rank turns gradients into momenta; the others' optimizers must take them as such."""
     near = run_ranks(_qadam, 4, NODES[4], True)

@@ -62,6 +62,7 @@ def _train(comms: list[str]) -> dict[str, list[float]]:
 
 
 @pytest.mark.gpu(2, 4)
+@pytest.mark.slow("a test of the CPU again, on pretended devices")
 def test_every_algorithm_over_the_devices_backend(devices: int) -> None:
     first, *others = run_ranks(_train, devices, [*GRADIENT, *WEIGHT], timeout=100)
     assert all(other == first for other in others)

@@ -133,6 +133,7 @@ def _with_options(options: dict[str, Any]) -> dict[Any, list[float]]:
 
 
 @pytest.mark.parametrize("ranks", [2, slow(4, why=MORE_RANKS)])
+@pytest.mark.slow("runs all algorithms in turns")
 def test_many_buckets_end_alike_on_all_ranks(ranks: int) -> None:
     everyone = run_ranks(_plainly, ranks, [*GRADIENT, *WEIGHT], timeout=60)
     for comm in (*GRADIENT, *WEIGHT):
@@ -157,6 +158,7 @@ def _in_windows_by(comm: Any) -> tuple[list[float], int, int]:
     return flat(model).tolist(), exchanges, len(list(model.parameters()))
 
 
+@pytest.mark.slow("runs all algorithms in turns")
 def test_a_window_is_exchanged_once() -> None:
     weights = ["local_sgd(sync_every=1)", "decentralized"]
     first, second = run_ranks(_in_windows, 2, [None, *GRADIENT, *weights], timeout=60)
@@ -189,6 +191,7 @@ def _in_fp16(comms: list[str]) -> dict[str, tuple[list[float], list[bool], float
     return found
 
 
+@pytest.mark.slow("runs all algorithms in turns")
 def test_fp16_with_a_scale_that_moves_and_an_overflow_on_one_rank() -> None:
     first, second = run_ranks(_in_fp16, 2, [*GRADIENT, *WEIGHT], timeout=60)
     for comm in (*GRADIENT, *WEIGHT):
@@ -225,6 +228,7 @@ def _with_branches(comms: list[Any]) -> dict[Any, list[float]]:
     return found
 
 
+@pytest.mark.slow("runs all algorithms in turns")
 def test_unused_parameters() -> None:
     comms = [None, *GRADIENT, *WEIGHT]
     first, second = run_ranks(_with_branches, 2, comms, timeout=60)
@@ -242,6 +246,7 @@ def _joined(comms: list[Any]) -> dict[Any, list[float]]:
     return found
 
 
+@pytest.mark.slow("runs all algorithms in turns")
 def test_uneven_inputs_under_join() -> None:
     """torch's Join gives a rank that is out of data zeros to exchange, and the final weights of one that was not."""
     comms = [comm for comm in GRADIENT if not comm.startswith("qadam")]
@@ -260,6 +265,7 @@ def _in_lockstep(comms: list[str]) -> dict[str, list[float]]:
     return found
 
 
+@pytest.mark.slow("runs all algorithms in turns")
 def test_uneven_inputs_in_lockstep() -> None:
     first, second = run_ranks(_in_lockstep, 2, [*GRADIENT, *WEIGHT], timeout=60)
     assert first == second
@@ -379,6 +385,7 @@ def _several() -> tuple[int, int, int]:
     return threading.active_count() - threads, groups() - before, len(current_world().part(RunExchanges).of_weights)
 
 
+@pytest.mark.slow("runs all algorithms in turns")
 def test_a_model_that_nobody_holds_leaves_no_thread_and_no_group() -> None:
     threads, groups, exchanges = zip(*run_ranks(_several, 2), strict=True)
     assert set(threads) == set(exchanges) == {0}

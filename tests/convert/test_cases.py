@@ -52,6 +52,7 @@ def test_a_script_that_imports_distwrap_is_left() -> None:
 
 
 @each_case
+@pytest.mark.slow("runs each program before and after its conversion")
 def test_it_trains_as_before(path: Path, runner: Runner, tmp_path: Path) -> None:
     """The original in one process, the converted script in one process and on two ranks end with the same weights."""
     reference = path.with_suffix(".reference.py")

@@ -149,6 +149,7 @@ def test_what_is_not_clear_is_refused(code: str, why: str, tmp_path: Path, capsy
     assert script.read_text() == code
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_a_sum_over_a_divided_batch_is_said() -> None:
     """Gradients of a loss that is a sum become less where the batch size is that of all ranks: the list says so."""
     before = (CASE.parents[2] / "programs" / "vae.py").read_text()
@@ -202,6 +203,7 @@ def test_it_never_runs_the_script(tmp_path: Path) -> None:
     assert main(["check", str(script)]) == 0
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_it_starts_its_own_ranks(tmp_path: Path) -> None:
     """A converted script that is simply run starts as many ranks as it is told, and trains as before."""
     out = {}
@@ -240,6 +242,7 @@ sys.exit(main(sys.argv[1:]))
 
 
 @pytest.mark.parametrize("command", ["convert", "check"])
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_without_libcst(command: str) -> None:
     """distwrap and its command line need no libcst, and these commands say how to install it."""
     done = subprocess.run(

@@ -80,6 +80,7 @@ def test_the_text(name: str) -> None:
 
 
 @each_program
+@pytest.mark.slow("runs each program before and after its conversion")
 def test_nothing_is_done_or_found_twice(name: str) -> None:
     """A second conversion changes nothing, and lines of the list are those of the program."""
     text = after(program(name)).read_text()
@@ -91,6 +92,7 @@ def test_nothing_is_done_or_found_twice(name: str) -> None:
 
 
 @each_program
+@pytest.mark.slow("runs each program before and after its conversion")
 def test_it_trains_as_before(name: str, runner: Runner, tmp_path: Path) -> None:
     """The program in one process and the converted one on two ranks end with the same weights."""
     run, reference = RUNS[name], program(name).with_suffix(".reference.py")

@@ -67,6 +67,7 @@ def test_the_table_counts_right() -> None:
 
 
 @pytest.mark.parametrize("name", COMPARED)
+@pytest.mark.slow("runs each program before and after its conversion")
 def test_the_weights_are_those_of_one_process(name: str, runner: Runner, tmp_path: Path) -> None:
     """Two ranks with half the batch each end with the weights of one process, and so does the program on one rank."""
     path = PROGRAMS / f"{name}.py"
@@ -103,6 +104,7 @@ def test_without_learning_the_numbers_stay(name: str, as_torchrun: bool, runner:
 
 
 @pytest.mark.parametrize("as_torchrun", [False, True], ids=["decorator", "torchrun"])
+@pytest.mark.slow("runs each program before and after its conversion")
 def test_what_each_rank_draws_trains_one_model(as_torchrun: bool, runner: Runner, tmp_path: Path) -> None:
     """The transformer learns, prints each step once, and writes a checkpoint from which one process goes on."""
     path, folder = PROGRAMS / "small_gpt.py", tmp_path / "run"
@@ -126,6 +128,7 @@ def test_ranks_play_episodes_of_their_own(as_torchrun: bool, runner: Runner, tmp
 
 
 @pytest.mark.parametrize("as_torchrun", [False, True], ids=["decorator", "torchrun"])
+@pytest.mark.slow("runs each program before and after its conversion")
 def test_ranks_learn_from_memories_of_their_own(as_torchrun: bool, runner: Runner, tmp_path: Path) -> None:
     """Episodes end on all ranks together, since the optimizer steps within them."""
     said = run(runner, after(PROGRAMS / "dqn.py"), tmp_path / "run", [], ranks=2, as_torchrun=as_torchrun)

@@ -115,6 +115,7 @@ class Own(Exception):
 
 
 @pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.slow("waits for a limit to pass")
 def test_the_readers_error_is_raised_on_every_rank(workers: int) -> None:
     """At the start and in the midst, in its own type where that can be sent; the ranks go on together after it."""
 
@@ -135,6 +136,7 @@ def test_the_readers_error_is_raised_on_every_rank(workers: int) -> None:
     assert run_ranks(on_rank, 2, timeout=60) == [[0, 1, 2]] * 2
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_the_reader_is_named_for_its_error() -> None:
     """Rank 0 is the one that has failed, though the others raise the same error, perhaps before it."""
 

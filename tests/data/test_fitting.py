@@ -32,6 +32,7 @@ def holding(most: tuple[int, ...], tried: list[int], ask: str = "torch") -> obje
 
 
 @pytest.mark.parametrize("ask", ["torch", "cpu"])
+@pytest.mark.slow("fills memory until no more fits")
 def test_all_ranks_halve_until_it_fits_on_each(ask: str) -> None:
     """The smallest memory decides; the error may be torch's own or that of the CPU's allocator."""
 

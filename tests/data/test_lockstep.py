@@ -277,6 +277,7 @@ if __name__ == "__main__":
         slow("torchrun", signal.SIGTERM, why=INTERPRETERS),
     ],
 )
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_preemption_under(how: str, number: signal.Signals, tmp_path: Path) -> None:
     """A signal to the caller, or to one of torchrun's ranks, ends the run in step, with a checkpoint and exit code."""
     program = tmp_path / "program.py"

@@ -108,6 +108,7 @@ def of_map(shuffle: bool) -> list[int]:
     return flat(batch["x"] for batch in loader)
 
 
+@pytest.mark.slow("imports other packages of data")
 def test_a_map_dataset() -> None:
     """A datasets.Dataset has indices, and is shared out by them."""
     for shuffle in (False, True):
@@ -131,6 +132,7 @@ def of_iterable(shards: int, workers: int, split_before: bool) -> list[list[int]
 @pytest.mark.parametrize(
     ("shards", "workers", "split_before"), [(1, 0, False), (4, 0, False), (4, 2, False), (3, 0, False), (4, 0, True)]
 )
+@pytest.mark.slow("imports other packages of data")
 def test_an_iterable_dataset(shards: int, workers: int, split_before: bool) -> None:
     """A datasets.IterableDataset is split by its own means, once; its shuffle is another in the next epoch."""
     taken = run_ranks(of_iterable, 2, shards, workers, split_before, timeout=60)
@@ -190,6 +192,7 @@ def of_shards(urls: str, kind: str, workers: int) -> list[int]:
 
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("kind", ["plain", "split", "pipeline"])
+@pytest.mark.slow("imports other packages of data")
 def test_a_webdataset(shards: str, kind: str, workers: int) -> None:
     """Its shards are split among ranks and workers, by its own splitter or, where there is none, by ours."""
     taken = run_ranks(of_shards, 2, shards, kind, workers, timeout=60)

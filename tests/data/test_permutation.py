@@ -25,6 +25,7 @@ def test_many_numbers(n: int) -> None:
 
 
 @given(st.integers(1, 2**62), st.integers(0, 2**63), st.integers(0, 2**62))
+@pytest.mark.slow("counts thousands of orders")
 def test_a_position_alone_gives_what_it_gives_among_others(n: int, seed: int, start: int) -> None:
     """Any stretch can be computed alone, at any n, and stays in range."""
     start %= n
@@ -56,6 +57,7 @@ def chi_square(counts: torch.Tensor) -> float:
 
 
 @pytest.mark.parametrize("n", [3, 4])
+@pytest.mark.slow("counts thousands of orders")
 def test_every_order_is_as_likely(n: int) -> None:
     """Over many seeds each of the n! orders comes equally often."""
     numbered = {order: i for i, order in enumerate(permutations(range(n)))}

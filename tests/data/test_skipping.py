@@ -136,6 +136,7 @@ def test_an_epoch_after_a_saved_position_is_whole(ranks: int) -> None:
         assert batches(loader) == whole
 
 
+@pytest.mark.slow("starts workers, again and again")
 def test_a_loader_with_workers_skips_too() -> None:
     """Also one that keeps its workers: these have fetched ahead, or are not asked."""
 

@@ -25,6 +25,7 @@ def test_the_parts_make_the_whole(count: int, ranks: int) -> None:
     assert list(map(len, parts)) == sorted(map(len, parts), reverse=True)
 
 
+@pytest.mark.slow("starts workers, again and again")
 def test_the_results_come_back_in_order() -> None:
     """Inference over an uneven list gives on every rank what one process gives, also where a rank has no item."""
 

@@ -49,6 +49,7 @@ def test_worker_seeds_follow_the_run() -> None:
     assert not {*seeds(1)} & {*seeds(1, seed=8)}
 
 
+@pytest.mark.slow("starts workers, again and again")
 def test_two_loaders_of_a_rank_draw_apart() -> None:
     """The second loader of a run gets a stream of its own."""
     assert not {*seeds(0)} & {*seeds(0, loaders=2)}
@@ -159,6 +160,7 @@ def test_a_long_place_for_temporary_files(tmp_path: Path, monkeypatch: pytest.Mo
     assert not list(long.iterdir())
 
 
+@pytest.mark.slow("starts workers, again and again")
 def test_two_containers_that_share_tmp(tmp_path: Path, short_folder: str) -> None:
     """Where two runs have the same process numbers neither takes the other's folder of workers for a dead one's."""
     apart = ["unshare", "--pid", "--mount-proc", "--fork"]

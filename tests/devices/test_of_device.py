@@ -141,6 +141,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch and a stand-in")
 def test_ascend_trains_by_its_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A package that torch does not load by itself is imported by caller and ranks, which train on its devices."""
     if (why := missing()) is not None:
@@ -160,7 +161,7 @@ def test_ascend_trains_by_its_package(tmp_path: Path, monkeypatch: pytest.Monkey
 # As torch_xla's: processes, each of which runs its rank in a thread; its devices are the pretended ones.
 TORCH_XLA = {
     "__init__.py": """
-import multiprocessing, os, threading, torch
+import itertools, multiprocessing, os, threading, torch
 
 def device():
     return torch.device("pretend", int(os.environ["XLA_ORDINAL"]))
@@ -168,15 +169,17 @@ def device():
 def sync(wait=False):
     synced.append(1)
 
-def _process(ordinal, fn, args):
+def _process(ordinal, run, fn, args):
     os.environ["XLA_ORDINAL"] = str(ordinal)
+    os.environ["XLA_STORE"] += f".{run}"  # the file of the run before names ports of ranks that are gone
     thread = threading.Thread(target=fn, args=(ordinal, *args))
     thread.start()
     thread.join()
 
 def launch(fn, args=(), start_method="spawn", debug_single_process=False):
     context = multiprocessing.get_context(start_method)
-    processes = [context.Process(target=_process, args=(each, fn, args)) for each in range(2)]
+    run = next(runs)
+    processes = [context.Process(target=_process, args=(each, run, fn, args)) for each in range(2)]
     for process in processes:
         process.start()
     for process in processes:
@@ -184,7 +187,7 @@ def launch(fn, args=(), start_method="spawn", debug_single_process=False):
     if any(process.exitcode for process in processes):
         raise RuntimeError("a process has ended")
 
-synced = []
+synced, runs = [], itertools.count()
 """,
     "runtime.py": """
 import os
@@ -239,6 +242,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch and a stand-in")
 def test_torch_xlas_own_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its processes are the ranks, its backend their group; results and failures come home, and each step is synced."""
     if (why := missing()) is not None:

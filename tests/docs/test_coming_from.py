@@ -101,6 +101,7 @@ def test_after_trains_the_weights_of_one_process(name: str, tmp_path: Path) -> N
     assert_page_holds(name, tmp_path, commands=commands)
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_other_weights_would_be_seen() -> None:
     """The comparison tells a training in another order."""
     with pytest.raises(AssertionError, match=r"a\.pt"):

@@ -57,6 +57,7 @@ def last_number(text: str, before: str) -> float:
     return float(re.findall(rf"{before} (\d+\.\d+)", text)[-1])
 
 
+@pytest.mark.slow("runs the example of each docstring on ranks")
 def test_docstrings_hold(tmp_path: Path) -> None:
     """Each example in a docstring prints what it says, in a single process."""
     printed = run("-m", "tests.docs.doctests", folder=ROOT, TMPDIR=str(tmp_path))

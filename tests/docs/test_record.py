@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from xml.etree import ElementTree
 
+import pytest
+
 from tests.docs.pages import DOCS
 from tests.house.package import script
 
@@ -20,6 +22,7 @@ def test_a_command_is_recorded_in_a_terminal() -> None:
     assert [at for at, _ in lines] == sorted(at for at, _ in lines)
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_a_command_that_does_not_end_is_ended() -> None:
     """After its seconds a command is killed, and what it had printed is there."""
     code = "import time; print('begun', flush=True)\nwhile True: time.sleep(0.05); print('.', end='', flush=True)"

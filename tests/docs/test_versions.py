@@ -28,6 +28,7 @@ def results(folder: Path, name: str, test: str = "def test_a(): pass") -> Path:
     return folder / "r.xml"
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_a_run_becomes_a_row(tmp_path: Path) -> None:
     """What pytest has counted is in the row, and the versions that the session has named."""
     test = "import pytest\ndef test_a(): pass\ndef test_b(): pytest.skip()\ndef test_c(): 1 / 0"
@@ -51,6 +52,7 @@ def test_a_later_run_takes_the_place_of_an_earlier_one() -> None:
     assert page.endswith("\ny")
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_results_without_versions_are_refused(tmp_path: Path) -> None:
     """Results that no session has named are of unknown versions."""
     with pytest.raises(SystemExit, match="names no versions: its name is 'pytest'"):

@@ -33,6 +33,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.parametrize("launcher", ["fork", "spawn"])
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_no_engine_is_imported_unless_it_is_chosen(launcher: str, tmp_path: Path) -> None:
     """Neither by the caller nor by the ranks of a run of DDP."""
     program = tmp_path / "program.py"

@@ -44,6 +44,7 @@ def runner() -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.mark.parametrize("cell", QUICK, ids=str)
+@pytest.mark.slow("one fault after the other in a divided model")
 def test_a_fault(cell: DividedCell, runner: subprocess.Popen[str]) -> None:
     """The caller knows in time, by the right exception, with the rank and the first cause, and nothing is left."""
     check(cell, runner)

@@ -65,6 +65,7 @@ def _token(mine: str) -> list[str]:
     return dw.gather_object(f"{mine} {dw.rank()}")
 
 
+@pytest.mark.slow("starts many ranks")
 def test_two_runs_at_once() -> None:
     """Two runs side by side on one machine never meet."""
 

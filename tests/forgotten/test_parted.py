@@ -163,6 +163,7 @@ class _Stream(IterableDataset[int]):
         ("leaves a dispatch", "rank 1 has left the training after 2 averages", "rank 1 at the end of its function"),
     ],
 )
+@pytest.mark.slow("waits for a limit to pass")
 def test_one_rank_leaves_a_step(what: str, words: str, place: str) -> None:
     """A rank that leaves out what the others exchange in a step of their common loop is named, and where it is now."""
 

@@ -86,6 +86,7 @@ def test_made_outside_of_the_function() -> None:
     assert "before the loop, in the function that the ranks run, and train" in run_ranks(on_rank, 2)[0]
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_one_rank_alone() -> None:
     """A rank that trains alone waits a moment for the others, and goes on."""
 
@@ -99,6 +100,7 @@ def test_one_rank_alone() -> None:
     assert run_ranks(on_rank, 2, timeout=60)[1] == pytest.approx(expected, abs=1e-7)
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_a_rank_that_comes_late() -> None:
     """Where another rank has waited in vain, and gone on, the late one is refused."""
 

@@ -184,6 +184,7 @@ def test_a_strangers_pickle_calls_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit of memory")
+@pytest.mark.slow("thousands of broken messages")
 def test_broken_bytes() -> None:
     """Whatever bytes come, they are read or refused: 2,000 mutations of a message, in a GiB of memory."""
     whole = dump_plain([{"a": torch.ones(3)}, PLAIN, numpy.ones(2)])

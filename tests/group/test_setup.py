@@ -129,6 +129,7 @@ def test_missing_ranks_are_named(tmp_path: Path) -> None:
     assert all("2 of 3 ranks are here; missing: rank 2" in output for output in outputs), outputs
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_a_helper_before_the_group_is_refused(tmp_path: Path) -> None:
     """A collective before setup_process_group says what to call."""
     (tmp_path / "early.py").write_text("import distwrap as dw\ndw.barrier()\n")
@@ -176,6 +177,7 @@ def addresses_of(targets: set[str]) -> set[str]:
 
 
 @pytest.mark.parametrize("launcher", ["fork", slow("forkserver", why=INTERPRETERS), slow("script", why=INTERPRETERS)])
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_plain_torch_works_in_a_rank(launcher: str, tmp_path: Path) -> None:
     """Code that uses torch.distributed itself works in a decorated function."""
     (tmp_path / "plain.py").write_text(

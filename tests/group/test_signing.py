@@ -188,6 +188,7 @@ STARTED_BY = {
         *(slow(name, why=INTERPRETERS) for name in ("forkserver", "spawn", "script", "torchrun", "mpirun")),
     ],
 )
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_a_stranger_on_this_machine(launcher: str, tmp_path: Path) -> None:
     """Another user can open no file or memory of a run, and finds no secret; what it says and sends changes nothing.
 

@@ -50,6 +50,7 @@ TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 @pytest.mark.parametrize("how", ["fork", *(slow(how, why=INTERPRETERS) for how in OTHERS)])
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_nothing_is_said(how: str, tmp_path: Path) -> None:
     """A run that ends well leaves standard error empty, under every launcher, with warnings on."""
     warnings = ["-W", "always", "-W", "ignore:`torch.jit:DeprecationWarning"]

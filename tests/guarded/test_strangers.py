@@ -67,6 +67,7 @@ def meeting() -> Iterator[tuple[Any, list[Channel]]]:
         (1, "asked/thing", "junk"),
     ],
 )
+@pytest.mark.slow("waits for a limit to pass")
 def test_a_rank_ends_with_words(monkeypatch: pytest.MonkeyPatch, rank: int, key: str, value: str) -> None:
     """What it cannot read does not take its channel away, without which it would not hear of a failure.
 
@@ -153,6 +154,7 @@ def test_the_report_outlives_junk(value: str) -> None:
         assert re.match("  rank 0 .*\n  rank 1 in barrier at train.py:8$", ask_all(store, 2, ring=lambda: None))
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_an_answer_of_before_is_none_to_a_new_question() -> None:
     """Whoever counts the questions back, and puts what was signed then into its place again, is not believed."""
     kept: dict[str, str] = {}
@@ -203,6 +205,7 @@ def test_a_text_stands_at_its_own_key_alone() -> None:
     ("key", "value"),
     [("secret/lacking", ""), ("secret/agreed", "no"), ("secret/agreed", "yes"), ("secret/offer", "none")],
 )
+@pytest.mark.slow("waits for a limit to pass")
 def test_nobody_can_make_ranks_do_without_the_file_of_their_secret(
     monkeypatch: pytest.MonkeyPatch, key: str, value: str
 ) -> None:

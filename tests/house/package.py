@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -26,6 +27,7 @@ def script(name: str) -> ModuleType:
     return module
 
 
+@cache
 def trees(package: Path = PACKAGE) -> dict[Path, ast.Module]:
     """Return the syntax tree of every file of the package."""
     return {path: ast.parse(path.read_text()) for path in sorted(package.rglob("*.py"))}

@@ -137,12 +137,14 @@ def output(*programs: subprocess.Popen[str]) -> list[str]:
         ),
     ],
 )
+@pytest.mark.slow("installs a package")
 def test_an_option_of_a_package(file: str, entry_point: str, option: str, rank_result: object, tmp_path: Path) -> None:
     """A name that a package brings is a value of the option, in the caller and in the ranks."""
     install(tmp_path, file, entry_point)
     assert output(start(tmp_path, RUN.format(option=option))) == [str([rank_result, rank_result])]
 
 
+@pytest.mark.slow("installs a package")
 def test_a_strategy_of_a_package_that_is_not_ddp(tmp_path: Path) -> None:
     """It divides the optimizer's state, trains as one process does, and goes on from a checkpoint in any number."""
     install(tmp_path, "owners", "distwrap.strategies owners = their_owners:Owners")
@@ -167,6 +169,7 @@ def test_a_launcher_of_a_package(tmp_path: Path) -> None:
     assert output(start(tmp_path, program)) == ["[3, 3]"]
 
 
+@pytest.mark.slow("installs a package")
 def test_a_detector_of_a_package(tmp_path: Path) -> None:
     """A launcher that only the package knows starts two processes, and each finds its rank."""
     install(tmp_path, "detector", "distwrap.detectors seats = their_detector:detect")
@@ -179,6 +182,7 @@ def test_a_detector_of_a_package(tmp_path: Path) -> None:
     assert output(*ranks) == ["[0, 1]", "[0, 1]"]
 
 
+@pytest.mark.slow("installs a package")
 def test_a_kind_of_device_of_a_package(tmp_path: Path) -> None:
     """A type of device that the package knows is treated as it says, and as torch treats any where it says nothing."""
     install(tmp_path, "device_kind", "distwrap.device_kinds meta = their_device_kind:Meta")

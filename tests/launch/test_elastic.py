@@ -44,6 +44,7 @@ def work(kind: str, until: int = 1) -> tuple[int, float]:
 
 
 @pytest.mark.parametrize(("kind", "attempts"), [("", 0), ("raise", 1), ("exit", 1), ("die", 1)])
+@pytest.mark.slow("starts ranks again after each failure")
 def test_the_value_after_a_restart(kind: str, attempts: int) -> None:
     """Whatever ended the first attempt, the value of the second comes home."""
     assert work(kind) == (attempts, 3.0)
@@ -61,6 +62,7 @@ def test_a_failure_is_reported_before_others_hear_of_it(monkeypatch: pytest.Monk
     assert done == ["reported", "told", "left"]
 
 
+@pytest.mark.slow("starts ranks again after each failure")
 def test_the_last_exception_comes_in_its_own_type() -> None:
     """With no restart left the caller has the exception, its arguments, rank and traceback."""
     with pytest.raises(KeyError) as caught:
@@ -70,6 +72,7 @@ def test_the_last_exception_comes_in_its_own_type() -> None:
     assert "in work" in str(caught.value.__cause__)
 
 
+@pytest.mark.slow("starts ranks again after each failure")
 def test_the_last_death_is_named() -> None:
     """A rank that was killed in the last attempt is told with its signal."""
     with pytest.raises(WorkerDiedError, match=r"rank 1 on .* ended without a word: killed by SIGKILL") as caught:
@@ -98,6 +101,7 @@ def fit(model: nn.Module, optimizer: torch.optim.Optimizer) -> int:
     return placement().world_size
 
 
+@pytest.mark.slow("starts ranks again after each failure")
 def test_the_callers_model_is_trained() -> None:
     """retrofit writes home what the last attempt has trained, from where the caller's model was."""
     model = nn.Linear(2, 1)
@@ -121,6 +125,7 @@ def test_a_stall_is_reported() -> None:
         stand_still()
 
 
+@pytest.mark.slow("starts ranks again after each failure")
 def test_the_caller_is_as_it_was() -> None:
     """Variables, signal handlers and log levels that torch's agent changes are given back, also after a failure."""
     handlers = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)]
@@ -134,6 +139,7 @@ def test_the_caller_is_as_it_was() -> None:
 
 
 @pytest.mark.parametrize("kind", ["", "raise", "die"])
+@pytest.mark.slow("starts ranks again after each failure")
 def test_no_file_is_left(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither ours nor torch's, and what a killed caller has left is removed by the next."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))

@@ -77,6 +77,7 @@ def small_group() -> Iterator[Path]:
     group.rmdir()
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_the_kernel_ends_a_rank_for_want_of_memory(small_group: Path, tmp_path: Path) -> None:
     """A rank that takes more memory than there is comes back with the kernel's count."""
     program = tmp_path / "program.py"

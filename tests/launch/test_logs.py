@@ -59,6 +59,7 @@ def _talk_twice(marks: Path) -> None:
     os.write(2, b"done\n")
 
 
+@pytest.mark.slow("waits for a writer to end")
 def test_under_elastic(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """What ranks print that start again after a crash is in their files, of all attempts, and on the console."""
     folder = tmp_path / "logs"
@@ -89,6 +90,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow("waits for a writer to end")
 def test_in_one_process(tmp_path: Path) -> None:
     """A call in the caller's own process has its files too, however it ends."""
     (tmp_path / "program.py").write_text(ONE)
@@ -176,6 +178,7 @@ def test_a_progress_bar(tmp_path: Path) -> None:
         run.communicate()
 
 
+@pytest.mark.slow("waits for a writer to end")
 def test_what_holds_on(tmp_path: Path) -> None:
     """A process that a rank leaves behind with its output open does not keep the call waiting."""
     start = time.monotonic()

@@ -153,6 +153,7 @@ def test_it_trains() -> None:
     assert torch.allclose(model.weight, alone.weight)
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_an_exception_in_its_own_type() -> None:
     """An exception of a rank is raised in the caller, with its type, rank and remote traceback."""
 

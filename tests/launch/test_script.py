@@ -68,6 +68,7 @@ if __name__ == "__main__":
         slow(["-X", "dev", "-W", "ignore", "two.py"], why=INTERPRETERS),
     ],
 )
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_two_calls_in_one_script(how: list[str], tmp_path: Path) -> None:
     """The ranks take rank 0's result from call to call, and only rank 0 runs on after the last."""
     (tmp_path / "two.py").write_text(TWO_CALLS)
@@ -88,6 +89,7 @@ def test_inline_code(tmp_path: Path) -> None:
     assert run(["-c", code], tmp_path).count("got [0, 1]") == 1
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_no_main_guard_is_needed(tmp_path: Path) -> None:
     """Code at the top level runs in every rank, and the call in it is joined."""
     (tmp_path / "bare.py").write_text(
@@ -123,6 +125,7 @@ def test_caller_is_unchanged(tmp_path: Path) -> None:
     assert run(["same.py"], tmp_path).count("same") == 1
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_a_rank_fails(tmp_path: Path) -> None:
     """While rank 0 works or waits, another rank's exception ends the run, and is raised in its own type."""
     (tmp_path / "fails.py").write_text(
@@ -187,6 +190,7 @@ def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     assert "Ask for the same number in all calls" in run(["grows.py"], tmp_path, code=1)
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_interactive_session_is_refused() -> None:
     """Where there is no script to run again, that is said."""
     code = "import distwrap as dw\ndw.distributed(nprocs=2, launcher='script')(dw.world_size)()\n"

@@ -71,6 +71,7 @@ def run(folder: Path, *arguments: str, **env: str) -> subprocess.CompletedProces
 @pytest.mark.parametrize(
     "how", [["moves.py"], slow(["-m", "moves"], why=INTERPRETERS), slow(["./moves.py"], why=INTERPRETERS)], ids=str
 )
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_argparse_and_another_folder(how: list[str], tmp_path: Path) -> None:
     """A script that parses arguments, changes sys.argv and goes to another folder does so in each rank anew."""
     (tmp_path / "moves.py").write_text(MOVES)

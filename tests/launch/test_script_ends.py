@@ -138,6 +138,7 @@ class Run:
         slow("one is killed", "WorkerDiedError: rank 1 on .* killed by SIGKILL", why=INTERPRETERS),
     ],
 )
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_a_failure(what: str, words: str, tmp_path: Path) -> None:
     """A failure of either rank ends the script with its exception, whatever the other one is doing."""
     with Run(tmp_path, what) as run:
@@ -163,6 +164,7 @@ def test_the_interrupt_comes_in_the_function_alone() -> None:
         signal.raise_signal(zero._SIGNAL)
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_the_interrupt_after_a_failure_comes_late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What wakes rank 0 after another's failure is no Ctrl-C, though the failure had woken rank 0 by then."""
     monkeypatch.setenv("LATE", "0.1")
@@ -173,6 +175,7 @@ def test_the_interrupt_after_a_failure_comes_late(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.parametrize("what", [slow("zero in a collective", why=INTERPRETERS), "one in a collective"])
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_ctrl_c(what: str, tmp_path: Path) -> None:
     """A Ctrl-C ends the run within seconds, also where rank 0 waits in native code."""
     with Run(tmp_path, what) as run:
@@ -248,6 +251,7 @@ def test_a_start_that_fails_midway(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["return", slow("sys.exit(0)", why=INTERPRETERS)])
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_a_rank_that_leaves_early(how: str, tmp_path: Path) -> None:
     """A rank that returns or exits cleanly before the others is named by rank 0, which waits for it."""
     program = tmp_path / "leaves.py"
@@ -264,6 +268,7 @@ def test_a_rank_that_leaves_early(how: str, tmp_path: Path) -> None:
     assert re.search("CollectiveError: rank 0 on .* waited in a collective for rank 1, which had left", done.stderr)
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_a_signal_of_another_program_is_no_failure(tmp_path: Path) -> None:
     """What wakes rank 0 is sent by others too: Go's runtime sends it to its own process."""
     program = tmp_path / "urgent.py"

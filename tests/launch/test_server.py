@@ -42,6 +42,7 @@ def test_a_start_that_is_interrupted_leaves_no_rank(monkeypatch: pytest.MonkeyPa
     assert sorted(os.listdir("/proc/self/fd")) == before, kept
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_the_server_ends_with_its_caller_also_while_it_imports(tmp_path: Path) -> None:
     """A caller that ends at once leaves no server that still imports torch, which takes it seconds."""
     folder = tmp_path / "slow"
@@ -106,6 +107,7 @@ def test_a_variable_that_is_read_at_start_starts_another(monkeypatch: pytest.Mon
     forkserver.warm_server()
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_a_killed_server_is_replaced() -> None:
     """When somebody kills the server, the next launch starts another."""
     server = forkserver.warm_server()
@@ -115,6 +117,7 @@ def test_a_killed_server_is_replaced() -> None:
 
 
 @pytest.mark.parametrize("launcher", ["forkserver", slow("spawn", why=INTERPRETERS)])
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_no_main_guard_is_needed(launcher: str, tmp_path: Path) -> None:
     """By value a script needs no main guard, is not imported again, and its classes work on the ranks."""
     (tmp_path / "bare.py").write_text(
@@ -187,6 +190,7 @@ if __name__ == "__main__":
     ("launcher", "named"),
     [("forkserver", False), *(slow(*each, why=INTERPRETERS) for each in [("forkserver", True), ("spawn", False)])],
 )
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_settings_are_the_callers(launcher: str, named: bool, tmp_path: Path) -> None:
     """Settings of torch, logging and Python made at the top level hold on the ranks, with cloudpickle and without."""
     (tmp_path / "settings.py").write_text((HIDE if named else "") + SETTINGS)
@@ -208,6 +212,7 @@ u.find_spec = lambda name, *a: None if name == 'cloudpickle' else find(name, *a)
 """
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_a_module_of_a_package_by_name(tmp_path: Path) -> None:
     """Without cloudpickle ``python -m package.train`` works too, whose imports may be relative."""
     package = tmp_path / "package"
@@ -266,6 +271,7 @@ def test_two_runs_at_once() -> None:
         assert list(pool.map(total, [0, 10, 20, 30])) == [[n, n + 1] for n in (0, 10, 20, 30)]
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_random_numbers_start_as_the_callers() -> None:
     """Ranks start with the caller's random state, whichever way they are started."""
     import torch

@@ -127,6 +127,7 @@ def said(errors: str) -> list[str]:
 
 
 @pytest.mark.parametrize("launcher", ["fork", slow("forkserver", why=INTERPRETERS)])
+@pytest.mark.slow("waits for a limit to pass")
 def test_ctrl_c_with_loader_workers(launcher: str, tmp_path: Path, runs: list[Run]) -> None:
     """Where loader workers are at work, a Ctrl-C is one line too."""
     runs.append(run := Run(tmp_path, launcher, "with workers"))
@@ -145,6 +146,7 @@ def test_ctrl_c_in_a_collective(tmp_path: Path, runs: list[Run]) -> None:
     assert run.ended()[0] == -signal.SIGINT
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_a_second_ctrl_c(tmp_path: Path, runs: list[Run]) -> None:
     """Ranks that do not want to end are given some time, here very long, and none after the second Ctrl-C."""
     runs.append(run := Run(tmp_path, "fork", "stubborn"))
@@ -156,6 +158,7 @@ def test_a_second_ctrl_c(tmp_path: Path, runs: list[Run]) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, slow(signal.SIGUSR2, why=INTERPRETERS)])
+@pytest.mark.slow("waits for a limit to pass")
 def test_a_signal_that_ends_the_ranks(number: signal.Signals, tmp_path: Path, runs: list[Run]) -> None:
     """A caller that is asked to stop ends by that signal, as it would have without ranks, after all of them."""
     runs.append(run := Run(tmp_path, "forkserver", ""))

@@ -130,6 +130,7 @@ def test_grandchildren_are_stopped_too(launcher: str, tmp_path: Path) -> None:
     assert not is_alive(pid)
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_run_ranks_ends_in_time(capfd: pytest.CaptureFixture[str]) -> None:
     """A test body that hangs on one rank fails in time, with the Python stack of the rank."""
 
@@ -194,6 +195,7 @@ def test_waiting_for_a_rank_that_is_done_is_explained(launcher: str) -> None:
 
 
 @pytest.mark.parametrize("launcher", ["fork", "forkserver"])
+@pytest.mark.slow("waits for a limit to pass")
 def test_a_clean_exit_on_one_rank_is_no_end_for_the_others(launcher: str) -> None:
     """A rank that calls sys.exit(0) has left as by a return: others go on; one that waits for it, or all: an error."""
 

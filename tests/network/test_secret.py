@@ -193,6 +193,7 @@ sys.stdin.read()
 
 
 @needs_root
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_another_user_gets_none(tmp_path: Path) -> None:
     """A stranger who joins as a rank reads no secret, and his own is not taken: the run has none then."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))

@@ -18,6 +18,7 @@ from tests.clusters.running import environment
 from tests.limits import SOON
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_a_store_is_found_among_strangers() -> None:
     """Where a stranger has the first port, rank 0 takes the next, and the others find it there."""
     ports = stores.ports_of("a job of this test")
@@ -37,6 +38,7 @@ def test_another_jobs_store_is_passed_over() -> None:
     del other, mine
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_a_taken_port_is_told() -> None:
     """Where the only port is taken, the error says which, and how to see by whom."""
     with (
@@ -59,6 +61,7 @@ def test_a_port_that_is_refused_for_an_instant_is_asked_for_again() -> None:
     del store
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_a_store_that_closes_just_now_is_no_stranger(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 may close an earlier group's store while the others come for the next, and take its time to come."""
     monkeypatch.setattr(stores, "_ROUND_TRIP_SECONDS", 1.0)
@@ -88,6 +91,7 @@ def test_ports_follow_from_the_job() -> None:
     assert len(set(first)) > 0.95 * len(first)
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_a_stranger_that_never_answers() -> None:
     """Who listens and does not speak our language is told within the limit, though torch itself would wait."""
     # In a process of its own: the thread that asks stays until the stranger is gone.

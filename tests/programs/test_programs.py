@@ -76,6 +76,7 @@ def _words(found: Found | str) -> str:
         *(slow(part, 3, why=MORE_RANKS) for part in range(0, PARTS, 2)),
     ],
 )
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_programs_give_the_numbers_of_one_process(part: int, nprocs: int, tmp_path: Path) -> None:
     """160 programs, in which each pair of parts comes up, and half of them on three ranks too."""
     assert not compare(PROGRAMS[part::PARTS], tmp_path, nprocs)

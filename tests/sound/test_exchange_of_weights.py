@@ -147,6 +147,7 @@ def _by_each() -> dict[tuple[str, str], list[torch.Tensor]]:
     return found
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_weights_are_exchanged_whatever_optimizers_hold_them() -> None:
     """New objects, and several of them for parts of the model, train as one optimizer does."""
     for found in run_ranks(_by_each, 2):
@@ -343,6 +344,7 @@ def _complex(comms: list[str | None], dtype: torch.dtype) -> dict[str | None, to
 
 @without_complex
 @pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_complex_weights_keep_both_their_parts(dtype: torch.dtype) -> None:
     """The loss is linear in its gradient, so that every algorithm of means ends where plain DDP does."""
     exact = [None, "allreduce", "bytegrad", "powersgd", "topk", "bf16", "bytegrad(hierarchical=True)"]
@@ -396,6 +398,7 @@ def _in_one_and_in_two() -> dict[tuple[float, str], tuple[torch.Tensor, torch.Te
     }
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_qadam_adds_up_the_gradients_of_several_backwards() -> None:
     """After its warm-up too; and gradients that are set to zero in between are forgotten."""
     first, second = run_ranks(_in_one_and_in_two, 2)

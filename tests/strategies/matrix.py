@@ -21,7 +21,6 @@ from distwrap.testing.behaviours.gradients import SMALL_NORM, counted, windows
 from distwrap.testing.behaviours.nets import small
 from distwrap.testing.behaviours.precisions import BF16_TOLERANCE, FP16_TOLERANCE
 from distwrap.testing.behaviours.sides import EXACT, ROUNDED, OneProcess, Trial, adamw, sgd
-from tests.limits import MORE_RANKS
 from tests.strategies.conformance import NodesOfOne, Pair
 
 EPOCHS, BATCHES = 3, 4
@@ -54,7 +53,6 @@ class Row:
         nprocs: number of ranks.
         refuses: words of the combinations that it refuses by name, as ``"lbfgs"`` or ``"fp16 overflow"``.
         lacks: words of those that are not asked of it.
-        slow: why it is for `make test-all` alone, if it is.
     """
 
     name: str
@@ -62,31 +60,31 @@ class Row:
     nprocs: int = 2
     refuses: tuple[str, ...] = ()
     lacks: tuple[str, ...] = ()
-    slow: str = ""
 
 
-# Of a strategy whose row on two ranks has it: rounding does not depend on how many there are.
-ROUNDED_AGAIN = ("accumulate, float32", "scale_loss, float32", "clip, float32")
+# What another row shows: rounding does not depend on how many ranks there are, nor the gradients on the optimizer, of
+# which SGD is the one that sees their size.
+AGAIN = (*(f"{way}, float32" for way in EXACTLY), *(f"adamw, {way}" for way in EXACTLY if way != "plain"))
 
 ROWS = (
     Row("ddp", "ddp"),
-    Row("ddp on three ranks", "ddp", 3, lacks=ROUNDED_AGAIN, slow=MORE_RANKS),
-    Row("ddp on four ranks", "ddp", 4, lacks=ROUNDED_AGAIN, slow=MORE_RANKS),
-    Row("ddp2", NodesOfOne(), slow="ddp's own code, where a node has no accelerators"),
+    Row("ddp on three ranks", "ddp", 3, lacks=AGAIN),
+    Row("ddp on four ranks", "ddp", 4, lacks=AGAIN),
+    Row("ddp2", NodesOfOne(), lacks=AGAIN),
     Row("zero1", "zero1", refuses=("lbfgs",)),
-    Row("zero1 on three ranks", "zero1", 3, refuses=("lbfgs",), lacks=ROUNDED_AGAIN, slow=MORE_RANKS),
+    Row("zero1 on three ranks", "zero1", 3, refuses=("lbfgs",), lacks=AGAIN),
     Row("zero2", "zero2", refuses=("lbfgs",)),
     Row("fsdp", "fsdp", refuses=("lbfgs",)),
-    Row("fsdp on three ranks", "fsdp", 3, refuses=("lbfgs",), lacks=ROUNDED_AGAIN, slow=MORE_RANKS),
-    Row("hsdp", FSDPStrategy(shard=2), 4, refuses=("lbfgs",), slow=MORE_RANKS),
+    Row("fsdp on three ranks", "fsdp", 3, refuses=("lbfgs",), lacks=AGAIN),
+    Row("hsdp", FSDPStrategy(shard=2), 4, refuses=("lbfgs",), lacks=AGAIN),
     Row("tp", "tp", refuses=("lbfgs",)),
-    Row("cp", "cp", refuses=("lbfgs",), slow="tp's code, whose blocks get no sequences here"),
-    Row("fsdp+tp", FSDPStrategy(tensor_parallel=2), 4, refuses=("lbfgs",), slow=MORE_RANKS),
+    Row("cp", "cp", refuses=("lbfgs",), lacks=AGAIN),
+    Row("fsdp+tp", FSDPStrategy(tensor_parallel=2), 4, refuses=("lbfgs",), lacks=AGAIN),
     Row("pipeline", "pipeline", refuses=("lbfgs",)),
-    Row("pipeline on three ranks", "pipeline", 3, refuses=("lbfgs",), lacks=ROUNDED_AGAIN, slow=MORE_RANKS),
-    Row("two pipelines", PipelineStrategy(stages=2), 4, refuses=("lbfgs",), lacks=ROUNDED_AGAIN, slow=MORE_RANKS),
+    Row("pipeline on three ranks", "pipeline", 3, refuses=("lbfgs",), lacks=AGAIN),
+    Row("two pipelines", PipelineStrategy(stages=2), 4, refuses=("lbfgs",), lacks=AGAIN),
     Row("by hand", Pair(), refuses=("fp16 overflow",)),
-    Row("by hand, two pairs", Pair(), 4, refuses=("fp16 overflow",), lacks=ROUNDED_AGAIN, slow=MORE_RANKS),
+    Row("by hand, two pairs", Pair(), 4, refuses=("fp16 overflow",), lacks=AGAIN),
 )
 
 
@@ -147,4 +145,3 @@ def _compared(trial: Trial, *, make: Callable[[Any], Optimizer], way: str, dtype
 
 
 COMBINATIONS = _combinations()
-HEART = {"adamw, plain, float64", "adamw, scale_loss, float64", "sgd, clip, float64", "sgd, bf16, float32"}  # quick

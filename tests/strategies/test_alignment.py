@@ -26,6 +26,7 @@ def _late() -> float:
     return float(model(torch.ones(1, 4)))
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_a_rank_that_is_late_out_of_wrap_model_is_waited_for() -> None:
     """A busy machine may keep a rank in wrap_model() while another one runs its first forward."""
     first, second = run_ranks(_late, 2)
@@ -46,6 +47,7 @@ def _waits_for_a_third() -> float:
         return float(model(torch.ones(1, 4)))
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_a_rank_that_waits_for_one_that_computes_is_waited_for() -> None:
     """A rank stands in an exchange of the user's own with a third one, which is still to come to it."""
     assert len(set(run_ranks(_waits_for_a_third, 3))) == 1

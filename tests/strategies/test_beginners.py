@@ -59,6 +59,7 @@ def _drawn_anew() -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in state.items()}
 
 
+@pytest.mark.slow("makes many mistakes, each in a launch of its own")
 def test_numbers_drawn_after_wrapping_are_those_of_one_process() -> None:
     """Each rank keeps its share of the numbers that one process draws, not the same numbers as the others."""
     expected = distributed(nprocs=1, strategy="ddp")(_drawn_anew)()
@@ -85,6 +86,7 @@ def _reads() -> list[object]:
     return [weight.norm().item(), float(weight.sum()), weight.tolist(), f"{weight.norm():.4f}", weight.sum() > 9]
 
 
+@pytest.mark.slow("makes many mistakes, each in a launch of its own")
 def test_numbers_that_a_loop_reads() -> None:
     """A norm or a sum of a weight is the whole weight's, on every rank."""
     expected = distributed(nprocs=1, strategy="ddp")(_reads)()
@@ -173,6 +175,7 @@ def _made(mistakes: list[Mistake], path: str) -> dict[str, str]:
     return found
 
 
+@pytest.mark.slow("makes many mistakes, each in a launch of its own")
 def test_the_first_mistakes_are_answered_with_what_to_do(tmp_path: Path) -> None:
     """Each error names one way out, which is that of the mistake."""
     found = _made([*MISTAKES], str(tmp_path / "a.pt"))
@@ -187,6 +190,7 @@ def _ends(mistake: Mistake, path: str) -> None:
 
 
 @pytest.mark.parametrize("mistake", ENDING, ids=lambda mistake: mistake.__name__)
+@pytest.mark.slow("makes many mistakes, each in a launch of its own")
 def test_mistakes_in_a_loop_end_with_what_to_do(mistake: Mistake, tmp_path: Path) -> None:
     """Where ranks part, or a step goes wrong, the error names the cause rather than another one."""
     with pytest.raises(DistwrapError, match=ENDING[mistake]):
@@ -202,6 +206,7 @@ def _steps_a_copy(before: bool) -> None:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2", "fsdp", "tp", "pipeline"])
+@pytest.mark.slow("makes many mistakes, each in a launch of its own")
 def test_an_optimizer_of_a_copy_is_an_error(strategy: str) -> None:
     """It would train nothing, whenever it was made."""
     for before in (True, False):

@@ -73,6 +73,7 @@ class Apart(DDPStrategy):
         ("raises", r"clip_tells_the_norm: rank 1 failed, and rank 0 did not come to its end in 1 s: ZeroDivisionError"),
     ],
 )
+@pytest.mark.slow("ends ranks that hang, one after the other")
 def test_what_goes_wrong_is_told_by_name(how: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A wrong number, a hang, a death, an exception on one rank: the behaviour is named, and the others have run."""
     monkeypatch.setattr(conformance, "_LIMIT", 1.0)
@@ -120,6 +121,7 @@ def test_a_broken_run_is_no_refusal(how: str) -> None:
         check_strategy(WrongClip(how), only=["clip_tells_the_norm"], refuses=["clip_tells_the_norm"])
 
 
+@pytest.mark.slow("ends ranks that hang, one after the other")
 def test_numbers_are_compared_with_one_process() -> None:
     """A strategy under which each rank trains alone fails wherever a number comes out."""
     with pytest.raises(ConformanceError) as caught:

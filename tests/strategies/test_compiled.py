@@ -44,6 +44,7 @@ def trained(dropout: float = 0.0, backend: str = "eager") -> list[float]:
 
 
 @pytest.mark.parametrize("strategy", ["tp", "cp"])
+@pytest.mark.slow("compiles a model")
 def test_a_compiled_model_in_a_group_trains_as_in_one_process(strategy: str) -> None:
     """Under tp blocks are compiled as they are cut, but for their proof; under cp torch.compile leaves them alone."""
     expected = trained()
@@ -51,6 +52,7 @@ def test_a_compiled_model_in_a_group_trains_as_in_one_process(strategy: str) -> 
         assert losses == pytest.approx(expected, rel=1e-9)
 
 
+@pytest.mark.slow("compiles a model")
 def test_pieces_draw_each_their_own_dropout_where_a_model_is_compiled() -> None:
     """Compiled blocks would draw one mask of dropout on all ranks, for other pieces on each."""
     train = distributed(strategy="tp", nprocs=2, timeout=120, seed=0)(trained)

@@ -177,6 +177,7 @@ def _trained() -> tuple[dict[str, float], str]:
     ("strategy", "ranks"),
     [("cp", 2), slow(FSDPStrategy(context_parallel=2), 4, why="four ranks"), slow("cp", 4, why="four ranks")],
 )
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_numbers_are_those_of_one_process(strategy: Any, ranks: int) -> None:
     """Causal, bidirectional, rotated, padded, grouped and crossed attention train to the weights of one process."""
     found, table = distributed(nprocs=ranks, strategy=strategy)(_trained)()
@@ -237,6 +238,7 @@ def _refused() -> tuple[list[str], float]:
     return said, far
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_what_is_not_seen_is_refused() -> None:
     """Blocks that see the sequence in another way are errors by name; without gradients any length is computed."""
     said, far = distributed(nprocs=2, strategy="cp")(_refused)()
@@ -279,6 +281,7 @@ def _saved() -> tuple[float, float]:
     return count(model), count(layer)
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_a_piece_needs_a_piece_of_the_memory() -> None:
     """Each of two ranks keeps about half of the activations; keys and values are whole."""
     mine, whole = distributed(nprocs=2, strategy="cp")(_saved)()

@@ -157,6 +157,7 @@ def trained_alone() -> nn.Module:
         slow(FSDPStrategy(tensor_parallel=2), 4, why="four ranks"),
     ],
 )
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_changes_of_parts_are_those_of_one_process(strategy: Any, ranks: int) -> None:
     """Rows, slices, masks, chunks and views of weights, gradients and states; and draws."""
     assert max(distributed(nprocs=ranks, strategy=strategy, returns="all")(far)()) < 1e-9
@@ -214,6 +215,7 @@ def noisy() -> float:
     return max(float((state[name] - value).abs().max()) for name, value in net.state_dict().items())
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_an_optimizer_that_draws() -> None:
     """Under fsdp and tp it draws the numbers of one process; where ranks step some of the parameters, it is refused."""
     for strategy in ("fsdp", "tp"):
@@ -242,6 +244,7 @@ def row_wise(path: str) -> float:
     return max(found)
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_a_state_of_other_sizes_is_saved_and_loaded(tmp_path: Any) -> None:
     """A mean of each row and a sum of all numbers, of which ranks have parts that are not added up."""
     for strategy in ("fsdp", "tp"):

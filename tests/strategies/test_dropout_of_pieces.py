@@ -120,6 +120,7 @@ def _all() -> Any:
     ],
     ids=["tp", "by sequence", "cp"],
 )
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_masks_are_apart_where_ranks_have_pieces(strategy: Any, alike: set[str]) -> None:
     """Ranks drop other heads, columns and words, and the same of what all have; what is computed again drops alike."""
     *dropped, again = distributed(nprocs=2, strategy=strategy)(_all)()

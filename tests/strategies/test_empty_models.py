@@ -81,6 +81,7 @@ def numbers() -> dict[str, dict[str, torch.Tensor]]:
     return found
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_numbers_are_those_of_one_process() -> None:
     """Each strategy gives an empty model the same numbers, by the reset_parameters() of whatever module draws them."""
     expected = distributed(nprocs=1, strategy="fsdp")(numbers)()

@@ -151,6 +151,7 @@ def test_activations_are_those_of_a_real_forward() -> None:
     assert activation_bytes(empty, [input_of("16x12")]) == activation_bytes(real, [batch]) > 16 * 250 * 4 * 12
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_auto_trains_as_one_process_whatever_it_chooses() -> None:
     """With less and less memory it takes the next strategy, on all ranks, and the weights are one process's."""
     torch.manual_seed(0)
@@ -258,6 +259,7 @@ def test_the_stages_of_a_pipeline(precision: str) -> None:
     assert "nobody to divide with" in estimate_stages(Net(24), 1, in_precision, make).why_not
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_the_command(tmp_path: Path) -> None:
     """It prints a row for each strategy, and the recommendation, and allocates none of 40 billion weights."""
     (tmp_path / "nets.py").write_text(
@@ -356,6 +358,7 @@ class Cut(nn.Sequential):
         )
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_what_tensor_parallelism_cuts_is_divided() -> None:
     """Pairs of layers, attention and large embeddings are divided by the ranks of a node, the rest is whole."""
     make, in_precision = optimizer("adamw"), InPrecision("32", torch.device("cpu"))

@@ -145,6 +145,7 @@ def _many_ways() -> dict[str, float]:
 
 
 @pytest.mark.parametrize(("strategy", "ranks"), [("fsdp", 2), ("fsdp", 3), (FSDPStrategy(shard=2), 4)])
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_numbers_are_those_of_one_process(strategy: Any, ranks: int) -> None:
     """Units of any choice, activations computed again, methods that train: the weights are those of one process."""
     for found in distributed(nprocs=ranks, strategy=strategy, returns="all")(_many_ways)():
@@ -363,6 +364,7 @@ def _everything() -> dict[str, Any]:
     }
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_a_loop_finds_what_it_expects() -> None:
     """Clips, windows, states, buffers, precisions, hooks, copies: right, or refused by name."""
     for found in distributed(nprocs=2, strategy="fsdp", returns="all")(_everything)():
@@ -392,6 +394,7 @@ def _empty() -> tuple[float, float, int]:
     return float(sum(value.double().abs().sum() for value in state.values())), float(state["scale"].sum()), before
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_a_model_without_numbers_gets_the_same_on_any_number_of_ranks() -> None:
     """init_empty(): what is drawn over two and three ranks is what is drawn in one process."""
     sums = [distributed(nprocs=ranks, strategy="fsdp")(_empty)() for ranks in (1, 2, 3)]
@@ -425,6 +428,7 @@ def _forward_on_one_rank(where: str) -> None:
 
 
 @pytest.mark.parametrize("where", ["in training", "rank 0 evaluates", "uneven"])
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_a_forward_on_one_rank_is_an_error_at_once(where: str) -> None:
     """Where one rank runs a forward that the others do not, all end with its name, and not with a time limit."""
     began = time.monotonic()

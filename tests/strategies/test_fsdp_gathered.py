@@ -209,6 +209,7 @@ def _ways(options: dict[str, Any]) -> dict[str, float]:
 
 
 @pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}, {"checkpointing": True}])
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_between_a_forward_and_its_backward(options: dict[str, Any]) -> None:
     """Zeroed, frozen, collected or changed in between, or after an exception: the weights are those of one process."""
     for found in run_ranks(_ways, 2, options):
@@ -298,6 +299,7 @@ def _changed(change: Callable[[Net], object]) -> Net:
     return net
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_types_are_those_of_the_parameters_at_any_time() -> None:
     """First run without gradients, frozen at first, or of two types: the gradients are exact; or refused by name."""
     for *exact, in_bf16 in run_ranks(_of_all_types, 2):

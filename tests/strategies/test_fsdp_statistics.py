@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
@@ -65,6 +66,7 @@ def _of_divided(folder: Path) -> None:
     assert own.seen == [2] * 5
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_statistics_and_versions(tmp_path: Path) -> None:
     """A forward that is computed again counts its batch once, and a module learns which version wrote its state."""
     distributed(nprocs=2, strategy="fsdp")(_of_divided)(tmp_path)

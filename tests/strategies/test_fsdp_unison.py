@@ -102,6 +102,7 @@ def _in_unison() -> tuple[float, list[int]]:
     return far, numbers
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_ranks_that_change_their_order_together() -> None:
     """Layers dropped alike on all ranks, units used twice, heads in turn: the numbers are those of one process.
 
@@ -149,6 +150,7 @@ WORDS = {
 
 
 @pytest.mark.parametrize(("what", "at"), [*((what, 2) for what in WORDS), ("other", 0), ("heads", 0)])
+@pytest.mark.slow("waits for a limit to pass")
 def test_ranks_apart_are_an_error(what: str, at: int) -> None:
     """Where a rank runs other units than the others, or in another order, all end with the names, in time."""
     began = time.monotonic()
@@ -207,6 +209,7 @@ def _with_zeros() -> float:
     return _distance(model, net)
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_parameters_without_a_gradient_have_zeros() -> None:
     """Experts that some ranks run, and heads that some use, are right where the loop asks for zeros.
 

@@ -168,6 +168,7 @@ def _everything() -> dict[str, float]:
     return {**_backwards(), **_between_forwards()}
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_every_backward_is_exchanged() -> None:
     """Objects, attributes, views, methods, and changes between forwards: the numbers are those of one process."""
     for found in distributed(nprocs=2, strategy="fsdp", returns="all")(_everything)():
@@ -389,6 +390,7 @@ def _other_uses() -> dict[str, float]:
     return found
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_other_uses_are_right_or_refused() -> None:
     """Lists of parameters, torch.save, parameter.data, changes in a forward, hooks, windows that are left."""
     for found in distributed(nprocs=2, strategy="fsdp", returns="all")(_other_uses)():
@@ -404,6 +406,7 @@ def _number_on_one_rank() -> None:
     model(share(inputs()).float())
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_a_number_of_divided_tensors_on_one_rank_is_an_error() -> None:
     """It is added up by all ranks; one alone would wait, or get what another exchange sends."""
     with pytest.raises(CollectiveError, match=r"rank 0 takes a number of div.* rank 1 is|rank 1 runs .* rank 0 is"):
@@ -417,6 +420,7 @@ def _mixed() -> None:
         mean.detach().lerp_(new, 0.1)
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_divided_and_whole_tensors_in_one_operation_are_explained() -> None:
     """torch's words about mixed tensors come with what to do."""
     with pytest.raises(ModelError, match=r"aten.lerp_.Scalar was given a whole tensor.*Wrap a second model"):

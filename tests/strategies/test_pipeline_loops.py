@@ -286,6 +286,7 @@ def everything(*names: str) -> dict[str, Found]:
     ],
     ids=["one pipeline", "more of it", "two pipelines"],
 )
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_loops_train_as_one_process_does(nprocs: int, names: list[str]) -> None:
     """Whatever a loop freezes, counts, clips or recomputes, weights, buffers and losses are those of one process."""
     [expected] = run_ranks(everything, 1, *names, timeout=60)
@@ -333,6 +334,7 @@ def refused() -> None:
         dw.backward(model.loss(x, y))
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_what_a_stage_cannot_tell_is_refused_by_name() -> None:
     """A scaler of the loop's own, a stage without gradients in fp16 and a block in an old checkpoint are errors."""
     dw.distributed(strategy="pipeline", nprocs=2, timeout=60)(refused)()
@@ -349,6 +351,7 @@ def saved_often(folder: Path) -> list[int]:
     return found
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_saves_leave_nothing_behind(tmp_path: Path) -> None:
     """Ten saves in parts make no more groups of ranks than two."""
     for found in dw.distributed(strategy="pipeline", nprocs=2, returns="all", timeout=60)(saved_often)(tmp_path):

@@ -118,6 +118,7 @@ def ranks(folder: Path) -> list[dict[str, Any]]:
     return list(found)
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_shares_go_by_the_strategys_layout(ranks: list[dict[str, Any]]) -> None:
     """Ranks of one copy take the same share; what is exchanged by share and what by rank keep apart."""
     assert [found["share"] for found in ranks] == [[[0, 2], [4, 6]]] * 2 + [[[1, 3], [5, 7]]] * 2
@@ -205,6 +206,7 @@ def test_shards_of_a_strategy_are_no_strangers_to_the_first_step() -> None:
         train(True)
 
 
+@pytest.mark.slow("starts interpreters, each of which imports torch")
 def test_a_strategy_of_the_script_itself_goes_to_fresh_processes(tmp_path: Path) -> None:
     """A strategy whose class is in the script, or in a notebook, reaches ranks that have not imported the script."""
     example = Path(__file__).parents[2] / "examples" / "custom_strategy.py"

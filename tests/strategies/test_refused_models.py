@@ -52,6 +52,7 @@ def _of_gradients(strategy: str) -> None:
                 getattr(torch.optim, kind)(parameters).step(lambda: 0.0)
 
 
+@pytest.mark.slow("makes many mistakes, each in a launch of its own")
 def test_what_cannot_be_divided_is_refused() -> None:
     """Models divided already, sparse gradients, graphs of gradients and steps of whole matrices are errors by name."""
     for strategy in ("fsdp", "zero2"):

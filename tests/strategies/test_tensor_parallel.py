@@ -108,6 +108,7 @@ def _trained() -> tuple[dict[str, float], dict[str, str]]:
         slow("tp", 3, why="three ranks"),
     ],
 )
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_numbers_are_those_of_one_process(strategy: Any, ranks: int) -> None:
     """Blocks as in Llama, GPT and torch train to the weights of one process, clipped and accumulated."""
     found, tables = distributed(nprocs=ranks, strategy=strategy)(_trained)()
@@ -153,6 +154,7 @@ def _refused() -> list[str]:
     return said
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_a_wrong_plan_is_an_error_by_name() -> None:
     """A plan that computes something else, or names what is not there, is refused, and so are unlike batches."""
     said = distributed(nprocs=2, strategy="tp")(_refused)()
@@ -234,6 +236,7 @@ def _goes_around(folder: Path) -> dict[str, float]:
 
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module")  # torch's, of any head over three dimensions
 @pytest.mark.parametrize(("strategy", "ranks"), [("tp", 2), slow(TWO_BY_TWO, 4, why="four ranks")])
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_states_masks_and_vocabularies(strategy: Any, ranks: int, tmp_path: Path) -> None:
     """Checkpoints of both forms, large embeddings and heads, and masks of attention are as in one process."""
     found = distributed(nprocs=ranks, strategy=strategy)(_goes_around)(tmp_path)
@@ -258,6 +261,7 @@ def _in_bf16() -> float:
     return distance(model, net)
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_half_precision() -> None:
     """In bf16 the weights are those of one process in bf16, but for its rounding."""
     assert distributed(nprocs=2, strategy="tp")(_in_bf16)() < 5e-3
@@ -267,6 +271,7 @@ def _wraps_one_layer() -> None:
     dw.wrap_model(nn.Linear(3, 1))
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_a_model_of_which_nothing_is_cut_is_told(capfd: Any, monkeypatch: Any) -> None:
     """Then each rank computes and holds all of it."""
     monkeypatch.delenv("DISTWRAP_QUIET", raising=False)

@@ -167,6 +167,7 @@ def go_on(strategies: list[str], folder: Path) -> dict[tuple[str, str], torch.Te
     return found
 
 
+@pytest.mark.slow("trains many loops, and each of them in one process besides")
 def test_a_checkpoint_goes_from_each_strategy_to_each_at_any_number_of_ranks(tmp_path: Path) -> None:
     """What 3 ranks have saved, in one file or in parts, 2 ranks and one process load bit by bit, and the other way."""
     folder, strategies = tmp_path / "saved", ["ddp", "zero1", "zero2"]

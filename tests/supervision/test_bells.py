@@ -91,12 +91,14 @@ def _sizes() -> list[int]:
 
 
 @pytest.mark.parametrize("launcher", ["forkserver", "elastic"])
+@pytest.mark.slow("waits for a limit to pass")
 def test_the_store_of_one_node_does_not_grow(launcher: str) -> None:
     """While ranks go on and nobody asks anything, nothing is added to the file in which they met."""
     for before, after in dw.distributed(_sizes, nprocs=2, launcher=launcher, returns="all")():
         assert before == after
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_a_quiet_rank_leaves_the_store_alone() -> None:
     """Ranks of one node look at the store when they start, say now and then where they are, and that is all."""
     server = _serve()
@@ -233,6 +235,7 @@ def test_a_writer_that_is_killed_midway() -> None:
     assert board.read(2) == {"seen": 1}
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_many_who_ask_at_once_ask_once() -> None:
     """Of ranks that ask all others at the same time one does, and all have the same answer."""
     server = _serve()

@@ -63,6 +63,7 @@ def test_a_rank_that_cannot_answer() -> None:
     assert time.monotonic() - start < SOON
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_the_step_is_told() -> None:
     """The report counts the batches that each rank's loader has given."""
 
@@ -76,6 +77,7 @@ def test_the_step_is_told() -> None:
         hangs()
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_no_rank_moves() -> None:
     """When no rank has moved for `timeout` seconds, though none is in a collective, the run ends with their places."""
 
@@ -89,6 +91,7 @@ def test_no_rank_moves() -> None:
     assert time.monotonic() - start < SOON
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_one_that_moves_is_no_stall() -> None:
     """While a single rank computes, or waits for work that may take long, the run goes on."""
 

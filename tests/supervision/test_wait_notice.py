@@ -236,6 +236,7 @@ def is_silent(path: Path) -> None:
             dw.barrier()
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_nothing_is_said_where_nobody_waits_in_vain(tmp_path: Path) -> None:
     """Ranks that compute, a loop in which one is slow all along, and a debugger are no waits."""
     path = tmp_path / "told"
@@ -251,6 +252,7 @@ def waits(path: Path, number: int) -> None:
         dw.barrier()
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_it_is_said_again_when_it_lasts_four_times_as_long(tmp_path: Path) -> None:
     """The second line comes after four times the seconds of the first."""
     path = tmp_path / "told"
@@ -265,6 +267,7 @@ def waits_again(path: Path) -> None:
         waits(path, number)
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_a_later_wait_at_the_same_place(tmp_path: Path) -> None:
     """Ranks that wait at a line again, as at each evaluation of one rank, say so when it takes four times as long."""
     path = tmp_path / "told"
@@ -284,6 +287,7 @@ def stands_still(path: Path) -> None:
         dw.barrier()
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_a_rank_that_was_stopped(tmp_path: Path) -> None:
     """Of a rank that does not answer the line says so."""
     path = tmp_path / "told"
@@ -295,6 +299,7 @@ def test_a_rank_that_was_stopped(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), [("DISTWRAP_QUIET", "1"), ("DISTWRAP_WAIT_NOTICE", "0")])
+@pytest.mark.slow("waits for a limit to pass")
 def test_it_can_be_silenced(name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is said with the variable that silences lines, nor with a limit of 0."""
     monkeypatch.setenv(name, value)
@@ -347,6 +352,7 @@ def test_a_wrong_limit_is_refused(value: str) -> None:
         Options().with_environment({"DISTWRAP_WAIT_NOTICE": value})
 
 
+@pytest.mark.slow("waits for a limit to pass")
 def test_time_in_which_a_process_is_stopped_is_no_wait() -> None:
     """Between two looks a second counts at most, so that a job that was stopped as a whole has not waited."""
     thread = MainThread(lambda: 0, lambda: -1)

@@ -58,6 +58,7 @@ def reported(make: Any) -> list[tuple[bool, float, int, dict[str, Any]]]:
     ],
     ids=lambda value: "".join(map(str, value.values())) if isinstance(value, dict) else "",
 )
+@pytest.mark.slow("measures loops of some seconds")
 def test_a_slow_rank_under_every_strategy(options: dict[str, Any], make: Any, nprocs: int) -> None:
     """It is named, with what it does, also where the others wait for it within a forward or a backward."""
     launch = Launch(Options(timeout=60, returns="all"), nprocs, 60)
@@ -105,6 +106,7 @@ STYLES: dict[Callable[[], None], tuple[int, str]] = {
 
 
 @pytest.mark.parametrize("loop", STYLES, ids=lambda loop: loop.__name__)
+@pytest.mark.slow("measures loops of some seconds")
 def test_a_slow_rank_in_loops_of_every_style(loop: Callable[[], None]) -> None:
     """It is named, with what it does; the parts are the whole; samples are counted once."""
     ranks = run_ranks(measured, 2, loop, timeout=60)

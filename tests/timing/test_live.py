@@ -88,6 +88,7 @@ def run(script: subprocess.Popen[bytes]) -> Run:
     return wait_until(found, 60, longest_pause=0.2)  # type: ignore[return-value]
 
 
+@pytest.mark.slow("measures loops of some seconds")
 def test_where_the_ranks_are(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
     """By the caller's process, by a rank's, by a shell's, or all runs; the table has a line for each rank."""
     first, second = sorted(run.figures, key=lambda shown: shown.rank)
@@ -157,6 +158,7 @@ def train_slowly(steps: int, pace: float) -> tuple[list[Shown], int]:
     raise AssertionError("there are more steps")
 
 
+@pytest.mark.slow("measures loops of some seconds")
 def test_figures_of_a_known_loop() -> None:
     """The speed is that of the slow rank, for which the other waits; after an evaluation the step is the loop's."""
     figures, step = run_ranks(train_slowly, 2, 43, 0.1, timeout=60)[0]
@@ -181,6 +183,7 @@ def look_from_rank_zero() -> list[str]:
     return [text.splitlines()[-1] for text in (channel.reporter.ask_all(), said.getvalue())]
 
 
+@pytest.mark.slow("measures loops of some seconds")
 def test_both_ways_say_the_same() -> None:
     """SIGQUIT asks the ranks, and the command reads what they show."""
     asked, shown = run_ranks(look_from_rank_zero, 2, timeout=60)[0]

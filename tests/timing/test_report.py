@@ -57,6 +57,7 @@ def test_a_rank_that_holds_the_other_up(loop: Callable[[], None], rank: int, par
     assert f"rank {rank} on " in found["advice"][0]["text"]
 
 
+@pytest.mark.slow("measures loops of some seconds")
 def test_a_busy_neighbour() -> None:
     """A rank that computes as the other does, and shares its CPU: it waits for that, and it is said."""
     before = os.sched_getaffinity(0)
@@ -67,12 +68,14 @@ def test_a_busy_neighbour() -> None:
     assert os.sched_getaffinity(0) == before
 
 
+@pytest.mark.slow("measures loops of some seconds")
 def test_a_loader_for_which_all_wait() -> None:
     found = measured(loops.slow_loader)
     assert max(found["parts"], key=found["parts"].get) == "data"
     assert "for its loader" in found["advice"][0]["text"]
 
 
+@pytest.mark.slow("measures loops of some seconds")
 def test_ranks_that_take_turns() -> None:
     found = measured(loops.slow_in_turns)
     lag = found["lags"][0]
@@ -84,6 +87,7 @@ def test_ranks_that_take_turns() -> None:
     assert "The batches' sizes differ by 8" in found["advice"][0]["text"]
 
 
+@pytest.mark.slow("measures loops of some seconds")
 def test_checkpoints(tmp_path: Path) -> None:
     found = measured(loops.saving, tmp_path)
     assert max(found["parts"], key=found["parts"].get) == "checkpoint"
@@ -193,6 +197,7 @@ if __name__ == "__main__":
         *(slow(f"launcher={name!r}", why=INTERPRETERS) for name in ("fork", "spawn", "script", "elastic")),
     ],
 )
+@pytest.mark.slow("measures loops of some seconds")
 def test_the_report_of_a_run(how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """By an option or a variable: a table and advice on rank 0's standard error, all figures in a file."""
     script, path = tmp_path / "train.py", tmp_path / "times.json"
@@ -317,6 +322,7 @@ def test_a_report_that_is_read_too_early() -> None:
 @pytest.mark.parametrize(
     ("name", "words"), [("none/times.png", "cannot be written: No such file"), ("times.txt", "ends in .png will do")]
 )
+@pytest.mark.slow("measures loops of some seconds")
 def test_a_picture_that_cannot_be_drawn(name: str, words: str, tmp_path: Path) -> None:
     dw.distributed(nprocs=1, report=tmp_path / "times.json")(loops.train)()
     drawn = [sys.executable, "-m", "distwrap", "report", "times.json", "--plot", name]
