@@ -17,11 +17,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import distwrap
 from docutils import nodes
 from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
+
+import distwrap
 
 PACKAGE = Path(__file__).parents[2] / "distwrap"
 FILLED_IN = "…"
