@@ -3,7 +3,7 @@
     python examples/demo.py
     python examples/demo.py --nprocs 4
 
-Both train as digits.py does, which is shorter, and the one to read.
+Both train as digits.py does. digits.py is shorter, so read that one.
 """
 
 from __future__ import annotations
