@@ -3,8 +3,8 @@
     python examples/demo.py
     python examples/demo.py --nprocs 4
 
-Both train as digits.py does, which is shorter, and the one to read. The network here is larger: beside what it
-computes in a step, the exchange of its gradients counts little.
+Both train as digits.py does, which is shorter: read that one. The network here is larger, so that a step computes much
+and the exchange of its gradients costs little beside it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Distribute a function that knows nothing of it: `train` of digits_plain.py, as it stands.
+"""Distribute a function that knows nothing of distwrap: `train` of digits_plain.py, without an edit.
 
 With `retrofit=True` the model, the optimizer and the loader among the arguments are wrapped on each rank before the
 function sees them, and the trained weights and optimizer state are written back into the caller's own objects.

@@ -7,7 +7,7 @@ On several nodes, which may come and go, start this on each of them (`node1` bei
 
     DISTWRAP_NNODES=1:4 DISTWRAP_RDZV_ENDPOINT=node1:29400 python examples/elastic.py
 
-The pattern has three parts: `max_restarts`, `save` after each epoch, `resume_from` before the first.
+The pattern has three parts: `max_restarts`, `save` after each epoch, and `resume_from` before the first epoch.
 """
 
 from __future__ import annotations

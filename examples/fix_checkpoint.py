@@ -1,6 +1,7 @@
 """Repair a checkpoint whose keys begin with `module.` or `_orig_mod.`.
 
-Without arguments: make one with real wrappers, watch it fail to load, repair it, load it. With two: repair a file.
+Without arguments, this makes such a checkpoint with real wrappers, shows that it does not load, repairs and loads it.
+With two arguments, it repairs a file.
 
     python examples/fix_checkpoint.py
     python examples/fix_checkpoint.py broken.pt repaired.pt

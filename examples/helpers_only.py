@@ -1,6 +1,6 @@
-"""Use the helpers without the decorator, in a script that somebody else starts.
+"""Use the helpers without the decorator, in a script that a launcher such as torchrun starts.
 
-The same file runs alone, where every helper is a no-op, and under torchrun, where it joins the others.
+The same file runs alone, where every helper does nothing, and under torchrun, where it joins the other ranks.
 
     python examples/helpers_only.py
     torchrun --standalone --nproc-per-node=2 examples/helpers_only.py

@@ -1,8 +1,8 @@
 """Train a small GPT, byte by byte, on the source of Python's own standard library, and let it write some.
 
-Shows mixed precision, gradient clipping and a cosine schedule on two ranks: `backward` and `optimizer_step` do the
-right thing in bf16, fp16 and float32 alike. About a minute on two CPU cores; `--steps 20` for a first look. One option
-divides the model: `--strategy fsdp`, `tp`, `"fsdp(tensor_parallel=2)"` on four ranks, `pipeline`.
+It shows mixed precision, gradient clipping and a cosine schedule on two ranks. `backward` and `optimizer_step` do the
+right thing in bf16, fp16 and float32 alike. It takes about a minute on two CPU cores; use `--steps 20` for a first
+look. One option divides the model: `--strategy fsdp`, `tp`, `pipeline`, or `"fsdp(tensor_parallel=2)"` on four ranks.
 
     python examples/language_model.py --steps 300 --nprocs 2 --precision bf16
 """

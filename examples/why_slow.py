@@ -1,7 +1,7 @@
-"""Find out why a run is slow: two faults, which the report names, each with the line that mends it.
+"""Find out why a run is slow: the report names two faults, each with the line that mends it.
 
-The digits come from a storage that answers after a millisecond, as one in a network does; the loop reads them one
-after the other, and rank 0 alone evaluates. The report says so, and what each costs:
+The digits come from a storage that answers after a millisecond, as one in a network does. The loop reads them one
+after the other, and rank 0 alone evaluates. The report says so, and what each fault costs:
 
     python examples/why_slow.py
     python examples/why_slow.py --workers 2                       # the loader reads ahead

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from distwrap.convert.converting import Converted, convert
@@ -110,6 +112,31 @@ def test_what_is_refused(words: dict[str, str]) -> None:
     result = accelerate(**words)
     assert not result.is_result
     assert result.notes.of("unsure")
+
+
+@pytest.mark.parametrize("option", ["dataloader_config", "split_batches", "fsdp_plugin"])
+def test_what_to_write_for_an_option(option: str) -> None:
+    """An option of Accelerate's that is not converted is refused with what to write in its place."""
+    (note,) = accelerate(f"{option}=configuration").notes.of("unsure")
+    assert f"{option}= is not converted" in note.why
+    assert note.fix.startswith(("shard_loader(", "strategy="))
+
+
+@pytest.mark.parametrize("loads", [False, True])
+def test_states_of_optimizers_under_horovod(loads: bool) -> None:
+    """A broadcast of an optimizer's state goes; where the script loads one, the list says who must load it."""
+    text = (Path(__file__).parent / "cases" / "horovod" / "classic.py").read_text()
+    if loads:
+        loading = "    optimizer.load_state_dict(torch.load('o.pt'))\n"
+        text = text.replace("    hvd.broadcast_p", loading + "    hvd.broadcast_p")
+    result = convert(Script(text))
+    assert result.is_result
+    assert "broadcast_optimizer_state" not in result.text
+    notes = [note for note in result.notes if "broadcast_optimizer_state" in note.seen]
+    assert any(note.why == "broadcast_optimizer_state is not needed" for note in notes)
+    assert [note.fix for note in notes if note.outcome == "left"] == (
+        ["optimizer.load_state_dict() on every rank, not on rank 0 alone"] if loads else []
+    )
 
 
 @pytest.mark.parametrize(

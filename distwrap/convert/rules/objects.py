@@ -90,7 +90,9 @@ def convert_uses(
             conversion.edits.replace(node, conversion.helpers.name(helper) + brackets + more)
             fits = True
         if fits:
-            conversion.done(node, "object", f"distwrap has a function for {name}")
+            is_gone = call is not None and name in removed
+            why = f"{name} is not needed" if is_gone else f"distwrap has a function for {name}"
+            conversion.done(node, "object", why)
         else:
             conversion.unsure(
                 node, "object", f"{name} used in this way has no equal in the table", "see docs/guides/model.md"

@@ -67,6 +67,14 @@ VALUES = {
 }
 REMOVED = ("free_memory", "end_training", "init_trackers")
 _TAKEN = ("mixed_precision", "log_with", "project_dir", "cpu", "gradient_accumulation_steps")
+# What to write by hand, for the options that are asked for most.
+_BY_HAND = {
+    "dataloader_config": 'shard_loader(loader, batch_size="global") for split_batches=True, else its mode= and split=',
+    "split_batches": 'shard_loader(loader, batch_size="global")',
+    "kwargs_handlers": "wrap_model(model, find_unused_parameters=True), and other options of DDP",
+    "fsdp_plugin": 'strategy="fsdp" in the decorator',
+    "deepspeed_plugin": 'strategy="deepspeed(stage=2)" in the decorator',
+}
 _PRECISIONS = {None: None, "no": None, "fp16": "fp16", "bf16": "bf16"}
 
 
@@ -145,7 +153,8 @@ def _options(conversion: Conversion, call: cst.Call, needed: list[cst.CSTNode]) 
         keyword = keyword_of(arg)
         is_default = keyword == "step_scheduler_with_optimizer" and constant(arg.value) is True
         if keyword not in _TAKEN and not is_default:
-            conversion.unsure(call, "object", f"{keyword or 'an argument'}= has no equal", "the helper for it, by hand")
+            fix = _BY_HAND.get(keyword or "", "the helper for it, by hand")
+            conversion.unsure(call, "object", f"{keyword or 'an argument'}= is not converted", fix)
             return None
     every = steps_of(conversion, argument(call, "gradient_accumulation_steps"))
     if every is None:

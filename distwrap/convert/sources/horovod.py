@@ -112,6 +112,19 @@ WORDS = ("Sum", "Average", "Min", "Max", "Adasum", "Compression")
 REMOVED = ("init", "shutdown", "broadcast_parameters", "broadcast_optimizer_state")
 
 
+def _note_own_states(conversion: Conversion, names: set[str]) -> None:
+    """Note a broadcast of an optimizer's state that matters: it goes, and a rank has the state that it has loaded."""
+    script = conversion.script
+    if not any(script.method_calls("load_state_dict")):
+        return  # no optimizer has a state yet
+    for call, attribute in list(script.method_calls("broadcast_optimizer_state")):
+        if path_of(attribute.value) in names:
+            conversion.left(
+                call, "object", "no rank sends the state of its optimizer to the others",
+                "optimizer.load_state_dict() on every rank, not on rank 0 alone",
+            )  # fmt: skip
+
+
 def is_horovod(conversion: Conversion) -> bool:
     """Return whether a script joins Horovod's ranks."""
     return any(conversion.script.calls(f"{HOROVOD}.init"))
@@ -130,6 +143,7 @@ def convert_horovod(conversion: Conversion) -> bool:
     if not choose_entry(conversion, needed):
         return False
     shard_instead_of_sampling(conversion)
+    _note_own_states(conversion, names)
     if not _drop_compression(conversion, names):
         return False
     if not wrap_models(conversion) or not convert_uses(
