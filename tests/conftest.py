@@ -40,6 +40,8 @@ os.environ["DISTWRAP_TRACEBACK"] = "full"  # a test of this package fails becaus
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # torch 2.6 sets it where CUDA is asked for, and is not there
+# torch asks the name server who 127.0.0.1 is, at each connection to a store: 5 s where an answer is lost.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 settings.register_profile("distwrap", deadline=None)  # an example may take as long as a busy machine needs
 settings.load_profile("distwrap")
 
