@@ -26,7 +26,7 @@ def main() -> None:
     if args.against:
         compare(__file__, args)
         return
-    megabytes, rounds = (16, 3) if args.quick else (1024, 7)
+    megabytes, rounds = (16, 3) if args.short else (1024, 7)
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(Path(folder), megabytes, rounds)
     report(f"checkpoint: {megabytes} MB of weights on the CPU, one process", rows, [], args)

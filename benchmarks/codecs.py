@@ -27,7 +27,7 @@ def main() -> None:
         compare(__file__, args)
         return
     torch.set_num_threads(1)
-    rounds, calls = (3, 1) if args.quick else (15, 3)
+    rounds, calls = (3, 1) if args.short else (15, 3)
     x = torch.randn(COUNT)
     copy, decoded = torch.empty_like(x), torch.empty_like(x)
     rows = []

@@ -42,8 +42,9 @@ def main() -> None:
         compare(__file__, args)
         return
     rows, notes = [], []
-    for ranks in (64,) if args.quick else (64, 512, 4096):
-        ways = {way: measure(ranks, way, 2.0 if args.quick else 10.0) for way in ("bells", "polling")}
+    seconds = 0.5 if args.quick else 2.0 if args.short else 10.0
+    for ranks in (64,) if args.short else (64, 512, 4096):
+        ways = {way: measure(ranks, way, seconds) for way in ("bells", "polling")}
         ours, theirs = ways["bells"], ways["polling"]
         operations = [way["operations"] for way in ways.values()]
         rows += [
@@ -87,7 +88,7 @@ def measure(ranks: int, way: str, seconds: float) -> dict[str, float]:
             workers.append(_Process(context, simulate, port, ranks, mine, way))
         for worker in workers:
             worker.told()  # all ranks are there
-        time.sleep(2.0)
+        time.sleep(min(2.0, seconds))
         before, start = [server.ask("processor"), *(each.ask("operations") for each in workers)], time.monotonic()
         time.sleep(seconds)
         took = time.monotonic() - start

@@ -1,7 +1,7 @@
 """Data: the time to the first batch at any size, the time of a batch, and the time to go on from the middle.
 
 Each figure about size is taken on rank 0 of 2 real ranks, in processes of their own, which have their imports behind
-them; in a quick run the same two take all. Memory is what the process's peak grows by. Fabric and Accelerate are
+them; in a short run the same two take all. Memory is what the process's peak grows by. Fabric and Accelerate are
 measured where they are installed.
 
     python benchmarks/data.py [--quick] [--json FILE] [--plot FILE.png] [--against CHECKOUT]
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from timing import Row, Samples, arguments, compare, in_turns, report
+from timing import Row, Samples, arguments, compare, in_turns, left_out_of_quick, report
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 BATCH = 64
@@ -56,20 +56,25 @@ def main() -> None:
     if args.against:
         compare(__file__, args)
         return
-    sizes = [10**4, 10**6] if args.quick else [10**4, 10**5, 10**6, 10**7, 5 * 10**7, 10**8, 10**9]
+    sizes = [10**4, 10**6] if args.short else [10**4, 10**5, 10**6, 10**7, 5 * 10**7, 10**8, 10**9]
     rounds = 3
-    present = [way for way in WAYS if importlib.util.find_spec(MODULES.get(way, "torch"))]
+    ways = [way for way in WAYS if way != "Fabric" or not args.quick]
+    present = [way for way in ways if importlib.util.find_spec(MODULES.get(way, "torch"))]
     jobs: list[Job] = [("first", way, n) for way in present for n in sizes if n <= _largest(way)]
-    jobs += [("batches", ",".join(present), 5 if args.quick else 50), ("resume", "distwrap", MIDDLE)]
-    found = dict(zip(jobs, _in_ranks(*jobs), strict=True)) if args.quick else {}
+    jobs += [
+        ("batches", ",".join(present), 1 if args.quick else 5 if args.short else 50),
+        ("resume", "distwrap", MIDDLE),
+    ]
+    found = dict(zip(jobs, _in_ranks(*jobs), strict=True)) if args.short else {}
 
     def figures_of(job: Job) -> list[Figures]:
-        return [found[job]] if args.quick else [_in_ranks(job)[0] for _ in range(1 if job[0] == "batches" else rounds)]
+        return [found[job]] if args.short else [_in_ranks(job)[0] for _ in range(1 if job[0] == "batches" else rounds)]
 
     figures = {job: figures_of(job) for job in jobs}
     firsts = {(way, n): each for (what, way, n), each in figures.items() if what == "first"}
     rows = [*_first_rows(firsts, sizes), *batch_rows(present, figures[jobs[-2]][0]), resume_row(figures[jobs[-1]])]
-    notes = [f"{way}: not installed" for way in WAYS if way not in present]
+    notes = [f"{way}: not installed" for way in ways if way not in present]
+    notes += left_out_of_quick([way for way in WAYS if way not in ways])
     notes.append(_memory(firsts, sizes))
     plot, args.plot = args.plot, None
     report("data: rank 0 of 2, batches of 64, no workers", rows, notes, args)

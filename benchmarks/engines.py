@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 from asked_ranks import Memory, Ranks, most, ratio_row
-from timing import Row, arguments, compare, in_turns, report
+from timing import Row, Samples, arguments, compare, in_turns, left_out_of_quick, report
 
 RANKS = 2
 GOAL = 1.03  # times the step of the engine's own script
@@ -33,24 +33,26 @@ PAIRS = {  # distwrap's way, and the engine's own
     "distwrap horovod": "horovod.torch",
 }
 ENGINES = ("deepspeed", "horovod")  # in environments of their own
+QUICK_PAIRS = ("distwrap fsdp", "distwrap deepspeed 2", "distwrap horovod")
 
 
 def main() -> None:
     python = {"action": "append", "default": [], "metavar": "ENGINE=PATH", "help": "the interpreter that has an engine"}
-    only = {"nargs": "+", "default": list(PAIRS), "metavar": "WAY", "help": "some of ours, as 'distwrap ddp'"}
+    some = {"nargs": "+", "metavar": "WAY", "help": "some of ours, as 'distwrap ddp'"}
     rounds = {"type": int, "default": 24, "help": "steps of each way; by default 24"}
     starts = {"type": int, "default": 4, "help": "starts of each way; by default 4"}
-    args = arguments(__doc__, python=python, only=only, rounds=rounds, starts=starts)
+    args = arguments(__doc__, python=python, only=some, rounds=rounds, starts=starts)
     if args.against:
         compare(__file__, args)
         return
-    size, times = ("quick", (2, 1)) if args.quick else ("full", (args.rounds, args.starts))
+    size, times = ("quick", (2, 0 if args.quick else 1)) if args.short else ("full", (args.rounds, args.starts))
+    only = args.only or (QUICK_PAIRS if args.quick else PAIRS)
     pythons, reasons = interpreters(args)
     rows: list[Row] = []
     memory: dict[str, list[Memory]] = {}
     left_out = []
     for ours, theirs in PAIRS.items():
-        if ours not in args.only:
+        if ours not in only:
             continue
         engine = next((each for each in ENGINES if each in ours), "")
         if engine in reasons:
@@ -59,6 +61,8 @@ def main() -> None:
         found, more = measure((ours, theirs), size, times, pythons.get(engine, sys.executable))
         memory |= found
         rows += more
+    if not args.only:
+        left_out += left_out_of_quick([ours for ours in PAIRS if ours not in only])
     notes = [memory_of(memory), *left_out]
     report("engines: a step and a start beside the engine's own script, and memory a rank", rows, notes, args)
 
@@ -85,7 +89,10 @@ def interpreters(args: argparse.Namespace) -> tuple[dict[str, str], dict[str, st
 def measure(
     pair: tuple[str, str], size: str, times: tuple[int, int], python: str
 ) -> tuple[dict[str, list[Memory]], list[Row]]:
-    """Return the memory of two ways, and the rows of their steps and starts, of which there are so many."""
+    """Return the memory of two ways, and the rows of their steps and starts, of which there are so many.
+
+    Without starts of their own, those of the ranks that take the steps are told.
+    """
 
     def started(way: str, ends: ExitStack) -> Ranks:
         return ends.enter_context(closing(Ranks(way, RANKS, size, script="engines_ranks.py", python=python)))
@@ -95,15 +102,17 @@ def measure(
             return started(way, ends).wait()
 
     with ExitStack() as ends:
-        groups = {}
+        groups, starts = {}, {}
         for way in pair:
             groups[way] = started(way, ends)
-            groups[way].wait()
+            starts[way] = Samples([groups[way].wait()])
         ours, theirs = in_turns({way: group.step for way, group in groups.items()}, times[0]).values()
         memory: dict[str, list[Memory]] = {way: group.ask("memory") for way, group in groups.items()}
     name = ", ".join(pair)
     rows = [ratio_row(f"step: {name}", ours, theirs, "ms", GOAL)]
-    ours, theirs = in_turns({way: partial(start, way) for way in pair}, times[1]).values()
+    if times[1]:
+        starts = in_turns({way: partial(start, way) for way in pair}, times[1])
+    ours, theirs = starts.values()
     return memory, [*rows, ratio_row(f"start: {name}", ours, theirs, "s", None)]
 
 

@@ -53,7 +53,7 @@ def main() -> None:
     ways = {name: fresh(name, of_torch[name], collections[name]) for name in of_torch}
     for way in ways.values():
         way()  # writes the byte code, as pip does
-    taken = in_turns(ways, 1 if args.quick else 25)
+    taken = in_turns(ways, 1 if args.short else 25)
     rows = []
     for name, ours in taken.items():
         judged = name == "import distwrap"

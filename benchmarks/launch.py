@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from contenders import Contender, first_launch, installed
-from timing import Row, Samples, arguments, compare, in_turns, report
+from timing import Row, Samples, arguments, compare, in_turns, left_out_of_quick, report
 
 # each beside our launcher of its kind
 PEERS = {
@@ -25,6 +25,7 @@ PEERS = {
     "Fabric ddp_spawn": "distwrap forkserver",
     "torchrunx": "distwrap forkserver",
 }
+QUICK_PEERS = ("Accelerate debug_launcher",)
 
 
 def main() -> None:
@@ -32,13 +33,15 @@ def main() -> None:
     if args.against:
         compare(__file__, args)
         return
-    rounds, slow_rounds, fresh_rounds = (2, 1, 1) if args.quick else (30, 7, 9)
+    rounds, slow_rounds, fresh_rounds = (2, 1, 1) if args.short else (30, 7, 9)
     compile_as_pip_does()
-    rows = [repeat_launch(nprocs, rounds, slow_rounds) for nprocs in ((2,) if args.quick else (2, 4))]
+    rows = [repeat_launch(nprocs, rounds, slow_rounds) for nprocs in ((2,) if args.short else (2, 4))]
     rows += [*first_launches(fresh_rounds), import_cost(fresh_rounds)]
-    peers = [peer(theirs, ours, slow_rounds) for theirs, ours in PEERS.items()]
+    timed = QUICK_PEERS if args.quick else PEERS
+    peers = [peer(theirs, ours, slow_rounds) for theirs, ours in PEERS.items() if theirs in timed]
     rows += [row for row in peers if isinstance(row, Row)]
     notes = [note for note in peers if isinstance(note, str)]
+    notes += left_out_of_quick([theirs for theirs in PEERS if theirs not in timed])
     report("launch: ranks on this machine, gloo", rows, notes, args)
 
 

@@ -82,8 +82,8 @@ def main() -> None:
     if not find_spec("torchft"):
         sys.exit("torchft is not installed: pip install 'distwrap[torchft]'")
     rows = []
-    for batches in (20,) if args.quick else (100, 300, 600):
-        rounds = 1 if args.quick else 2
+    for batches in (20,) if args.short else (100, 300, 600):
+        rounds = 1 if args.short else 2
         ours, theirs = (Samples([seconds_lost(batches, ways) for _ in range(rounds)]) for ways in ("lost", "restarts"))
         ratio = ours.over(theirs)
         what = f"a death, with a checkpoint each {batches * STEP_SECONDS:.0f} s"

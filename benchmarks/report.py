@@ -124,8 +124,14 @@ def alone(steps: int, rounds: int) -> Row:
     return Row(what, ours, theirs, "ms", f"{ratio:.3f} times", "within 10 %", abs(ratio - 1) <= 0.1)
 
 
-def top(ranks: int, seconds: float) -> list[Row]:
-    """Return the rows of the processor time of `top` on a run of so many ranks, and of a step of the run beside it."""
+def top(ranks: int, seconds: float, imports: float = 5) -> list[Row]:
+    """Return the rows of the processor time of `top` on a run of so many ranks, and of a step of the run beside it.
+
+    Args:
+        ranks: of the run.
+        seconds: for which `top` is looked at.
+        imports: seconds that its own imports are given.
+    """
     used, taken = [], {}
     for looked_at in (False, True):
         with TemporaryDirectory() as folder:
@@ -133,7 +139,7 @@ def top(ranks: int, seconds: float) -> list[Row]:
             script.write_text(TOP_TRAIN)
             env = {**os.environ, "PYTHONPATH": str(ROOT)}
             run = subprocess.Popen(
-                [sys.executable, script, str(ranks), str(seconds + ranks + 5)],
+                [sys.executable, script, str(ranks), str(seconds + ranks + imports)],
                 env=env,
                 stdout=subprocess.PIPE,
                 text=True,
@@ -143,7 +149,7 @@ def top(ranks: int, seconds: float) -> list[Row]:
                 time.sleep(ranks)  # until all have come
                 command = [sys.executable, "-m", "distwrap", "top", str(run.pid)]
                 looking = subprocess.Popen(command, env=env, stdout=subprocess.DEVNULL)
-                time.sleep(5)  # its imports
+                time.sleep(imports)
                 began = _processor(looking.pid)
                 time.sleep(seconds)
                 used.append((_processor(looking.pid) - began) / seconds)
@@ -172,12 +178,15 @@ def _processor(pid: int) -> float:
 def main() -> None:
     os.environ["DISTWRAP_QUIET"] = "1"
     args = arguments(__doc__)
-    steps = 20 if args.quick else 50
+    steps = 50
+    if args.quick:
+        steps = 3
+        torch.optim.SGD([torch.zeros(1)], lr=1.0)  # imports torch's compiler, which each forked rank would do else
     rows = [
         sums(steps),
         alone(steps, 1 if args.quick else 9),
-        *cost_rows(5 if args.quick else 500),
-        *(top(2, 3) if args.quick else top(16, 20)),
+        *cost_rows(2 if args.quick else 500),
+        *(top(2, 0.5, imports=1.5) if args.quick else top(16, 20)),
     ]
     report("the report: 2 ranks, gloo", rows, [], args)
 

@@ -16,7 +16,7 @@ from importlib.util import find_spec
 
 from asked_ranks import MEGABYTE, Memory, Ranks, most, ratio_row
 from sharded_ranks import SIZES, WAYS
-from timing import Row, arguments, compare, in_turns, report
+from timing import Row, arguments, compare, in_turns, left_out_of_quick, report
 
 PAIRS: dict[tuple[str, str], float | None] = {  # and the goal of the first one's step over the second one's
     ("distwrap ddp", "torch ddp"): None,
@@ -25,6 +25,7 @@ PAIRS: dict[tuple[str, str], float | None] = {  # and the goal of the first one'
     ("distwrap fsdp", "torch fsdp2"): 1.02,
     ("distwrap zero1", "distwrap ddp"): 1.05,
 }
+QUICK_PAIR = ("distwrap fsdp", "torch fsdp2")
 
 
 def main() -> None:
@@ -32,29 +33,33 @@ def main() -> None:
     if args.against:
         compare(__file__, args)
         return
-    size, counts, rounds = ("quick", (2,), 3) if args.quick else ("full", (2, 4), 15)
+    size, counts, rounds = ("quick", (2,), 3) if args.short else ("full", (2, 4), 15)
+    pairs = {pair: goal for pair, goal in PAIRS.items() if pair == QUICK_PAIR or not args.quick}
     plot, args.plot = args.plot, None
     rows: list[Row] = []
     figures: dict[int, dict[str, list[Memory]]] = {}
     notes = []
     for ranks in counts:
-        figures[ranks], more = measure(ranks, size, rounds)
+        figures[ranks], more = measure(ranks, size, rounds, pairs)
         rows += more
         notes.append(memory_of(figures[ranks], ranks, size))
     if not find_spec("accelerate"):
         notes.append("accelerate fsdp2: not installed")
+    notes += left_out_of_quick([" beside ".join(pair) for pair in PAIRS if pair not in pairs])
     report("sharded: a step of AdamW, and memory a rank", rows, notes, args)
     if plot:
         draw(figures, plot)
 
 
-def measure(ranks: int, size: str, rounds: int) -> tuple[dict[str, list[Memory]], list[Row]]:
+def measure(
+    ranks: int, size: str, rounds: int, pairs: dict[tuple[str, str], float | None]
+) -> tuple[dict[str, list[Memory]], list[Row]]:
     """Return the memory of each way, and the rows of their steps; quick ways stay for the next pair."""
     memory: dict[str, list[Memory]] = {}
     rows = []
     with ExitStack() as ends:
         groups: dict[str, Ranks] = {}
-        for pair, goal in PAIRS.items():
+        for pair, goal in pairs.items():
             new = {way: ends.enter_context(closing(Ranks(way, ranks, size))) for way in pair if way not in groups}
             for group in new.values():
                 group.wait()

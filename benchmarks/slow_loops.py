@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from slow_link import missing, shaped_hosts
-from timing import Row, Samples, arguments, report
+from timing import Row, Samples, arguments, left_out_of_quick, report
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -164,11 +164,12 @@ def evaluation_on_one(steps: int, spent: Spent) -> float:
 
 
 def checkpoints(steps: int, spent: Spent) -> float:
+    every = min(20, steps)
     with TemporaryDirectory() as folder:
-        path, more = dw.broadcast(folder) + "/last.pt", torch.zeros(125_000_000)
+        path, more = dw.broadcast(folder) + "/last.pt", torch.zeros(125_000_000 if steps > QUICK_STEPS else 1_000_000)
 
         def save(step: int, model: nn.Module) -> None:
-            if step % 20 == 19:
+            if step % every == every - 1:
                 dw.save({"model": model, "more": more}, path)
 
         taken = train(steps, spent, each=save)
@@ -218,8 +219,10 @@ def busy_neighbour(steps: int, spent: Spent) -> float:
             neighbour.wait()
 
 
-@dw.distributed(nprocs=2)
-def measured(loop: Loop, steps: int) -> tuple[dict[str, Any], float, list[float]]:
+Measured = tuple[dict[str, Any], float, list[float]]
+
+
+def measure(loop: Loop, steps: int) -> Measured:
     """Return the report's figures, the seconds of a step, and what each rank has spent on what makes it slow."""
     torch.set_num_threads(1)
     spent = Spent()
@@ -228,18 +231,50 @@ def measured(loop: Loop, steps: int) -> tuple[dict[str, Any], float, list[float]
     return found.figures, seconds, dw.gather_object(spent.seconds / steps)
 
 
-ROUNDS = 5  # of which the medians count: processes that do the same differ by up to 10 %
+measured = dw.distributed(nprocs=2)(measure)
 
 
-def shares(steps: int, rounds: int) -> list[Row]:
-    """Return a row for each loop: the share that the report has found, beside what was put in."""
+@dw.distributed(nprocs=2)
+def measured_at_once(loops: list[Loop], steps: int) -> list[Measured]:
+    """Return the same of several loops, which the same ranks run one after the other."""
+    cpus, found = os.sched_getaffinity(0), []
+    for loop in loops:
+        os.sched_setaffinity(0, cpus)
+        found.append(measure(loop, steps))
+    return found
+
+
+STEPS, ROUNDS = 50, 5  # the medians of the rounds count: processes that do the same differ by up to 10 %
+QUICK_STEPS = 5
+QUICK: list[Loop] = [slow_loader_on_one, checkpoints, without_neighbour, busy_neighbour, healthy]
+# Loops in which ranks lag, which ones, and in what part of the step.
+LAGS: list[tuple[Loop, list[int], str]] = [
+    (slow_loader_on_one, [1], "data"),
+    (slow_forward_on_one, [1], "forward"),
+    (evaluation_on_one, [0], "evaluation"),
+    (uneven_batches, [0, 1], "forward"),
+]
+# Loops that all ranks are slow in, the part, and a word of the advice.
+PARTS: list[tuple[Loop, str, str]] = [(slow_loader, "data", "its loader"), (checkpoints, "checkpoint", "checkpoints")]
+# Loops in which rank 1 waits for a CPU, the same without that, and words of the advice.
+CPUS: list[tuple[Loop, Loop, str]] = [
+    (busy_neighbour, without_neighbour, "waited for a CPU"),
+    (one_cpu, two_threads, "may run on 1 CPU"),
+]
+SLOW = [loop for loop, *_ in (*LAGS, *PARTS, *CPUS)]
+
+
+def shares(measured: Callable[[Loop, int], Measured], loops: Collection[Loop], steps: int, rounds: int) -> list[Row]:
+    """Return a row for each loop: the share that the report has found, beside what was put in.
+
+    Args:
+        measured: runs a loop on two ranks.
+        loops: slow ones to run.
+        steps: of each run.
+        rounds: runs of each loop.
+    """
     rows = []
-    for loop, ranks, part in (
-        (slow_loader_on_one, [1], "data"),
-        (slow_forward_on_one, [1], "forward"),
-        (evaluation_on_one, [0], "evaluation"),
-        (uneven_batches, [0, 1], "forward"),
-    ):
+    for loop, ranks, part in (each for each in LAGS if each[0] in loops):
         told = Told(loop.__name__)
         for _ in range(rounds):
             found, seconds, spent = measured(loop, steps)
@@ -247,7 +282,7 @@ def shares(steps: int, rounds: int) -> list[Row]:
             put_in = sum(spent) if len(ranks) == 2 else spent[ranks[0]] - spent[1 - ranks[0]]
             told.add_lag(found, put_in / seconds, ranks, part)
         rows.append(told.row())
-    for loop, part, words in ((slow_loader, "data", "its loader"), (checkpoints, "checkpoint", "checkpoints")):
+    for loop, part, words in (each for each in PARTS if each[0] in loops):
         told = Told(loop.__name__)
         for _ in range(rounds):
             found, seconds, spent = measured(loop, steps)
@@ -255,10 +290,7 @@ def shares(steps: int, rounds: int) -> list[Row]:
             advised = any(words in each["text"] for each in found["advice"][:1])
             told.add(share, sum(spent) / 2 / seconds, f"all ranks: {part}", advised)
         rows.append(told.row())
-    for loop, before, words in (
-        (busy_neighbour, without_neighbour, "waited for a CPU"),
-        (one_cpu, two_threads, "may run on 1 CPU"),
-    ):
+    for loop, before, words in (each for each in CPUS if each[0] in loops):
         told = Told(loop.__name__)
         for _ in range(rounds):
             _, without, _ = measured(before, steps)
@@ -309,12 +341,17 @@ class Told:
 WEIGHTS = 250_000  # 1 MB of gradients, 80 ms at 100 Mbit/s
 
 
-def shaped_link(steps: int) -> Row | str:
-    """Return the row of a link of 100 Mbit/s between hosts; a note where there can be none."""
+def shaped_link(steps: int, rates: Sequence[int] = (0, 100)) -> Row | str:
+    """Return the row of a link of 100 Mbit/s between hosts; a note where there can be none.
+
+    Args:
+        steps: of each run.
+        rates: Mbit/s of the links; 0 is unshaped. Without a run at 0, the share put in is that found.
+    """
     if lacking := missing():
         return f"shaped link: {lacking}"
     found, told = {}, Told("link of 100 Mbit/s")
-    for mbit in (0, 100):
+    for mbit in rates:
         with shaped_hosts(mbit) as hosts, TemporaryDirectory() as folder:
             path = Path(folder, "times.json")
             names = list(hosts.names)[:2]
@@ -332,7 +369,7 @@ def shaped_link(steps: int) -> Row | str:
             for rank in ranks:
                 rank.wait(300)
             found[mbit] = json.loads(path.read_text())
-    slow, fast = found[100], found[0]
+    slow, fast = found[100], found[rates[0]]
     longer = (slow["step"] - fast["step"] + fast["link"]) / slow["step"]
     told.add(slow["link"] / slow["step"], longer, "the exchange", "exchange of" in slow["advice"][0]["text"])
     return told.row()
@@ -349,10 +386,15 @@ def main() -> None:
     if args.on_host:
         dw.distributed(on_host)(args.on_host)
         return
-    steps = 10 if args.quick else 50
-    rows, notes = shares(steps, 1 if args.quick else ROUNDS), []
-    link = shaped_link(steps)
-    (rows if isinstance(link, Row) else notes).append(link)  # type: ignore[arg-type, attr-defined]
+    if args.quick:
+        # One launch: each takes seconds of imports, which these ranks share.
+        found = dict(zip(QUICK, measured_at_once(QUICK, QUICK_STEPS), strict=True))
+        rows = shares(lambda loop, steps: found[loop], QUICK, QUICK_STEPS, 1)
+        link = shaped_link(QUICK_STEPS, rates=[100])
+        notes = left_out_of_quick([loop.__name__ for loop in SLOW if loop not in QUICK])
+    else:
+        rows, link, notes = shares(measured, SLOW, STEPS, ROUNDS), shaped_link(STEPS), []
+    (rows if isinstance(link, Row) else notes).append(link)  # type: ignore[arg-type]
     report("loops that are slow on purpose: share of a step found, share put in; 2 ranks, gloo", rows, notes, args)
 
 

@@ -39,32 +39,34 @@ def main() -> None:
     if args.against:
         compare(__file__, args)
         return
-    taken = measure.options(nprocs=2)(5 if args.quick else 300, 20 if args.quick else 100)
+    rounds, calls = (2, 2) if args.quick else (5, 20) if args.short else (300, 100)
+    exponent = 6 if args.quick else 8  # of ten, the weights of a look
+    taken = measure.options(nprocs=2)(rounds, calls, exponent)
     notes = [f"{peer}: not installed" for peer in PEERS if peer not in taken["grad"]]
-    report("step: 2 ranks, gloo", rows(taken), notes, args)
+    report("step: 2 ranks, gloo", rows(taken, exponent), notes, args)
 
 
 @distributed(launcher="forkserver")
-def measure(rounds: int, calls: int) -> Taken:
+def measure(rounds: int, calls: int, exponent: int) -> Taken:
     """Time everything, with so many calls to a round where one is too short to time alone."""
     return {
         "grad": forward_with_grad(rounds, calls),
         "no_grad": forward_without_grad(rounds, calls),
         "step": training_step(rounds, max(1, calls // 10)),
         "batch": loading(rounds),
-        "compared": compared_step(max(5, rounds // 3), calls),
-        "look": look(3 if rounds < 10 else 7),
+        "compared": compared_step(max(min(rounds, 5), rounds // 3), calls),
+        "look": look(3 if rounds < 10 else 7, 10 ** (exponent // 2)),
     }
 
 
-def rows(taken: Taken) -> list[Row]:
+def rows(taken: Taken, exponent: int) -> list[Row]:
     grad, no_grad, step, batch = (taken[what] for what in ("grad", "no_grad", "step", "batch"))
     result = [
         _above("forward with gradients: {}, DDP", grad, "DDP", 2),
         _above("forward without gradients: {}, bare module", no_grad, "bare module", 5),
         _over("training step: {}, DDP", step, "DDP", 1.01),
         _above("batch: {}, DistributedSampler", batch, "DistributedSampler"),
-        [_compared(taken["compared"]), _looks(taken["look"])],
+        [_compared(taken["compared"]), _looks(taken["look"], exponent)],
     ]
     return [row for rows_of_one in result for row in rows_of_one]
 
@@ -96,8 +98,8 @@ def _compared(ways: dict[str, Samples]) -> Row:
     return Row(what, ways["hooks"], ways["step"], "us", f"{more:.4f} times", f"<= {GOAL} times", more <= GOAL)
 
 
-def _looks(taken: dict[str, Samples]) -> Row:
-    """Return how much of the time looks at 10^8 weights take, when one is due at each power of two of steps."""
+def _looks(taken: dict[str, Samples], exponent: int) -> Row:
+    """Return how much of the time looks at 10^exponent weights take, when one is due at each power of two of steps."""
     look, step = taken["look"].median, taken["step"].median
     every = 1
     while look > (GOAL - 1) / 2 * step * every:
@@ -105,7 +107,7 @@ def _looks(taken: dict[str, Samples]) -> Row:
     share = look / (step * every)
     words = f"{share:.4f} of the time, at every step number {every}"
     return Row(
-        "look at 10^8 weights, training step",
+        f"look at 10^{exponent} weights, training step",
         taken["look"],
         taken["step"],
         "ms",
@@ -222,10 +224,10 @@ def compared_step(rounds: int, calls: int) -> dict[str, Samples]:
     return in_turns({"step": per_call(step, calls), "hooks": without_looks}, rounds)
 
 
-def look(rounds: int) -> dict[str, Samples]:
-    """Time what one comparison of 10^8 weights costs, beside a step of them."""
-    model: Any = wrap_model(nn.Linear(10_000, 10_000, bias=False))
-    x, y = torch.randn(BATCH, 10_000, generator=rank_generator(0)), torch.randint(10_000, (BATCH,))
+def look(rounds: int, width: int) -> dict[str, Samples]:
+    """Time what one comparison of width^2 weights costs, beside a step of them."""
+    model: Any = wrap_model(nn.Linear(width, width, bias=False))
+    x, y = torch.randn(BATCH, width, generator=rank_generator(0)), torch.randint(width, (BATCH,))
     watch = model._distwrap.gradients.watch
 
     def one() -> None:

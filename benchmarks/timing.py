@@ -48,6 +48,11 @@ class Samples:
         return statistics.median(a - b for a, b in zip(self.seconds, other.seconds, strict=True))
 
 
+def left_out_of_quick(names: Sequence[str]) -> list[str]:
+    """Return the note of what a quick run leaves out, as a list of one; an empty list where that is nothing."""
+    return [f"a quick run leaves out: {', '.join(names)}"] if names else []
+
+
 def _digits(number: float) -> str:
     """Write three digits, or all before the point."""
     return f"{number:.0f}" if number >= 100 else f"{number:.3g}"
@@ -114,13 +119,16 @@ def arguments(description: str | None, **more: Mapping[str, Any]) -> argparse.Na
     parser.add_argument(
         "--against", metavar="PATH", help="measure another checkout of distwrap beside this one, in turns"
     )
-    parser.add_argument("--turns", type=int, default=5, help="quick runs on each side, with --against; by default 5")
-    parser.add_argument("--quick", action="store_true", help="few rounds: does it run? the figures mean little")
+    parser.add_argument("--turns", type=int, default=5, help="short runs on each side, with --against; by default 5")
+    parser.add_argument("--short", action="store_true", help="few rounds, as --against takes them")
+    parser.add_argument("--quick", action="store_true", help="the least of all: does it run? the figures mean nothing")
     parser.add_argument("--json", metavar="FILE", help="write every single figure there")
     parser.add_argument("--plot", metavar="FILE.png", help="draw the medians there, with min and max (matplotlib)")
     for name, how in more.items():
         parser.add_argument(f"--{name}", **how)
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.short |= args.quick
+    return args
 
 
 def compare(script: str, args: argparse.Namespace) -> None:
@@ -137,7 +145,7 @@ def compare(script: str, args: argparse.Namespace) -> None:
     runs: dict[str, list[dict[str, Row]]] = {"here": [], "there": []}
     for turn in range(1 if args.quick else args.turns):
         for side in sides if turn % 2 == 0 else reversed(sides):
-            runs[side].append(_quick_run(script, sides[side]))
+            runs[side].append(_short_run(script, sides[side], "--quick" if args.quick else "--short"))
     rows = []
     for what in runs["here"][0]:
         if any(what not in run for run in (*runs["here"], *runs["there"])):
@@ -154,11 +162,11 @@ def compare(script: str, args: argparse.Namespace) -> None:
     report(f"{Path(script).stem}: {sides['here']}, compared with {sides['there']}", rows, [], args)
 
 
-def _quick_run(script: str, checkout: str) -> dict[str, Row]:
-    """Return the rows of a quick run with the distwrap of a checkout, by name."""
+def _short_run(script: str, checkout: str, size: str) -> dict[str, Row]:
+    """Return the rows of a short or a quick run with the distwrap of a checkout, by name."""
     with TemporaryDirectory() as folder:
         figures = os.path.join(folder, "figures.json")
-        command = [sys.executable, str(Path(script).resolve()), "--quick", "--json", figures]
+        command = [sys.executable, str(Path(script).resolve()), size, "--json", figures]
         env = {**os.environ, "PYTHONPATH": checkout}
         # Not in a checkout: `python -c` would find the distwrap of the working directory first.
         subprocess.run(command, env=env, stdout=subprocess.DEVNULL, check=True, timeout=900, cwd=folder)

@@ -30,9 +30,12 @@ from distwrap.launch.forkserver import warm_server
 from distwrap.versions import TORCH
 from tests.accelerator.build import build, missing
 from tests.accelerator.elsewhere import close, placed
+from tests.by_hand import ByHand, Starter
+from tests.ports import free_port
 from tests.snapshot import Snapshot, random_state
 
 MAIN = os.getpid()
+BY_HAND_SECONDS = 60.0  # that ranks which are started by hand may take
 
 os.environ["DISTWRAP_QUIET"] = "1"
 os.environ["DISTWRAP_TRACEBACK"] = "full"  # a test of this package fails because of the frames that users need not see
@@ -40,6 +43,8 @@ os.environ["DISTWRAP_TRACEBACK"] = "full"  # a test of this package fails becaus
 os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}")
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("CUDA_MODULE_LOADING", "LAZY")  # torch 2.6 sets it where CUDA is asked for, and is not there
+# torch asks the name server who 127.0.0.1 is, at each connection to a store: 5 s where an answer is lost.
+os.environ.setdefault("RES_OPTIONS", "timeout:1 attempts:3")
 settings.register_profile("distwrap", deadline=None)  # an example may take as long as a busy machine needs
 settings.load_profile("distwrap")
 
@@ -60,6 +65,20 @@ def _warm() -> None:
     if multiprocessing.get_start_method() == "forkserver":  # since Python 3.14
         multiprocessing.set_forkserver_preload(["torch"])  # else each worker of a loader imports it
         forkserver.ensure_running()
+
+
+@pytest.fixture(scope="module")
+def by_hand() -> Iterator[ByHand]:
+    """Start ranks with variables alone, as a cluster does, and return each one's exit code and output."""
+    starter = Starter()
+
+    def run(program: Path, *words: str, nprocs: int = 2, started: int | None = None) -> list[tuple[int, str]]:
+        return starter.run(
+            program, *words, port=free_port(), nprocs=nprocs, started=started or nprocs, seconds=BY_HAND_SECONDS
+        )
+
+    yield run
+    starter.close()
 
 
 @pytest.fixture(autouse=True)

@@ -39,27 +39,25 @@ def test_checkpoint(tmp_path: Path) -> None:
 
 
 def test_sharded(tmp_path: Path) -> None:
-    """The benchmark of divided models runs on two ranks: fsdp holds half of what ddp does, and a full save little."""
+    """The benchmark of divided models runs on two ranks: each holds half of the model, and a full save is measured."""
     table, rows = run_quick("sharded.py", tmp_path, seconds=110)
-    assert len(rows) == 5
+    assert len(rows) == 1
     assert all(row in table for row in rows)
-    held = {way: re.search(rf"distwrap {way} .*\((\d\.\d\d)\)", table) for way in ("ddp", "zero1", "zero2", "fsdp")}
-    assert {way: found and found[1] for way, found in held.items()} == {
-        "ddp": "2.00",
-        "zero1": "1.50",
-        "zero2": "1.25",
-        "fsdp": "1.00",
-    }
+    for way in ("distwrap fsdp", "torch fsdp2"):
+        assert re.search(rf"^  {way} +weights, gradients, state +1 \(1\.00\); steady ", table, re.MULTILINE)
+    assert re.search(r"^  distwrap fsdp .*; a full checkpoint \d+ more$", table, re.MULTILINE)
+    assert "a quick run leaves out: distwrap ddp beside torch ddp, " in table
 
 
-@pytest.mark.timeout(420)  # a guard: with DeepSpeed and Horovod it takes two minutes
+@pytest.mark.timeout(300)
 def test_engines(tmp_path: Path) -> None:
     """The benchmark of engines runs those that are here beside their own scripts, and says why the others are not."""
-    table, rows = run_quick("engines.py", tmp_path, seconds=400)
-    ways = ["distwrap ddp", "distwrap fsdp", "distwrap zero1", *(f"distwrap deepspeed {n}" for n in (1, 2, 3))]
+    table, rows = run_quick("engines.py", tmp_path, seconds=250)
+    assert "a quick run leaves out: distwrap ddp, distwrap zero1, distwrap deepspeed 1, distwrap deepspeed 3" in table
     left_out = re.findall(r"^(.+): left out, for (?:there is no .+: make test-engines|.+ has no )", table, re.MULTILINE)
-    here = [way for way in [*ways, "distwrap horovod"] if way not in left_out]
-    assert {"distwrap ddp", "distwrap fsdp", "distwrap zero1"} <= set(here)
+    ways = ["distwrap fsdp", "distwrap deepspeed 2", "distwrap horovod"]
+    here = [way for way in ways if way not in left_out]
+    assert "distwrap fsdp" in here
     assert len(rows) == 2 * len(here)
     for way in here:
         assert {row.split(":")[0] for row in rows if f": {way}, " in row} == {"step", "start"}
@@ -84,20 +82,21 @@ def test_slow_link(tmp_path: Path) -> None:
     assert [line.split()[0] for line in lines] == ["ddp", "bytegrad", "local"]
 
 
-@pytest.mark.timeout(300)
 def test_report(tmp_path: Path) -> None:
     """The benchmark of the report runs, and prints a line for each thing it compares."""
-    table, rows = run_quick("report.py", tmp_path, seconds=250)
+    table, rows = run_quick("report.py", tmp_path, seconds=110)
     assert len(rows) == 8
     assert all(row in table for row in rows)
 
 
-@pytest.mark.timeout(300)
 def test_slow_loops(tmp_path: Path) -> None:
-    """The benchmark of slow loops runs, and prints what was found in each."""
-    table, rows = run_quick("slow_loops.py", tmp_path, seconds=250)
-    assert len(rows) + table.count("shaped link: ") == 10
-    assert "rank [1]: data (1 of 1 right)" in table
+    """The benchmark of slow loops runs, and prints what was found in each, and how often that was right."""
+    table, rows = run_quick("slow_loops.py", tmp_path, seconds=110)
+    assert len(rows) + table.count("shaped link: ") == 5
+    for loop in ("slow_loader_on_one", "checkpoints", "busy_neighbour", "a healthy loop: pieces of advice"):
+        assert loop in rows
+        assert re.search(rf"^{loop} .*\([01] of 1 right\)", table, re.MULTILINE)
+    assert "a quick run leaves out: slow_forward_on_one, " in table
 
 
 def test_clusters(tmp_path: Path) -> None:
@@ -108,17 +107,19 @@ def test_clusters(tmp_path: Path) -> None:
 
 
 def test_data(tmp_path: Path) -> None:
-    """The data benchmark runs on two ranks, and prints a line for each size, each way and the middle."""
+    """The data benchmark runs on two ranks, and prints a line for each size, each way but one and the middle."""
     table, rows = run_quick("data.py", tmp_path, seconds=110)
     assert all(row in table for row in rows)
-    assert len(rows) + table.count(": not installed") == 2 * 2 + 5 + 1
+    assert len(rows) + table.count(": not installed") == 2 * 2 + 4 + 1
+    assert "a quick run leaves out: Fabric" in table
 
 
 def test_launch(tmp_path: Path) -> None:
-    """The launch benchmark starts every way to launch that is installed, and prints a line for each."""
+    """The launch benchmark starts every way to launch but some peers', and prints a line for each."""
     table, rows = run_quick("launch.py", tmp_path, seconds=110)
     assert all(row in table for row in rows)
-    assert len(rows) + table.count(": not installed") == 8
+    assert len(rows) + table.count(": not installed") == 5
+    assert "a quick run leaves out: Fabric ddp_fork, Fabric ddp_spawn, torchrunx" in table
 
 
 def test_against_another_checkout(tmp_path: Path) -> None:

@@ -13,37 +13,22 @@ import pytest
 
 import distwrap as dw
 from distwrap.testing import run_ranks
+from tests.by_hand import ByHand
 from tests.limits import INTERPRETERS, SOON, slow
-from tests.ports import free_port
 
 LIMIT = 60.0
 
 
-def by_hand(code: str, world_size: int, folder: Path, started: int | None = None) -> list[str]:
+def outputs_of(by_hand: ByHand, code: str, folder: Path, nprocs: int = 2, started: int | None = None) -> list[str]:
     """Start ranks with torchrun's variables set by hand, without an agent that holds the store; return their output."""
-    (folder / "rank.py").write_text("import os, torch, torch.distributed as dist, distwrap as dw\n" + code)
-    shared = {"WORLD_SIZE": str(world_size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "rank.py"],
-            cwd=folder,
-            env={**os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(started or world_size)
-    ]
-    try:
-        return [process.communicate(timeout=LIMIT)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    program = folder / "rank.py"
+    program.write_text("import os, torch, torch.distributed as dist, distwrap as dw\n" + code)
+    return [output for _, output in by_hand(program, nprocs=nprocs, started=started)]
 
 
-def all_end_well(code: str, folder: Path) -> None:
+def all_end_well(by_hand: ByHand, code: str, folder: Path) -> None:
     """Two ranks of torchrun's variables come to the end of a program whose last line says so."""
-    outputs = by_hand(code + "print('done')\n", 2, folder)
+    outputs = outputs_of(by_hand, code + "print('done')\n", folder)
     assert all(output.rstrip().endswith("done") for output in outputs), outputs
 
 
@@ -58,9 +43,10 @@ def test_a_single_process_is_left_as_it_is() -> None:
 
 
 @pytest.mark.slow(INTERPRETERS)
-def test_with_torchruns_variables(tmp_path: Path) -> None:
+def test_with_torchruns_variables(tmp_path: Path, by_hand: ByHand) -> None:
     """Ranks join, a second call is a no-op, rank queries hold before, during and after, and a second group works."""
-    outputs = by_hand(
+    outputs = outputs_of(
+        by_hand,
         "assert dw.rank() == int(os.environ['RANK']) and dw.world_size() == 2\n"
         "for n in range(2):\n"
         "    with dw.setup_process_group(timeout=30) as group:\n"
@@ -71,7 +57,6 @@ def test_with_torchruns_variables(tmp_path: Path) -> None:
         "    assert not dist.is_initialized() and dw.world_size() == 2\n"
         "assert 'GLOO_SOCKET_IFNAME' not in os.environ\n"
         "dw.setup_process_group(); dw.barrier(); dw.teardown_process_group(); print('done')\n",
-        2,
         tmp_path,
     )
     # torch may warn of a connection to the store of the group before, which rank 0 is just closing on the same port.
@@ -80,9 +65,10 @@ def test_with_torchruns_variables(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(INTERPRETERS)
-def test_the_store_of_the_group_before(tmp_path: Path) -> None:
+def test_the_store_of_the_group_before(tmp_path: Path, by_hand: ByHand) -> None:
     """A rank that is early for the next group waits where rank 0 still closes the store of the one before."""
     all_end_well(
+        by_hand,
         "import time\n"
         "from distwrap.group import setup\n"
         "say_goodbye = setup.say_goodbye\n"
@@ -94,9 +80,10 @@ def test_the_store_of_the_group_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(INTERPRETERS)
-def test_a_model_of_the_group_before(tmp_path: Path) -> None:
+def test_a_model_of_the_group_before(tmp_path: Path, by_hand: ByHand) -> None:
     """What torch has made around a model holds the store: the next group found the port taken by this very process."""
     all_end_well(
+        by_hand,
         "import torch\n"
         "for n in range(3):\n"
         "    with dw.setup_process_group(timeout=20): model = dw.wrap_model(torch.nn.Linear(1, 1))\n",
@@ -105,25 +92,25 @@ def test_a_model_of_the_group_before(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow(INTERPRETERS)
-def test_a_group_of_the_users_is_left_alone(tmp_path: Path) -> None:
+def test_a_group_of_the_users_is_left_alone(tmp_path: Path, by_hand: ByHand) -> None:
     """Where the user has made a group, helpers and decorated functions use it, and it outlives them."""
-    outputs = by_hand(
+    outputs = outputs_of(
+        by_hand,
         "dist.init_process_group('gloo')\n"
         "with dw.setup_process_group(): print(dw.placement().source, dw.reduce(dw.rank(), 'sum'))\n"
         "print(dw.distributed(nprocs=5)(lambda: dw.gather(dw.rank()).tolist())())\n"
         "assert dist.is_initialized()\n"
         "dist.destroy_process_group()\n",
-        2,
         tmp_path,
     )
     assert outputs == ["torch.distributed 1\n[0, 1]\n"] * 2
 
 
 @pytest.mark.slow(INTERPRETERS)
-def test_missing_ranks_are_named(tmp_path: Path) -> None:
+def test_missing_ranks_are_named(tmp_path: Path, by_hand: ByHand) -> None:
     """When a rank does not come, those that wait say which one, in time."""
     start = time.monotonic()
-    outputs = by_hand("dw.setup_process_group(timeout=4)\n", 3, tmp_path, started=2)
+    outputs = outputs_of(by_hand, "dw.setup_process_group(timeout=4)\n", tmp_path, nprocs=3, started=2)
     assert time.monotonic() - start < SOON
     assert all("ArrivalError" in output for output in outputs), outputs
     assert all("2 of 3 ranks are here; missing: rank 2" in output for output in outputs), outputs

@@ -20,8 +20,8 @@ from distwrap import distributed
 from distwrap.errors import CollectiveError, CollectiveTimeoutError, WorkerDiedError, WorkerError, WorkerTimeoutError
 from distwrap.group.world import current_world
 from distwrap.testing import run_ranks
+from tests.by_hand import ByHand
 from tests.limits import INTERPRETERS, SOON
-from tests.ports import free_port
 
 LIMIT = 60.0
 
@@ -200,27 +200,6 @@ if __name__ == "__main__":
 """
 
 
-def by_hand(program: Path, what: str, nprocs: int = 2) -> list[tuple[int, str]]:
-    """Start the ranks with variables alone, as a cluster does, and return each one's exit code and output."""
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(nprocs)}
-    started = [
-        subprocess.Popen(
-            [sys.executable, program, what],
-            env={**env, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(nprocs)
-    ]
-    try:
-        return [(process.wait(LIMIT), process.communicate(timeout=LIMIT)[0]) for process in started]
-    finally:
-        for process in started:
-            process.kill()
-            process.wait()
-
-
 @pytest.mark.slow(INTERPRETERS)
 @pytest.mark.parametrize(
     ("what", "fails", "code", "words"),
@@ -233,7 +212,7 @@ def by_hand(program: Path, what: str, nprocs: int = 2) -> list[tuple[int, str]]:
         ("zero dies at work", 0, 7, "rank 1 waits for the work of rank 0, but rank 0 on .* is gone"),
     ],
 )
-def test_without_a_launcher(what: str, fails: int, code: int, words: str, tmp_path: Path) -> None:
+def test_without_a_launcher(what: str, fails: int, code: int, words: str, tmp_path: Path, by_hand: ByHand) -> None:
     """The news of a failure travel between ranks that nobody watches, and the others leave with the first cause."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
@@ -246,7 +225,7 @@ def test_without_a_launcher(what: str, fails: int, code: int, words: str, tmp_pa
 
 
 @pytest.mark.slow(INTERPRETERS)
-def test_an_exit_in_order_is_no_failure(tmp_path: Path) -> None:
+def test_an_exit_in_order_is_no_failure(tmp_path: Path, by_hand: ByHand) -> None:
     """`sys.exit(0)` on all ranks ends them all with 0."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
@@ -283,11 +262,11 @@ dw.setup_process_group(timeout=4)
 
 
 @pytest.mark.slow(INTERPRETERS)
-def test_who_is_missing(tmp_path: Path) -> None:
+def test_who_is_missing(tmp_path: Path, by_hand: ByHand) -> None:
     """Those who are here say who is not, first in a notice and in the end in an error."""
     program = tmp_path / "program.py"
     program.write_text(MISSING)
-    ended = by_hand(program, "", nprocs=3)
+    ended = by_hand(program, nprocs=3)
     assert [code for code, _ in ended] == [1, 1, 5]
     assert re.search(r"distwrap: after 1 s 2 of 3 ranks are here; missing: rank 2\n", ended[0][1])
     assert "distwrap: after" not in ended[1][1]
@@ -296,26 +275,40 @@ def test_who_is_missing(tmp_path: Path) -> None:
 
 
 VERSIONS = """
-import os
-import distwrap.network.rendezvous as rendezvous
-if os.environ["RANK"] == "1":
-    rendezvous.__version__ = "0.0.1"
+import os, sys, threading, time
 import distwrap as dw
-dw.setup_process_group(timeout=20)
+import distwrap.network.rendezvous as rendezvous
+
+refused = sys.argv[0] + " is refused"
+
+def end_with_the_other():  # or rank 0 would wait for one that can join
+    while not os.path.exists(refused):
+        time.sleep(0.05)
+    os._exit(0)
+
+if os.environ["RANK"] == "0":
+    threading.Thread(target=end_with_the_other, daemon=True).start()
+else:
+    rendezvous.__version__ = "0.0.1"
+try:
+    dw.setup_process_group(timeout=20)
+except dw.errors.ArrivalError:
+    open(refused, "w").close()
+    raise
 """
 
 
 @pytest.mark.slow(INTERPRETERS)
-def test_versions_that_differ(tmp_path: Path) -> None:
+def test_versions_that_differ(tmp_path: Path, by_hand: ByHand) -> None:
     """A rank with another version than rank 0 is refused at the start, naming both."""
     program = tmp_path / "program.py"
     program.write_text(VERSIONS)
-    assert "ArrivalError: rank 1 on" in (output := by_hand(program, "")[1][1])
+    assert "ArrivalError: rank 1 on" in (output := by_hand(program)[1][1])
     assert "runs distwrap 0.0.1 and torch" in output
 
 
 @pytest.mark.slow(INTERPRETERS)
-def test_scripts_that_differ(tmp_path: Path) -> None:
+def test_scripts_that_differ(tmp_path: Path, by_hand: ByHand) -> None:
     """A rank that runs another script than rank 0 remarks on it."""
     for name in ("first.py", "second.py"):
         (tmp_path / name).write_text("import distwrap as dw\nwith dw.setup_process_group(timeout=20): pass\n")
@@ -324,7 +317,7 @@ def test_scripts_that_differ(tmp_path: Path) -> None:
         "import os, sys, runpy\nname = ['first.py', 'second.py'][int(os.environ['RANK'])]\n"
         "path = os.path.join(os.path.dirname(__file__), name)\nsys.argv[0] = path\nrunpy.run_path(path)\n"
     )
-    ended = by_hand(program, "")
+    ended = by_hand(program)
     assert [code for code, _ in ended] == [0, 0]
     assert re.search(r"rank 1 on .* runs second\.py, but rank 0 on .* runs first\.py: is that meant\?", ended[1][1])
 
@@ -349,7 +342,7 @@ else:
 
 @pytest.mark.slow(INTERPRETERS)
 @pytest.mark.parametrize("how", ["with", "plain"])
-def test_without_the_decorator(how: str, tmp_path: Path) -> None:
+def test_without_the_decorator(how: str, tmp_path: Path, by_hand: ByHand) -> None:
     """An exception that nobody catches is told to the others also in a script that sets the group up itself."""
     program = tmp_path / "program.py"
     program.write_text(UNCAUGHT)

@@ -25,8 +25,8 @@ from distwrap.supervision.hang_report import Location
 from distwrap.supervision.wait_notice import notice_of
 from distwrap.supervision.waits import MainThread, Wait
 from distwrap.testing import run_ranks
+from tests.by_hand import ByHand
 from tests.limits import INTERPRETERS
-from tests.supervision.test_channel import by_hand
 
 LIMIT = 60.0
 
@@ -332,11 +332,11 @@ if __name__ == "__main__":
 
 
 @pytest.mark.slow(INTERPRETERS)
-def test_without_a_launcher(tmp_path: Path) -> None:
+def test_without_a_launcher(tmp_path: Path, by_hand: ByHand) -> None:
     """Ranks that share no board, and that nobody of ours has started, tell it too."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    ended = by_hand(program, "", nprocs=3)
+    ended = by_hand(program, nprocs=3)
     assert [code for code, _ in ended] == [0, 0, 0], ended
     told = [line for _, output in ended for line in output.splitlines() if "have waited" in line]
     assert 1 <= len(told) <= 2, ended  # and perhaps once more, after four times as long
