@@ -21,6 +21,7 @@ from distwrap.wording import print_notice
 
 _LOOK_SECONDS = 0.5
 _STATE_SECONDS = 2.0  # between questions to Slurm's controller, which serves everybody
+_FIRST_SECONDS = 0.25  # until the first question, which is followed by later ones, once all ranks are done
 _FILE_SECONDS = 10.0  # for a file of a node to be seen here, on a shared file system
 _QUEUED = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT")
 _RUNNING = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
@@ -98,7 +99,11 @@ class Collector:
         for log in self._logs:
             log.show()
         if time.monotonic() > self._asked + _STATE_SECONDS:
-            self._state, self._asked = state_of(self._number) or self._state, time.monotonic()
+            self._ask()
+
+    def _ask(self) -> None:
+        """Ask Slurm for the job's state; where it gives no answer, the last one stands."""
+        self._state, self._asked = state_of(self._number) or self._state, time.monotonic()
 
     def _new(self, known: Iterable[int]) -> dict[int, Outcome]:
         """Return the outcomes that the other ranks have left by now. The files are of this user's own job."""
@@ -130,9 +135,13 @@ class Collector:
 
     def _let_end(self) -> None:
         """Wait for the job's own end, for exit handlers and last words, and show these."""
-        deadline = time.monotonic() + EXIT_SECONDS + _STATE_SECONDS
+        deadline, pause = time.monotonic() + EXIT_SECONDS + _STATE_SECONDS, _FIRST_SECONDS
         while not has_ended(self._state) and time.monotonic() < deadline:
-            self._look()
+            time.sleep(pause)
+            self._ask()
+            for log in self._logs:
+                log.show()
+            pause = min(2 * pause, _STATE_SECONDS)
         for log in self._logs:
             log.show(rest=True)
 

@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import distwrap
 from distwrap import distributed, gather_object, placement, save, shard_loader, wrap_model
 from distwrap.launch import other_callers
+from distwrap.network import connectivity
 
 SAMPLES = 48
 
@@ -34,15 +35,30 @@ def tell(**what: object) -> None:
 
 
 def fail_if_asked(epoch: int, rank: int) -> None:
-    """Fail in the way that the environment asks for, once."""
-    kind, _, when = os.environ.get("JOB_FAILS", "").partition("@")
-    again = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if not kind or int(when) != epoch or (again and kind != "always"):
+    """Fail as the environment asks: ``raise@1,die@2`` in epoch 1 of the first attempt, and in epoch 2 of the second."""
+    failures = os.environ.get("JOB_FAILS", "").split(",")
+    attempt = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    kind, _, when = failures[min(attempt, len(failures) - 1)].partition("@")
+    if not kind or int(when) != epoch or (attempt >= len(failures) and kind != "always"):
         return
     if kind in ("raise", "always") and rank == 1:
         raise ValueError(f"rank {rank} stumbles in epoch {epoch}")
     if kind == "die" and rank == 1:
         os.kill(os.getpid(), 9)
+
+
+def slow_down_if_asked(world_size: int) -> None:
+    """Sleep for as long as the environment asks, with ``0.4@2`` only in a world of two ranks."""
+    seconds, _, ranks = os.environ.get("JOB_SLOW", "").partition("@")
+    if seconds and (not ranks or int(ranks) == world_size):
+        distwrap.barrier()
+        time.sleep(float(seconds))
+
+
+def weights_of(model: nn.Module) -> list[float]:
+    """Return all weights of a model, one after the other."""
+    weights: list[float] = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+    return weights
 
 
 @distributed(seed=0, timeout=60)
@@ -77,15 +93,16 @@ def main(epochs: int, path: str | None) -> list[float]:
         if path is not None:
             save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}, path)
         tell(epoch=epoch, rank=place.rank)
-        if "JOB_SLOW" in os.environ:
-            distwrap.barrier()
-            time.sleep(float(os.environ["JOB_SLOW"]))
-    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).tolist()
+        if "JOB_TELLS_WEIGHTS" in os.environ:
+            tell(weights=weights_of(model))
+        slow_down_if_asked(place.world_size)
+    weights = weights_of(model)
     assert all(other == weights for other in gather_object(weights))
     return weights
 
 
 if __name__ == "__main__":
     other_callers.LOST_SECONDS = float(os.environ.get("JOB_LOST", other_callers.LOST_SECONDS))
+    connectivity.REPLY_SECONDS = float(os.environ.get("JOB_REPLY", connectivity.REPLY_SECONDS))
     value = main(int(sys.argv[1]) if len(sys.argv) > 1 else 3, sys.argv[2] if len(sys.argv) > 2 else None)
     tell(value=value if isinstance(value, list) else str(value))

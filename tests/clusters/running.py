@@ -19,6 +19,7 @@ from tests.clusters import job
 PYTHON = sys.executable
 JOB = [PYTHON, job.__file__]
 ROOT = str(Path(__file__).parents[2])
+_EPOCHS = 60  # as many as any test trains
 
 # What could reach a program from the tests' own surroundings.
 _DROPPED = ("DISTWRAP_", "RANK", "WORLD_SIZE", "LOCAL_", "MASTER_", "SLURM_", "OMPI_", "PMI_", "TORCHELASTIC_")
@@ -99,15 +100,21 @@ def wait_for_line(process: subprocess.Popen[str], text: str) -> Ended:
 
 
 @functools.cache
-def weights_of_one_process(epochs: int = 3) -> tuple[float, ...]:
-    """What the job returns in a single process."""
-    alone = run([*JOB, str(epochs)])
+def _weights_of_one_process() -> list[list[float]]:
+    """Return the weights after each number of epochs, in a single process."""
+    alone = run([*JOB, str(_EPOCHS)], JOB_TELLS_WEIGHTS="1")
     assert alone.code == 0, alone.output
-    return tuple(alone.values()[0])
+    weights = [line["weights"] for line in alone.told if "weights" in line]
+    assert weights[-1] == alone.values()[0]
+    return weights
+
+
+def is_like_one_process(value: list[float], epochs: int = 3) -> bool:
+    """Return whether weights are those of a single process, but for the order in which floats were added."""
+    expected = _weights_of_one_process()[epochs - 1]
+    return len(value) == len(expected) and all(abs(a - b) < 1e-5 for a, b in zip(value, expected, strict=True))
 
 
 def assert_like_one_process(value: list[float], epochs: int = 3) -> None:
-    """The weights are those of a single process, but for the order in which floats were added."""
-    expected = weights_of_one_process(epochs)
-    assert len(value) == len(expected)
-    assert all(abs(a - b) < 1e-5 for a, b in zip(value, expected, strict=True)), (value, expected)
+    """Compare weights with those of a single process."""
+    assert is_like_one_process(value, epochs), (value, _weights_of_one_process()[epochs - 1])

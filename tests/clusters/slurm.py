@@ -38,12 +38,12 @@ SelectTypeParameters=CR_Core
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 KillWait=5
-SchedulerParameters=sched_interval=2,bf_interval=2
+SchedulerParameters=sched_interval=1,bf_interval=1
 AccountingStorageType=accounting_storage/none
 JobAcctGatherType=jobacct_gather/none
 MpiDefault=none
 NodeName=n[1-{nodes}] NodeHostname={host} NodeAddr=127.0.0.1 Port={first}-{last} CPUs=4 CoresPerSocket=4 RealMemory=2000
-PartitionName=low Nodes=n[1-{nodes}] Default=YES MaxTime=60 PriorityTier=1 PreemptMode=REQUEUE GraceTime=3
+PartitionName=low Nodes=n[1-{nodes}] Default=YES MaxTime=60 PriorityTier=1 PreemptMode=REQUEUE
 PartitionName=high Nodes=n[1-{nodes}] MaxTime=60 PriorityTier=10 PreemptMode=OFF
 """
 
@@ -126,9 +126,11 @@ class Slurm:
         deadline = time.monotonic() + 15
         while self.run("squeue", "-h").stdout.strip() and time.monotonic() < deadline:
             time.sleep(0.2)
+        daemons: list[int] = []
         for name in (*(f"slurmd.n{n}.pid" for n in range(1, NODES + 1)), "slurmctld.pid", "munge/pid"):
             with suppress(OSError, ValueError):
-                _end(int((self.folder / name).read_text()))
+                daemons.append(int((self.folder / name).read_text()))
+        _end(daemons)
 
 
 @contextmanager
@@ -142,14 +144,25 @@ def cluster(folder: Path) -> Iterator[Slurm]:
         slurm.stop()
 
 
-def _end(pid: int) -> None:
-    os.kill(pid, signal.SIGTERM)
+def _end(daemons: list[int]) -> None:
+    """End daemons in this order, and wait for them together; those that do not end are killed."""
+    for pid in daemons:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
     deadline = time.monotonic() + 10
-    with suppress(ProcessLookupError):
-        while time.monotonic() < deadline:
-            os.kill(pid, 0)
-            time.sleep(0.05)
-        os.kill(pid, signal.SIGKILL)
+    while any(map(_runs, daemons)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    for pid in filter(_runs, daemons):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _runs(pid: int) -> bool:
+    """Return whether a process has not ended; the first process here may take seconds to reap it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
 
 
 def _free_ports(count: int) -> list[int]:

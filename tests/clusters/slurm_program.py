@@ -17,6 +17,7 @@ from torch import nn
 
 import distwrap as dw
 from distwrap import distributed
+from distwrap.launch import slurm_job
 from distwrap.launch.slurm import SlurmLauncher
 
 
@@ -69,9 +70,7 @@ def launcher(kind: str) -> Any:
 if __name__ == "__main__":
     kind = sys.argv[1]
     nprocs = {"train": 4, "one rank": 1}.get(kind, 2)
-    if kind == "one process":
-        print("TOLD " + json.dumps({"value": trained()}))
-        sys.exit()
+    slurm_job._FILE_SECONDS = 1.0  # the nodes' files are on this very machine
     try:
         logs = sys.argv[2] if len(sys.argv) > 2 else None
         options = {"launcher": launcher(kind), "returns": "all", "timeout": 30, "log_dir": logs}

@@ -15,6 +15,7 @@ import pytest
 
 import distwrap
 from distwrap.launch.other_callers import LOST_SECONDS
+from distwrap.network.waiting import wait_until
 from tests.clusters.namespaces import Hosts
 from tests.clusters.running import JOB, PYTHON, Ended, assert_like_one_process, ended, started, wait_for_line
 from tests.limits import SOON
@@ -196,7 +197,7 @@ def test_a_link_that_is_cut_for_a_moment(two_hosts: Hosts) -> None:
 
 def test_a_link_that_is_cut(two_hosts: Hosts) -> None:
     """Without a network both hosts end, each with the other's name, though nothing tells them; none waits in torch."""
-    with running(two_hosts, *JOB, "1000", JOB_SLOW="0.1", JOB_LOST="10", **BOTH) as (first, second):
+    with running(two_hosts, *JOB, "1000", JOB_SLOW="0.1", JOB_LOST="6", **BOTH) as (first, second):
         wait_for_line(first, '"epoch": 1')
         try:
             two_hosts.set_link("hostb", "down")
@@ -222,41 +223,46 @@ def test_a_ctrl_c_on_one_host_ends_both(two_hosts: Hosts) -> None:
     assert "KeyboardInterrupt" in left.output
 
 
-def test_a_missing_host(two_hosts: Hosts) -> None:
-    """A host that does not come is named after the time limit."""
-    with started(two_hosts.command("hosta", *JOB), **{**BOTH, "DISTWRAP_TIMEOUT": "3"}) as process:
-        alone = ended(process)
-    assert alone.code == 1
-    assert "1 of 2 nodes are here (hosta); missing: node(s) 1" in alone.output, alone.output
-    assert "Start the same command on every node." in alone.output
+@pytest.fixture(scope="module")
+def alone(two_hosts: Hosts) -> dict[str, Ended]:
+    """Ends of callers that come alone, each to an endpoint of its own or to none; at once, since most of them wait."""
+    cases = {
+        "a missing host": ("hosta", {"DISTWRAP_TIMEOUT": "3"}),
+        "nobody at the endpoint": ("hostb", {"DISTWRAP_TIMEOUT": "3", "DISTWRAP_RDZV_ENDPOINT": "hosta:29451"}),
+        "an unreachable master": ("hostb", {"DISTWRAP_RDZV_ENDPOINT": f"{two_hosts.nobody}:29444"}),
+        "an unknown name": ("hostb", {"DISTWRAP_TIMEOUT": "3", "DISTWRAP_RDZV_ENDPOINT": "hostq:29444"}),
+        "a zero that is not the endpoint": ("hostb", {"DISTWRAP_NODE_RANK": "0"}),
+    }
+    with ExitStack() as stack:
+        processes = {
+            case: stack.enter_context(
+                started(two_hosts.command(host, *JOB), **{**BOTH, "DISTWRAP_TIMEOUT": "600", "JOB_REPLY": "2", **env})
+            )
+            for case, (host, env) in cases.items()
+        }
+        return {case: ended(process) for case, process in processes.items()}
 
 
-def test_nobody_at_the_endpoint(two_hosts: Hosts) -> None:
-    """A host whose node 0 does not come says that nobody listens, and where it looked."""
-    with started(two_hosts.command("hostb", *JOB), **{**BOTH, "DISTWRAP_TIMEOUT": "3"}) as process:
-        alone = ended(process)
-    where = f"{two_hosts.address('hosta')} port 29444"
-    assert f"the node is there, but nobody listens ({where}: refused)" in alone.output, alone.output
-
-
-def test_an_unreachable_master(two_hosts: Hosts) -> None:
-    """An address that nobody has is an error within the limit, with the addresses tried and this host's own."""
-    start = time.monotonic()
-    env = {**BOTH, "DISTWRAP_TIMEOUT": "600", "DISTWRAP_RDZV_ENDPOINT": f"{two_hosts.nobody}:29444"}
-    with started(two_hosts.command("hostb", *JOB), **env) as process:
-        alone = ended(process)
-    assert f"no node answers ({two_hosts.nobody} port 29444: " in alone.output, alone.output
-    assert f"eth0 {two_hosts.address('hostb')}" in alone.output
-    assert "NCCL_SOCKET_IFNAME" in alone.output
-    assert time.monotonic() - start < SOON
-
-
-def test_a_name_that_does_not_resolve(two_hosts: Hosts) -> None:
-    """A name that nobody knows is an error that says how to try it."""
-    env = {**BOTH, "DISTWRAP_TIMEOUT": "3", "DISTWRAP_RDZV_ENDPOINT": "hostq:29444"}
-    with started(two_hosts.command("hostb", *JOB), **env) as process:
-        alone = ended(process)
-    assert "cannot resolve the name 'hostq'" in alone.output, alone.output
+@pytest.mark.parametrize(
+    ("case", "words"),
+    [
+        (
+            "a missing host",
+            ["1 of 2 nodes are here (hosta); missing: node(s) 1", "Start the same command on every node."],
+        ),
+        ("nobody at the endpoint", ["the node is there, but nobody listens ({hosta} port 29451: refused)"]),
+        ("an unreachable master", ["no node answers ({nobody} port 29444: ", "eth0 {hostb}", "NCCL_SOCKET_IFNAME"]),
+        ("an unknown name", ["cannot resolve the name 'hostq'"]),
+        ("a zero that is not the endpoint", ["node_rank=0 on hostb, but rdzv_endpoint=hosta:29444 is not this node"]),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_caller_that_comes_alone(two_hosts: Hosts, alone: dict[str, Ended], case: str, words: list[str]) -> None:
+    """It ends within the limit, and says who is missing, what does not answer, and what it has tried."""
+    addresses = {name: two_hosts.address(name) for name in two_hosts.names}
+    assert alone[case].code == 1
+    for each in words:
+        assert each.format(**addresses, nobody=two_hosts.nobody) in alone[case].output, alone[case].output
 
 
 @pytest.mark.parametrize(
@@ -278,18 +284,13 @@ def test_a_wrong_interface(two_hosts: Hosts, interface: str, message: str) -> No
 def test_two_with_the_same_number(two_hosts: Hosts) -> None:
     """Two machines with one node rank are both named, to the one that came second."""
     each = {name: {"DISTWRAP_NODE_RANK": "1"} for name in two_hosts.names}
-    env = {**BOTH, "DISTWRAP_NNODES": "3", "DISTWRAP_TIMEOUT": "10"}
+    env = {**BOTH, "DISTWRAP_NNODES": "3"}
     zero = two_hosts.command("hosta", *JOB)
-    with started(zero, **{**env, "DISTWRAP_NODE_RANK": "0"}):
-        first, second = on_both(two_hosts, *JOB, each=each, **env)
-    assert "there are two nodes with node_rank=1: host" in first.output + second.output
-
-
-def test_a_zero_that_is_not_the_endpoint(two_hosts: Hosts) -> None:
-    """Node 0 on another machine than the endpoint's is refused at once."""
-    with started(two_hosts.command("hostb", *JOB), **{**BOTH, "DISTWRAP_NODE_RANK": "0"}) as process:
-        alone = ended(process)
-    assert "node_rank=0 on hostb, but rdzv_endpoint=hosta:29444 is not this node" in alone.output
+    with started(zero, **{**env, "DISTWRAP_NODE_RANK": "0"}), running(two_hosts, *JOB, each=each, **env) as callers:
+        came_second = wait_until(lambda: [each for each in callers if each.poll() is not None], SOON, longest_pause=0.1)
+        assert came_second
+        refused = ended(came_second[0])
+    assert "there are two nodes with node_rank=1: host" in refused.output, refused.output
 
 
 def test_another_version_on_one_host(two_hosts: Hosts, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.clusters.namespaces import Hosts
-from tests.clusters.running import JOB, assert_like_one_process, run
+from tests.clusters.running import JOB, assert_like_one_process, is_like_one_process, run
 
 pytestmark = [pytest.mark.slow("starts interpreters under mpirun"), pytest.mark.timeout(180)]
 
@@ -21,31 +21,23 @@ def needs(program: str) -> None:
         pytest.skip(f"not installed: {program}")
 
 
-@pytest.mark.parametrize(("command", "source"), [(OPEN_MPI, "open_mpi"), (MPICH, "mpich")])
-def test_two_ranks_here(command: list[str], source: str) -> None:
-    """`mpirun -np 2` needs no address and no port from the user."""
+@pytest.mark.parametrize(("command", "source"), [(OPEN_MPI, "open_mpi"), (MPICH, "mpich")], ids=["open_mpi", "mpich"])
+def test_two_runs_of_two_ranks_here(command: list[str], source: str) -> None:
+    """`mpirun -np 2` needs no address and no port: two runs at once find a port each, by the job or its parent."""
     needs(command[0])
-    done = run([*command, "-np", "2", *JOB])
+    one, two = (" ".join([*command, "-np", "2", *JOB, epochs]) for epochs in ("1", "2"))
+    done = run(["sh", "-c", f"{one} & first=$!; {two}; second=$?; wait $first && exit $second"])
     assert done.code == 0, done.output
     places = [line["place"] for line in done.starts()]
     assert [(place["rank"], place["local_rank"], place["source"]) for place in places] == [
         (0, 0, source),
+        (0, 0, source),
+        (1, 1, source),
         (1, 1, source),
     ]
     assert {place["master_addr"] for place in places} == {"127.0.0.1"}
-    for value in done.values():
-        assert_like_one_process(value)
-
-
-@pytest.mark.parametrize("command", [OPEN_MPI, MPICH], ids=["open_mpi", "mpich"])
-def test_two_runs_at_once_do_not_meet(command: list[str]) -> None:
-    """Two runs on one machine find a port each, which follows from the job or from the process that started it."""
-    needs(command[0])
-    both = " & ".join(" ".join([*command, "-np", "2", *JOB, epochs]) for epochs in ("1", "2"))
-    done = run(["sh", "-c", f"{both} & wait"])
-    assert len(done.values()) == 4, done.output
-    distinct = {tuple(round(number, 4) for number in value) for value in done.values()}
-    assert len(distinct) == 2
+    one_epoch, two_epochs = ([value for value in done.values() if is_like_one_process(value, n)] for n in (1, 2))
+    assert [len(one_epoch), len(two_epochs)] == [2, 2], done.values()
 
 
 def test_a_failure_has_its_cause() -> None:

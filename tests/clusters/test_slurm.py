@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.clusters.running import JOB, Ended, assert_like_one_process, environment
+from tests.clusters.running import JOB, Ended, assert_like_one_process, environment, is_like_one_process
 from tests.clusters.slurm import Slurm
 from tests.limits import SOON
 
@@ -44,9 +44,10 @@ def _state(slurm: Slurm, job: str) -> str:
     return shown.partition("JobState=")[2].partition(" ")[0]
 
 
-def test_two_nodes_and_four_tasks(slurm: Slurm) -> None:
-    """`srun -N2 -n4` makes one world: each rank knows its node, and the weights are those of one process."""
-    done = srun(slurm, "-N2", "-n4", *JOB)
+def test_two_nodes_and_four_tasks(slurm: Slurm, tmp_path: Path) -> None:
+    """`srun -N2 -n4` makes one world: ranks know their nodes, weights are as of one process, one report comes."""
+    path = tmp_path / "new" / "times.json"
+    done = srun(slurm, "-N2", "-n4", *JOB, DISTWRAP_QUIET="0", DISTWRAP_REPORT=str(path))
     assert done.code == 0, done.output
     places = [line["place"] for line in done.starts()]
     assert [place["rank"] for place in places] == [0, 1, 2, 3]
@@ -56,13 +57,6 @@ def test_two_nodes_and_four_tasks(slurm: Slurm) -> None:
     assert len(done.values()) == 4  # the script goes on on every rank, as under any outer launcher
     for value in done.values():
         assert_like_one_process(value)
-
-
-def test_a_report_of_all_tasks(slurm: Slurm, tmp_path: Path) -> None:
-    """One table and one file come of it, from rank 0."""
-    path = tmp_path / "new" / "times.json"
-    done = srun(slurm, "-N2", "-n4", *JOB, DISTWRAP_QUIET="0", DISTWRAP_REPORT=str(path))
-    assert done.code == 0, done.output
     assert done.output.count("distwrap report:") == 1
     assert [rank["rank"] for rank in json.loads(path.read_text())["ranks"]] == [0, 1, 2, 3]
 
@@ -78,15 +72,6 @@ def test_uneven_tasks(slurm: Slurm) -> None:
         (0, 1, 1),
     ]
     assert_like_one_process(done.values()[0], 1)
-
-
-def test_a_batch_script_with_a_step(slurm: Slurm, tmp_path: Path) -> None:
-    """sbatch with srun inside is the same as srun."""
-    job = submit(slurm, tmp_path, f"srun {' '.join(JOB)}", "-N2", "-n2", "--ntasks-per-node=1")
-    done = finished(slurm, job, tmp_path)
-    assert done.code == 0, done.output
-    assert [line["place"]["node_rank"] for line in done.starts()] == [0, 1]
-    assert_like_one_process(done.values()[0])
 
 
 def test_a_batch_script_without_a_step(slurm: Slurm, tmp_path: Path) -> None:
@@ -109,16 +94,18 @@ def test_the_doctor_speaks_for_the_whole_step(slurm: Slurm) -> None:
     assert "No problems found." in done.output
 
 
-def test_two_steps_at_once_do_not_meet(slurm: Slurm, tmp_path: Path) -> None:
-    """Two steps of one job on the same nodes are two worlds."""
-    step = f"srun --overlap -N2 -n2 {' '.join(JOB)}"
-    job = submit(slurm, tmp_path, f"{step} 1 & {step} 2 & wait", "-N2", "-n2")
-    done = finished(slurm, job, tmp_path)
+def test_a_batch_script_with_two_steps_at_once(slurm: Slurm, tmp_path: Path) -> None:
+    """sbatch with srun inside is the same as srun, and two steps of one job on the same nodes are two worlds."""
+    step = f"srun --overlap -N2 -n2 --ntasks-per-node=1 {' '.join(JOB)}"
+    lines = f"{step} 1 & first=$!; {step} 2; second=$?; wait $first && exit $second"
+    done = finished(slurm, submit(slurm, tmp_path, lines, "-N2", "-n2"), tmp_path)
     assert done.code == 0, done.output
-    assert len({line["place"]["job"] for line in done.starts()}) == 2
-    assert len(done.values()) == 4
-    first = min(done.told, key=lambda line: str(line.get("place", {}).get("job", "~")))
-    assert first
+    worlds: dict[str, list[int]] = {}
+    for line in done.starts():
+        worlds.setdefault(line["place"]["job"], []).append(line["place"]["node_rank"])
+    assert list(worlds.values()) == [[0, 1], [0, 1]]
+    one_epoch, two_epochs = ([value for value in done.values() if is_like_one_process(value, n)] for n in (1, 2))
+    assert [len(one_epoch), len(two_epochs)] == [2, 2], done.values()
 
 
 def test_a_rank_that_dies_ends_the_step(slurm: Slurm) -> None:
@@ -134,10 +121,15 @@ def test_a_rank_that_dies_ends_the_step(slurm: Slurm) -> None:
 def test_a_requeued_job_goes_on(slurm: Slurm, tmp_path: Path) -> None:
     """A job that a job of a higher priority pushes out is queued again, and goes on from its checkpoint."""
     last = tmp_path / "last.pt"
-    # A script that ended by itself within the grace time would count as failed, and not be queued again.
-    command = f"JOB_SLOW=0.5 srun {' '.join(JOB)} 12 {last} || sleep 60"
-    job = submit(slurm, tmp_path, command, "-N2", "-n2", "--ntasks-per-node=1", "-p", "low", "--exclusive", "--requeue")
+    # A script that ended by itself before it is pushed out would count as failed, and not be queued again.
+    lines = f"""[ -n "$SLURM_RESTART_COUNT" ] || export JOB_SLOW=0.5
+srun {" ".join(JOB)} 24 {last} || sleep 60"""
+    job = submit(slurm, tmp_path, lines, "-N2", "-n2", "--ntasks-per-node=1", "-p", "low", "--exclusive", "--requeue")
     _wait_for((tmp_path / "out"), '"epoch": 2', 60)
+    # As at the beginning of a partition's grace time, whose end the controller would look for every half a minute only.
+    ended = slurm.run("scancel", "--signal=TERM", f"{job}.0")
+    assert ended.returncode == 0, ended.stderr
+    _wait_for((tmp_path / "out"), "srun: error: ", 60)
     urgent = slurm.run("srun", "-p", "high", "-N3", "-n3", "--exclusive", "true", seconds=100)
     assert urgent.returncode == 0, urgent.stderr
     done = finished(slurm, job, tmp_path)
@@ -146,7 +138,7 @@ def test_a_requeued_job_goes_on(slurm: Slurm, tmp_path: Path) -> None:
     assert firsts[:2] == [0, 0]
     assert firsts[2:]
     assert min(firsts[2:]) >= 2
-    assert_like_one_process(done.values()[-1], 12)
+    assert_like_one_process(done.values()[-1], 24)
 
 
 def _wait_for(file: Path, text: str, seconds: float) -> None:
