@@ -197,7 +197,7 @@ def test_a_link_that_is_cut_for_a_moment(two_hosts: Hosts) -> None:
 
 def test_a_link_that_is_cut(two_hosts: Hosts) -> None:
     """Without a network both hosts end, each with the other's name, though nothing tells them; none waits in torch."""
-    with running(two_hosts, *JOB, "1000", JOB_SLOW="0.1", JOB_LOST="6", **BOTH) as (first, second):
+    with running(two_hosts, *JOB, "1000", JOB_SLOW="0.1", JOB_LOST="10", **BOTH) as (first, second):
         wait_for_line(first, '"epoch": 1')
         try:
             two_hosts.set_link("hostb", "down")
