@@ -28,7 +28,7 @@ Returns = Literal["rank0", "all"]
 QUIET = "DISTWRAP_QUIET"
 SWITCHES = {
     "DISTWRAP_DISABLE": "run the function in this process",
-    QUIET: "silence the line at the start, and those about ranks that wait",
+    QUIET: "silence the line at the start and notices during the run; reports and errors are still printed",
     "DISTWRAP_TRUST_NETWORK": "unpickle objects of other ranks also where no secret tells who sent them",
 }
 CHOICES = {frames.VARIABLE: ("full", "show the frames of distwrap in tracebacks too")}

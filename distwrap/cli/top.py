@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 from distwrap.checks import SECONDS
-from distwrap.supervision.hang_report import LEFT, NO_ANSWER, Location, merge, seen_at
-from distwrap.supervision.live import Shown
+from distwrap.supervision.locations import LEFT, NO_ANSWER, Location, merge, seen_at
 from distwrap.supervision.runs import Run, runs, where_all_are
+from distwrap.supervision.shown import Shown
 from distwrap.wording import as_memory
 
 _HOME, _CLEAR = "\x1b[H", "\x1b[J"
@@ -59,8 +59,7 @@ def run_top(given: argparse.Namespace) -> int:
             time.sleep(given.seconds)
     except KeyboardInterrupt:
         return 0
-    except BrokenPipeError:  # as of head, which has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes once more at its end
+    except BrokenPipeError:  # the reader, as head, has seen enough: the usual end of a table without end
         return 0
     return 0 if seen else _nothing(given.pid)
 
@@ -84,9 +83,13 @@ def _found(pid: int | None) -> list[Run]:
 
 
 def _nothing(pid: int | None) -> int:
+    if pid is not None and not os.path.exists(f"/proc/{pid}"):
+        print(f"distwrap: there is no process {pid} on this node.", file=sys.stderr)
+        return 1
     what = "no run of yours is" if pid is None else f"process {pid} belongs to no run of yours"
     print(
-        f"distwrap: {what} on this node. Runs show themselves some moments after their start, if of two ranks or more.",
+        f"distwrap: {what} on this node, or the run has not started yet. A run shows its ranks some seconds after "
+        "its start, when their imports are done, and only if it has at least two. Try again then.",
         file=sys.stderr,
     )
     return 1

@@ -1,6 +1,11 @@
 """Values of keys in a store, by one operation where the store has it."""
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the commands `where` and `top` come here without torch
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 def read(store: Store, key: str) -> bytes:

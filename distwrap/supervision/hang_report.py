@@ -7,10 +7,10 @@ import math
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -24,13 +24,11 @@ from distwrap.places import place
 from distwrap.stopwatch import Item, Part, Stopwatch
 from distwrap.supervision import stacks
 from distwrap.supervision.bells import Bells, ring_from_outside
+from distwrap.supervision.locations import LEFT, NO_ANSWER, Location, merge, seen_at
 from distwrap.supervision.notes import RankNotes, read_note
 from distwrap.supervision.waits import Wait, read_wait
-from distwrap.wording import named_ranks
 
 ANSWER_SECONDS = 1.5  # for a rank to say where it is
-LEFT = "has left the function"
-NO_ANSWER = "does not answer: native code holds the interpreter, or it is gone"
 
 
 class Activity:
@@ -109,30 +107,6 @@ class Activity:
 
     def __str__(self) -> str:
         return f"{self.helper} at {self.site}" if self.helper else ""
-
-
-class Location(NamedTuple):
-    """Location of a rank in the user's code.
-
-    Attributes:
-        what: the function that the user's code has called, as ``all_reduce``; empty where it computes by itself.
-        where: file and line in the user's code.
-        step: number of batches that the innermost loader has given, or ``None``.
-        last: the last helper of distwrap that ran, and where, if any.
-        wait: its wait for other ranks, in an answer.
-        begun: number of collectives that it has begun, in an answer.
-    """
-
-    what: str
-    where: str
-    step: int | None = None
-    last: str = ""
-    wait: Wait | None = None
-    begun: int = 0
-
-    def __str__(self) -> str:
-        place = f"in {self.what} at {self.where}" if self.what else f"at {self.where}"
-        return place if self.step is None else f"{place}, step {self.step}"
 
 
 class Reporter:
@@ -273,40 +247,6 @@ def last_seen(store: Store, rank: int) -> str:
         if parts:
             return seen_at(moment, Location(*parts))
     return ""
-
-
-def seen_at(moment: float, location: Location) -> str:
-    """Return in words where a rank was at a time of day."""
-    after = f", after {location.last}" if location.last else ""
-    return f"; {max(0.0, time.time() - moment):.0f} s ago it was {location}{after}"
-
-
-def merge(locations: Mapping[int, Location | str]) -> str:
-    """List where all ranks are, those at the same place in one line.
-
-    Args:
-        locations: of each rank; words where there is none.
-
-    Example:
-        >>> there = Location("all_reduce", "train.py:88", step=812)
-        >>> print(merge({0: there, 1: Location("DataLoader", "train.py:81"), 2: there}))
-          ranks 0, 2 in all_reduce at train.py:88, step 812
-          rank 1 in DataLoader at train.py:81
-    """
-    together: dict[str, list[int]] = {}
-    for rank, location in sorted(locations.items()):
-        together.setdefault(str(location), []).append(rank)
-    return "\n".join(
-        f"  {named_ranks(members)} {where if len(members) == 1 else of_several(where)}"
-        for where, members in together.items()
-    )
-
-
-def of_several(where: str) -> str:
-    """Return words about a rank as words about several."""
-    verb, _, rest = where.partition(" ")
-    plural = {"does": "do", "has": "have"}.get(verb, verb)
-    return f"{plural} {rest}"
 
 
 def _read_location(text: bytes) -> Location | str:

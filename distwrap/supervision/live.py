@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,46 +17,14 @@ from distwrap.devices.cpus import thread_times
 from distwrap.devices.kinds import kind_of
 from distwrap.environments import Placement
 from distwrap.network import memory_file
-from distwrap.supervision.hang_report import Activity, Location
+from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.locations import Location
 from distwrap.supervision.notes import RankNotes
+from distwrap.supervision.shown import ANSWER, NAME, Shown
 
-NAME, ANSWER = "live", "told"  # of notes: a rank's figures, and where all ranks are
 _WINDOW = 10.0  # seconds over which idleness and speed are measured
 _LOOKS = 40  # in these
 _TICK = 0.5  # seconds between two looks, at most where the machine is not overwhelmed
-
-
-@dataclass(frozen=True)
-class Shown:
-    """Figures of a rank, as it has last shown them.
-
-    Attributes:
-        rank: its number.
-        pid: of its process.
-        host: on which it is.
-        device: on which it computes.
-        step: number of batches that its innermost loop has had, or of averages of gradients; ``None`` without either.
-        speed: steps a second.
-        idle: share of the time in which its main thread did not want to compute; ``None`` where the system tells none.
-        location: where it is, as a `Location` has it; ``None`` where it has left.
-        memory: bytes of its process.
-        device_memory: most bytes that it has had on its device; ``None`` where that has none of its own.
-        bar: what a progress bar shows beside how far it is.
-        time: of day, at which it showed all this.
-    """
-
-    rank: int
-    pid: int
-    host: str
-    device: str
-    step: int | None
-    speed: float
-    idle: float | None
-    location: list[Any] | None
-    memory: int
-    device_memory: int | None
-    bar: str
-    time: float
 
 
 class Live:

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from distwrap.environments.identity import process_status
 from distwrap.network.waiting import wait_until
-from distwrap.supervision.bells import BOARD
-from distwrap.supervision.board import Board
-from distwrap.supervision.live import ANSWER, NAME, Shown
+from distwrap.supervision.board import BOARD, Board
+from distwrap.supervision.shown import ANSWER, NAME, Shown
 from distwrap.wording import named_ranks
 
 _ASK_SECONDS = 5.0  # for a rank to ask all others

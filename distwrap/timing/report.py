@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from typing import Any
 
 from distwrap.errors import OptionError
 from distwrap.group.world import current_world, is_rank_zero
-from distwrap.options import QUIET, switched_on
 from distwrap.stopwatch import Part
 from distwrap.timing.advice import advise
 from distwrap.timing.analysis import Analysis, analysed
@@ -163,8 +161,8 @@ def report() -> Iterator[Report]:
     """Measure where the time goes within a ``with``, on all ranks; every rank enters and leaves it.
 
     Yields:
-        The report; empty until the ``with`` has ended. It is printed on rank 0's standard error, unless DISTWRAP_QUIET
-        is set.
+        The report; empty until the ``with`` has ended. Then it is printed on rank 0's standard error, also with
+        ``DISTWRAP_QUIET=1``, which silences only what nobody has asked for.
 
     Raises:
         OptionError: one is under way already.
@@ -191,7 +189,7 @@ def report() -> Iterator[Report]:
 
 def _show(found: Report) -> None:
     """Print a report, on rank 0 alone."""
-    if is_rank_zero() and not switched_on(os.environ, QUIET):
+    if is_rank_zero():
         print(found.text(), file=sys.stderr, flush=True)
 
 

@@ -220,6 +220,19 @@ def test_the_report_of_a_run(how: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_quiet_run_prints_the_report_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DISTWRAP_QUIET silences what nobody has asked for: not the report of DISTWRAP_REPORT, nor that of a ``with``."""
+    monkeypatch.setenv("DISTWRAP_QUIET", "1")
+    monkeypatch.setenv("DISTWRAP_REPORT", "1")
+    dw.distributed(nprocs=1)(loops.train)()
+    assert "distwrap report: " in capsys.readouterr().err
+    with dw.report():
+        loops.train()
+    assert "distwrap report: " in capsys.readouterr().err
+
+
 def test_where_a_report_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its folder is made, and it is where the call was made, also where the function goes elsewhere."""
     monkeypatch.chdir(tmp_path)
