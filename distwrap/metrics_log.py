@@ -107,8 +107,9 @@ def _active() -> list[object]:
         found.append(mlflow)
     if not found:
         raise OptionError(
-            "log() has nowhere to log to: no run of wandb or mlflow is active on rank 0. Say it at the first call, as "
-            "log(metrics, to='metrics.csv'), to='tensorboard', to='wandb', to='mlflow' or to='stdout'."
+            "log() has nowhere to log to: no run of wandb or mlflow is active on rank 0. Name the destination "
+            "at the first call, as log(metrics, to='metrics.csv'), to='tensorboard', to='wandb', to='mlflow' "
+            "or to='stdout'."
         )
     return found
 
@@ -186,7 +187,10 @@ class MetricsTable:
     def write(self, values: Values, step: int) -> None:
         """Add a line, which is in the file at once."""
         if "step" in values:
-            raise OptionError("log(): the column 'step' of a CSV file is that of step=: give the metric another name.")
+            raise OptionError(
+                "log(): the column 'step' of a CSV file holds what step= says, so no metric can be called so: "
+                "give it another name."
+            )
         row = {"step": step, **values}
         if new := [name for name in row if name not in self._columns]:
             self._widen(new)

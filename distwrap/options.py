@@ -194,7 +194,7 @@ class Options:
         is_one = result.strategy in ("single", "dp") or getattr(result.strategy, "launches", "") == "one"
         if is_one and checked.get("nprocs", 1) not in (1, "auto"):
             raise OptionError(
-                f"{where}: strategy={result.strategy!r} is one process, but nprocs={result.nprocs} was given too."
+                f"{where}: strategy={result.strategy!r} runs in one process, but nprocs={result.nprocs} was given too."
             )
         own = getattr(result.strategy, "backend", None)
         if own is not None and result.backend not in ("auto", own):
@@ -271,7 +271,9 @@ def check_words(env: Mapping[str, str]) -> None:
         switched_on(env, switch)
     notice_seconds(env)
     if frames.word_of(env) not in frames.WORDS:
-        raise OptionError(f"{frames.VARIABLE}={env[frames.VARIABLE]!r}: say full, or short, which is as without it.")
+        raise OptionError(
+            f"{frames.VARIABLE}={env[frames.VARIABLE]!r}: say full or short; without the variable it is short."
+        )
 
 
 def notice_seconds(env: Mapping[str, str], default: float = 30.0) -> float:

@@ -58,8 +58,8 @@ def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any | None:
     """
     if any(sign in Path(path).name for sign in "*?"):
         raise CheckpointError(
-            f"resume_from({str(path)!r}) takes one name and no pattern: the one that save() was given, or of a "
-            f"numbered series the link to its latest."
+            f"resume_from({str(path)!r}) takes the name of one checkpoint, and no pattern: the name that "
+            "save() was given, or the link to the latest of a numbered series."
         )
     path, written = Path(path), None
     failed: Exception | None = None
@@ -121,7 +121,7 @@ class RunState:
             raise
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"this is not what run_state() has saved ({why}).") from error
+            raise CheckpointError(f"this is not a state that run_state() has returned ({why}).") from error
 
     def _go_on_from(self, state: dict[str, Any]) -> None:
         world = current_world()
@@ -161,8 +161,8 @@ def _opened(path: Path, others: list[int]) -> Any:
     if chosen.collective:
         raise CheckpointError(
             f"{path} is a checkpoint in parts, which every rank reads, and {named_ranks(others)} of "
-            f"{current_world().placement.world_size} see another or none: put it on a disk that all nodes see, or save "
-            f"with io='file'"
+            f"{current_world().placement.world_size} see another one there, or none: put it on a disk that all "
+            "nodes see, or save with io='file'"
         )
     return read(path, io=chosen, mapped=True)
 
@@ -214,7 +214,7 @@ def _restore(found: dict[str, Any]) -> None:
     if "numpy" in found and "numpy" in sys.modules:
         name, keys, *rest = found["numpy"]
         if not 0 <= rest[0] <= len(keys):  # numpy reads there without a look
-            raise ValueError(f"numpy's random state has no place {rest[0]}")
+            raise ValueError(f"numpy's random state cannot stand at place {rest[0]}")
         numpy = (name, sys.modules["numpy"].array(keys.tolist(), dtype="uint32"), *rest)
     python = (version, tuple(words.tolist()), gauss)
     replace(RandomState.capture(), torch=found["torch"].cpu(), python=python, numpy=numpy).restore()
@@ -224,6 +224,6 @@ def _restore(found: dict[str, Any]) -> None:
         elif kind_of(device).random_state(device) is not None:
             say_once(
                 f"no random numbers of {name}",
-                f"the run was saved on other devices, so it has no random numbers of {name}: what is drawn there from "
-                f"now on is not what the run would have drawn",
+                f"the run was saved on other devices, so it has no random state for {name}: random numbers "
+                "that are drawn there from now on are not those of the saved run",
             )

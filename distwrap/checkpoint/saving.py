@@ -75,12 +75,15 @@ def save(
     chosen = choose(format_of(io), path)
     if keep is not None and (chosen.collective or is_folder_of(chosen, path)) and retention.latest_of(path) is None:
         raise OptionError(
-            f"save(keep={keep}): {path.name} is a folder, of which none is kept by that name: give it a name of a "
-            f"numbered series, as 'step-100', or leave keep out."
+            f"save(keep={keep}): {path.name} is a folder, and a later one of the same name replaces it, so "
+            "none could be kept: give it a name with a number, as 'step-100', or leave keep out."
         )
     current_world().part(Drift).pause()
     if background and chosen.collective and not hasattr(chosen, "over"):
-        raise OptionError(f"save(background=True): {type(chosen).__name__} is written by all ranks, and not meanwhile.")
+        raise OptionError(
+            f"save(background=True): all ranks write a {type(chosen).__name__} together, and cannot train "
+            "meanwhile. Leave background out."
+        )
     with current_world().part(Activity).part(Part.CHECKPOINT):
         if chosen.collective or _needs_all_ranks(state):
             current_world().part(SaveMeetings).meet(path)

@@ -35,18 +35,24 @@ class Command(NamedTuple):
 COMMANDS = {
     "convert": Command(
         "convert",
-        "convert a training script to distwrap: prints a diff, and what was done and left",
+        "convert a training script to distwrap; prints a diff, and what was changed and what was not",
         ("train.py", "train.py --out train_ranks.py --nprocs 2"),
     ),
-    "check": Command("check", "find in a training script what goes wrong on several ranks", ("train.py",)),
+    "check": Command("check", "find mistakes in a training script that show only on several ranks", ("train.py",)),
     "doctor": Command(
-        "doctor", "what would be decided here and why, then a real test", ("", "--no-test", "--comm --weights 1e8")
+        "doctor",
+        "show what distwrap decides on this node and why, then test it with real ranks",
+        ("", "--no-test", "--comm --weights 1e8"),
     ),
-    "report": Command("report", "where the time of a run went, from its file", ("times.json --plot times.png",)),
-    "top": Command("top", "a table of the ranks that are running here, again and again", ("", "--once")),
-    "where": Command("top", "where all ranks of a run are, once", ("", "12345")),
+    "report": Command(
+        "report",
+        "print again where the time of a run went, from the file that it wrote",
+        ("times.json --plot times.png",),
+    ),
+    "top": Command("top", "show a table of the ranks that run on this node, and refresh it", ("", "--once")),
+    "where": Command("top", "print the line of the program in which each rank of a run is", ("", "12345")),
     "estimate": Command(
-        "estimate", "the memory of a rank under each strategy, before a run", ("train:Net --nprocs 8",)
+        "estimate", "estimate the memory of a rank under each strategy, before a run", ("train:Net --nprocs 8",)
     ),
     "strip": Command(
         "strip",
@@ -143,7 +149,7 @@ def _top_parser() -> argparse.ArgumentParser:
     epilog = _shown(f"{prog} {example}" for example in (*examples, "help convert"))
     return argparse.ArgumentParser(
         prog=prog,
-        description="Tools around distributed runs. 'help COMMAND' says more about one.",
+        description="Tools around distributed runs. 'help COMMAND' explains one of them.",
         epilog=f"{epilog}\n\n{textwrap.fill(_EXIT_CODES, 78)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

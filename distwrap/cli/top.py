@@ -21,18 +21,18 @@ def add_arguments(commands: Any) -> None:
     """Add the commands and their options to the command line."""
     top: argparse.ArgumentParser = commands.add_parser(
         "top",
-        description="Shows the ranks of your runs on this node: where each is, how fast, how much it waits. Under "
-        "Slurm: srun --overlap --jobid JOB python -m distwrap top --once. Ctrl-C ends it, not the run. "
-        "Exit code: 1 where nothing runs.",
+        description="Shows the ranks of your runs on this node: where each one is, how fast it is, and how much it "
+        "waits. Under Slurm: srun --overlap --jobid JOB python -m distwrap top --once. Ctrl-C ends "
+        "the table, not the run. Exit code: 1 where nothing runs.",
     )
     _add_pid(top)
     top.add_argument("--once", action="store_true", help="print one table, and end")
-    top.add_argument("--seconds", type=float, default=2.0, help="how long to wait between two tables; by default 2")
+    top.add_argument("--seconds", type=float, default=2.0, help="seconds between two tables; by default 2")
     top.set_defaults(run=run_top)
     where: argparse.ArgumentParser = commands.add_parser(
         "where",
-        description="Prints the line of the program in which each rank is, as SIGQUIT to the caller does. Exit code: "
-        "1 where nothing runs.",
+        description="Prints the line of the program in which each rank is, as the run itself does when its caller "
+        "gets SIGQUIT. Exit code: 1 where nothing runs.",
     )
     _add_pid(where)
     where.set_defaults(run=run_where)
@@ -40,7 +40,10 @@ def add_arguments(commands: Any) -> None:
 
 def _add_pid(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "pid", nargs="?", type=int, help="process id of the program, or of a rank; by default all runs of yours"
+        "pid",
+        nargs="?",
+        type=int,
+        help="process id of the program that runs, or of one of its ranks; by default all of your runs",
     )
 
 

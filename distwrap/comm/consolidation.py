@@ -106,7 +106,10 @@ def traffic(model: nn.Module) -> Traffic:
 def _exchange_of(model: nn.Module) -> Exchange[Any] | None:
     """Return the exchange of a wrapped model, also of one that is compiled around it."""
     if not isinstance(model, nn.Module):
-        raise ModelError(f"this takes the model that wrap_model() returned, not a {type(model).__name__}.")
+        raise ModelError(
+            "consolidate(), pause() and traffic() take the model that wrap_model() returned, not a "
+            f"{type(model).__name__}."
+        )
     net = unwrap_model(model)
     for wrapped in current_world().part(WrappedModels):
         if isinstance(wrapped, DistributedModel) and wrapped._distwrap.exchange and unwrap_model(wrapped) is net:

@@ -38,8 +38,8 @@ def emptied(batch: Any) -> Any:
     if hasattr(batch, "dtype") and hasattr(batch, "shape"):  # an array of numpy's
         return batch[:0] if batch.shape else batch
     raise LoaderError(
-        f"no empty batch can be made of a {type(batch).__qualname__}, for a rank that is out of data: say how, as in "
-        f"lockstep(loader, uneven='empty', empty=lambda batch: batch[:0])."
+        f"a rank is out of data, and no empty batch can be made from a {type(batch).__qualname__} for it. Say "
+        "how, as in lockstep(loader, uneven='empty', empty=lambda batch: batch[:0])."
     )
 
 

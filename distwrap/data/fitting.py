@@ -19,7 +19,7 @@ from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.setup import require_group
 from distwrap.group.world import RunPart, World, current_world, say
 from distwrap.supervision.hang_report import Activity
-from distwrap.wording import named_ranks
+from distwrap.wording import first_names, named_ranks
 
 Value = TypeVar("Value")
 
@@ -74,7 +74,10 @@ def fit_batch_size(
     size, least = whole(1)("start", start), whole(1)("least", least)
     seconds = SECONDS("patience", patience)
     if size < least:
-        raise OptionError(f"fit_batch_size(start={start}, least={least}): it begins with `start`, and halves it.")
+        raise OptionError(
+            f"fit_batch_size(start={start}, least={least}): the search begins at start and halves it, so start "
+            "must be at least least."
+        )
     check_collectives_allowed("fit_batch_size()")
     world = current_world()
     world.part(Activity).record("fit_batch_size")
@@ -99,7 +102,7 @@ def fit_batch_size(
                 f"fit_batch_size(): {named_ranks(full)} ran out of memory with batch size {size} too, and the least to "
                 f"try is {least}. {why}".rstrip()
             )
-        say(f"fit_batch_size(): {named_ranks(full)} ran out of memory with batch size {size}; now {size // 2} is tried")
+        say(f"fit_batch_size(): {named_ranks(full)} ran out of memory with batch size {size}; trying {size // 2} now")
         size //= 2
 
 
@@ -143,20 +146,21 @@ class Fitting(RunPart):
         failed, full = ([rank for rank, how in enumerate(outcomes) if how == what] for what in (_Try.FAILED, _Try.FULL))
         if failed:
             raise CollectiveError(
-                f"fit_batch_size(): with batch size {size} the function has failed on {named_ranks(failed)}, and not "
-                f"for lack of memory; the error is raised there."
+                f"fit_batch_size(): with batch size {size} the function failed on {named_ranks(failed)} for "
+                "another reason than memory; that rank raises the error."
             )
         if len(set(sizes)) > 1:
             raise CollectiveError(
-                f"fit_batch_size(): rank 0, 1, … have tried the batch sizes {', '.join(map(str, sizes))}, of which no "
-                f"one size would come. Give all ranks the same start=, as distwrap.reduce(start, 'max')."
+                f"fit_batch_size(): the ranks have tried different batch sizes ({first_names(sizes, 8)}), so "
+                "they could "
+                f"not come to one. Give all ranks the same start=, as distwrap.reduce(start, 'max')."
             )
         if full and len(set(counts)) > 1:
             raise CollectiveError(
-                f"fit_batch_size(): {named_ranks(full)} ran out of memory with batch size {size} amid exchanges "
-                f"between the ranks, of which rank 0, 1, … had begun {', '.join(map(str, counts))}: another try "
-                f"would mix them up. Start with less, or try a step that exchanges nothing, of the bare model or in "
-                f"no_sync()."
+                f"fit_batch_size(): {named_ranks(full)} ran out of memory with batch size {size} in the middle "
+                "of exchanges between the ranks, which had begun different numbers of them "
+                f"({first_names(counts, 8)}): another try would mix them up. Start with less, or try a "
+                "step that exchanges nothing, of the bare model or in no_sync()."
             )
         return full
 

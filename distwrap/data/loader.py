@@ -160,8 +160,9 @@ def shard_loader(
     if world.members is not None and (iterable or batch_size == "global"):
         what = "batch_size='global'" if not iterable else f"an iterable dataset ({type(loader.dataset).__name__})"
         raise LoaderError(
-            f"{what} does not go with max_lost=: the number of ranks changes in the run, and a rank that comes back "
-            f"goes on at a place in the order. Give the loader a dataset with indices, and batch_size='per_rank'."
+            f"{what} does not go with max_lost=: the number of ranks changes in the run, and a rank that comes "
+            "back continues at a position in the order. Give the loader a dataset with indices, and "
+            "batch_size='per_rank'."
         )
     held = held_iterators(loader)
     if held:
@@ -276,8 +277,9 @@ def _shard_indices(
         if chosen == "exact" and _length(items) % world_size and batches is None:
             # Items of this loader are whole batches, or single samples: what they hold cannot be merged.
             raise LoaderError(
-                f"the loader fetches item by item (batch_size=None), so {_length(items)} items over {world_size} "
-                f"ranks cannot be taken in equally many steps with each once. Say mode='pad' or mode='drop'."
+                f"the loader fetches item by item (batch_size=None), so {_length(items)} items cannot be "
+                f"divided over {world_size} ranks with each item once and equally many steps on all ranks. Say "
+                "mode='pad' or mode='drop'."
             )
         if batches is None:
             attributes[kind] = sampler = _share_of(items, loader.dataset, shard, order_seed, order)

@@ -267,8 +267,8 @@ class Lockstep(Generic[Batch]):
             return True
         if seen[_Flag.EMPTY] and self._uneven == "pad":
             raise LoaderError(
-                f"lockstep(uneven='pad') repeats batches of ranks that run out, but a rank has none at all: "
-                f"rank {world.placement.rank} of {world.placement.world_size} was told so. Use uneven='shortest'."
+                "lockstep(uneven='pad') repeats batches of ranks that run out, but some rank has no batch at "
+                f"all (seen on rank {world.placement.rank} of {world.placement.world_size}). Use uneven='shortest'."
             )
         if seen[_Flag.STOP]:
             return True
@@ -277,8 +277,8 @@ class Lockstep(Generic[Batch]):
         if seen[_Flag.OUT] and seen[_Flag.HAS] and is_first_time("uneven"):
             out = [rank for rank, (has_more,) in enumerate(status.gathered([self._has_more])) if not has_more]
             say(
-                f"lockstep ended after step {self.step}, when {named_ranks(out)} ran out of data and the others had "
-                f"more; uneven='pad' would use it, uneven='empty' for an evaluation"
+                f"lockstep ended after step {self.step}, when {named_ranks(out)} ran out of data while the "
+                "others had more. uneven='pad' would use all of it, and uneven='empty' is for an evaluation"
             )
         return bool(seen[_Flag.OUT])
 
@@ -303,7 +303,7 @@ def _begin(loader: Iterable[Any], how: str) -> Iterator[Any]:
 
 def _parted() -> LoaderError:
     return LoaderError(
-        f"lockstep() and accumulate() ask the other ranks in different ways: on some ranks, but not on all, something "
-        f"stands between the two, as a progress bar (noticed on rank {current_world().placement.rank}). "
-        f"Put it around both."
+        "lockstep() and accumulate() do not work together here: on some ranks, but not on all, something is "
+        f"between the two, as a progress bar (seen on rank {current_world().placement.rank}). Put it around "
+        "both of them, on all ranks."
     )

@@ -37,8 +37,8 @@ class Preemption:
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} was told by {signal.Signals(self.signal).name} that its node is wanted back: all "
-            f"ranks leave after step {self.step}, with {self.seconds_left():.0f} s left"
+            f"rank {self.rank} got {signal.Signals(self.signal).name}, since its node will be taken away: "
+            f"all ranks leave the loop after step {self.step}, with {self.seconds_left():.0f} s left"
         )
 
 

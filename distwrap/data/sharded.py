@@ -213,9 +213,9 @@ class ShardedLoader(SkippingLoader[T_co]):
         sampler, position = self._sharding.sampler, self._sharding.position
         if self.num_workers and not getattr(self, "in_order", True) and position.now and position.batches_taken:
             raise LoaderError(
-                f"the loop has had {position.batches_taken} batches, but which ones cannot be told: with "
-                f"in_order=False they come as the workers are done with them. Say DataLoader(..., in_order=True), or "
-                f"save between epochs."
+                f"the loop has had {position.batches_taken} batches, and it is unknown which ones: with "
+                "in_order=False they come in the order in which the workers finish. Say DataLoader(..., "
+                "in_order=True), or save between epochs."
             )
         if sampler is not None:
             return {**position.state(self._consumed, sampler.shuffle_of), **self._items()}
@@ -272,9 +272,9 @@ class ShardedLoader(SkippingLoader[T_co]):
         plain = self.batch_sampler is None or type(self.batch_sampler) is BatchSampler
         if not plain or not isinstance(sampler, (SequentialSampler, RememberedShuffle)):
             raise LoaderError(
-                f"in a single process the order is this loader's own, drawn by its {type(sampler).__name__}, and "
-                f"cannot be drawn again from a position in it. Say shard_loader(loader, seed=0): its order then "
-                f"follows from the seed, as it does with several ranks."
+                f"in a single process the order is drawn by this loader's {type(sampler).__name__}, and cannot "
+                "be drawn again from a position. Say shard_loader(loader, seed=0): its order then follows from "
+                "the seed, as it does with several ranks."
             )
 
     def _resumed(self) -> Iterator[Any]:
@@ -298,10 +298,10 @@ class ShardedLoader(SkippingLoader[T_co]):
         if own is not None or not self._reads:
             return {**whose, **(own or {})}
         raise LoaderError(
-            f"the position in {type(self.dataset).__name__} cannot be told: an iterable dataset has no indices, and "
-            f"{'its workers fetch ahead of the loop' if self.num_workers else 'it has no state_dict()'}. "
-            f"Use torchdata's StatefulDataLoader in DataLoader's place, or a dataset with state_dict() and "
-            f"num_workers=0, or a dataset with indices."
+            f"the position in {type(self.dataset).__name__} is unknown: an iterable dataset has no indices, "
+            f"and {'its workers fetch ahead of the loop' if self.num_workers else 'it has no state_dict()'}. "
+            "Use torchdata's StatefulDataLoader in DataLoader's place, or a dataset with state_dict() and "
+            "num_workers=0, or a dataset with indices."
         )
 
     def _load_iterable_state(self, state: dict[str, Any]) -> None:

@@ -60,6 +60,6 @@ def _refusal(items: object) -> LoaderError:
     elif isinstance(items, (set, frozenset)):
         hint = "sorted(items), since the ranks may go through a set in different orders"
     return LoaderError(
-        f"split() takes a list, or what else has a length and gives a part of itself for a slice, not a "
+        "split() takes a list, or an object with a length that can be sliced, not a "
         f"{type(items).__qualname__}. Give it {hint}."
     )

@@ -134,7 +134,7 @@ def _want_gradients(everyone: list[Description], *, refused: bool) -> bool:
     """Return whether tensors require a gradient, the same on all ranks; where they differ, say so, or raise."""
     for rank, (_, _, wanted) in enumerate(everyone):
         if wanted != everyone[0][2]:
-            which = f"some tensor requires a gradient on rank 0 or {rank} and not on the other"
+            which = f"a tensor requires a gradient on rank 0 but not on rank {rank}, or the other way round"
             if refused:
                 raise CollectiveError(
                     f"gather(differentiable=True): {which}, whose backward would wait for it forever."

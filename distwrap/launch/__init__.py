@@ -70,17 +70,19 @@ def start(task: Task) -> Any:
         launcher = launchers.make(f"replicas(start_method={launcher.start_method!r})")
     if strategy.launches == "one":
         if nodes.several:
-            raise OptionError(f"strategy={options.strategy!r} is one process, but there are {nodes.max_nodes} nodes.")
+            raise OptionError(
+                f"strategy={options.strategy!r} runs in one process, but there are {nodes.max_nodes} nodes."
+            )
         return _in_process(task)
     nprocs = AT_LEAST_ONE(f"launcher={options.launcher!r}: count()", launcher.count(nodes.nprocs))
     if strategy.launches == "node":
         if nodes.nprocs not in ("auto", 1):
             raise OptionError(
-                f"strategy={options.strategy!r} is one process a node, but nprocs={nodes.nprocs} was given."
+                f"strategy={options.strategy!r} runs one process on each node, but nprocs={nodes.nprocs} was given."
             )
         nprocs = 1
     if strategy.max_lost and nprocs == 1:
-        print_notice(f"max_lost={strategy.max_lost} has no effect: there is only one rank. Say nprocs=2, or more.")
+        print_notice(f"max_lost={strategy.max_lost} has no effect with one rank. Give nprocs=2 or more.")
     if nprocs == 1 and not nodes.several and not launcher.runs_one_rank:
         return _in_process(task)
     _check_arguments(task)

@@ -175,7 +175,7 @@ def launch(launcher: Launcher, job: Job) -> Any:
         sys.exit(0)
     if left:
         raise WorkerError(
-            f"{named_ranks(left)} left {job.task.name} by sys.exit(0), and returned nothing, where returns='all' asks "
-            f"for the values of all ranks: let every rank return."
+            f"{named_ranks(left)} left {job.task.name} by sys.exit(0), so there is no value of theirs, and "
+            "returns='all' asks for the values of all ranks: let every rank return."
         )
     return value

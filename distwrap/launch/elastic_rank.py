@@ -67,7 +67,7 @@ class _FolderLink:
 
     def _tell_of_restart(self) -> None:
         before = [outcome for outcome, _ in reports(self._folder, self._attempt - 1) if outcome.failed]
-        why = "a rank, or a node, ended without a word"
+        why = "a rank, or a node, died without raising an exception"
         if before:
             cause = first_cause(before)
             if not cause.is_secondary:

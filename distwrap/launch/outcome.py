@@ -75,8 +75,8 @@ def death(rank: int, pid: int, exitcode: int | None, oom_kills: int | None = Non
     """Return the outcome of a rank on this node whose process ended without a report."""
     host = socket.gethostname()
     error = WorkerDiedError(
-        f"rank {rank} on {host} (pid {pid}) ended without a word: {describe_exit(exitcode, oom_kills)}{last_seen}. "
-        f"What it printed last is above.",
+        f"rank {rank} on {host} (pid {pid}) died without raising an exception: "
+        f"{describe_exit(exitcode, oom_kills)}{last_seen}. Look at what it printed last.",
         rank=rank,
         host=host,
         exitcode=exitcode,
@@ -139,16 +139,19 @@ def raise_failure(failed: Sequence[Outcome], finished: Sequence[int] = ()) -> No
         remote.is_secondary = cause.is_secondary
     if finished and cause.is_secondary:
         raise CollectiveError(
-            f"{where} waited in a collective for {named_ranks(finished)}, which had left the function already. Every "
-            f"rank must call the same collectives: look for a branch, a break, a sys.exit or a loop that differs "
-            f"between ranks, above."
+            f"{where} waited in a collective for {named_ranks(finished)}, which had left the function already. "
+            "Every rank must call the same collectives: look for a branch, a break, a sys.exit or a loop that "
+            "differs between ranks."
         ) from remote
     error: BaseException | None = None
     if cause.error is not None:
         with suppress(Exception):
             error = transport.unpack_result(cause.error)
     if error is None:
-        words = f"{where} raised {cause.summary} (an exception that cannot be pickled, so not in its own type here)"
+        words = (
+            f"{where} raised {cause.summary} (this exception cannot be pickled, so that it cannot be raised "
+            "here with its own type)"
+        )
         raise WorkerError(words, **known) from remote
     for name, value in known.items():
         if not hasattr(error, name):

@@ -20,11 +20,11 @@ from distwrap.launch.logs import Streams
 ONE_HASH = {"PYTHONHASHSEED": "0"}
 
 _HINTS = {
-    signal.SIGKILL: "most likely for want of memory, if nobody killed it by hand",
+    signal.SIGKILL: "most likely because memory ran out, if nobody killed it by hand",
     signal.SIGSEGV: "a crash in native code",
     signal.SIGBUS: "most often a full /dev/shm",
     signal.SIGTERM: "somebody asked it to stop",
-    signal.SIGABRT: "native code gave up: gloo does when ranks call different collectives",
+    signal.SIGABRT: "native code gave up, as gloo does when ranks call different collectives",
 }
 
 
@@ -142,7 +142,7 @@ def describe_exit(exitcode: int | None, oom_kills: int | None = None) -> str:
         'killed by SIGKILL (the kernel has killed 1 process of this control group for want of memory meanwhile)'
     """
     if exitcode is None:
-        return "it still runs, but let go of its connection"
+        return "it still runs, but closed its connection"
     if exitcode >= 0:
         return f"exit code {exitcode}"
     try:
@@ -152,10 +152,10 @@ def describe_exit(exitcode: int | None, oom_kills: int | None = None) -> str:
     hint = _HINTS.get(number)
     if number == signal.SIGKILL and oom_kills is not None:
         hint = (
-            f"the kernel has killed {oom_kills} process{'es' if oom_kills > 1 else ''} of this control group for want "
-            f"of memory meanwhile"
+            f"the kernel killed {oom_kills} process{'es' if oom_kills > 1 else ''} of this control group "
+            "during the run because memory ran out"
             if oom_kills
-            else "not for want of memory, by the count of the control group: somebody killed it"
+            else "not because memory ran out, as the control group's count shows: somebody killed it"
         )
     if number == signal.SIGBUS:
         with contextlib.suppress(OSError):

@@ -67,13 +67,13 @@ class ReplicasLauncher(Launcher):
     def check(self, job: Job) -> None:
         most = job.task.options.strategy.max_lost  # type: ignore[union-attr]
         if job.nodes.several:
-            raise OptionError("max_lost= is for the ranks of one node, so far; max_restarts= is for several.")
+            raise OptionError("max_lost= works on one node only, so far. On several nodes use max_restarts=.")
         if most >= job.nprocs:
             raise OptionError(f"max_lost={most}, but there are {job.nprocs} ranks: at least one must be left.")
         if job.task.options.launcher not in ("auto", "forkserver", "spawn", self.name):
             raise OptionError(
-                f"max_lost= starts ranks itself, and launcher={job.task.options.launcher!r} was given too: leave it "
-                f"out."
+                f"max_lost= starts the ranks by its own launcher, and launcher={job.task.options.launcher!r} "
+                "was given too: leave launcher out."
             )
 
     def plan(self, job: Job) -> Assignment:
@@ -179,7 +179,9 @@ class _Replicas:
         while self._running and not (self._done and not self._there()):
             ready = wait([self._lighthouse, *(process.conn for process in self._running)], _LOOK_SECONDS)
             if self._lighthouse in ready and not self._done:
-                raise LaunchError("torchft's lighthouse, which tells the ranks who is there, has ended by itself.")
+                raise LaunchError(
+                    "torchft's lighthouse, the process from which the ranks learn who takes part, has ended by itself."
+                )
             if time.monotonic() > deadline:
                 self._raise_late()
             self._end_left_behind()
@@ -201,13 +203,13 @@ class _Replicas:
         for process in self._running if not self._done else ():
             if process not in self._ended and self._is("there", process) and process not in there:
                 self._ended.append(process)
-                print_notice(f"rank {process.rank} (pid {process.pid}) stands still, and is ended")
+                print_notice(f"rank {process.rank} (pid {process.pid}) does not move any more, and is killed")
                 process.signal(signal.SIGKILL)
 
     def _print_who_runs(self) -> None:
         """Answer SIGQUIT."""
         ranks = ", ".join(f"rank {each.rank} (pid {each.pid})" for each in self._running)
-        print_notice(f"these run: {ranks}")
+        print_notice(f"these ranks are running: {ranks}")
 
     def _raise_late(self) -> None:
         late = [process.rank for process in self._running]
@@ -216,7 +218,7 @@ class _Replicas:
         time.sleep(1)
         raise WorkerTimeoutError(
             f"{named_ranks(late)} of {self._job.nprocs} on {socket.gethostname()} did not finish within "
-            f"{self._job.seconds:g} s. The whole stack of each is above, on standard error.",
+            f"{self._job.seconds:g} s. The whole stack of each was printed on standard error.",
             rank=late[0],
             host=socket.gethostname(),
         )
@@ -242,7 +244,10 @@ class _Replicas:
         if any(self._store.check([f"end/{rank}"]) for rank in range(self._job.nprocs)):
             if outcome.traceback or outcome.rank < min(each.rank for each in there):  # who is rank 0 to the program
                 raise_failure([outcome])
-            print_notice(f"rank {outcome.rank} (pid {process.pid}) is lost, as the others are done: {_words(outcome)}")
+            print_notice(
+                f"rank {outcome.rank} (pid {process.pid}) is lost, and not started again, since the others "
+                f"have finished: {_words(outcome)}"
+            )
             return
         if self._strategy.come_back:
             print_notice(f"rank {outcome.rank} (pid {process.pid}) is lost, and is started again: {_words(outcome)}")
@@ -250,7 +255,7 @@ class _Replicas:
         elif len(self._failed) > self._strategy.max_lost:
             raise_failure(self._failed)
         else:
-            print_notice(f"rank {outcome.rank} (pid {process.pid}) is lost, the others go on: {_words(outcome)}")
+            print_notice(f"rank {outcome.rank} (pid {process.pid}) is lost, and the others go on: {_words(outcome)}")
 
     def _is_to_end(self, outcome: Outcome) -> bool:
         """Return whether a rank has ended because the program, or somebody, wants the run to end."""

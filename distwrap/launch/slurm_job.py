@@ -113,15 +113,16 @@ class Collector:
         while missing - set(found) and time.monotonic() < deadline:
             self._look()
             found.update(self._new({*known, *found}))
-        words = "What it printed last is above."
+        words = "Look at what it printed last."
         if not any(log.is_there for log in self._logs):
             words = (
-                f"There is not even a log of it: do the nodes see {self._folder.parent}? If not, say "
-                f"launcher='slurm(folder=...)', a folder that they see."
+                f"There is no log of it: do the nodes see {self._folder.parent}? If not, say "
+                "launcher='slurm(folder=...)', a folder that they see."
             )
         for rank in missing - set(found):
             died = WorkerDiedError(
-                f"rank {rank} of Slurm job {self._number} ended without a word: the job is {self._state.name} (reason: "
+                f"rank {rank} of Slurm job {self._number} died without raising an exception: the job is "
+                f"{self._state.name} (reason: "
                 f"{self._state.reason}, exit code {self._state.exit_code}). {words}",
                 rank=rank,
             )

@@ -120,16 +120,17 @@ class Buffers:
                     return None
                 if at < forwards and patience:
                     say(
-                        f"eval() of {type(model).__name__} on another rank, after {forwards} forwards in training, "
-                        f"takes over the buffers that rank 0 has after {at}: it did not come further in {patience:g} s."
+                        f"eval() of {type(model).__name__} on another rank, after {forwards} forwards in "
+                        f"training, takes over the buffers that rank 0 has after {at}, since rank 0 got no "
+                        f"further within {patience:g} s."
                     )
                 at = -1
             if asked is not None and not self._side.reached(self._computed):
                 if waited < _BEHIND:
                     return None
                 say(
-                    f"eval() of {type(model).__name__} on another rank takes over buffers of rank 0 that its device is "
-                    f"still computing: it did not come to the end of its last forward in {_BEHIND:g} s."
+                    f"eval() of {type(model).__name__} on another rank takes over buffers that rank 0's device "
+                    f"is still computing, since its last forward did not end within {_BEHIND:g} s."
                 )
                 at = -1
             with self._side.current():

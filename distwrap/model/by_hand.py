@@ -118,8 +118,8 @@ def _may_be_stepped(parameter: nn.Parameter) -> bool:
 
 def _in_words(kind: str, rank: int, other: int, world_size: int) -> str:
     return (
-        f"rank {rank}: the weights of {kind}, which wrap_model() has not wrapped, have changed, and rank {other} has "
-        f"others: no optimizer holds them, so they are updated by hand, and each of the {world_size} ranks trains a "
-        f"{kind} of its own. Write model = wrap_model(model) before the loop, and train what it returns. If each rank "
-        f"is to have its own, say model = local_model(model)."
+        f"rank {rank}: the weights of {kind}, which wrap_model() has not wrapped, have changed, and differ "
+        f"from those of rank {other}: no optimizer holds them, so the loop updates them by hand, and each "
+        f"of the {world_size} ranks trains a {kind} of its own. Write model = wrap_model(model) before the "
+        "loop, and train what it returns. If each rank is to have its own, say model = local_model(model)."
     )

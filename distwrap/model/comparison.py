@@ -157,7 +157,7 @@ class Comparison(Generic[P]):
             if other in marks:
                 difference = in_sync.first_difference(list(marks.values()), exact=exact, ranks=list(marks))
             elif exact:  # it has gone on, and no longer knows them
-                difference = f"which tensor is no longer known, but ranks {other} and {self._rank} differ"
+                difference = f"ranks {other} and {self._rank} differ, but it is no longer known in which tensor"
             else:
                 return False
             if difference is not None:

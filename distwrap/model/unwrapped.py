@@ -116,19 +116,19 @@ class Unwrapped(RunPart):
             if all(told.values()):
                 say_once(
                     f"unwrapped {kind}",
-                    f"{kind} is not wrapped, and has the same gradients on all ranks: unless you average them by hand, "
-                    f"{place.world_size} ranks do the work of one. Write model = wrap_model(model) and loader = "
-                    f"shard_loader(loader), and use what they return.",
+                    f"{kind} is not wrapped, and has the same gradients on all ranks: unless you average them "
+                    f"by hand, all {place.world_size} ranks do the same work. Write model = wrap_model(model) "
+                    "and loader = shard_loader(loader), and use what they return.",
                 )
             return all(told.values())
         made, when = where_made(optimizer), "has stepped" if optimizer in self._computing else "is about to step"
         raise ModelError(
-            f"rank {place.rank}: this {type(optimizer).__name__}{made and f', made at {made},'} {when} "
-            f"{kind}, which wrap_model() has not wrapped"
-            f"{'' if unlike is None else f', and rank {unlike} has other gradients'}: each of the {place.world_size} "
-            f"ranks would train a {kind} of its own. Write model = wrap_model(model) before the loop, in the function "
-            f"that the ranks run, and train what it returns. If each rank is to have its own, as a probe or a player, "
-            f"say model = local_model(model)."
+            f"rank {place.rank}: this {type(optimizer).__name__}{made and f', made at {made},'} {when} {kind}, "
+            "which wrap_model() has not "
+            f"wrapped{'' if unlike is None else f', and rank {unlike} has other gradients'}: each of the "
+            f"{place.world_size} ranks would train a {kind} of its own. Write model = wrap_model(model) before "
+            "the loop, in the function that the ranks run, and train what it returns. If each rank is meant to "
+            "have its own, as a probe or a player, say model = local_model(model)."
         )
 
 

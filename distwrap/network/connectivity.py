@@ -47,7 +47,7 @@ def reach(
                 tried[f"{address} port {port}: {problem}"] = problem
         waited, refused, what = time.monotonic() - start, "refused" in tried.values(), "; ".join(tried)
         if waited > (seconds if refused else min(seconds, REPLY_SECONDS)):
-            missing = "the node is there, but nobody listens" if refused else "no node answers"
+            missing = "the node answers, but no program listens at the port" if refused else "no node answers"
             here = ", ".join(f"{name} {' '.join(found)}" for name, found in interfaces().items())
             raise ArrivalError(
                 f"{socket.gethostname()} found no meeting place at {host} within {waited:.0f} s: {missing} ({what}). "

@@ -29,7 +29,7 @@ def open_own(path: str, name: str) -> int:
         OSError: it is gone, or is any other file.
     """
     if not re.fullmatch(r"/proc/\d+/fd/\d+", path):
-        raise PermissionError(f"{path} is no file in memory")
+        raise PermissionError(f"{path} is not a file in memory")
     fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
     if os.fstat(fd).st_uid == os.geteuid() and os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{name}"):
         return fd

@@ -224,9 +224,9 @@ def _in_windows(
                 batch = next(batches)
             except StopIteration:
                 raise LoaderError(
-                    f"accumulate(): the loader has ended after {index} of the {size} micro-batches that its length "
-                    f"promised for this window, so the gradients were divided by too much and not averaged. Give it "
-                    f"the right __len__, or none: accumulate(iter(loader), ...)."
+                    f"accumulate(): the loader has ended after {index} of the {size} micro-batches that its "
+                    "length promised for this window, so the gradients were divided by too large a number, and "
+                    "not averaged. Give the loader the right __len__, or hide it: accumulate(iter(loader), ...)."
                 ) from None
             yield size, index, batch
         left -= size

@@ -116,7 +116,7 @@ def memory_of(device: torch.device, ranks_here: int) -> int:
     """
     memory = kind_of(device).memory(device)
     if memory is None:
-        raise OptionError(f"torch does not tell the memory of {device}. Give it: device_memory='80GB'.")
+        raise OptionError(f"torch does not say how much memory {device} has. Give it, as device_memory='80GB'.")
     return memory // ranks_here if device.type == "cpu" else memory
 
 

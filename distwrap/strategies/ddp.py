@@ -104,7 +104,9 @@ class DDPStrategy(Strategy):
 
 def _refuse_with_comm(model: nn.Module, options: dict[str, Any]) -> None:
     if options.get("process_group") is not None:
-        raise OptionError("comm= exchanges between all ranks; it takes no process_group of its own.")
+        raise OptionError(
+            "comm= exchanges between all ranks, so process_group= cannot be given with it. Leave one of them out."
+        )
     for name, part in model.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
             raise ModelError(

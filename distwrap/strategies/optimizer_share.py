@@ -134,8 +134,9 @@ class OptimizerShare:
             calls.append(1)
             if len(calls) > 1:
                 raise ModelError(
-                    f"rank {self.rank}: {type(optimizer).__name__}.step(closure) calls the closure more than once, and "
-                    f"in between each rank has moved its own share of the weights only. Use strategy='ddp' for it."
+                    f"rank {self.rank}: {type(optimizer).__name__}.step(closure) calls the closure more than "
+                    "once, and in between each rank has updated only its own share of the weights. Use "
+                    "strategy='ddp' for this optimizer."
                 )
             loss = closure()
             self._hide()
@@ -171,9 +172,9 @@ class OptimizerShare:
                 pairs = enumerate(zip_longest(mine, other, fillvalue="none"))
                 number, (own, its) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
                 raise ModelError(
-                    f"rank {self.rank}: the ranks' {type(optimizer).__name__} hold other parameters, or in another "
-                    f"order, so that their state cannot be divided: number {number} of the largest is {own} here and "
-                    f"{its} on rank {rank}. Make the optimizer alike on every rank."
+                    f"rank {self.rank}: the parameters of the ranks' {type(optimizer).__name__} differ, or "
+                    f"come in another order, so that the optimizer's state cannot be divided: number {number} "
+                    f"of the largest is {own} here and {its} on rank {rank}. Make the same optimizer on every rank."
                 )
         self._is_agreed = True
 
@@ -363,14 +364,13 @@ def refuse_whole(optimizer: Optimizer, *, in_pieces: bool = False) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ModelError(
-            f"{name} takes each step along one direction for all parameters together, so its state "
-            f"cannot be divided over ranks. Use strategy='ddp' for it, or an optimizer that treats each parameter by "
-            f"itself, as AdamW."
+            f"{name} steps all parameters together along one direction, so its state cannot be divided over "
+            "the ranks. Use strategy='ddp' for it, or an optimizer that treats each parameter by itself, as AdamW."
         )
     if in_pieces and isinstance(optimizer, MATRIX_OPTIMIZERS):
         raise ModelError(
-            f"{name} takes each step by a weight as a whole matrix, and under this strategy each rank has a piece of "
-            f"it. Use strategy='zero1' or 'zero2' for it, or an optimizer that treats each number by itself, as AdamW."
+            f"{name} needs each weight as a whole matrix, and under this strategy each rank has a piece of it. "
+            "Use strategy='zero1' or 'zero2' for it, or an optimizer that treats each number by itself, as AdamW."
         )
 
 

@@ -98,7 +98,10 @@ def wrap_model(
     where = torch.device(device) if device is not None else world.device
     if sync_batchnorm:
         if where.type == "cpu" and world.placement.world_size > 1:
-            raise ModelError("sync_batchnorm=True: torch has SyncBatchNorm on accelerators only, and this is the CPU.")
+            raise ModelError(
+                "sync_batchnorm=True: torch has SyncBatchNorm on accelerators only, and this is the CPU. Leave "
+                "it out here."
+            )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     check_forward_methods(model, forward_methods)
     _refuse_divided(model, world)
@@ -161,8 +164,9 @@ def wrap_optimizer(optimizer: OptimizerT, model: nn.Module | None = None, *, apa
     if apart:
         if world.part(WrappedModels).of_optimizer(optimizer):
             raise OptionError(
-                f"wrap_optimizer(apart=True): this {type(optimizer).__name__} holds parameters of a wrapped model, "
-                f"which all ranks train together. Give what is to differ by rank an optimizer of its own."
+                f"wrap_optimizer(apart=True): this {type(optimizer).__name__} holds parameters of a wrapped "
+                "model, which all ranks train together. Make another optimizer for the parameters that should "
+                "differ between ranks."
             )
         world.part(Drift).apart.add(optimizer)
         return optimizer

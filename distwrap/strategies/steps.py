@@ -170,9 +170,9 @@ def _strategy_of_loss(world: World) -> Strategy:
         if strategy.owns_scale or type(strategy).backward is not Strategy.backward:
             names = " and ".join(type(strategy).__name__ for strategy in several)
             raise ModelError(
-                f"rank {world.placement.rank}: backward(loss) cannot tell whose loss this is: {names} have prepared "
-                f"models of this run, and {type(strategy).__name__} has a backward of its own. Prepare all models by "
-                f"one strategy: wrap_model(strategy=) takes the same object twice."
+                f"rank {world.placement.rank}: backward(loss) cannot know whose loss this is: models of this "
+                f"run were wrapped by {names}, and {type(strategy).__name__} has a backward of its own. Wrap "
+                "all models by one strategy: give the same object to each wrap_model(strategy=…)."
             )
     return several[0]
 

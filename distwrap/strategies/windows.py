@@ -126,9 +126,9 @@ class Windows(RunPart):
         found = [window for window in self.under_way.values() if window.has_any(reached)]
         if len(found) != 1:
             raise ModelError(
-                f"scale_loss(): {len(self.under_way)} loops of accumulate() are under way, and the loss was computed "
-                f"with the models of {len(found)} of them. Say whose micro-batch it is: scale_loss(loss, count, "
-                f"window=window)."
+                f"scale_loss(): {len(self.under_way)} loops of accumulate() are running, and the loss was "
+                f"computed with the models of {len(found)} of them. Say to which one the micro-batch belongs: "
+                "scale_loss(loss, count, window=window)."
             )
         return found[0]
 
@@ -159,8 +159,9 @@ class Windows(RunPart):
         """
         if any(window.is_of(model) for window in self.under_way.values() for model in models):
             raise ModelError(
-                "no_sync() in a loop of accumulate() with the same model, which leaves exchanges out by itself, in all "
-                "but the last micro-batch of a window. Leave no_sync() out, or loop over the loader alone."
+                "no_sync() in a loop of accumulate() with the same model: accumulate() itself leaves out the "
+                "exchange in all but the last micro-batch of a window. Leave no_sync() out, or loop over the "
+                "loader alone."
             )
         self.left_out[place] = models
         self._have_left_out.update(models)
@@ -178,9 +179,9 @@ class Windows(RunPart):
         for window in self.under_way.values():
             if not window.last and window.concerns(optimizer):
                 raise ModelError(
-                    f"optimizer step after micro-batch {window.index + 1} of {window.size} in accumulate(): the "
-                    f"gradients are this rank's own until the last. Step where window.last is true; if the loop was "
-                    f"left, call close() on what is held of it."
+                    f"optimizer step after micro-batch {window.index + 1} of {window.size} in accumulate(): "
+                    "the gradients are averaged over the ranks only at the last one. Step where window.last is "
+                    "true; if the loop was left early, call close() on the iterator."
                 )
         if self._have_left_out:
             self._refuse_left_out(optimizer)
@@ -193,9 +194,9 @@ class Windows(RunPart):
             if (is_behind or self.is_left_out(model)) and Window(1, [model]).has_any(held):
                 raise ModelError(
                     f"optimizer step of {type(unwrap_model(model)).__name__} "
-                    f"{'after a backward in' if is_behind else 'inside'} no_sync(): its gradients are this rank's own, "
-                    f"until a forward and backward outside of it average all that has accumulated. Leave no_sync() out "
-                    f"for the batch before each step, also the last batch of an epoch."
+                    f"{'after a backward in' if is_behind else 'inside'} no_sync(): its gradients are not "
+                    "averaged over the ranks until a forward and backward outside of no_sync(). Leave "
+                    "no_sync() out for the batch before each step, also for the last batch of an epoch."
                 )
 
 

@@ -180,7 +180,7 @@ class Channel:
             except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
                 end_process(
                     self._place.rank,
-                    f"it cannot read what is in the ranks' store ({first_line(error)}): another program writes to the "
+                    f"it cannot read the ranks' store ({first_line(error)}): another program writes to the "
                     f"port at which the ranks meet\n{traceback.format_exc()}",
                 )
             except RuntimeError as error:

@@ -122,7 +122,7 @@ class FailureNews:
         self._neighbour = None
         if self._texts.read(f"left/{rank}") is not None:
             return
-        summary = f"its process ended without a word{last_seen(self._store, rank)}"
+        summary = f"its process died without raising an exception{last_seen(self._store, rank)}"
         self._tell(Failure(rank, process["host"], process["pid"], summary, "", time.time()))
 
     def _tell(self, failure: Failure) -> None:
@@ -132,7 +132,7 @@ class FailureNews:
 
 def store_is_gone(placement: Placement, error: Exception) -> Failure:
     """Describe the end of who holds the store: rank 0, or its launcher."""
-    summary = f"it, or its launcher, is gone: the store that it holds does not answer ({first_line(error)})"
+    summary = f"rank 0, or its launcher, is gone: its store does not answer ({first_line(error)})"
     return Failure(0, str(placement.master_addr), 0, summary, "", time.time())
 
 

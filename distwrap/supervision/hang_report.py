@@ -254,7 +254,7 @@ def _read_location(text: bytes) -> Location | str:
     with contextlib.suppress(RecursionError, TypeError, ValueError):
         location = Location(*json.loads(text))
         return location._replace(wait=read_wait(location.wait), begun=int(location.begun))
-    return "has an answer in the store that is none of a rank's"
+    return "has an answer in the store that no rank has written"
 
 
 def _answer_of(store: Store, rank: int, key: str) -> Location | str:

@@ -39,7 +39,7 @@ class Run:
         missing = set(range(self.ranks)) - {shown.rank for shown in self.figures}
         if not missing:
             return ""
-        return f"{named_ranks(missing)} {'is' if len(missing) == 1 else 'are'} on another node, or not there yet"
+        return f"{named_ranks(missing)} {'is' if len(missing) == 1 else 'are'} on another node, or not started yet"
 
 
 def runs() -> list[Run]:

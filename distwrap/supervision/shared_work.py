@@ -191,16 +191,16 @@ class SharedWork:
                 if left:
                     raise WorkerError(f"{waits}, which has failed.", rank=worker, host=process["host"])
                 raise CollectiveError(
-                    f"{waits}, which has left the function already. Every rank must make the same calls, in the same "
-                    f"order."
+                    f"{waits}, which has left the function already. Every rank must make the same calls in the "
+                    "same order."
                 )
             return found
 
         while not (found := self._bells.wait_until(look, LOOK_SECONDS, is_gone)):
             if is_gone():
                 raise WorkerDiedError(
-                    f"{waits} on {process['host']} (pid {process['pid']}), which is gone. Look at what it printed "
-                    f"last.",
+                    f"{waits} on {process['host']} (pid {process['pid']}), whose process is gone. Look at what "
+                    "it printed last.",
                     rank=worker,
                     host=process["host"],
                 )

@@ -41,8 +41,8 @@ def _on_data(found: Analysis) -> Iterator[Suggestion]:
     if any(rank.device != "cpu" and rank.settings.pins is False for rank in found.ranks):
         pin = "pin_memory=True with shard_loader(loader, copy_ahead=True) copies while the step before computes."
     spare = cpus_of_rank(found) - workers
-    more = f"there are CPUs for {spare} more" if spare > 0 else "all CPUs are taken, so make a sample less work"
-    evens = "a larger prefetch_factor evens out what takes long now and then"
+    more = f"there are CPUs for {spare} more" if spare > 0 else "all CPUs are in use, so make each sample less work"
+    evens = "a larger prefetch_factor evens out samples that take long now and then"
     yield Suggestion(f"{waits}, with {counted(workers, 'worker')}: {more}; {evens}. {pin}".rstrip(), share)
 
 
@@ -70,8 +70,8 @@ def _on_link(found: Analysis) -> Iterator[Suggestion]:
         cap = max(1, round(size / 8e6))
         if (groups := round(size / (cap << 20))) > 1:
             ways.append(
-                f"DDP sends all or most gradients in one group, when the backward is done: "
-                f"wrap_model(model, bucket_cap_mb={cap}) makes about {groups}, most of which travel before"
+                "DDP sends all or most gradients in one bucket when the backward has ended: wrap_model(model, "
+                f"bucket_cap_mb={cap}) makes about {groups}, most of which are sent during the backward"
             )
     what = f"the exchange of {as_size(size)} of gradients, beyond what the backward hides" if is_ddp else "the exchange"
     yield Suggestion(f"{percent(share)} of each step goes to {what}. {'; '.join(ways)}.", share)
@@ -153,8 +153,8 @@ def _on_threads(found: Analysis) -> Iterator[Suggestion]:
 def _on_checkpoints(found: Analysis) -> Iterator[Suggestion]:
     share = _least(found, Part.CHECKPOINT)
     yield Suggestion(
-        f"{percent(share)} of the time goes to checkpoints, for which all ranks wait. save(..., background=True) "
-        f"copies the state and writes in a thread.",
+        f"{percent(share)} of the time goes to checkpoints, for which all ranks wait. save(..., "
+        "background=True) copies the state, and writes it in a thread.",
         share,
     )
 
@@ -171,7 +171,7 @@ def _on_own_code(found: Analysis) -> Iterator[Suggestion]:
         )
     way = "Metrics, prints and `.item()` once in many steps cost less."
     if not any(rank.mean()[Part.FORWARD] for rank in found.ranks):
-        way = "The forward is in it too, as that of any model which is not from wrap_model()."
+        way = "The forward is part of it, as for any model that was not wrapped by wrap_model()."
     yield Suggestion(
         f"{percent(usual)} of each step is the loop's own code, beside data, forward, backward and the optimizer. "
         f"{way}",

@@ -25,8 +25,8 @@ _PART_IN_WORDS = {  # but the exchange, in which the others wait
     Part.OWN: "the loop's own code",
 }
 
-_LOOK_AT_TURNS = "Look at what takes longer in some steps than in others, and at what else runs on these nodes."
-_LOOK_AT_RANK = "Look at what else runs on its node, and at what is computed there alone."
+_LOOK_AT_TURNS = "Find out what takes longer in some steps than in others, and what else runs on these nodes."
+_LOOK_AT_RANK = "Find out what else runs on its node, and what only this rank computes."
 
 
 def on_lags(found: Analysis) -> Iterator[Suggestion]:
@@ -48,7 +48,7 @@ def _seen(found: Analysis, lag: Lag) -> str:
     if lag.takes_turns:
         rest = "the others wait" if len(found.ranks) > 2 else "the other waits"
         return (
-            f"the ranks are last in turns, and {rest} {wait} for the one that is: {part} takes {ms(lag.usual)} on "
+            f"a different rank is last each time, and {rest} {wait} for it: {part} takes {ms(lag.usual)} on "
             f"average, and {ms(lag.slower)} longer on the rank that is last"
         )
     who = f"{named_ranks(lag.ranks)} on {', '.join(sorted({found.by_number[rank].host for rank in lag.ranks}))}"
@@ -91,16 +91,16 @@ def _why_in_turns(found: Analysis, lag: Lag) -> Iterator[str]:
 def _why_always(found: Analysis, lag: Lag) -> Iterator[str]:
     """Yield what makes ranks late at every step, and what to do about it."""
     if lag.part is Part.DATA:
-        yield f"Look at where its data come from. {_read_ahead(found, lag)}"
+        yield f"Find out where its data come from. {_read_ahead(found, lag)}"
     elif lag.part is Part.OWN:
-        yield "Look at what the loop does there alone, as under `if is_rank_zero()`."
+        yield "Find out what the loop does on that rank alone, as under `if is_rank_zero()`."
     else:
         yield from _why_slow(found, lag)
 
 
 def _read_ahead(found: Analysis, lag: Lag) -> str:
     if any(found.by_number[rank].settings.workers for rank in lag.ranks):
-        return "More workers, or a larger prefetch_factor, even out what takes long now and then."
+        return "More workers, or a larger prefetch_factor, even out batches that take long now and then."
     return add_workers(found)
 
 
@@ -122,6 +122,6 @@ def _why_slow(found: Analysis, lag: Lag) -> Iterator[str]:
     queued = [rank.queued for rank in others if rank.queued is not None]
     if slow.queued is not None and queued and (more := slow.queued - median(queued)) > _MUCH * lag.slower:
         yield (
-            f"For {ms(more)} of that it waited for a CPU that other programs used, or its own threads, if it has more "
-            f"of them than CPUs: look at what else runs there."
+            f"For {ms(more)} of that it waited for a CPU that was used by other programs, or by its own "
+            "threads if it has more of them than CPUs: find out what else runs there."
         )

@@ -83,7 +83,10 @@ class Report:
     def text(self) -> str:
         """Return the report in words."""
         if not self._has_ended:
-            return "distwrap report: empty until its `with` has ended without an error. Look at it after the block."
+            return (
+                "distwrap report: it is empty until its `with` block has ended without an error. Look at it "
+                "after the block."
+            )
         return describe(self.figures)
 
     __str__ = text
@@ -97,8 +100,8 @@ def describe(figures: dict[str, Any]) -> str:
     """Describe a report's figures in a table and sentences; say so where there are none."""
     if figures == {}:
         return (
-            "distwrap report: no step was measured. A step goes from one optimizer.step() to the next, so every rank's "
-            "loop must call it twice at least, in the thread that began the report."
+            "distwrap report: no step was measured. A step goes from one optimizer.step() to the next, so "
+            "every rank's loop must call it at least twice, in the thread that began the report."
         )
     ranks = figures["ranks"]
     step, sizes = figures["step"], [rank["gradient_bytes"] for rank in ranks]
@@ -116,10 +119,10 @@ def describe(figures: dict[str, Any]) -> str:
     lines += ["", *_table(ranks)]
     advice = figures["advice"]
     if advice:
-        lines += ["", "What to change, and what it brings at most"]
+        lines += ["", "What to change, and how much of a step it saves at most"]
         lines += [f"  {_gain(piece['gain'])}  {piece['text']}" for piece in advice]
     else:
-        lines += ["", "Nothing to change: all is well."]
+        lines += ["", "There is nothing to change: all is well."]
     return "\n".join(lines)
 
 
@@ -175,7 +178,7 @@ def report() -> Iterator[Report]:
     """
     recorder = current_world().part(Recorder)
     if recorder.is_on:
-        raise OptionError("report(): the run is measured already, by @distributed(report=…) or a report() around this.")
+        raise OptionError("report(): the run is measured already, by @distributed(report=…) or by an outer report().")
     found = Report()
     recorder.begin()
     try:

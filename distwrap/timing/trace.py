@@ -37,7 +37,7 @@ _ARROW_IDS = 10**15  # of the arrows between ranks
 _ARROWS = ("s", "t", "f")
 _PARTS = 1 << 30  # of rank 0: the number of a thread for the parts, greater than any of the system's
 
-_OTHER_PROFILER = "trace(): torch's profiler is running already, and there can be one at a time."
+_OTHER_PROFILER = "trace(): torch's profiler is running already, and only one can run at a time."
 
 Event = dict[str, Any]
 
@@ -79,7 +79,7 @@ def trace(*, steps: range = range(3, 6), path: str | os.PathLike[str] = "trace.j
     world = current_world()
     tracer = world.part(_Tracer)
     if tracer.is_on:
-        raise OptionError("trace(): a trace is under way already, around this one.")
+        raise OptionError("trace(): a trace is being made already, by an outer trace().")
     file = Path(path).absolute()
     if any(gather_object(profiler_runs())):
         raise OptionError(_OTHER_PROFILER)
@@ -128,7 +128,7 @@ def _write(file: Path, steps: range, ranks: list[RankTrace], traces: Iterator[by
     wanted = f"{steps.start} to {steps.stop - 1}"
     traced = [each for each in ranks if each.is_there]
     if not traced:
-        taken = f"the loop took {ranks[0].taken} step(s), which count from 0"
+        taken = f"the loop took {ranks[0].taken} step(s), counted from 0"
         say(f"trace(): no file is written: {taken}, and none of {wanted}")
         return
     fewest = min(ranks, key=lambda each: each.taken)
@@ -138,7 +138,7 @@ def _write(file: Path, steps: range, ranks: list[RankTrace], traces: Iterator[by
     with gzip.open(file, "wt", 6) if file.suffix == ".gz" else open(file, "w") as out:
         for text in merged(traced, traces):
             out.write(text)
-    say(f"trace(): {file} is written; open it in https://ui.perfetto.dev")
+    say(f"trace(): {file} was written; open it in https://ui.perfetto.dev")
 
 
 class _Tracer(RunPart):

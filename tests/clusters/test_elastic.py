@@ -25,7 +25,7 @@ def test_a_failed_rank_starts_again(kind: str, launcher: str, tmp_path: Path) ->
     done = run([*JOB, "4", str(tmp_path / "last.pt")], JOB_FAILS=f"{kind}@2", **env)
     assert done.code == 0, done.output
     assert [line["first"] for line in done.told if "start" in line] == [0, 0, 2, 2]
-    why = "rank 1 on .* raised ValueError: rank 1 stumbles" if kind == "raise" else "ended without a word"
+    why = "rank 1 on .* raised ValueError: rank 1 stumbles" if kind == "raise" else "died without raising an exception"
     assert "restart 1 of at most 1: " in done.output
     assert why.partition(" .*")[0] in done.output
     assert_like_one_process(done.values()[0], 4)

@@ -264,7 +264,7 @@ def test_the_table() -> None:
 
 def test_ranks_on_other_nodes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A node shows its own ranks, and says which there are besides."""
-    words = "ranks 1-3 are on another node, or not there yet"
+    words = "ranks 1-3 are on another node, or not started yet"
     assert top.table(run_of(SHOWN, ranks=4), now=100.0).splitlines()[-1] == words
     monkeypatch.setattr(top, "runs", lambda: [run_of(replace(SHOWN, time=time.time()), ranks=4)])
     assert main(["where"]) == 0

@@ -63,7 +63,7 @@ def test_a_busy_neighbour() -> None:
     found = measured(loops.neighbours_on_one)
     lag = found["lags"][0]
     assert (lag["ranks"], lag["part"], lag["takes_turns"]) == ([1], "forward", False)
-    assert "it waited for a CPU that other programs used" in found["advice"][0]["text"]
+    assert "it waited for a CPU that was used by other programs" in found["advice"][0]["text"]
     assert os.sched_getaffinity(0) == before
 
 
@@ -307,7 +307,7 @@ def test_a_file_that_holds_no_report(text: str, tmp_path: Path, capsys: pytest.C
     assert main(["report", str(tmp_path / "times.json")]) == 2
     assert main(["report", str(tmp_path / "none.json")]) == 2
     said = capsys.readouterr().err
-    assert "times.json is no report. A run with" in said
+    assert "times.json is not a report. A run with" in said
     assert "none.json cannot be read: No such file or directory. A run with" in said
 
 
@@ -322,13 +322,13 @@ def test_a_run_in_which_no_optimizer_stepped(tmp_path: Path, capsys: pytest.Capt
 def test_a_report_that_is_read_too_early() -> None:
     with dw.report() as found:
         loops.train()
-        assert "empty until its `with` has ended" in str(found)
+        assert "empty until its `with` block has ended" in str(found)
     assert str(found).startswith("distwrap report: ")
     assert "as fast as one rank alone" not in str(found), "one rank is compared with none"
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("none/times.png", "cannot be written: No such file"), ("times.txt", "ends in .png will do")]
+    ("name", "words"), [("none/times.png", "cannot be written: No such file"), ("times.txt", "that ends in .png")]
 )
 def test_a_picture_that_cannot_be_drawn(name: str, words: str, tmp_path: Path) -> None:
     dw.distributed(nprocs=1, report=tmp_path / "times.json")(loops.train)()

@@ -96,14 +96,16 @@ class FSDPStrategy(Strategy):
             if ranks not in (None, "node") and not is_number:
                 raise OptionError(f"FSDPStrategy({name}={ranks!r}): it is None, 'node', or a number of ranks from 2.")
             if ranks is not None and shard is not None:
-                raise OptionError(f"FSDPStrategy(): {name}= leaves all other ranks to shard over; leave shard= out.")
+                raise OptionError(
+                    f"FSDPStrategy(): with {name}= the model is sharded over all other ranks; leave shard= out."
+                )
         if None not in in_groups.values():
             raise OptionError(
                 "FSDPStrategy(): tensor_parallel= and context_parallel= do not go together. Take tensor_parallel= with "
                 "sequence_parallel=True, or one of the two."
             )
         if tensor_parallel is None and (plan != "auto" or sequence_parallel):
-            raise OptionError("FSDPStrategy(): plan= and sequence_parallel= are of tensor_parallel=, which is None.")
+            raise OptionError("FSDPStrategy(): plan= and sequence_parallel= need tensor_parallel=, which is None.")
         check_plan(plan)
         self.tensor_parallel, self.plan, self.sequence_parallel = tensor_parallel, plan, sequence_parallel
         self.context_parallel = context_parallel
@@ -114,8 +116,8 @@ class FSDPStrategy(Strategy):
         self._check_torch()
         if run.comm is not None:
             raise OptionError(
-                "comm= is of strategies whose ranks hold the whole model; under fsdp each unit's gradients are reduced "
-                "to the ranks that hold their shares. Leave comm out, or use strategy='ddp'."
+                "comm= works with strategies whose ranks hold the whole model; under fsdp the gradients of "
+                "each unit go to the ranks that hold its shares. Leave comm out, or use strategy='ddp'."
             )
 
     def _check_torch(self) -> None:
