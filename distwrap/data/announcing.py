@@ -19,7 +19,7 @@ _IN_WORDS = {
 
 
 def summary(loader: DataLoader[Any], sharded: DataLoader[Any], sharding: Sharding, mode: Mode, batch_size: str) -> str:
-    """Put into words how many samples a step takes, how many steps an epoch has, and how the ranks share."""
+    """Return in words the samples of a step, the steps of an epoch, and how the ranks share the data."""
     words = []
     sampler, world_size, together = sharding.sampler, sharding.world_size, sharding.items_per_step
     assert sampler is not None

@@ -78,7 +78,7 @@ class EpochCheck:
                 self._left = [*self._left, (epoch, taken)][-_REMEMBERED:]
 
     def _check_order(self) -> None:
-        """Compare with one other rank, so that each pair of neighbours is compared by somebody."""
+        """Compare with one other rank, so that each pair of neighbours is compared by one of them."""
         other = self._others[self._rank % len(self._others)]
         theirs = json.loads(self._channel.noted(self._key, other) or "[0, [], {}]")[2]
         for epoch, order in self._orders.items():

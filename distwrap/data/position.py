@@ -118,7 +118,7 @@ class Position:
         return {"epoch": begun.epoch, "consumed": at, "order": shuffle.order, "seed": shuffle.seed}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Let the next iteration go on from a position that `state` has returned."""
+        """Let the next iteration continue from a position that `state` has returned."""
         shuffle = Shuffle(state["order"], state["seed"]) if state["consumed"] else None
         self.next, self.now = EpochStart(state["epoch"], state["consumed"], shuffle), None
 
@@ -142,7 +142,7 @@ def fetching_ahead() -> Iterator[list[Callable[[], None]]]:
 
 
 def is_ahead() -> bool:
-    """Return whether what is fetched now is fetched ahead of the loop."""
+    """Return whether the batch that is being fetched is ahead of the loop."""
     return _ahead.moves is not None
 
 
@@ -156,7 +156,7 @@ def move(*moves: Callable[[], None]) -> None:
 
 
 def check_state(state: Any, unit: str, items: int | None, custom: bool) -> None:
-    """Raise an error where a state is no position, or another loader's.
+    """Raise an error if a state is not a position, or is that of another loader.
 
     Args:
         state: the argument of `load_state_dict`.
@@ -189,7 +189,7 @@ def check_state(state: Any, unit: str, items: int | None, custom: bool) -> None:
 
 
 def check_stream_state(state: Any, rank: int, world_size: int) -> None:
-    """Raise an error where a state is no position in an iterable dataset, or another rank's.
+    """Raise an error if a state is not a position in an iterable dataset, or is that of another rank.
 
     Raises:
         LoaderError: says what the state is instead.

@@ -37,7 +37,7 @@ class ShardedLoader(SkippingLoader[T_co]):
     """Loader that `shard_loader` returns: of the user's own class, with this rank's share, and a position to save."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the next epoch; left alone, each one is one more than the last."""
+        """Choose the next epoch; without a call, each epoch is one more than the last."""
         self._sharding.position.set_epoch(epoch)
         # The user's own class may have a use for it too.
         given = () if self._sharding.sampler is not None else (self.batch_sampler, innermost(self))
@@ -194,19 +194,19 @@ class ShardedLoader(SkippingLoader[T_co]):
 
     @property
     def _reads(self) -> bool:
-        """Whether this rank reads the data, and does not get it from the one that does."""
+        """Whether this rank reads the data, instead of getting it from the rank that does."""
         return self._sharding.dispatch is None or self._sharding.dispatch.reads
 
     # Positions
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loop is in the data: what it was given, not what workers have fetched ahead.
+        """Return the loop's position: after the batches that it was given, not those that workers have fetched ahead.
 
         It is the same on every rank, and holds for any number of ranks and any batch size. After a whole epoch it is
-        the start of the next one. An iterable dataset's position is its own, and each rank's.
+        the start of the next one. The position in an iterable dataset is the dataset's own, and differs between ranks.
 
         Raises:
-            LoaderError: the position cannot be told; says what to write instead.
+            LoaderError: the position is unknown; the message says what to write instead.
         """
         if self._is_iterable:
             return self._iterable_state()
@@ -231,10 +231,13 @@ class ShardedLoader(SkippingLoader[T_co]):
         return {**state, **self._items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration go on from a position; nothing of what was gone through is fetched again.
+        """Let the next iteration continue from a saved position; samples before it are not fetched again.
+
+        Args:
+            state: what `state_dict` has returned.
 
         Raises:
-            LoaderError: the state is of other data, or none.
+            LoaderError: the state is not a position, or is a position in other data.
         """
         self._sharding.own_state = None
         if self._is_iterable:
@@ -328,7 +331,7 @@ def innermost(loader: DataLoader[Any]) -> object:
 
 
 def is_torchs(thing: object, cls: type) -> bool:
-    """Return whether something is of a class of torch's, or of torchdata's of the same name, and of no subclass."""
+    """Return whether an object is of a class of torch, or of torchdata's of the same name, and not of a subclass."""
     kind = type(thing)
     return kind is cls or (kind.__name__ == cls.__name__ and kind.__module__.startswith("torchdata."))
 

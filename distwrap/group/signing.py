@@ -34,7 +34,7 @@ def run_secret() -> bytes:
 
 
 def only_plain(secret: bytes) -> bool:
-    """Return whether only plain data may travel: nobody can tell who sent it, and the user has not allowed more."""
+    """Return whether only plain data may be sent: its sender cannot be verified, and the user has not allowed more."""
     return not secret and not switched_on(os.environ, "DISTWRAP_TRUST_NETWORK")
 
 

@@ -1,4 +1,4 @@
-"""The protocol of launchers: check in the caller, plan, run, and bring home what the ranks return."""
+"""The protocol of launchers: check in the caller, plan, run, and return to the caller the values of the ranks."""
 
 import os
 import sys
@@ -77,10 +77,10 @@ class Launcher:
         return choose_nprocs(nprocs, visible_devices())
 
     def check(self, job: Job) -> None:
-        """Refuse, before any process starts, what cannot work; by default nothing.
+        """Refuse a call that cannot work, before any process starts; by default refuse nothing.
 
         Raises:
-            LaunchError: says why, and what to do.
+            LaunchError: the call cannot work; the message says why, and what to do.
         """
 
     def plan(self, job: Job) -> Assignment:

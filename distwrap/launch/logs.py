@@ -126,7 +126,7 @@ class _Copy:
         self._show(text, text.rfind(b"\n") + 1 if data else len(text))
 
     def show_what_waits(self) -> None:
-        """Show the beginning of a line whose end does not come."""
+        """Show the beginning of a line whose end has not come."""
         if self._waiting and time.monotonic() - self._since > LINE_SECONDS:
             self._show(self._waiting, len(self._waiting))
 

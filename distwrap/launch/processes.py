@@ -50,7 +50,7 @@ class Process:
                 os.kill(self.pid, number)
 
     def exitcode(self, seconds: float) -> int | None:
-        """Wait that long for the process to end.
+        """Wait up to some seconds for the process to end.
 
         Returns:
             Its exit code, or minus the signal that ended it; ``None`` where it still runs.
@@ -58,7 +58,7 @@ class Process:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give back what this end holds."""
+        """Close this end of the connection."""
         self.conn.close()
 
 
@@ -132,14 +132,14 @@ def describe_exit(exitcode: int | None, oom_kills: int | None = None) -> str:
 
     Args:
         exitcode: exit code of the process, or minus the number of the signal that ended it.
-        oom_kills: number of processes that the kernel has killed for want of memory during the run; ``None`` where
-            nobody counts.
+        oom_kills: number of processes that the kernel killed during the run because memory ran out; ``None`` if the
+            system does not count them.
 
     Example:
         >>> describe_exit(3)
         'exit code 3'
         >>> describe_exit(-9, oom_kills=1)
-        'killed by SIGKILL (the kernel has killed 1 process of this control group for want of memory meanwhile)'
+        'killed by SIGKILL (the kernel killed 1 process of this control group during the run because memory ran out)'
     """
     if exitcode is None:
         return "it still runs, but closed its connection"
@@ -173,7 +173,7 @@ class OomCount:
         self._before = _oom_kills()
 
     def __call__(self) -> int | None:
-        """Return the count; ``None`` where nobody counts."""
+        """Return the count; ``None`` if the system does not count."""
         now = _oom_kills()
         return None if now is None or self._before is None else now - self._before
 

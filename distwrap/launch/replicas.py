@@ -198,7 +198,7 @@ class _Replicas:
                     self._lost(process, outcome)
 
     def _end_left_behind(self) -> None:
-        """End ranks that stand still, and that the others have left behind; so that each can be started again."""
+        """Kill ranks that do not move while the others go on, so that each of them is started again."""
         there = self._there()
         for process in self._running if not self._done else ():
             if process not in self._ended and self._is("there", process) and process not in there:
@@ -207,7 +207,7 @@ class _Replicas:
                 process.signal(signal.SIGKILL)
 
     def _print_who_runs(self) -> None:
-        """Answer SIGQUIT."""
+        """Print which ranks are running, in answer to SIGQUIT."""
         ranks = ", ".join(f"rank {each.rank} (pid {each.pid})" for each in self._running)
         print_notice(f"these ranks are running: {ranks}")
 
@@ -224,7 +224,7 @@ class _Replicas:
         )
 
     def _lost(self, process: Process, outcome: Outcome) -> None:
-        """Start a lost rank again, or raise what was the cause where that would not help."""
+        """Start a lost rank again, or raise the cause if that would not help."""
         self._failed.append(outcome)
         self._store.set(f"gone/{outcome.rank}", "")
         there = self._there()
@@ -258,11 +258,11 @@ class _Replicas:
             print_notice(f"rank {outcome.rank} (pid {process.pid}) is lost, and the others go on: {_words(outcome)}")
 
     def _is_to_end(self, outcome: Outcome) -> bool:
-        """Return whether a rank has ended because the program, or somebody, wants the run to end."""
+        """Return whether a rank has ended because the program or the user wants the run to end."""
         return self._signals.has_heard or outcome.summary.startswith(("SystemExit", "KeyboardInterrupt"))
 
     def _there(self) -> list[Process]:
-        """Return the ranks that are among the others, and not left behind by them."""
+        """Return the ranks that take part in the training now."""
         gone = {process.rank for process in self._running if self._store.check([f"gone/{process.rank}"])}
         return [process for process in self._running if process.rank not in gone and self._is("there", process)]
 
@@ -277,7 +277,7 @@ def _words(outcome: Outcome) -> str:
 
 @contextlib.contextmanager
 def _lighthouse(job: Job) -> Iterator[tuple[str, Connection]]:
-    """Have torchft's lighthouse in a process, which dies with this one; yield its address, and what tells its end."""
+    """Run torchft's lighthouse in a process that dies with this one; yield its address, and what tells its end."""
     strategy: Any = job.task.options.strategy
     settings = {
         "bind": "127.0.0.1:0",
@@ -312,7 +312,7 @@ def _lighthouse(job: Job) -> Iterator[tuple[str, Connection]]:
 
 
 def serve(fd: int, settings: dict[str, Any]) -> None:
-    """Be the lighthouse until the launcher ends this process, or is gone."""
+    """Run the lighthouse until the launcher ends this process, or is gone."""
     tie_to_parent()
     from torchft.coordination import LighthouseServer
 

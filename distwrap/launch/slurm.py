@@ -174,7 +174,7 @@ class SlurmLauncher(Launcher):
 
 
 def _cancel(number: str) -> None:
-    """Cancel a job, or say that somebody must."""
+    """Cancel a job, or print that the user must cancel it."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         if subprocess.run(["scancel", number], timeout=60, capture_output=True).returncode == 0:
             return
@@ -183,7 +183,7 @@ def _cancel(number: str) -> None:
 
 @contextlib.contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Let a Ctrl-C wait for the end of a ``with``, here and in what is started meanwhile."""
+    """Delay a Ctrl-C to the end of a ``with``, here and in processes that are started in it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

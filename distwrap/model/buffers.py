@@ -148,17 +148,18 @@ class Buffers:
 
 
 def sync_buffers(model: nn.Module, how: str = "rank0") -> None:
-    """Give every rank the same buffers, as BatchNorm's running statistics; a collective.
+    """Give every rank the same buffers, such as BatchNorm's running statistics; a collective.
 
-    ``eval()`` of a wrapped model does it by itself, from rank 0, where the model was trained since. The mean is over
-    ranks of equal weight.
+    ``eval()`` of a wrapped model does so by itself, with rank 0's buffers, if the model was trained since. In a mean
+    all ranks have equal weight.
 
     Args:
-        model: wrapped or not.
-        how: ``"rank0"``: rank 0's; ``"mean"``: floating-point ones averaged, the others rank 0's.
+        model: a model, wrapped or not.
+        how: ``"rank0"`` for rank 0's buffers; ``"mean"`` for the mean of floating-point buffers, and rank 0's for all
+            others.
 
     Raises:
-        OptionError: another word.
+        OptionError: `how` is another word.
 
     Example:
         >>> sync_buffers(nn.BatchNorm1d(3), "mean")

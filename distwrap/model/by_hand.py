@@ -1,4 +1,4 @@
-"""Notice a model that nobody has wrapped, in a loop that steps it by hand: no optimizer tells of it.
+"""Find a model that is not wrapped in a loop that updates it by hand, without an optimizer.
 
 As a sharded loader gives its first batches, and neither an optimizer has stepped nor gradients were averaged, each rank
 looks at the parameters that are in no wrapped model and in no optimizer, and tells what they have become. Where they
@@ -42,7 +42,7 @@ class ByHand(RunPart):
         self._seen: dict[str, dict[str, int]] = {}  # of each model what it was, by the number of batches before
 
     def first_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return the batches of a loader, in front of the first of which the models are looked at."""
+        """Return the batches of a loader; before the first one, the models are looked at."""
         return batches if self._batches >= _LOOKS[-1] else chain(self._looked_at(batches), batches)
 
     def _looked_at(self, batches: Iterator[Any]) -> Iterator[Any]:

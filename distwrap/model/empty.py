@@ -25,11 +25,12 @@ Copy = Callable[[torch.Tensor, torch.Tensor], object]
 
 @contextmanager
 def init_empty() -> Iterator[None]:
-    """Make models without numbers inside of a ``with``, which take no memory, as those larger than one process.
+    """Make models without numbers within a ``with``: they take no memory, so they may exceed what one process holds.
 
-    `wrap_model` divides such a model, and then lets its modules draw their numbers by their ``reset_parameters()``,
-    each rank for its own share. They are not those that the model would have had without this. What a constructor
-    does to weights by other functions, as ``self.apply(self._init_weights)``, is lost, and a notice names those.
+    `wrap_model` divides such a model, and then lets its modules draw their numbers by ``reset_parameters()``, each rank
+    for its own share. These are not the numbers that the model would have had otherwise. Changes that a constructor
+    makes to weights by other functions, as by ``self.apply(self._init_weights)``, are lost, and a notice names these
+    functions.
 
     Example:
         >>> with init_empty():

@@ -41,17 +41,17 @@ class Held(NamedTuple):
 
 
 def assert_in_sync(model: nn.Module) -> None:
-    """Prove that all ranks hold the same weights and buffers, bit by bit; a collective, and a no-op in one process.
+    """Check that all ranks hold the same weights and buffers, bit by bit; a collective, and a no-op in one process.
 
-    Running statistics of norms are left out: each rank has its own while it trains. Only fingerprints travel.
-    Weights are compared by themselves too, all along.
+    Running statistics of norms are left out, since each rank has its own while it trains. Only fingerprints are sent.
+    distwrap also compares weights by itself during the training.
 
     Args:
-        model: wrapped or not.
+        model: a model, wrapped or not.
 
     Raises:
-        ModelError: it is no module.
-        DriftError: names the first tensor that differs, and the ranks; on every rank.
+        ModelError: `model` is not a module.
+        DriftError: a tensor differs; the message names the first one, and the ranks. Raised on every rank.
 
     Example:
         >>> assert_in_sync(nn.Linear(2, 1))

@@ -30,7 +30,7 @@ class Optimizers(RunPart):
 
     @property
     def has_stepped(self) -> bool:
-        """Whether an optimizer with gradients has stepped that somebody still holds."""
+        """Whether an optimizer with gradients has stepped, of those that still exist."""
         return bool(self._groups)
 
     def close(self) -> None:
@@ -76,7 +76,7 @@ class Optimizers(RunPart):
         return divides and not self._models.of_optimizer(optimizer)
 
     def _refuse_newcomers(self, held: dict[int, nn.Parameter], model: nn.Module) -> None:
-        """Refuse to train what came into a model after it was wrapped: nobody averages its gradients."""
+        """Refuse to train a parameter that was added to a wrapped model, since its gradient is not averaged."""
         gradients, net = self._models.gradients.get(model), unwrap_model(model)
         if gradients is None:
             return

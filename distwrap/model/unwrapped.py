@@ -57,7 +57,7 @@ class Unwrapped(RunPart):
         return now is None or now != self._begun
 
     def look(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that steps parameters of a module that nobody has wrapped, where other ranks do too.
+        """Refuse an optimizer that steps parameters of a module that is not wrapped, if other ranks do so too.
 
         Raises:
             ModelError: names the module's class, and the line that has made the optimizer.
@@ -94,7 +94,7 @@ class Unwrapped(RunPart):
         handle = optimizer.register_step_post_hook(after)
 
     def look_again(self, optimizer: Optimizer) -> None:
-        """Look whether other ranks have come to what this rank alone had trained so far."""
+        """Check again whether other ranks train by now what only this rank had trained so far."""
         for step in list(self.open):
             step.looks += 1
             owner = step.optimizer()

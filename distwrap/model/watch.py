@@ -12,7 +12,7 @@ _MOST = 2**20  # averages from one look to the next
 
 
 class TrainingPosition(NamedTuple):
-    """A position in the training of some tensors; ranks are compared that have come to the same one.
+    """A position in the training of some tensors; ranks are compared at the same position.
 
     Attributes:
         era: how often the ranks had begun to count anew.

@@ -9,7 +9,7 @@ if TYPE_CHECKING:  # the commands `where` and `top` come here without torch
 
 
 def read(store: Store, key: str) -> bytes:
-    """Return the value of a key; empty where nobody has set it."""
+    """Return the value of a key; empty if it is not set."""
     value: bytes = store.get(key) if store.check([key]) else b""
     return value
 
@@ -31,5 +31,5 @@ def set_all(store: Store, texts: dict[str, str]) -> None:
 
 
 def count(store: Store, key: str) -> int:
-    """Return the value of a counter; 0 where nobody has counted yet."""
+    """Return the value of a counter; 0 if it was never counted up."""
     return int(store.add(key, 0)) if store.check([key]) else 0

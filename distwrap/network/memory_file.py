@@ -7,7 +7,7 @@ ARE_POSSIBLE = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 
 
 def make(name: str) -> int:
-    """Make a file, which is there as long as somebody has it open, and return its descriptor."""
+    """Make a file, which exists as long as a process has it open, and return its descriptor."""
     fd = os.memfd_create(name)
     os.fchmod(fd, 0o600)
     return fd

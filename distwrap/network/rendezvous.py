@@ -75,7 +75,7 @@ def meet(placement: Placement, seconds: float, device: torch.device | None = Non
 
 @contextmanager
 def loss_told(placement: Placement) -> Iterator[None]:
-    """Say who is gone where the store is lost in the course of a ``with``, in which this rank joins.
+    """Raise an error that names the lost process if the store is lost within a ``with`` in which this rank joins.
 
     Raises:
         ArrivalError: the store is lost.
@@ -123,11 +123,11 @@ def wait_for_all(
         size: number of ranks or nodes.
         seconds: time limit.
         where: address of the store in words.
-        describe: returns who is here and who is missing, given the hosts by number.
+        describe: a function of the hosts by number that returns in words which are here and which are missing.
         all_print: whether all of them print who is missing while they wait, and not only the first that is here.
 
     Returns:
-        Who is missing after the time limit, in words; empty where all are here.
+        Words about the missing ones after the time limit; empty if all are here.
     """
     names = [f"here/{number}" for number in range(size)]
     start, noticed, patience = time.monotonic(), False, notice_seconds(os.environ, NOTICE_SECONDS)
@@ -174,7 +174,7 @@ def count_meetings_anew() -> None:
 
 
 def registration(device: torch.device | None) -> dict[str, Any]:
-    """Return what this process tells the others of itself."""
+    """Return the registration of this process, which the others read."""
     versions = {"distwrap": __version__, "torch": TORCH}
     script = os.path.basename(sys.argv[0]) if sys.argv else ""
     return {**identity(), "device": str(device), "cpus": allowed_cpus(), "script": script, "versions": versions}

@@ -128,7 +128,7 @@ class _Taken(RunPart):
         self.by: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
     def beside(self, model: nn.Module) -> int:
-        """Return those of the other models that are trained, and that somebody still holds."""
+        """Return the other models that are trained and still exist."""
         others = {unwrap_model(wrapped) for wrapped in self._world.part(WrappedModels)} - {unwrap_model(model)}
         return sum(self.by.get(other, 0) for other in others)
 

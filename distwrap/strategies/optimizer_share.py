@@ -72,7 +72,7 @@ class OptimizerShare:
         self.plan(optimizer)
 
     def plan(self, optimizer: Optimizer) -> None:
-        """Give each new parameter an owner, and let go of the state of other ranks' parameters."""
+        """Give each new parameter an owner, and free the state of other ranks' parameters."""
         self._planned = _sizes(optimizer)
         divided = self._divided(optimizer)
         new = [parameter for parameter in divided if parameter not in self.owners]
@@ -100,7 +100,7 @@ class OptimizerShare:
             self._collects = False
 
     def end(self) -> None:
-        """Let go of the run; the optimizer goes on by itself when it has all of its state again."""
+        """Leave the run; the optimizer continues by itself once it has all of its state again."""
         self.is_over = True
         if not self.is_part:
             self.release()
@@ -216,7 +216,7 @@ class OptimizerShare:
 
 
 class OptimizerShares(RunPart):
-    """Shares of all divided optimizers of one run; an optimizer that nobody has prepared gets one at its first step."""
+    """Shares of all divided optimizers of one run; an optimizer that was not prepared gets one at its first step."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -226,7 +226,7 @@ class OptimizerShares(RunPart):
         self._handle = register_optimizer_step_pre_hook(self._before)
 
     def release(self, optimizer: Optimizer) -> None:
-        """Let go of an optimizer, which has a part of its state, and is about to load all of it."""
+        """Release an optimizer that has a part of its state, and is about to load all of it."""
         share = self._of.pop(optimizer, None)
         if share is not None:
             share.release()

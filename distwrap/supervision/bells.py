@@ -90,7 +90,7 @@ class Bells:
             return self._heard
 
     def take_question(self) -> bool:
-        """Return whether somebody who is no rank wants to know where all ranks are; say it once."""
+        """Return whether another process asks where all ranks are; true once for each question."""
         with self._lock:
             asked, self._asked = self._asked, False
             return asked

@@ -50,7 +50,7 @@ class Board:
         self._memory[rank] = _RUNG
 
     def ask(self, rank: int) -> None:
-        """Ring one rank's bell in another way: somebody who is no rank wants to know where all ranks are."""
+        """Ring one rank's bell in another way, by which a process that is no rank asks where all ranks are."""
         self._memory[rank] = _ASKED
 
     def ring_all(self) -> None:

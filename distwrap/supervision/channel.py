@@ -113,7 +113,7 @@ class Channel:
         atexit.unregister(self._halt)
 
     def note(self, name: str, text: str, owner: object = None) -> None:
-        """Leave a text for any rank that looks, in the place of the last; whether the store fails is told elsewhere.
+        """Leave a text for other ranks, in place of the last one; an error of the store is raised elsewhere.
 
         Args:
             name: by which it is found.

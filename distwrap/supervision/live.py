@@ -28,15 +28,15 @@ _TICK = 0.5  # seconds between two looks, at most where the machine is not overw
 
 
 class Live:
-    """This rank's figures, looked at in the channel's thread.
+    """This rank's figures, which the channel's thread collects and shows.
 
     Args:
-        notes: among which they are shown.
+        notes: the notes among which they are shown.
         placement: this rank's place.
         activity: the last helper that ran on this rank.
 
     Attributes:
-        device: of this rank.
+        device: this rank's device.
     """
 
     def __init__(self, notes: RankNotes, placement: Placement, activity: Activity) -> None:
@@ -48,7 +48,7 @@ class Live:
         self.device = torch.device("cpu")
 
     def look(self) -> None:
-        """Note how long the main thread has computed, and how far it is."""
+        """Note how long the main thread has computed, and how many steps it has made."""
         now = time.monotonic()
         # The main thread's number is the process's; Python's word for it is out of date in a fork.
         if (times := thread_times(os.getpid())) is not None:
@@ -59,7 +59,7 @@ class Live:
             self._steps.popleft()
 
     def _new_steps(self) -> int:
-        """Return how many steps came since the last look: batches of the loop, or averages if these are more."""
+        """Return the number of steps since the last look: batches of the loop, or averages if these are more."""
         loop, step, averages = self._activity.loop, self._activity.step or 0, self._averages_begun()
         before, self._averages_before = self._averages_before, averages
         more = averages - before if averages >= before else averages  # they may be counted anew
@@ -73,7 +73,7 @@ class Live:
         return self._activity.averages()[1] // 2
 
     def show(self, location: Location | None) -> None:
-        """Show this rank to whoever looks from outside.
+        """Show this rank's figures to other processes.
 
         Args:
             location: where it is; ``None`` where it has left.
@@ -82,7 +82,7 @@ class Live:
             self._notes.show(NAME, asdict(self._figures(location)))
 
     def tell(self, text: str) -> None:
-        """Show where all ranks are to whoever has asked from outside."""
+        """Show where all ranks are, in answer to another process."""
         self._notes.show(ANSWER, [time.time(), text])
 
     def _figures(self, location: Location | None) -> Shown:
@@ -103,7 +103,7 @@ class Live:
         )
 
     def _speed(self, now: float) -> float:
-        """Return the steps a second: up to the last one, or where the next one is overdue, up to now."""
+        """Return the steps per second, measured up to the last step, or up to now if the next one is overdue."""
         (began, first), (ended, last) = self._steps[0], self._steps[-1]
         if last == first:
             return 0.0

@@ -19,12 +19,12 @@ class Location(NamedTuple):
     """Location of a rank in the user's code.
 
     Attributes:
-        what: the function that the user's code has called, as ``all_reduce``; empty where it computes by itself.
-        where: file and line in the user's code.
-        step: number of batches that the innermost loader has given, or ``None``.
-        last: the last helper of distwrap that ran, and where, if any.
-        wait: its wait for other ranks, in an answer.
-        begun: number of collectives that it has begun, in an answer.
+        what: the function that the user's code has called, as ``all_reduce``; empty if the code itself computes.
+        where: the file and line in the user's code.
+        step: the number of batches that the innermost loader has given, or ``None``.
+        last: the last helper of distwrap that ran, and its place, if any.
+        wait: the wait for other ranks in which the rank is, in an answer.
+        begun: the number of collectives that the rank has begun, in an answer.
     """
 
     what: str
@@ -46,10 +46,10 @@ def seen_at(moment: float, location: Location) -> str:
 
 
 def merge(locations: Mapping[int, Location | str]) -> str:
-    """List where all ranks are, those at the same place in one line.
+    """Return a list of where all ranks are, with ranks at the same place in one line.
 
     Args:
-        locations: of each rank; words where there is none.
+        locations: the location of each rank, or words if it gives none.
 
     Example:
         >>> there = Location("all_reduce", "train.py:88", step=812)
@@ -67,7 +67,7 @@ def merge(locations: Mapping[int, Location | str]) -> str:
 
 
 def of_several(where: str) -> str:
-    """Return words about a rank as words about several."""
+    """Return words about one rank as words about several ranks."""
     verb, _, rest = where.partition(" ")
     plural = {"does": "do", "has": "have"}.get(verb, verb)
     return f"{plural} {rest}"

@@ -14,17 +14,18 @@ class Shown:
 
     Attributes:
         rank: its number.
-        pid: of its process.
-        host: on which it is.
-        device: on which it computes.
-        step: number of batches that its innermost loop has had, or of averages of gradients; ``None`` without either.
-        speed: steps a second.
-        idle: share of the time in which its main thread did not want to compute; ``None`` where the system tells none.
-        location: where it is, as a `Location` has it; ``None`` where it has left.
+        pid: the number of its process.
+        host: the name of its host.
+        device: its device.
+        step: the number of batches that its innermost loop has had, or of averages of gradients; ``None`` without
+            either.
+        speed: steps per second.
+        idle: the share of the time in which its main thread did not compute; ``None`` if the system does not tell.
+        location: where it is, as the values of a `Location`; ``None`` if it has left.
         memory: bytes of its process.
-        device_memory: most bytes that it has had on its device; ``None`` where that has none of its own.
-        bar: what a progress bar shows beside how far it is.
-        time: of day, at which it showed all this.
+        device_memory: the most bytes that it has used on its device; ``None`` if the device has no memory of its own.
+        bar: the text that a progress bar shows beside its progress.
+        time: the time of day at which it showed these figures.
     """
 
     rank: int

@@ -22,7 +22,7 @@ _BYTES = {"allreduce": 1.0, "bf16": 0.5, "bytegrad": 0.25}  # sent by ways that 
 
 
 def advise(found: Analysis) -> list[Suggestion]:
-    """Return what is worth changing, the most worthwhile first; nothing where all is well."""
+    """Return advice on what to change, the most worthwhile first; none if all is well."""
     looks = (on_lags, _on_data, _on_link, _on_ddp, _on_queues, _on_threads, _on_checkpoints, _on_own_code)
     pieces = [piece for look in looks for piece in look(found)] if found.step else []
     worth = [piece for piece in pieces if piece.gain is None or piece.gain >= _WORTH_CHANGING]
@@ -47,7 +47,7 @@ def _on_data(found: Analysis) -> Iterator[Suggestion]:
 
 
 def _on_link(found: Analysis) -> Iterator[Suggestion]:
-    """Advise on what even the rank that comes last waits for."""
+    """Advise on the exchange itself, for which even the last rank waits."""
     share = found.link / found.step
     size = max(rank.gradient_bytes for rank in found.ranks)
     settings = found.ranks[0].settings
@@ -78,7 +78,7 @@ def _on_link(found: Analysis) -> Iterator[Suggestion]:
 
 
 def _other_exchange(found: Analysis, size: int) -> Iterator[str]:
-    """Predict the step under another algorithm of exchange from the bytes that it sends, where one is faster."""
+    """Advise another algorithm of exchange if one is faster, as predicted from the bytes that it sends."""
     whole = found.link + OVERLAP * found.alone
     costs = {name: Cost(0.0, whole * part / size) for name, part in _BYTES.items()}
     predictions = predict(costs, size, found.alone)

@@ -1,4 +1,4 @@
-"""Advice on ranks for which the others wait: who they are, in what they are slower, and why."""
+"""Advice on ranks for which the others wait: their numbers, the part in which they are slower, and the reason."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _seen(found: Analysis, lag: Lag) -> str:
 
 
 def _cure_of_part(lag: Lag) -> str:
-    """Return what to do about a part that no rank needs to do alone; empty for other parts."""
+    """Return advice on a part that no rank needs to do alone; empty for other parts."""
     if lag.part is Part.EVALUATION:
         return "Let every rank evaluate its share: shard_loader(loader) for the evaluation too, and gather or mean."
     if lag.part is Part.CHECKPOINT:
@@ -74,7 +74,7 @@ def _cure_of_part(lag: Lag) -> str:
 
 
 def _why_in_turns(found: Analysis, lag: Lag) -> Iterator[str]:
-    """Yield what makes another rank late at each step, and what to do about it."""
+    """Yield reasons why a different rank is late at each step, and what to do about them."""
     uneven = max(rank.unevenness for rank in found.ranks)
     if lag.part in (Part.FORWARD, Part.BACKWARD) and uneven > _UNEVEN:
         yield (
@@ -89,7 +89,7 @@ def _why_in_turns(found: Analysis, lag: Lag) -> Iterator[str]:
 
 
 def _why_always(found: Analysis, lag: Lag) -> Iterator[str]:
-    """Yield what makes ranks late at every step, and what to do about it."""
+    """Yield reasons why the same ranks are late at every step, and what to do about them."""
     if lag.part is Part.DATA:
         yield f"Find out where its data come from. {_read_ahead(found, lag)}"
     elif lag.part is Part.OWN:
@@ -105,7 +105,7 @@ def _read_ahead(found: Analysis, lag: Lag) -> str:
 
 
 def _why_slow(found: Analysis, lag: Lag) -> Iterator[str]:
-    """Yield in what a rank that computes more slowly differs from the others."""
+    """Yield the differences between a rank that computes more slowly and the others."""
     slow = found.by_number[lag.ranks[0]]
     others = [rank for rank in found.ranks if rank.rank not in lag.ranks]
     mine, theirs = slow.settings, [rank.settings for rank in others]

@@ -25,12 +25,10 @@ _MOST_ROWS = 16  # of a table; of more ranks those are shown that differ most
 
 
 class Report:
-    """Report of where the time of a run goes.
-
-    It is empty until the ``with`` has ended; then every rank has the same.
+    """Report of where the time of a run goes; empty until the ``with`` has ended, and then the same on every rank.
 
     Attributes:
-        advice: what is worth changing, the most worthwhile first.
+        advice: the changes that are worth making, the most worthwhile first.
 
     Example:
         >>> import torch
@@ -97,7 +95,7 @@ def _by_name(row: list[float]) -> dict[str, float]:
 
 
 def describe(figures: dict[str, Any]) -> str:
-    """Describe a report's figures in a table and sentences; say so where there are none."""
+    """Return a report's figures as a table and sentences, or a sentence that there are none."""
     if figures == {}:
         return (
             "distwrap report: no step was measured. A step goes from one optimizer.step() to the next, so "
@@ -131,7 +129,7 @@ def _gain(share: float | None) -> str:
 
 
 def _rest(figures: dict[str, Any]) -> str:
-    """Return what the rest of a step is, in words."""
+    """Return a sentence on the exchange, as shares of a step."""
     link, waiting = (100 * figures[name] / figures["step"] for name in ("link", "waiting"))
     return f"exchange: {link:.0f} % of a step for the exchange itself, and {waiting:.0f} % waiting for other ranks"
 
@@ -151,7 +149,7 @@ def _table(ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def _shown(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the ranks to show: where there are many, those that waited least and most for the others."""
+    """Return the ranks to show; of many, those that waited least and most for the others."""
     if len(ranks) <= _MOST_ROWS:
         return ranks
     by_wait = sorted(ranks, key=lambda rank: rank["parts"]["exchange"])
@@ -161,14 +159,14 @@ def _shown(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @contextmanager
 def report() -> Iterator[Report]:
-    """Measure where the time goes within a ``with``, on all ranks; every rank enters and leaves it.
+    """Measure where the time goes within a ``with``, on all ranks; every rank must enter and leave it.
 
     Yields:
-        The report; empty until the ``with`` has ended. Then it is printed on rank 0's standard error, also with
-        ``DISTWRAP_QUIET=1``, which silences only what nobody has asked for.
+        The report, which is empty until the ``with`` has ended. Then it is printed on rank 0's standard error, also
+        with ``DISTWRAP_QUIET=1``, which silences only what nobody has asked for.
 
     Raises:
-        OptionError: one is under way already.
+        OptionError: a report is being measured already.
 
     Example:
         >>> with report() as found:
@@ -197,7 +195,7 @@ def _show(found: Report) -> None:
 
 
 def _write(found: Report, path: str) -> None:
-    """Write all figures of a report as JSON, on rank 0 alone; where that fails, say so: the run has not failed."""
+    """Write all figures of a report as JSON, on rank 0; print an error, which does not fail the run."""
     if is_rank_zero():
         try:
             Path(path).write_text(json.dumps(found.figures, indent=1) + "\n")
@@ -207,7 +205,7 @@ def _write(found: Report, path: str) -> None:
 
 @contextmanager
 def report_of_run(asked: bool | str) -> Iterator[None]:
-    """Measure a whole run within a ``with``, where its options ask for it; every rank enters and leaves it.
+    """Measure a whole run within a ``with``, if its options ask for it; every rank enters and leaves it.
 
     Args:
         asked: whether to measure it; or the path of a file for the figures.

@@ -44,19 +44,20 @@ Event = dict[str, Any]
 
 @contextmanager
 def trace(*, steps: range = range(3, 6), path: str | os.PathLike[str] = "trace.json") -> Iterator[None]:
-    """Trace some steps of the loop within a ``with``, on all ranks, into one file; every rank enters and leaves it.
+    """Trace some steps of the loop within a ``with``, on all ranks, into one file; every rank must enter and leave it.
 
-    torch's profiler runs for these steps alone. A rank is a process in the file, with the parts of a step beside the
-    operators, and arrows lead from the rank that came last to an exchange to those that waited for it. Open it in
-    https://ui.perfetto.dev.
+    torch's profiler runs for these steps only. In the file each rank is a process, with the parts of a step beside the
+    operators, and arrows lead from the rank that came last to an exchange to the ranks that waited for it. Open the
+    file in https://ui.perfetto.dev.
 
     Args:
-        steps: optimizer steps, counted from 0 as the ``with`` begins; the first ones make buffers and connections.
-        path: of the file, which rank 0 writes, and its folder; compressed where its name ends in ``.gz``.
+        steps: a range of optimizer steps, counted from 0 when the ``with`` begins; the first steps also make buffers
+            and connections.
+        path: the file, which rank 0 writes, and whose folder it makes; it is compressed if its name ends in ``.gz``.
 
     Raises:
-        OptionError: the steps are no range of at least one, the file cannot be written, or a trace or torch's profiler
-            is under way; on every rank.
+        OptionError: the range has no step, the file cannot be written, or a trace or torch's profiler is running
+            already; raised on every rank.
 
     Example:
         >>> import tempfile, torch
@@ -169,7 +170,7 @@ class _Tracer(RunPart):
         self._begin_if_due()
 
     def end(self) -> None:
-        """Keep the trace of what was traced until now."""
+        """Keep the trace of the steps until now."""
         running = self._profile
         if running is None or self.count <= self._steps.start:  # the loop has ended before
             return
@@ -180,7 +181,7 @@ class _Tracer(RunPart):
             self.result = zlib.compress(file.read_bytes(), 1)
 
     def close(self) -> None:
-        """Trace no more."""
+        """Stop tracing."""
         self._stop()
         if self._watch is not None:
             self._watch.on_step.remove(self._step)
@@ -255,7 +256,7 @@ def merged(ranks: list[RankTrace], traces: Iterable[bytes]) -> Iterator[str]:
 
 
 def _read(text: str) -> Event:
-    """Return what torch has written, which leaves the quotes in a name as they are."""
+    """Return the trace that torch has written, in which quotes within names are not escaped."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError:

@@ -316,7 +316,11 @@ def test_a_custom_sampler_in_a_single_process_needs_a_seed() -> None:
     loader: Any = shard_loader(DataLoader(range(8), **weighted))  # type: ignore[arg-type]
     assert loader.state_dict()["consumed"] == 0
     run_of(loader, 1)
-    with pytest.raises(LoaderError, match=r"drawn by its WeightedRandomSampler.*shard_loader\(loader, seed=0\)"):
+    with pytest.raises(
+        LoaderError,
+        match=r"drawn by this loader's WeightedRandomSampler.*shard_loader\(loader, "
+        r"seed=0\)",
+    ):
         loader.state_dict()
     seeded: Any = shard_loader(DataLoader(range(8), **weighted), seed=0)  # type: ignore[arg-type]
     done, state = run_of(seeded, 1), seeded.state_dict()

@@ -143,6 +143,6 @@ def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without the entries that are to be filled in by whoever trains."""
+    """Return a configuration without the entries that the trainer is to fill in."""
     sections = {name: _without_auto(value) if isinstance(value, Mapping) else value for name, value in config.items()}
     return {name: value for name, value in sections.items() if value != "auto"}

@@ -177,7 +177,7 @@ class ModelEngine:
         self._versions = {id(parameter): version_of(parameter) for parameter in self.parameters}
 
     def end(self) -> None:
-        """Let go of the user's optimizer and of the engine's hooks."""
+        """Release the user's optimizer, and remove the engine's hooks."""
         for handle in self._handles:
             handle.remove()
         self._is_handed = False
@@ -288,7 +288,7 @@ class Engines(RunPart):
         self._all.add(engine)
 
     def remove(self, engine: ModelEngine) -> None:
-        """Let go of an engine whose model is the caller's again."""
+        """Release an engine whose model is the caller's again."""
         engine.end()
         self._all.discard(engine)
 
@@ -297,7 +297,7 @@ class Engines(RunPart):
             engine.be_innermost()
 
     def close(self) -> None:
-        """Let go of all engines, and of what DeepSpeed keeps of the process group."""
+        """Release all engines, and free what DeepSpeed keeps of the process group."""
         self._handle.remove()
         for engine in list(self._all):
             engine.end()

@@ -132,7 +132,7 @@ class Gathered:
             )
 
     def refuse_newcomers(self, held: set[int]) -> None:
-        """Refuse to train what came into the model after it was divided: nobody averages its gradients.
+        """Refuse to train a parameter that was added to a divided model, since its gradient is not averaged.
 
         Args:
             held: ids of the tensors that an optimizer holds.

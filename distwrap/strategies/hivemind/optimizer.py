@@ -125,7 +125,7 @@ class Collaboration:
 
     @property
     def is_due(self) -> bool:
-        """Whether hivemind would begin a global step, and somebody has samples for it."""
+        """Whether hivemind would begin a global step, and a peer has samples for it."""
         tracker = self.hivemind.tracker
         return bool(tracker.ready_to_update_epoch) and tracker.global_progress.samples_accumulated > 0
 
