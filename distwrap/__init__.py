@@ -2,105 +2,115 @@
 
 Each name has a help of its own, as in ``help(distwrap.wrap_model)``:
 
-    CheckpointIO: Format of a checkpoint.
-    DDPStrategy: The same model in each process.
-    DistwrapError: Base of everything that distwrap raises.
-    FSDPStrategy: A model of which each rank holds a share, and gathers a unit of it for as long as that computes.
+    CheckpointIO: Format of a checkpoint; a class of your own needs these two methods and this attribute.
+    DDPStrategy: Strategy in which each process has the same model, and the gradients are averaged during the backward.
+    DistwrapError: Base class of all errors that distwrap raises.
+    FSDPStrategy: Strategy in which each rank holds a share of a model, and gathers one unit at a time while that
+        computes.
     NodeSummary: Result of a decorated call on every node but the one of rank 0.
-    PipelineStrategy: The blocks of a model in stages, one after the other on the ranks; a batch goes through them in
+    PipelineStrategy: Strategy in which a model's blocks run in stages, one after the other on the ranks, over
         microbatches.
     Placement: Place of this process in its world. All values come from one source.
-    Precision: Full precision, ``"32"``. Subclass it and override what is different in another.
-    Preemption: Announcement that the node is wanted back.
-    Report: Report of where the time of a run goes.
-    Strategy: One way to replicate or divide a model. Subclass it, or one of ours, and override what is to be
-        different.
-    Window: The micro-batches of one optimizer step.
+    Precision: Full precision, ``"32"``; subclass it, and override what differs in another precision.
+    Preemption: Announcement by the cluster that it will take the node away.
+    Report: Report of where the time of a run goes; empty until the ``with`` has ended, and then the same on every
+        rank.
+    Strategy: Way to replicate or divide a model; subclass it, or a strategy of distwrap, and override what should
+        differ.
+    Window: Micro-batches of one optimizer step, as `accumulate` yields it with each of them.
     accumulate: Iterate over micro-batches in windows of `steps`, after each of which the optimizer steps.
-    add_module_prefix: Put ``module.`` in front of every key, as a bare DistributedDataParallel or DataParallel wants
-        to load it.
-    agree: Let all ranks take the same branch: true where any rank, or every rank, says so.
-    assert_in_sync: Prove that all ranks hold the same weights and buffers, bit by bit; a collective, and a no-op in
+    add_module_prefix: Put ``module.`` in front of every key, which a bare DistributedDataParallel or DataParallel
+        needs to load it.
+    agree: Return whether any rank, or every rank, has a true flag, so that all ranks take the same branch.
+    assert_in_sync: Check that all ranks hold the same weights and buffers, bit by bit; a collective, and a no-op in
         one process.
-    autocast: Compute what is inside in the precision of this run; for code outside of a wrapped model's forward.
+    autocast: Compute in the precision of this run within a ``with``, for code outside of a wrapped model's forward.
     available_algorithms: Return the names of the algorithms for ``comm=``, each with its description.
     available_launchers: Return the launchers' names, each with its description: ours, registered ones, and those of
         installed packages.
     available_precisions: Return the names of the precisions, each with its description.
     available_strategies: Return the strategies' names, each with its description: ours, registered ones, and those of
         installed packages.
-    backward: Compute the gradients of a loss: ``loss.backward()``, scaled where the precision is fp16.
-    barrier: Wait until every rank is here.
-    breakpoint_on: Stop here, and give the terminal to one rank's debugger (pdb); the others wait without a timeout.
-    broadcast: Return rank `src`'s value on every rank; what the others pass is ignored.
-    consolidate: Give every rank the mean of all ranks' weights and buffers, to evaluate, save or return; a collective.
+    backward: Compute the gradients of a loss, as ``loss.backward()`` does; under fp16 the loss is scaled first.
+    barrier: Wait until every rank has called this; return at once in a single process.
+    breakpoint_on: Stop here, and give the terminal to the debugger (pdb) of one rank, while the others wait without a
+        timeout.
+    broadcast: Return the value of rank `src` on every rank; the values that other ranks pass are ignored.
+    consolidate: Give every rank the mean of all ranks' weights and buffers, to evaluate, save or return them; a
+        collective.
     device: Return the device of this rank.
     distributed: Turn a plain function with a training loop into one that runs on several processes.
-    fit_batch_size: Call a function with a batch size, halved on all ranks together until it runs out of memory on
-        none.
-    gather: Concatenate every rank's tensors along the first dimension, in rank order, on every rank.
-    gather_object: Return every rank's value, in rank order, on every rank; anything that can be pickled.
-    get_logger: Return a logger that says the rank in front of each message; in a single process a plain one.
-    init_empty: Make models without numbers inside of a ``with``, which take no memory, as those larger than one
-        process.
+    fit_batch_size: Call a function with a batch size, which is halved on all ranks together until no rank runs out of
+        memory.
+    gather: Concatenate the tensors of all ranks along the first dimension, in rank order, on every rank.
+    gather_object: Return every rank's value as a list in rank order, on every rank.
+    get_logger: Return a logger that writes the rank in front of each message; in a single process messages stay as
+        they are.
+    init_empty: Make models without numbers within a ``with``: they take no memory, so they may exceed what one process
+        holds.
     is_rank_zero: Return whether this is rank 0, as it is in a single process.
-    load: Read a checkpoint with torch's safe loader, onto the CPU, so that the ranks do not crowd one device.
-    local_model: Prepare a model that is each rank's own: nobody averages its gradients, or compares it with other
-        ranks'.
+    load: Read a checkpoint with torch's safe loader, by default onto the CPU, so that the ranks do not crowd one
+        device.
+    local_model: Prepare a model that each rank trains for itself: its gradients are not averaged, nor its weights
+        compared.
     local_rank: Return this process's rank among those on its node.
     local_world_size: Return the number of processes on this node.
-    lockstep: Iterate over a loader so that all ranks take the same steps; in a single process the rules are the same.
-    log: Log rank 0's metrics; on the other ranks do nothing, and wait for nobody.
-    mean: Average over ranks, each rank's value weighted by how many items it stands for.
-    no_sync: Leave gradients on their rank for the time of a ``with``, for loops that accumulate by ``if step % k``.
+    lockstep: Iterate over a loader so that all ranks take the same steps; the same rules hold in a single process.
+    log: Log metrics on rank 0; on the other ranks do nothing, without waiting.
+    mean: Return the mean over all ranks, in which each rank's value counts for as many items as it stands for.
+    no_sync: Leave gradients on their rank within a ``with``, for loops that accumulate by ``if step % k``.
     node_rank: Return which node this is, 0 where there is only one.
-    on_rank_zero: Make an object on rank 0; elsewhere a twin that takes any call or attribute, and does nothing.
-    optimizer_step: Clip and step; under fp16 unscale, clip, step or skip, and update the scale, in this order.
+    on_rank_zero: Make an object on rank 0, and on the other ranks a stand-in that accepts any call or attribute and
+        does nothing.
+    optimizer_step: Clip the gradients and step the optimizer; under fp16 unscale before, skip on overflow, and update
+        the scale.
     placement: Return where this process stands: right before, during and after the group's life.
-    print: Print on rank 0 alone, as the builtin does; in a single process it is the builtin.
-    progress: Show how far rank 0 is: with tqdm where it is installed, else a line of text now and then. Other ranks
-        are quiet.
+    print: Print on rank 0 only, as the builtin ``print`` does; in a single process it is the builtin.
+    progress: Show the progress of rank 0, with tqdm if it is installed, else by lines of text; other ranks are quiet.
     rank: Return this process's rank, 0 in a single process.
-    rank_generator: Return a generator with numbers of this rank's own, for what the loop draws by itself.
-    rank_zero_first: Let rank 0 go first, and the others after it is done: to download or preprocess once.
-    rank_zero_only: Run a function or method on rank 0 alone; the other ranks return `default`.
-    reduce: Combine every rank's values element by element, on every rank; the tensors given are not changed.
+    rank_generator: Return a generator whose numbers differ between ranks, for random numbers that the loop draws
+        itself.
+    rank_zero_first: Let rank 0 run the block first, and the others when it has finished, as to download or preprocess
+        data once.
+    rank_zero_only: Run a function or method on rank 0 only; on the other ranks it returns `default`.
+    reduce: Combine the values of all ranks element by element, and return the result on every rank.
     register_algorithm: Make an algorithm of exchange known by a name, for ``comm=name``.
     register_launcher: Make a launcher known by a name, for ``@distributed(launcher=name)``.
     register_precision: Make a precision known by a name, for ``@distributed(precision=name)`` and
         ``wrap_model(precision=name)``.
     register_strategy: Make a strategy known by a name, for ``@distributed(strategy=name)`` and
         ``wrap_model(strategy=name)``.
-    report: Measure where the time goes within a ``with``, on all ranks; every rank enters and leaves it.
-    resumable: Yield the elements of the outer loop, from where the run is: a rank that comes back goes on where the
-        others are.
-    resume_from: Load what `save` last wrote to a path, or return ``None`` where it has not written yet; alike on every
-        rank.
-    run_state: Return the state of the run: random numbers of all ranks (torch, `random`, numpy), the seed, the scaler
-        of fp16.
-    save: Write a checkpoint on rank 0: whole, or not at all.
-    scale_loss: Turn a sum over tokens or samples into the loss whose gradient is that of the mean over all of them.
-    seed_everything: Seed torch (all devices), `random` and numpy alike on every rank, and remember the seed for the
-        loaders.
-    setup_process_group: Join the other processes: detect the launcher, meet, choose the device.
+    report: Measure where the time goes within a ``with``, on all ranks; every rank must enter and leave it.
+    resumable: Yield the elements of the outer loop; a rank that was lost and comes back continues where the others
+        are.
+    resume_from: Load the checkpoint that `save` wrote last to a path; return ``None`` on every rank if there is none
+        yet.
+    run_state: Return an object with the state of the run: all random numbers, the seed, and the gradient scaler of
+        fp16.
+    save: Write a checkpoint on rank 0, completely or not at all.
+    scale_loss: Turn a sum over tokens or samples into the loss whose gradient is that of the mean over those of all
+        ranks.
+    seed_everything: Seed torch (all devices), `random` and numpy with the same seed on every rank, and remember it for
+        the loaders.
+    setup_process_group: Join the other processes: find out who started them, meet them, and choose the device.
     shard_loader: Return the same loader for this rank's share of the data; in a single process on the CPU, the loader
         itself.
-    split: Return this rank's part of a list, in one piece; in a single process the list itself.
-    strip_module_prefix: Remove ``module.``, ``_orig_mod.`` and FSDP's prefix from the keys, in any nesting.
-    sync_buffers: Give every rank the same buffers, as BatchNorm's running statistics; a collective.
-    teardown_process_group: Leave the group that `setup_process_group` or the decorator made; a no-op where there is
-        none.
-    to_device: Return a batch on this rank's device; on the CPU the batch itself.
-    trace: Trace some steps of the loop within a ``with``, on all ranks, into one file; every rank enters and leaves
+    split: Return this rank's part of a list, as one slice; in a single process, the list itself.
+    strip_module_prefix: Remove ``module.``, ``_orig_mod.`` and FSDP's prefix from the keys of a state dict, in any
+        nesting.
+    sync_buffers: Give every rank the same buffers, such as BatchNorm's running statistics; a collective.
+    teardown_process_group: Leave the process group that `setup_process_group` or the decorator made; without one, do
+        nothing.
+    to_device: Return a batch on this rank's device; on the CPU, the batch itself.
+    trace: Trace some steps of the loop within a ``with``, on all ranks, into one file; every rank must enter and leave
         it.
-    unscale: Take the scale of fp16 off an optimizer's gradients, to look at them or change them before
-        `optimizer_step`.
+    unscale: Undo the scaling of an optimizer's gradients under fp16, to read or change them before `optimizer_step`.
     unwrap_model: Return the user's model out of any nesting of distwrap, DDP, DataParallel and torch.compile.
-    wait_for_saves: Wait until what ``save(background=True)`` is writing is on disk; every rank must call.
+    wait_for_saves: Wait until everything that ``save(background=True)`` writes is on disk; every rank must call it.
     world_size: Return the number of processes, 1 in a single process.
     wrap_model: Prepare a model for distributed training; in a single process on the CPU in float32 it only gets a thin
         wrapper.
-    wrap_optimizer: Prepare an optimizer: it comes back as it is, unless the model's ``comm=`` acts on it, as
+    wrap_optimizer: Prepare an optimizer: return it as it is, unless the model's ``comm=`` works through it, as
         ``"qadam"`` does.
 """
 

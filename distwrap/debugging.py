@@ -10,18 +10,18 @@ from distwrap.group.world import current_world
 
 
 def breakpoint_on(rank: int = 0) -> None:
-    """Stop here, and give the terminal to one rank's debugger (pdb); the others wait without a timeout.
+    """Stop here, and give the terminal to the debugger (pdb) of one rank, while the others wait without a timeout.
 
-    Every rank calls it. The others go on when the debugger is told to ``continue``; until then, leave alone what needs
-    them, as a collective. In a single process it is Python's `breakpoint`.
+    Every rank must call it. The others go on when the debugger is told to ``continue``; until then do not run anything
+    in it that needs them, as a collective. In a single process it is Python's `breakpoint`.
 
     Args:
-        rank: whose debugger.
+        rank: the rank to debug.
 
     Raises:
         OptionError: there is no such rank.
         PlacementError: there is no terminal.
-        WorkerDiedError: the rank died, on the others.
+        WorkerDiedError: that rank died; raised on the others.
     """
     import pdb  # together with half a dozen modules, which a run without a debugger does not need
 

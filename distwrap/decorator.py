@@ -87,7 +87,7 @@ class Distributed(Protocol[P, R, Value_co]):
 
 
 def _parameters() -> list[inspect.Parameter]:
-    """Return the options as keyword-only parameters: for ``help``, notebooks and whoever else asks at run time."""
+    """Return the options as keyword-only parameters, for ``help`` and notebooks."""
     types = {name: getattr(kind, "__forward_arg__", kind) for name, kind in GivenOptions.__annotations__.items()}
     return [
         inspect.Parameter(

@@ -31,7 +31,7 @@ from distwrap.frames import hide_from_pytest
 
 
 class DistwrapError(Exception):
-    """Base of everything that distwrap raises."""
+    """Base class of all errors that distwrap raises."""
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -43,7 +43,7 @@ class OptionError(DistwrapError, ValueError):
 
 
 class PlacementError(DistwrapError, RuntimeError):
-    """The environment gives this process half of a placement, or contradicts itself."""
+    """The environment gives this process only half of its rank and world size, or contradicts itself."""
 
 
 class LaunchError(DistwrapError, RuntimeError):
@@ -55,7 +55,7 @@ class ForkError(LaunchError):
 
 
 class MainGuardError(LaunchError):
-    """A fresh interpreter would import the script, meet the decorated call, and launch again."""
+    """The script would launch its ranks again in each of them, since the call is not under a main guard."""
 
 
 class SerializationError(LaunchError, TypeError):
@@ -68,8 +68,8 @@ class WorkerError(DistwrapError, RuntimeError):
     Attributes:
         rank: the rank that failed first.
         host: the name of its host.
-        exitcode: how its process ended, ``None`` where it was still running.
-        signal: the signal that ended it, or ``None``.
+        exitcode: the exit code of its process, or ``None`` if the process was still running.
+        signal: the number of the signal that ended it, or ``None``.
     """
 
     def __init__(
@@ -86,10 +86,10 @@ class WorkerError(DistwrapError, RuntimeError):
 
 
 class WorkerTraceback(WorkerError):
-    """The traceback of an exception on its rank; the ``__cause__`` of the same exception in the caller.
+    """The traceback of an exception on its rank, which is the ``__cause__`` of the same exception in the caller.
 
     Attributes:
-        is_secondary: whether that exception only followed from the loss of another rank.
+        is_secondary: whether that exception is only a consequence of the loss of another rank.
     """
 
     is_secondary = False
@@ -99,11 +99,11 @@ class WorkerTraceback(WorkerError):
 
 
 class WorkerDiedError(WorkerError):
-    """The process of a rank ended without a report."""
+    """The process of a rank died without raising an exception, as when it was killed."""
 
 
 class WorkerTimeoutError(WorkerError, TimeoutError):
-    """The ranks were not done in time."""
+    """The ranks did not finish in time."""
 
 
 class ArrivalError(DistwrapError, TimeoutError):
@@ -115,11 +115,11 @@ class CollectiveError(DistwrapError, RuntimeError):
 
 
 class CollectiveTimeoutError(CollectiveError, TimeoutError):
-    """Not all ranks came to a collective in time; says where each of them was."""
+    """Not all ranks called a collective in time; the message says where each of them was."""
 
 
 class CollectiveInRankZeroError(CollectiveError):
-    """A collective was called in code that only some ranks run, as in ``rank_zero_only``; it would never end."""
+    """A collective was called in code that only some ranks run, as in ``rank_zero_only``, and would never end."""
 
 
 class LoaderError(DistwrapError, ValueError):
@@ -131,11 +131,11 @@ class ModelError(DistwrapError, RuntimeError):
 
 
 class DriftError(ModelError):
-    """The ranks do not hold the same weights: something has trained wrongly already."""
+    """The ranks do not hold the same weights, so the training has gone wrong already."""
 
 
 class PrecisionError(DistwrapError, RuntimeError):
-    """A step that would be wrong in this precision."""
+    """A step would be wrong in this precision."""
 
 
 class StateDictError(DistwrapError, ValueError):
@@ -143,18 +143,18 @@ class StateDictError(DistwrapError, ValueError):
 
 
 class CheckpointError(DistwrapError, RuntimeError):
-    """A checkpoint could not be written, or holds what is not safe to load.
+    """A checkpoint could not be written, or is not safe to load.
 
     Attributes:
-        is_secondary: whether that only followed from the loss of a rank, as another rank has told.
+        is_secondary: whether this is only a consequence of the loss of a rank.
     """
 
     is_secondary = False
 
 
 class ConversionError(DistwrapError, ValueError):
-    """A script cannot be read, or not be converted or checked."""
+    """A script cannot be read, converted or checked."""
 
 
 class ConformanceError(DistwrapError, AssertionError):
-    """A strategy does not behave as the helpers of a hand-written loop need it; lists what failed."""
+    """A strategy does not behave as the helpers of a hand-written loop need it; the message lists what failed."""

@@ -184,7 +184,7 @@ ENVIRONMENT_PREFIX = "DISTWRAP_"
 
 
 def for_option(name: str, value: object) -> str:
-    """Return what to write for an option of another package, or nothing if nobody brings one of that name.
+    """Return what to write for an option of another package; empty if no package has such an option.
 
     Example:
         >>> for_option("devices", 4)

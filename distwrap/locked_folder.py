@@ -17,7 +17,7 @@ _held: dict[Path, int] = {}  # the descriptor that holds the lock
 
 
 def make(kind: str, place: str | None = None) -> Path:
-    """Make a folder that nobody else may read, and which is this process's until it ends or removes the folder.
+    """Make a folder that only this user may read, and that is this process's until it ends or removes the folder.
 
     Args:
         kind: a word for what is in it, which tells it from others at `remove_abandoned`.

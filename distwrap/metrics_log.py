@@ -33,23 +33,23 @@ class MetricsDestination(NamedTuple):
 
 
 def log(metrics: Mapping[str, Any], step: int | None = None, *, to: object = None) -> None:
-    """Log rank 0's metrics; on the other ranks do nothing, and wait for nobody.
+    """Log metrics on rank 0; on the other ranks do nothing, without waiting.
 
-    Where they go is said once, by `to` at the first call, or by a run of Weights & Biases or MLflow that is active on
-    rank 0. The numbers are rank 0's own, of its share of the data: nothing is averaged. For a number of all ranks, call
-    `mean` or `reduce` before, on every rank.
+    The destination is named once, by `to` at the first call, or it is the run of Weights & Biases or MLflow that is
+    active on rank 0. The numbers are those of rank 0's own share of the data, and are not averaged. For a number of all
+    ranks, call `mean` or `reduce` first, on every rank.
 
     Args:
-        metrics: numbers by name. A tensor or array of one element counts as its number.
-        step: at which they were measured; by default one more than at the last call, from 0.
-        to: where this call and those after it log to: the path of a file that ends in ``.csv``, which is appended to;
-            ``"tensorboard"``, also with a folder, ``"tensorboard:runs/first"``; ``"wandb"`` or ``"mlflow"``, the
-            active run, or else a new one; ``"stdout"``; a ``SummaryWriter``, a run of wandb, the module ``mlflow``, any
-            logger with ``log_metrics(metrics, step=…)``, as Lightning's; a function of the metrics and the step; or a
-            list of these. What `log` has opened is closed at the end of the run.
+        metrics: numbers by name. A tensor or array with one element counts as its number.
+        step: the step at which they were measured; by default one more than at the last call, from 0.
+        to: where this call and all later ones log to. The path of a file that ends in ``.csv``, to which lines are
+            appended; ``"tensorboard"``, also with a folder, as ``"tensorboard:runs/first"``; ``"wandb"`` or
+            ``"mlflow"``, for the active run, or else a new one; ``"stdout"``; a ``SummaryWriter``; a run of wandb; the
+            module ``mlflow``; any logger with ``log_metrics(metrics, step=…)``, as Lightning's; a function of the
+            metrics and the step; or a list of these. Files and runs that `log` opened are closed at the end of the run.
 
     Raises:
-        OptionError: on rank 0: there is nowhere to log to, a package is not installed, or a metric is no number.
+        OptionError: on rank 0: there is no destination, a package is not installed, or a metric is not a number.
 
     Example:
         >>> log({"loss": torch.tensor(0.25)}, step=10, to="stdout")
@@ -107,8 +107,9 @@ def _active() -> list[object]:
         found.append(mlflow)
     if not found:
         raise OptionError(
-            "log() has nowhere to log to: no run of wandb or mlflow is active on rank 0. Say it at the first call, as "
-            "log(metrics, to='metrics.csv'), to='tensorboard', to='wandb', to='mlflow' or to='stdout'."
+            "log() has nowhere to log to: no run of wandb or mlflow is active on rank 0. Name the destination "
+            "at the first call, as log(metrics, to='metrics.csv'), to='tensorboard', to='wandb', to='mlflow' "
+            "or to='stdout'."
         )
     return found
 
@@ -186,7 +187,10 @@ class MetricsTable:
     def write(self, values: Values, step: int) -> None:
         """Add a line, which is in the file at once."""
         if "step" in values:
-            raise OptionError("log(): the column 'step' of a CSV file is that of step=: give the metric another name.")
+            raise OptionError(
+                "log(): the column 'step' of a CSV file holds what step= says, so no metric can be called so: "
+                "give it another name."
+            )
         row = {"step": step, **values}
         if new := [name for name in row if name not in self._columns]:
             self._widen(new)

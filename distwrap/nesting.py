@@ -32,7 +32,7 @@ def rebuilt(value: Any, change: Callable[[Any, tuple[Any, ...]], Any], path: tup
         if path:
             raise
         raise RecursionError(
-            "a list, tuple or dict holds itself, or is nested deeper than Python can follow: give a flatter one."
+            "a list, tuple or dict contains itself, or is nested deeper than Python can follow: give a flatter one."
         ) from error
 
 

@@ -28,7 +28,7 @@ Returns = Literal["rank0", "all"]
 QUIET = "DISTWRAP_QUIET"
 SWITCHES = {
     "DISTWRAP_DISABLE": "run the function in this process",
-    QUIET: "silence the line at the start, and those about ranks that wait",
+    QUIET: "silence the line at the start and notices during the run; reports and errors are still printed",
     "DISTWRAP_TRUST_NETWORK": "unpickle objects of other ranks also where no secret tells who sent them",
 }
 CHOICES = {frames.VARIABLE: ("full", "show the frames of distwrap in tracebacks too")}
@@ -194,7 +194,7 @@ class Options:
         is_one = result.strategy in ("single", "dp") or getattr(result.strategy, "launches", "") == "one"
         if is_one and checked.get("nprocs", 1) not in (1, "auto"):
             raise OptionError(
-                f"{where}: strategy={result.strategy!r} is one process, but nprocs={result.nprocs} was given too."
+                f"{where}: strategy={result.strategy!r} runs in one process, but nprocs={result.nprocs} was given too."
             )
         own = getattr(result.strategy, "backend", None)
         if own is not None and result.backend not in ("auto", own):
@@ -271,7 +271,9 @@ def check_words(env: Mapping[str, str]) -> None:
         switched_on(env, switch)
     notice_seconds(env)
     if frames.word_of(env) not in frames.WORDS:
-        raise OptionError(f"{frames.VARIABLE}={env[frames.VARIABLE]!r}: say full, or short, which is as without it.")
+        raise OptionError(
+            f"{frames.VARIABLE}={env[frames.VARIABLE]!r}: say full or short; without the variable it is short."
+        )
 
 
 def notice_seconds(env: Mapping[str, str], default: float = 30.0) -> float:

@@ -17,12 +17,15 @@ _SECONDS = 5.0  # between two lines of plain text
 
 
 def progress(iterable: Iterable[Item], *, desc: str | None = None, **tqdm_options: Any) -> Iterable[Item]:
-    """Show how far rank 0 is: with tqdm where it is installed, else a line of text now and then. Other ranks are quiet.
+    """Show the progress of rank 0, with tqdm if it is installed, else by lines of text; other ranks are quiet.
 
     Args:
-        iterable: what to iterate over.
-        desc: words in front.
-        **tqdm_options: for tqdm, as ``total`` or ``leave``.
+        iterable: the iterable to go through, such as a sharded loader.
+        desc: the words in front of the bar.
+        **tqdm_options: options of tqdm, as ``total`` or ``leave``.
+
+    Returns:
+        An iterable over the same items; on rank 0 with tqdm it is the bar itself.
 
     Example:
         >>> sum(progress(range(3), disable=True))

@@ -73,9 +73,9 @@ class Retrofitted:
             differing = sorted(_shapes(weights) ^ _shapes(self.original.state_dict()))
             if differing:
                 raise ModelError(
-                    f"retrofit: the function changed the structure of {type(self.original).__name__}, so its weights "
-                    f"do not fit the caller's model, which is as it was: {differing[0][0]!r} differs. "
-                    f"Return the model instead."
+                    f"retrofit: the function changed the structure of {type(self.original).__name__}, so its "
+                    f"weights do not fit the caller's model, which was left as it was: {differing[0][0]!r} "
+                    "differs. Return the model instead."
                 )
             self._give_back(weights)
             for module, flag in zip(self.original.modules(), training, strict=False):

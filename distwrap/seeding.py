@@ -58,21 +58,21 @@ def _unpacked(numbers: bytes, python: Any, numpy: Any, seed: int | None) -> Rand
 
 
 def seed_everything(seed: int, *, apart: bool = False) -> int:
-    """Seed torch (all devices), `random` and numpy alike on every rank, and remember the seed for the loaders.
+    """Seed torch (all devices), `random` and numpy with the same seed on every rank, and remember it for the loaders.
 
-    Model initialisation and dropout then start alike everywhere; samples of loaders that go through `shard_loader`
-    are fetched with a stream of their own on each rank. No two of the generators draw the same numbers.
+    Model initialisation and dropout then begin alike everywhere, and loaders from `shard_loader` fetch their samples
+    with random numbers that differ between ranks. No two of the generators draw the same numbers.
 
     Args:
         seed: a whole number from 0 to 2**63 - 1.
-        apart: give each rank numbers of its own, for dropout and noise in the loop: call it after the model and the
-            data are made. The loaders' seed is the same on every rank; in a single process nothing differs.
+        apart: give each rank random numbers of its own, for dropout and noise in the loop; call it after the model and
+            the data are made. The loaders' seed stays the same on every rank, and in a single process nothing differs.
 
     Returns:
         The seed.
 
     Raises:
-        OptionError: it is no such number.
+        OptionError: `seed` is not such a number.
 
     Example:
         >>> seed_everything(7)
@@ -90,20 +90,20 @@ def seed_everything(seed: int, *, apart: bool = False) -> int:
 
 
 def rank_generator(seed: int, device: torch.device | str | None = None) -> torch.Generator:
-    """Return a generator with numbers of this rank's own, for what the loop draws by itself.
+    """Return a generator whose numbers differ between ranks, for random numbers that the loop draws itself.
 
-    As batches that are drawn with ``torch.randint``, or noise: alike on all ranks, these would be the same work N
-    times. Ranks that train one replica together, as under ``tensor_parallel``, get the same numbers.
+    Batches that are drawn by ``torch.randint``, or noise, would otherwise be the same on all ranks, which would do the
+    same work. Ranks that train one replica together, as under ``tensor_parallel``, get the same numbers.
 
     Args:
-        seed: a whole number from 0 to 2**63 - 1, alike on all ranks.
-        device: of the tensors that are drawn; by default the CPU.
+        seed: a whole number from 0 to 2**63 - 1, the same on all ranks.
+        device: the device of the tensors that are drawn; by default the CPU.
 
     Returns:
-        A generator; rank 0's, and that of a single process, is one with the seed itself.
+        The generator. On rank 0, and in a single process, its seed is `seed` itself.
 
     Raises:
-        OptionError: it is no such number.
+        OptionError: `seed` is not such a number.
 
     Example:
         >>> rank_generator(7).initial_seed()

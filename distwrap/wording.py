@@ -1,7 +1,7 @@
 """Words that messages share."""
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 
 def unknown_name(
@@ -83,15 +83,15 @@ def as_memory(host: int, device: int | None) -> str:
     return as_size(host) if device is None else f"{as_size(device)} + {as_size(host)}"
 
 
-def first_names(names: list[str]) -> str:
-    """Put the first three names into words, and how many more there are.
+def first_names(names: Sequence[object], most: int = 3) -> str:
+    """Put the first names into words, and how many more there are.
 
     Example:
         >>> first_names(["a", "b", "c", "d"])
         'a, b, c and 1 more'
     """
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return f"{', '.join(names[:3])}{more}"
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return f"{', '.join(map(str, names[:most]))}{more}"
 
 
 def first_line(error: BaseException) -> str:

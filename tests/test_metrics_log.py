@@ -133,7 +133,7 @@ def test_what_cannot_be_logged_is_named(metrics: Any, options: dict[str, Any], w
 def test_a_column_of_the_steps_own(tmp_path: Path) -> None:
     """A metric called step would lose the step of a CSV file, and is refused."""
     train = dw.distributed(nprocs=1)(lambda: dw.log({"step": 3}, to=tmp_path / "metrics.csv"))
-    with pytest.raises(OptionError, match="give the metric another name"):
+    with pytest.raises(OptionError, match="give it another name"):
         train()
 
 

@@ -211,9 +211,9 @@ def test_all_frames(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_wrong_word(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another word in the variable is refused, with those that there are."""
     monkeypatch.setenv("DISTWRAP_TRACEBACK", text)
-    with pytest.raises(OptionError, match=f"DISTWRAP_TRACEBACK='{text}': say full, or short"):
+    with pytest.raises(OptionError, match=f"DISTWRAP_TRACEBACK='{text}': say full or short"):
         dw.distributed(nprocs=1)(abs)(1)
-    with pytest.raises(OptionError, match="say full, or short"):
+    with pytest.raises(OptionError, match="say full or short"):
         dw.setup_process_group()
 
 

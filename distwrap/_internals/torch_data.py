@@ -45,7 +45,7 @@ def check_iterator_hook(cls: type[DataLoader[Any]]) -> None:
 
 
 def batches_given(iterator: Iterator[Any] | None) -> int | None:
-    """Return how many batches a loader's iterator has given; ``None`` where nobody counts.
+    """Return the number of batches that a loader's iterator has given; ``None`` if it is unknown.
 
     Relies on ``torch.utils.data:DataLoader([0]).__iter__()._num_yielded``.
     Without it: hang reports do not say at which step.
@@ -74,7 +74,7 @@ def iterator_class() -> type:
 
 
 def workers_of(iterator: Any) -> int | None:
-    """Return with how many workers a loader's iterator reads; ``None`` where nobody knows.
+    """Return the number of workers of a loader's iterator; ``None`` if it is unknown.
 
     Relies on ``torch.utils.data:DataLoader([0]).__iter__()._num_workers``.
     Without it: a report's advice does not say how many workers there are.
@@ -84,7 +84,7 @@ def workers_of(iterator: Any) -> int | None:
 
 
 def pins(iterator: Any) -> bool | None:
-    """Return whether a loader's iterator pins the memory of its batches; ``None`` where nobody knows.
+    """Return whether a loader's iterator pins the memory of its batches; ``None`` if it is unknown.
 
     Relies on ``torch.utils.data:DataLoader([0]).__iter__()._pin_memory``.
     Without it: a report does not advise to pin memory.

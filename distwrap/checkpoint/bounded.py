@@ -49,7 +49,8 @@ class Bounded(TorchFunctionMode):
             self._used += max([made, *map(_held, _parts(given))])
             if name == "unbind" or self._used > self._limit:
                 raise CheckpointError(
-                    f"cannot load {self._path}: what {name}() makes of its numbers is more than it holds."
+                    f"cannot load {self._path}: {name}() would make more of its numbers than it holds. It is "
+                    "damaged, or was made to fill the memory."
                 )
         return func(*args, **kwargs)
 

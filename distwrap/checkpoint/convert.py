@@ -37,7 +37,8 @@ class Stored:
             return
         if path.is_dir() and not isinstance(choose("auto", path), SafetensorsIO):
             raise CheckpointError(
-                f"{path} is a folder without a checkpoint: neither torch's {TABLE}, nor model.safetensors or its index."
+                f"{path} is a folder without a checkpoint: it has neither torch's {TABLE}, nor "
+                "model.safetensors or its index."
             )
         io: Any = choose("auto", path)
         self.state = io.mapped(path)
@@ -78,7 +79,9 @@ class Stored:
     def _whole(self, leaf: torch.Tensor) -> torch.Tensor:
         fetch = self._fetch.get(id(leaf))
         if fetch is None and leaf.nbytes > max(leaf.untyped_storage().nbytes(), _SMALL):  # by a stride of 0
-            raise CheckpointError(f"a tensor of {tuple(leaf.shape)} has fewer numbers in the checkpoint than its size.")
+            raise CheckpointError(
+                f"the checkpoint holds fewer numbers of a tensor of shape {tuple(leaf.shape)} than it needs."
+            )
         return leaf if fetch is None else fetch()
 
 
@@ -96,7 +99,9 @@ def _open_parts(path: Path) -> tuple[Any, dict[int, Callable[[], torch.Tensor]]]
         state, named = _put_together({**stored, **reader.values()}, reader.paths()), stored
     for name, leaf in named.items():
         if name not in stored or stored[name].shape != leaf.shape:
-            raise CheckpointError(f"cannot read {path}: its {TABLE} has no {name!r} of {tuple(leaf.shape)}.")
+            raise CheckpointError(
+                f"cannot read {path}: its {TABLE} lists no tensor {name!r} of shape {tuple(leaf.shape)}."
+            )
     return state, {id(leaf): lambda name=name: reader.whole(name) for name, leaf in named.items()}  # type: ignore[misc]
 
 

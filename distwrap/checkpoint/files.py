@@ -28,10 +28,14 @@ def place_of(path: Path, *, folder: bool = False) -> Path:
         mode = path.stat().st_mode
         if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
             kind = "FIFO" if stat.S_ISFIFO(mode) else "socket" if stat.S_ISSOCK(mode) else "device"
-            raise CheckpointError(f"{path} is no file or folder, but a {kind}, and is not replaced: give another name")
+            raise CheckpointError(
+                f"{path} is a {kind}, and neither a file nor a folder, so it is not replaced: give another name"
+            )
         if stat.S_ISDIR(mode) != folder:
             is_there, comes = ("file", "folder") if folder else ("folder", "file")
-            raise CheckpointError(f"{path} is a {is_there}, and this checkpoint is a {comes}: give another name")
+            raise CheckpointError(
+                f"{path} exists and is a {is_there}, and this checkpoint would be a {comes}: give another name"
+            )
     return Path(os.path.realpath(path)) if path.is_symlink() else path
 
 
@@ -132,9 +136,11 @@ def refuse_target(source: Path, target: Path, *, force: bool) -> None:
         CheckpointError: it would.
     """
     if target.exists() and source.exists() and target.samefile(source):
-        raise CheckpointError(f"{target} is the file that is read: give another name.")
+        raise CheckpointError(
+            f"{target} is the file that is read, which cannot be written to at the same time: give another name."
+        )
     if target.exists() and not force:
-        raise CheckpointError(f"{target} is there already: give another name, or --force to replace it.")
+        raise CheckpointError(f"{target} exists already: give another name, or --force to replace it.")
 
 
 def _owner(pid: object) -> str:

@@ -29,23 +29,24 @@ class Streamed(Protocol):
 
 @runtime_checkable
 class CheckpointIO(Protocol):
-    """Format of a checkpoint.
+    """Format of a checkpoint; a class of your own needs these two methods and this attribute.
 
     Attributes:
-        collective: whether every rank writes and reads its part, into a folder. Else rank 0 writes a file for all.
+        collective: whether every rank writes and reads its own part, in a folder; otherwise rank 0 writes one file for
+            all.
     """
 
     collective: bool
 
     def save(self, state: Any, path: Path) -> None:
-        """Write a plain state to a path that nobody reads yet; it is brought to the disk and named by the caller."""
+        """Write a plain state to a temporary path, which the caller renames when the file is safely on disk."""
 
     def load(self, path: Path, map_location: Any) -> Any:
-        """Read it back."""
+        """Return the state that `save` has written."""
 
 
 class FileIO:
-    """A file of torch's own, read by its safe loader."""
+    """Format of one file of torch's own, which torch's safe loader reads."""
 
     collective = False
 

@@ -134,7 +134,7 @@ def load_into(into: Any, state: Any, where: str = "", *, strict: bool = True) ->
     elif isinstance(into, Mapping):
         for key, item in into.items():
             if not isinstance(state, Mapping) or key not in state:
-                there = ", ".join(map(repr, state)) if isinstance(state, Mapping) else type(state).__name__
+                there = first_names([*map(repr, state)], 12) if isinstance(state, Mapping) else type(state).__name__
                 if strict:
                     raise CheckpointError(f"the checkpoint has no state{where}[{key!r}]. It has: {there}.")
                 say(f"load(strict=False): the checkpoint has no state{where}[{key!r}], which stays as it is")
@@ -142,7 +142,7 @@ def load_into(into: Any, state: Any, where: str = "", *, strict: bool = True) ->
             load_into(item, state[key], f"{where}[{key!r}]", strict=strict)
     elif isinstance(into, (list, tuple)):
         if not isinstance(state, (list, tuple)) or len(state) != len(into):
-            raise CheckpointError(f"the checkpoint's state{where} is no list of {len(into)}.")
+            raise CheckpointError(f"the checkpoint's state{where} is not a list of {len(into)} entries.")
         for index, item in enumerate(into):
             load_into(item, state[index], f"{where}[{index}]", strict=strict)
 

@@ -75,9 +75,9 @@ class SaveMeetings(RunPart):
             stuck += bool(waits) and idle and now - since > STUCK_SECONDS
             if has_left or stuck == len(missing):
                 raise CheckpointError(
-                    f"rank {own} is in save() to {path}, to which {named_ranks(missing)} did not come: rank {rank} "
-                    f"{where}. All ranks save what a strategy divides, a folder of parts, and run_state(): let every "
-                    f"rank call save(), without a condition such as 'if rank() == 0'."
+                    f"rank {own} is in save() to {path}, and {named_ranks(missing)} did not call it: rank "
+                    f"{rank} {where}. All ranks together save what a strategy divides, a folder of parts, and "
+                    "run_state(): let every rank call save(), without a condition such as 'if rank() == 0'."
                 )
 
     def _where(self, request: object, waited: float) -> bytes:

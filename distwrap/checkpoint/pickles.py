@@ -40,7 +40,7 @@ def check_pickle(file: Any, path: Path) -> None:
     try:
         _walk(file, path)
     except (ValueError, IndexError, KeyError, AttributeError) as error:
-        why = error if isinstance(error, ValueError) else "it is no pickle, or one that was cut off"
+        why = error if isinstance(error, ValueError) else "it is not a pickle, or was cut off"
         raise CheckpointError(
             f"cannot load {path}: it is damaged, or was not written by torch.save(): {why}"
         ) from error
@@ -55,7 +55,10 @@ def _walk(file: Any, path: Path) -> None:
     for opcode, argument, at in operations:
         name = opcode.name
         if name in ("GLOBAL", "INST") and argument.endswith(" bytearray"):
-            raise CheckpointError(f"cannot load {path}: it holds a bytearray, which can be of any length.")
+            raise CheckpointError(
+                f"cannot load {path}: it holds a bytearray, whose length the file does not limit: it could "
+                "fill the memory."
+            )
         if name in _SIMPLE:
             stack.append(argument if isinstance(argument, (str, bytes, bytearray)) else 1)
         elif name in _EMPTY:
@@ -79,15 +82,23 @@ def _walk(file: Any, path: Path) -> None:
             taken += [stack.pop() for _ in before]
             filled: Any = taken.pop() if name in _FILLS else None
             if name == "REDUCE" and taken[1] == "_codecs encode" and not _is_of_bytes(taken[0]):
-                raise CheckpointError(f"cannot load {path}: it holds an encoded text, which can be of any length.")
+                raise CheckpointError(
+                    f"cannot load {path}: it holds an encoded text, whose length the file does not limit: it "
+                    "could fill the memory."
+                )
             called = taken[1] if name in _CALLS else ""
             if isinstance(called, str) and _MADE_OF_A_LENGTH.match(called):
-                raise CheckpointError(f"cannot load {path}: it makes an empty {called}, which can be of any length.")
+                raise CheckpointError(
+                    f"cannot load {path}: it makes an empty {called}, whose length the file does not limit: it "
+                    "could fill the memory."
+                )
             if name in _CALLS or name == "BUILD":
                 limit = _ENOUGH + _PER_BYTE * (at - start)
                 given += _size(taken, limit - given)
                 if given > limit:
-                    raise CheckpointError(f"cannot load {path}: it makes copies of what it holds, again and again.")
+                    raise CheckpointError(
+                        f"cannot load {path}: it copies what it holds again and again, which could fill the memory."
+                    )
             if filled is not None:
                 if name != "BUILD":  # of an object's attributes nothing is copied with it, and they may hold it
                     filled.extend(taken)

@@ -92,7 +92,10 @@ class Gathering:
                     owners.setdefault(box, rank)
             held = sum(prod(size) for _, size in owners)
             if held != piece.shape.numel():
-                raise CheckpointError(f"the pieces of a tensor of {tuple(piece.shape)} have {held} numbers together.")
+                raise CheckpointError(
+                    f"the pieces of a tensor of shape {tuple(piece.shape)} have {held} numbers together, which "
+                    "is not its size."
+                )
             self._owners.append(owners)
 
     def run(self, pieces: Sequence[Piece]) -> Iterator[torch.Tensor]:
@@ -172,7 +175,10 @@ def in_pieces(state: Any) -> Any:
         if not isinstance(leaf, DTensor):
             return leaf
         if any(placement.is_partial() for placement in leaf.placements):
-            raise CheckpointError(f"state[{path[-1]!r}] is a DTensor of sums that are not added up: redistribute it.")
+            raise CheckpointError(
+                f"state[{path[-1]!r}] is a DTensor whose sums are not added up yet (its placement is Partial): "
+                "save what its redistribute() returns."
+            )
         begin, _ = box_of(leaf)
         with torch.no_grad():
             return Piece(leaf.shape, leaf.dtype, leaf.to_local(), begin)

@@ -33,7 +33,9 @@ def plain(value: Any, where: str = "", depth: int = 0) -> Any:
         CheckpointError: names a value that the safe loader would refuse, by its path; or parts are nested too deep.
     """
     if depth > DEEPEST:
-        raise CheckpointError(f"the state is nested deeper than {DEEPEST} levels, or holds itself: give a flatter one")
+        raise CheckpointError(
+            f"the state is nested deeper than {DEEPEST} levels, or contains itself: save a flatter one"
+        )
     below = depth + 1
     if type(value) in (dict, OrderedDict, Counter):
         items = {

@@ -28,23 +28,22 @@ from distwrap.wording import named_ranks
 
 
 def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any | None:
-    """Load what `save` last wrote to a path, or return ``None`` where it has not written yet; alike on every rank.
+    """Load the checkpoint that `save` wrote last to a path; return ``None`` on every rank if there is none yet.
 
-    Put it before the loop, and a run that is started again, by `max_restarts`, a requeued job or by hand, goes on. The
-    nodes need no common disk: where they have different files the newest is sent to all ranks, tensor by tensor. What
-    all ranks have written in parts is on a common disk.
+    Call it before the loop, and a run that is started again, by `max_restarts`, as a requeued job or by hand,
+    continues. The nodes need no common disk: if they have different files, the newest is sent to all ranks, tensor by
+    tensor. A folder to which all ranks have written parts must be on a common disk.
 
     Args:
-        path: the file that the loop gives to `save`; of a numbered series the link to its latest.
-        into: objects in the nesting in which they are saved, that are to go on from there; as for `load`. Of what a
-            strategy divides each rank keeps its pieces alone.
+        path: the path that the loop gives to `save`; in a numbered series, the link to its latest checkpoint.
+        into: objects in the nesting in which they were saved, into which their state is loaded, as in `load`.
 
     Returns:
         The state, on the CPU, or ``None``.
 
     Raises:
-        CheckpointError: the file is there, and cannot be loaded; or it is a folder of parts that some rank does not
-            see, or a pattern of names; on all ranks.
+        CheckpointError: the file exists and cannot be loaded; or it is a folder of parts that some rank does not see;
+            or `path` is a pattern of names. Raised on all ranks.
 
     Example:
         >>> import tempfile
@@ -58,8 +57,8 @@ def resume_from(path: str | os.PathLike[str], into: Any = None) -> Any | None:
     """
     if any(sign in Path(path).name for sign in "*?"):
         raise CheckpointError(
-            f"resume_from({str(path)!r}) takes one name and no pattern: the one that save() was given, or of a "
-            f"numbered series the link to its latest."
+            f"resume_from({str(path)!r}) takes the name of one checkpoint, and no pattern: the name that "
+            "save() was given, or the link to the latest of a numbered series."
         )
     path, written = Path(path), None
     failed: Exception | None = None
@@ -121,7 +120,7 @@ class RunState:
             raise
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
-            raise CheckpointError(f"this is not what run_state() has saved ({why}).") from error
+            raise CheckpointError(f"this is not a state that run_state() has returned ({why}).") from error
 
     def _go_on_from(self, state: dict[str, Any]) -> None:
         world = current_world()
@@ -141,11 +140,12 @@ class RunState:
 
 
 def run_state() -> RunState:
-    """Return the state of the run: random numbers of all ranks (torch, `random`, numpy), the seed, the scaler of fp16.
+    """Return an object with the state of the run: all random numbers, the seed, and the gradient scaler of fp16.
 
-    Saved with models, optimizers, schedulers and loaders, a run that goes on is the run that was never cut, bit by bit.
-    With ``comm=`` it also has the count of steps and DiLoCo's outer state. What one rank alone holds is not in it, as
-    error feedback, or weights and optimizers where they differ: there a run goes on from the ranks' mean.
+    Save it together with models, optimizers, schedulers and loaders, and a run that resumes continues bit for bit as if
+    it had not stopped. The random numbers are those of all ranks, of torch, `random` and numpy. With ``comm=`` the
+    object also holds the count of steps and DiLoCo's outer state. State that differs between ranks is not in it, such
+    as error feedback, or weights that differ under ``comm=``: from these a run continues with the mean over the ranks.
 
     Example:
         >>> state = run_state().state_dict()
@@ -161,8 +161,8 @@ def _opened(path: Path, others: list[int]) -> Any:
     if chosen.collective:
         raise CheckpointError(
             f"{path} is a checkpoint in parts, which every rank reads, and {named_ranks(others)} of "
-            f"{current_world().placement.world_size} see another or none: put it on a disk that all nodes see, or save "
-            f"with io='file'"
+            f"{current_world().placement.world_size} see another one there, or none: put it on a disk that all "
+            "nodes see, or save with io='file'"
         )
     return read(path, io=chosen, mapped=True)
 
@@ -214,7 +214,7 @@ def _restore(found: dict[str, Any]) -> None:
     if "numpy" in found and "numpy" in sys.modules:
         name, keys, *rest = found["numpy"]
         if not 0 <= rest[0] <= len(keys):  # numpy reads there without a look
-            raise ValueError(f"numpy's random state has no place {rest[0]}")
+            raise ValueError(f"numpy's random state cannot stand at place {rest[0]}")
         numpy = (name, sys.modules["numpy"].array(keys.tolist(), dtype="uint32"), *rest)
     python = (version, tuple(words.tolist()), gauss)
     replace(RandomState.capture(), torch=found["torch"].cpu(), python=python, numpy=numpy).restore()
@@ -224,6 +224,6 @@ def _restore(found: dict[str, Any]) -> None:
         elif kind_of(device).random_state(device) is not None:
             say_once(
                 f"no random numbers of {name}",
-                f"the run was saved on other devices, so it has no random numbers of {name}: what is drawn there from "
-                f"now on is not what the run would have drawn",
+                f"the run was saved on other devices, so it has no random state for {name}: random numbers "
+                "that are drawn there from now on are not those of the saved run",
             )

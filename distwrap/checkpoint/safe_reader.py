@@ -56,7 +56,7 @@ class SafeReader(FileSystemReader):
         table.seek(0)
         self._contents = _Contents(table).load()
         if type(self._contents) is not Metadata:
-            raise CheckpointError(f"cannot load {path}: its .metadata is no table of contents.")
+            raise CheckpointError(f"cannot load {path}: its .metadata is not a checkpoint's table of contents.")
         self.missing = {name: local_numbers(tensor).numel() for name, tensor in tensors.items()}
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
@@ -78,7 +78,7 @@ class SafeReader(FileSystemReader):
             target = planner.resolve_tensor(item).detach()
             if target.shape != tensor.shape:
                 shapes = f"{tuple(tensor.shape)}, not {tuple(target.shape)}"
-                raise CheckpointError(f"cannot load {path}: a piece of {item.dest_index.fqn} is {shapes}.")
+                raise CheckpointError(f"cannot load {path}: a piece of {item.dest_index.fqn} has the shape {shapes}.")
             target.copy_(tensor)
             planner.commit_tensor(item, target)
             self.missing[item.dest_index.fqn] -= target.numel()
@@ -99,7 +99,9 @@ class SafeReader(FileSystemReader):
         }
         needed, held = sum(each.nbytes for each in found.values()), bytes_in(self._folder)
         if needed > held:
-            raise CheckpointError(f"cannot load {self._folder}: it should hold {needed} bytes, and has {held}.")
+            raise CheckpointError(
+                f"cannot load {self._folder}: it should hold {needed} bytes, and has {held}. Was it cut off?"
+            )
         return found
 
     def whole(self, name: str) -> torch.Tensor:
@@ -118,7 +120,9 @@ class SafeReader(FileSystemReader):
             part_of(result, index.offset or (0,) * tensor.dim(), tensor.shape).copy_(tensor)
             missing -= tensor.numel()
         if missing:
-            raise CheckpointError(f"cannot load {self._folder}: it lacks {missing} numbers of {name}.")
+            raise CheckpointError(
+                f"cannot load {self._folder}: it lacks {missing} numbers of {name}. Is a file of it missing?"
+            )
         return result
 
     def values(self) -> dict[str, Any]:
@@ -153,7 +157,10 @@ class SafeReader(FileSystemReader):
         """
         path = (self._folder / name).resolve()
         if path.parent != self._folder.resolve():
-            raise CheckpointError(f"cannot load {self._folder}: its {name} is {path}, outside of it. Copy it there.")
+            raise CheckpointError(
+                f"cannot load {self._folder}: its {name} is a link to {path}, outside of the folder. Copy the "
+                "file into it."
+            )
         check_regular(path)
         return path
 

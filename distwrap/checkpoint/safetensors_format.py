@@ -133,7 +133,7 @@ def _files(path: Path) -> dict[Path, list[str] | None]:
         return {path / SINGLE: None}
     check_regular(index)
     if index.stat().st_size > _LARGEST_INDEX:
-        raise CheckpointError(f"cannot load {path}: {index.name} is larger than any index of names.")
+        raise CheckpointError(f"cannot load {path}: {index.name} is too large for an index of names.")
     try:
         weight_map = json.loads(index.read_text())["weight_map"]
         pairs = [(str(name), str(file)) for name, file in weight_map.items()]
@@ -182,5 +182,5 @@ def _apart(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 def _bytes(size: int | str) -> int:
     text = re.fullmatch(r"\s*([\d_]+)\s*([a-z]*)\s*", str(size), re.IGNORECASE)
     if text is None or text[2].upper() not in _UNITS or not int(text[1]):
-        raise OptionError(f"max_shard_size={size!r} is no size: give bytes, or a text such as '5GB' or '500MB'.")
+        raise OptionError(f"max_shard_size={size!r} is not a size: give bytes, or a text such as '5GB' or '500MB'.")
     return int(text[1]) * _UNITS[text[2].upper()]

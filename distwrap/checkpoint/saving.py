@@ -30,34 +30,38 @@ def save(
     background: bool = False,
     io: str | CheckpointIO = "auto",
 ) -> None:
-    """Write a checkpoint on rank 0: whole, or not at all.
+    """Write a checkpoint on rank 0, completely or not at all.
 
-    When every rank calls, all of them wait until the file is there, and learn of a failure; rank 0 may also call it
-    alone. The two are told apart by the line that calls: let all ranks call from one line, and rank 0 alone from
-    another, or under `rank_zero_only`. What a strategy divides all ranks must save: its tensors come to rank 0 one at a
-    time, so that no rank holds all of it. Models, optimizers, schedulers, loaders, `run_state` and whatever else has a
-    ``state_dict`` may stand anywhere in `state`; their state dicts are written, without a wrapper's prefix.
+    If every rank calls, all of them wait until the file is written, and all get an error if that failed. Rank 0 may
+    also call alone. The two cases are told apart by the line of the call: let all ranks call from one line, and rank 0
+    alone from another one, or under `rank_zero_only`. A model that a strategy divides must be saved by all ranks: its
+    tensors come to rank 0 one at a time, so that no rank holds all of it. Models, optimizers, schedulers, loaders,
+    `run_state` and any other object with a ``state_dict`` may stand anywhere in `state`; their state dicts are written
+    without a wrapper's prefix.
 
     Args:
         state: tensors, numbers, strings and objects with a ``state_dict``, in dicts, lists and tuples.
-        path: the file, the same on all ranks: no time in it, and no temporary folder, which are each rank's own. It is
-            replaced in one step, after the new one is safely on disk; a symbolic link stays, and what it leads to is
-            replaced.
-        keep: how many checkpoints to keep. Of a series, as ``step-100.pt``, those with the highest numbers; a link
-            ``step-latest.pt`` moves to the new one when it is complete, before an older one goes. A series is a name
-            that ends in a number after one of ``-_.=``, or has one after a word like step or epoch: ``resnet50.pt`` is
-            none. Of another name, the file's predecessors, as ``last.pt.1``; a folder has none, and needs a series.
-            ``None`` removes nothing.
-        background: copy the state, return, and write the copy in a thread. The next call waits for it; a failure is
-            raised there, by `wait_for_saves`, at the end of the decorated function, or ends the program.
-        io: ``"file"`` (torch's own), ``"safetensors"`` (by default for that suffix; a model alone; an extra; under
-            another suffix a folder, as Hugging Face keeps large models), ``"sharded"`` (a folder to which every rank
-            writes a part, by torch's distributed checkpoint), or a `CheckpointIO`.
+        path: the file, the same on all ranks; a time or a temporary folder in it would differ between them. The old
+            file is replaced in one step when the new one is safely on disk. A symbolic link stays, and the file that it
+            leads to is replaced.
+        keep: how many checkpoints to keep; ``None`` removes nothing. In a numbered series, as ``step-100.pt``, those
+            with the highest numbers are kept, and a link ``step-latest.pt`` moves to the new one before an older one is
+            removed. A name is of a series if it ends in a number after one of ``-_.=``, or has a number after a word
+            such as step or epoch; ``resnet50.pt`` is not. For any other name the file's predecessors are kept, as
+            ``last.pt.1``; a folder has none, and needs a numbered name.
+        background: copy the state, return, and write the copy in a thread. The next call waits for it. A failure is
+            raised by the next call, by `wait_for_saves`, or at the end of the decorated function; else it ends the
+            program.
+        io: ``"file"`` (torch's own format), ``"safetensors"`` (the default for that suffix; for a model alone; an
+            extra; under another suffix a folder, as Hugging Face keeps large models), ``"sharded"`` (a folder to which
+            every rank writes its part, by torch's distributed checkpoint), or a `CheckpointIO`.
 
     Raises:
-        CheckpointError: it could not be written, or holds what the safe loader would refuse; names it. On every rank
-            that calls. Or the path is a device, or has the rank in it: rank 0 writes one file for all.
-        OptionError: a wrong `keep`, also for a folder of no series; parts of a format of your own in the background.
+        CheckpointError: the checkpoint could not be written; or `state` holds something that the safe loader would
+            refuse, which the message names; or the path is a device, or differs between ranks. Raised on every rank
+            that calls.
+        OptionError: `keep` is wrong, or is given for a folder without a number; or a format of your own cannot be
+            written in the background.
 
     Example:
         >>> import tempfile
@@ -75,12 +79,15 @@ def save(
     chosen = choose(format_of(io), path)
     if keep is not None and (chosen.collective or is_folder_of(chosen, path)) and retention.latest_of(path) is None:
         raise OptionError(
-            f"save(keep={keep}): {path.name} is a folder, of which none is kept by that name: give it a name of a "
-            f"numbered series, as 'step-100', or leave keep out."
+            f"save(keep={keep}): {path.name} is a folder, and a later one of the same name replaces it, so "
+            "none could be kept: give it a name with a number, as 'step-100', or leave keep out."
         )
     current_world().part(Drift).pause()
     if background and chosen.collective and not hasattr(chosen, "over"):
-        raise OptionError(f"save(background=True): {type(chosen).__name__} is written by all ranks, and not meanwhile.")
+        raise OptionError(
+            f"save(background=True): all ranks write a {type(chosen).__name__} together, and cannot train "
+            "meanwhile. Leave background out."
+        )
     with current_world().part(Activity).part(Part.CHECKPOINT):
         if chosen.collective or _needs_all_ranks(state):
             current_world().part(SaveMeetings).meet(path)
@@ -92,10 +99,10 @@ def save(
 
 
 def wait_for_saves() -> None:
-    """Wait until what ``save(background=True)`` is writing is on disk; every rank must call.
+    """Wait until everything that ``save(background=True)`` writes is on disk; every rank must call it.
 
     Raises:
-        CheckpointError: it could not be written; on every rank.
+        CheckpointError: a checkpoint could not be written; raised on every rank.
     """
     do_on_ranks(current_world().part(Writer).wait, "a checkpoint written in the background", "wait for saves")
 
@@ -108,26 +115,26 @@ def load(
     io: str | CheckpointIO = "auto",
     strict: bool = True,
 ) -> Any:
-    """Read a checkpoint with torch's safe loader, onto the CPU, so that the ranks do not crowd one device.
+    """Read a checkpoint with torch's safe loader, by default onto the CPU, so that the ranks do not crowd one device.
 
     Args:
-        path: the file, or folder of a sharded one; then every rank must call.
-        map_location: as for ``torch.load``.
-        into: objects in the nesting in which they were saved, whose ``load_state_dict`` is called with what is there:
-            models wrapped, compiled or plain, optimizers, schedulers, loaders, `run_state`. What was saved beside them
-            is only returned. Of what a strategy divides each rank reads its pieces alone, out of parts or a file.
-        io: as for `save`.
-        strict: whether a model of `into` must have the names that were saved, all of them and no others. With
-            ``False`` it takes those that it has, under every strategy, an object that was not saved stays as it is,
-            and a line says which these are; a tensor of another shape is an error all the same.
+        path: the file; or the folder of a sharded checkpoint, which every rank must then load.
+        map_location: the same as for ``torch.load``.
+        into: objects in the nesting in which they were saved: models (wrapped, compiled or plain), optimizers,
+            schedulers, loaders, `run_state`. Their ``load_state_dict`` is called with the saved state; anything else
+            that was saved is only returned. Of an object that a strategy divides, each rank reads only its own pieces.
+        io: the same as for `save`.
+        strict: whether a model in `into` must have exactly the names that were saved. With ``False`` a model takes the
+            names that it has, an object that was not saved stays as it is, and a line says which these are. A tensor of
+            another shape is an error in any case.
 
     Returns:
-        What was saved, objects as their state dicts; of one of `into` that is divided, this rank's pieces.
+        The saved state, with objects as their state dicts; for a divided object in `into`, this rank's pieces of it.
 
     Raises:
-        CheckpointError: the file is no checkpoint, holds objects that only an unsafe load would take, or lacks one that
-            is in `into`.
-        FileNotFoundError: it is not there.
+        CheckpointError: the file is not a checkpoint, holds objects that only an unsafe loader would take, or lacks an
+            object that is in `into`.
+        FileNotFoundError: there is no such file.
 
     Example:
         >>> import tempfile

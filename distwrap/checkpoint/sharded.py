@@ -53,7 +53,10 @@ class ShardedIO:
         """
         if path.is_dir() and not (path / SKELETON).exists():
             for other in path.iterdir():
-                raise CheckpointError(f"{path} holds {other.name}, and is no sharded checkpoint to replace")
+                raise CheckpointError(
+                    f"{path} holds {other.name}, so it is not a sharded checkpoint, and is not replaced: give "
+                    "another name"
+                )
 
     def save(self, state: Any, path: Path, fetch: Callable[[torch.Tensor], torch.Tensor] | None = None) -> None:
         """Write this rank's part of the tensors; rank 0 also writes what is no tensor.
@@ -108,7 +111,9 @@ class ShardedIO:
             load_parts(tensors, storage_reader=reader)
         for name, count in reader.missing.items():
             if count:
-                raise CheckpointError(f"cannot load {path}: it lacks {count} numbers of {name}.")
+                raise CheckpointError(
+                    f"cannot load {path}: it lacks {count} numbers of {name}. Is a file of it missing?"
+                )
         return state
 
 
@@ -142,13 +147,17 @@ def _opened(path: Path) -> Any:
         needed = sum(leaf.nbytes for leaf in separated(skeleton, lambda leaf: (leaf, leaf))[1].values())
         held = bytes_in(path)
         if needed > held:
-            raise CheckpointError(f"cannot load {path}: it should hold {needed} bytes of numbers, and has {held}.")
+            raise CheckpointError(
+                f"cannot load {path}: it should hold {needed} bytes of numbers, and has {held}. Was it cut off?"
+            )
     except Exception as error:
         gather_object(f"{type(error).__name__}: {error}")
         raise
     for rank, problem in enumerate(gather_object("")):
         if problem:
-            raise CheckpointError(f"rank {rank} cannot open {path}, which must be on a disk that all see: {problem}")
+            raise CheckpointError(
+                f"rank {rank} cannot open {path}, which must be on a disk that all nodes see: {problem}"
+            )
     return skeleton
 
 
@@ -168,8 +177,9 @@ def check_parts(parts: dict[str, Any], thing: Any, strategy: str) -> dict[str, A
     difference = first_difference(gather_object(fingerprints(held)))
     if difference is not None:
         raise CheckpointError(
-            f"{strategy}.parts() has returned what cannot be put together: {difference}. Every rank returns all names, "
-            f"and a tensor of which each rank has another piece as a DTensor of the whole tensor's size."
+            f"{strategy}.parts() has returned parts that cannot be put together: {difference}. On every rank "
+            "it must return all names, and each tensor that is divided over the ranks as a DTensor of the "
+            "whole tensor's size."
         )
     return parts
 

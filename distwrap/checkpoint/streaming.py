@@ -146,8 +146,8 @@ def _with_room(leaf: Any, path: tuple[Any, ...]) -> Any:
         return torch.empty(0, dtype=leaf.dtype, device="cpu").set_(storage, 0, leaf.shape, strides)
     if isinstance(leaf, torch.Tensor) and not (type(leaf) in (torch.Tensor, torch.nn.Parameter) and is_dense(leaf)):
         raise CheckpointError(
-            f"a {type(leaf).__name__} that is sparse, quantized, or of a class of its own cannot be in one file with a "
-            f"divided model; save it to another"
+            f"a {type(leaf).__name__} that is sparse, quantized, or of a class of its own cannot be in one "
+            "file with a divided model; save it to a file of its own"
         )
     return leaf
 

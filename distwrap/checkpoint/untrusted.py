@@ -83,7 +83,7 @@ def load_tensor(file: IO[bytes], start: int, length: int, path: Path) -> torch.T
     """
     tensor, lists = _load_part(file, start, length, path)
     if not isinstance(tensor, torch.Tensor) or lists != 1:
-        raise CheckpointError(f"cannot load {path}: a {type(tensor).__name__} is where a tensor should be.")
+        raise CheckpointError(f"cannot load {path}: it holds a {type(tensor).__name__} where a tensor should be.")
     return tensor
 
 
@@ -103,7 +103,10 @@ def _load_part(file: IO[bytes], start: int, length: int, path: Path) -> tuple[An
         if name.endswith(b"byteorder"):  # numbers in the other order are turned before anything can be checked
             part.seek(_begin(part, at))
             if part.read(size) != sys.byteorder.encode():
-                raise CheckpointError(f"cannot load {path}: it is of a machine with another order of bytes.")
+                raise CheckpointError(
+                    f"cannot load {path}: it was written by a processor with the other byte order. Save it "
+                    "again on one like this."
+                )
     _check_pickles(part, records, path)
     part.seek(0)
     numbers = [size for name, (_, size) in records.items() if b"/data/" in name]
@@ -130,7 +133,9 @@ def check_regular(path: Path) -> None:
         CheckpointError: the path is one of these.
     """
     if not stat.S_ISREG(path.stat().st_mode):
-        raise CheckpointError(f"cannot load {path}: it is no file, and no folder that distwrap.save() has written.")
+        raise CheckpointError(
+            f"cannot load {path}: it is neither a file, nor a folder that distwrap.save() has written."
+        )
 
 
 def _check_pickles(content: Any, records: dict[bytes, tuple[int, int]] | None, path: Path) -> None:
@@ -171,7 +176,9 @@ def _records(file: IO[bytes], start: int, length: int, path: Path) -> dict[bytes
     problem = f"cannot load {path}: it is damaged, or was not written by torch.save(). Its archive"
     size = os.fstat(file.fileno()).st_size
     if not 0 <= start <= start + length <= size:
-        raise CheckpointError(f"{problem} should be at {start} to {start + length}, and the file has {size} bytes.")
+        raise CheckpointError(
+            f"{problem} should be at bytes {start} to {start + length}, and the file has {size} bytes."
+        )
     file.seek(start + max(0, length - 98))
     tail = file.read(min(length, 98)).rjust(98, b"\0")
     end, table_size, table_at = length - 22, *unpack("<LL", tail[88:96])
@@ -236,7 +243,9 @@ def _restorer(
             return _on_device(storage, location)
         held += storage.nbytes()
         if held > limit:
-            raise CheckpointError(f"cannot load {path}: it claims to hold {held} bytes of numbers, and has {limit}.")
+            raise CheckpointError(
+                f"cannot load {path}: it claims to hold {held} bytes of numbers, and has room for {limit}."
+            )
         storage = own(storage)
         restored = map_location(storage, location) if callable(map_location) else None
         return _on_device(storage, location) if restored is None else restored
@@ -265,7 +274,7 @@ def _check_state(state: Any, length: int, path: Path) -> None:
         nonlocal parts
         parts += 1
         if depth > DEEPEST or parts > _PARTS + length:
-            raise CheckpointError(f"cannot load {path}: a list or dict in it holds itself, or is nested endlessly.")
+            raise CheckpointError(f"cannot load {path}: a list or dict in it contains itself, or is nested too deep.")
         if isinstance(part, (list, tuple, set, dict)):
             for item in part:
                 check(item, depth + 1)
@@ -273,7 +282,9 @@ def _check_state(state: Any, length: int, path: Path) -> None:
                 check(item, depth + 1)
         elif type(part) in (torch.Tensor, torch.nn.Parameter) and part.layout is torch.strided and not part.is_meta:
             if not _is_within_storage(part):  # torch 2.6 takes any strides of quantized numbers
-                raise CheckpointError(f"cannot load {path}: a tensor in it goes beyond the numbers that it holds.")
+                raise CheckpointError(
+                    f"cannot load {path}: a tensor in it reads beyond the numbers that the file holds."
+                )
             memory[part.untyped_storage().data_ptr()] = part.untyped_storage().nbytes()
         elif isinstance(part, (torch.UntypedStorage, torch.TypedStorage)):
             memory[part.data_ptr()] = part.nbytes()

@@ -104,8 +104,8 @@ def write_parts(state: Any, path: Path, keep: int | None, io: CheckpointIO, *, b
     def prepare() -> None:
         if not temporary.is_dir():
             raise CheckpointError(
-                f"rank 0 has made a folder in {place.parent}, which is not there on {socket.gethostname()}. A "
-                f"checkpoint to which all ranks write must be on a disk that all nodes see"
+                f"rank 0 has made a folder in {place.parent}, and {socket.gethostname()} does not see it. A "
+                "checkpoint to which all ranks write must be on a disk that all nodes see"
             )
         plain_state.append(plain(state))
 

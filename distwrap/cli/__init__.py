@@ -1,12 +1,13 @@
 """The command line, ``distwrap`` or ``python -m distwrap``: convert, check, doctor and others, each in its own file.
 
-A command's file has ``add_arguments``, which adds its parser, and sets as ``run`` what returns its exit code. What it
-raises of `DistwrapError` and `OSError` is said here, in a line. A file is imported when its command is asked for, so
-that ``--help`` and ``--version`` need not wait for torch.
+A command's file has ``add_arguments``, which adds its parser, and sets as ``run`` the function that returns the exit
+code. A `DistwrapError` or an `OSError` that this function raises is printed here, in one line. The file is imported
+when its command is called, so that ``--help`` and ``--version`` need not wait for torch.
 """
 
 import argparse
 import importlib
+import os
 import platform
 import sys
 import textwrap
@@ -34,18 +35,24 @@ class Command(NamedTuple):
 COMMANDS = {
     "convert": Command(
         "convert",
-        "convert a training script to distwrap: prints a diff, and what was done and left",
+        "convert a training script to distwrap; prints a diff, and what was changed and what was not",
         ("train.py", "train.py --out train_ranks.py --nprocs 2"),
     ),
-    "check": Command("check", "find in a training script what goes wrong on several ranks", ("train.py",)),
+    "check": Command("check", "find mistakes in a training script that show only on several ranks", ("train.py",)),
     "doctor": Command(
-        "doctor", "what would be decided here and why, then a real test", ("", "--no-test", "--comm --weights 1e8")
+        "doctor",
+        "show what distwrap decides on this node and why, then test it with real ranks",
+        ("", "--no-test", "--comm --weights 1e8"),
     ),
-    "report": Command("report", "where the time of a run went, from its file", ("times.json --plot times.png",)),
-    "top": Command("top", "a table of the ranks that are running here, again and again", ("", "--once")),
-    "where": Command("top", "where all ranks of a run are, once", ("", "12345")),
+    "report": Command(
+        "report",
+        "print again where the time of a run went, from the file that it wrote",
+        ("times.json --plot times.png",),
+    ),
+    "top": Command("top", "show a table of the ranks that run on this node, and refresh it", ("", "--once")),
+    "where": Command("top", "print the line of the program in which each rank of a run is", ("", "12345")),
     "estimate": Command(
-        "estimate", "the memory of a rank under each strategy, before a run", ("train:Net --nprocs 8",)
+        "estimate", "estimate the memory of a rank under each strategy, before a run", ("train:Net --nprocs 8",)
     ),
     "strip": Command(
         "strip",
@@ -60,8 +67,10 @@ COMMANDS = {
 }
 _EXIT_CODES = (
     "Exit codes: 0 where a command has done what it was asked and all is well; 1 where it has found that something is "
-    "not; 2 where it could not look or write, because what it was given is wrong, cannot be read, or is not installed."
+    "wrong; 2 where it could not do its work, because an argument is wrong, a file cannot be read or written, or a "
+    "package is not installed."
 )
+_READER_LEFT = 141  # as a shell has it for a program that SIGPIPE has ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -70,6 +79,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: by default those of the process.
     """
+    try:
+        return _run(arguments)
+    except BrokenPipeError:
+        _throw_output_away()
+        return _READER_LEFT
+    finally:
+        try:
+            sys.stdout.flush()  # here, where the error can still be caught
+        except BrokenPipeError:
+            _throw_output_away()
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     words = [*(sys.argv[1:] if arguments is None else arguments)]
     if words[:1] == ["help"]:
         words = [*words[1:], "--help"]
@@ -82,9 +104,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         watch_first_use()
     try:
         return int(given.run(given))
+    except BrokenPipeError:  # standard output is no longer read, as after `| head`
+        raise
     except (DistwrapError, OSError) as error:
         print(f"distwrap {given.command}: {error}", file=sys.stderr)
         return 2
+
+
+def _throw_output_away() -> None:
+    """Let nothing more be printed: Python writes what is left once more at its end, and would tell of an error then."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _without_command(words: list[str]) -> int:
@@ -120,7 +149,7 @@ def _top_parser() -> argparse.ArgumentParser:
     epilog = _shown(f"{prog} {example}" for example in (*examples, "help convert"))
     return argparse.ArgumentParser(
         prog=prog,
-        description="Tools around distributed runs. 'help COMMAND' says more about one.",
+        description="Tools around distributed runs. 'help COMMAND' explains one of them.",
         epilog=f"{epilog}\n\n{textwrap.fill(_EXIT_CODES, 78)}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

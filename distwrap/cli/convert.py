@@ -14,18 +14,18 @@ def add_arguments(commands: Any) -> None:
     """Add the command and its options to the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "convert",
-        description="Reads a training script, and prints a diff and a list of what it did, what it left, and why. It "
-        "never runs the script. Exit code: 0 where it has a result, 1 where it refuses, 2 where a script cannot be "
-        "read or written.",
+        description="Reads a training script, and prints a diff and a list of what it changed, what it did not, and "
+        "why. It never runs the script. Exit code: 0 where there is a result, 1 where the script "
+        "cannot be converted, 2 where a script cannot be read or written.",
     )
     parser.add_argument("script", type=Path, metavar="SCRIPT.py", help="the script; only --write changes it")
     place = parser.add_mutually_exclusive_group()
     place.add_argument("--write", action="store_true", help="change the script itself")
     place.add_argument("--out", type=Path, metavar="OUT.py", help="write the converted script here; must not exist")
-    parser.add_argument("--strategy", help="a strategy for the decorator, for example fsdp")
-    parser.add_argument("--nprocs", type=_count, help="for the decorator: how many processes run on this node")
+    parser.add_argument("--strategy", help="the strategy to write into the decorator, for example fsdp")
+    parser.add_argument("--nprocs", type=_count, help="the number of processes to write into the decorator")
     parser.add_argument(
-        "--global-batch", action="store_true", help="the script's batch size is that of all ranks together"
+        "--global-batch", action="store_true", help="keep the script's batch size as that of all ranks together"
     )
     parser.set_defaults(run=run)
 
@@ -43,7 +43,7 @@ def run(given: argparse.Namespace) -> int:
     from distwrap.convert.script import read
 
     if given.out is not None and given.out.exists():
-        raise ConversionError(f"{given.out} is there already: give another name.")
+        raise ConversionError(f"{given.out} exists already: give another name.")
     if given.out is not None and not given.out.parent.is_dir():
         raise ConversionError(f"there is no folder {given.out.parent} to write {given.out.name} into: make it first.")
     script, encoding = read(given.script)
@@ -52,7 +52,7 @@ def run(given: argparse.Namespace) -> int:
     for line in report(converted.notes, given.script.name):
         print(line)
     if not converted.is_result:
-        print(f"distwrap convert: {given.script} is left as it is: see the list.", file=sys.stderr)
+        print(f"distwrap convert: {given.script} is not changed, for the reasons in the list.", file=sys.stderr)
         return 1
     is_changed = converted.text != script.text
     target = given.out or (given.script if given.write and is_changed else None)
@@ -69,7 +69,7 @@ def run(given: argparse.Namespace) -> int:
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number of processes: give 1 or more")
+        raise argparse.ArgumentTypeError(f"{text} is not a number of processes: give 1 or more")
     return number
 
 

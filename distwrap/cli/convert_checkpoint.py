@@ -26,10 +26,15 @@ def add_arguments(commands: Any) -> None:
     )
     parser.add_argument("source", type=Path, metavar="IN", help="the file or folder; it is not changed")
     parser.add_argument("target", type=Path, metavar="OUT", help="the file or folder to write; must not exist")
-    parser.add_argument("--format", choices=FORMATS, help="of OUT; by default by its suffix: .safetensors, or a file")
-    parser.add_argument("--key", help="convert what is under this key alone, as 'model'; a dot between several")
+    parser.add_argument("--format", choices=FORMATS, help="format of OUT; by default its suffix decides")
+    parser.add_argument("--key", help="convert only what is under this key, as 'model'; nested keys are joined by dots")
     parser.add_argument("--strip", action="store_true", help="remove prefixes such as module. and _orig_mod.")
-    parser.add_argument("--max-shard-size", default="5GB", metavar="SIZE", help="of the files in a safetensors folder")
+    parser.add_argument(
+        "--max-shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="largest size of a file in a safetensors folder; by default 5GB",
+    )
     parser.add_argument("--force", action="store_true", help="replace OUT where it exists")
     parser.set_defaults(run=run)
 
@@ -74,7 +79,7 @@ def _format_of(given: argparse.Namespace) -> CheckpointIO:
     name = given.format or ("safetensors" if given.target.suffix == SUFFIX else "file" if given.target.suffix else None)
     if given.format is None and given.target.suffix not in ("", SUFFIX, *SUFFIXES):
         raise CheckpointError(
-            f"{given.target} ends in {given.target.suffix}, which tells no format: use {SUFFIX} or "
+            f"{given.target} ends in {given.target.suffix}, which is no known format: use {SUFFIX} or "
             f"{', '.join(SUFFIXES)}, or say --format."
         )
     if name is None:

@@ -27,18 +27,22 @@ def add_arguments(commands: Any) -> None:
     """Add the command and its options to the command line."""
     parser: argparse.ArgumentParser = commands.add_parser(
         "doctor",
-        description="Shows what distwrap would decide here and why, then starts ranks and measures their exchange. "
-        "Exit code: 0 where it works, 1 where it does not, 2 where it cannot look.",
+        description="Shows what distwrap would decide on this node and why, then starts ranks and measures their "
+        "exchange. Exit code: 0 where it works, 1 where it does not, 2 where an argument is wrong.",
     )
-    parser.add_argument("--nprocs", type=int, help="ranks to start on this node; by default 2, or one a device")
-    parser.add_argument("--json", action="store_true", help="for scripts: one JSON object on standard output")
+    parser.add_argument("--nprocs", type=int, help="ranks to start on this node; by default one for each device, or 2")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, for scripts")
     parser.add_argument("--plot", metavar="FILE.png", help="draw time and bandwidth by size (needs matplotlib)")
-    parser.add_argument("--comm", action="store_true", help="measure the algorithms of exchange, and recommend one")
-    parser.add_argument("--weights", type=float, default=1e7, help="for --comm: weights of the model; by default 1e7")
+    parser.add_argument(
+        "--comm", action="store_true", help="measure the algorithms of exchange (comm=), and recommend one"
+    )
+    parser.add_argument(
+        "--weights", type=float, default=1e7, help="for --comm: number of weights of the model; by default 1e7"
+    )
     parser.add_argument(
         "--step-ms", type=float, help="for --comm: milliseconds of a step on one rank; by default measured"
     )
-    parser.add_argument("--no-test", action="store_true", help="only look, start nothing")
+    parser.add_argument("--no-test", action="store_true", help="only show what would be decided, and start nothing")
     parser.set_defaults(run=run)
 
 

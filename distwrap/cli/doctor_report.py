@@ -81,7 +81,7 @@ def describe_measured(measured: Measured, seconds: float) -> str:
     lines.append(f"  on {', '.join(hosts)}; {_devices(measured.facts)}")
     lines += [f"  {_device(each)}" for each in measured.facts if each.device]
     if not measured.all_reduces:
-        lines.append("  one rank: no exchange to measure (--nprocs 2 measures one)")
+        lines.append("  one rank has no exchange to measure; --nprocs 2 measures one")
     else:
         lines.append("  all-reduce      time      bandwidth of the link")
         lines += [f"  {_row(each, ranks)}" for each in measured.all_reduces]
@@ -131,7 +131,8 @@ def _devices(facts: Sequence[Facts]) -> str:
     if kinds == ["cpu"]:
         return "all on the CPU"
     named = [each.device[3] for each in facts if each.device and each.device[3]]
-    return f"{', '.join(kinds)}, {'each on a device of its own' if len(set(named)) == len(named) else 'some SHARE one'}"
+    shared = "each rank on a device of its own" if len(set(named)) == len(named) else "some ranks SHARE a device"
+    return f"{', '.join(kinds)}, {shared}"
 
 
 def _device(facts: Facts) -> str:

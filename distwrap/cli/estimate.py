@@ -35,17 +35,26 @@ def add_arguments(commands: Any) -> None:
         description="Makes a model on the meta device, where it takes no memory, and shows what each strategy would "
         "need. Exit code: 0 where one of ddp to fsdp fits, 1 where none does, 2 where it cannot be estimated.",
     )
-    parser.add_argument("model", metavar="MODULE:MODEL", help="a class, or a function that returns the model")
-    parser.add_argument("--args", nargs="+", default=[], metavar="VALUE", help="for the class or function")
-    parser.add_argument("--kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="for the class or function")
-    parser.add_argument("--nprocs", type=int, help="ranks on a node; by default one a visible device, or 1")
+    parser.add_argument("model", metavar="MODULE:MODEL", help="the class of the model, or a function that returns it")
+    parser.add_argument("--args", nargs="+", default=[], metavar="VALUE", help="arguments for the class or function")
+    parser.add_argument("--kwargs", nargs="+", default=[], metavar="KEY=VALUE", help="keyword arguments for it")
+    parser.add_argument("--nprocs", type=int, help="ranks on each node; by default one for each visible device, or 1")
     parser.add_argument("--nnodes", type=int, default=1, help="nodes; by default 1")
-    parser.add_argument("--precision", default="32", help="as of @distributed; by default 32")
-    parser.add_argument("--optimizer", default="adamw", help="of torch.optim, as 'sgd(momentum=0.9)', or module:Class")
+    parser.add_argument("--precision", default="32", help="the precision of @distributed; by default 32")
     parser.add_argument(
-        "--batch", nargs="+", metavar="SHAPE", help="inputs of a rank, as 32x128:int64, for activations"
+        "--optimizer",
+        default="adamw",
+        help="an optimizer of torch.optim, as 'sgd(momentum=0.9)', or module:Class; by default adamw",
     )
-    parser.add_argument("--device-memory", metavar="80GB", help="of each rank; by default what is here")
+    parser.add_argument(
+        "--batch",
+        nargs="+",
+        metavar="SHAPE",
+        help="the shape of each input of one rank, as 32x128:int64, to measure activations too",
+    )
+    parser.add_argument(
+        "--device-memory", metavar="80GB", help="memory of each rank's device; by default that of the devices here"
+    )
     parser.set_defaults(run=run)
 
 
@@ -120,7 +129,7 @@ def model_of(place: str, args: Sequence[Any], kwargs: dict[str, Any]) -> nn.Modu
     """
     name, _, attribute = place.partition(":")
     if not attribute:
-        raise OptionError(f"{place!r} names no model: write it as module:Model, as my_package.nets:Net.")
+        raise OptionError(f"{place!r} does not name a model: write module:Model, as my_package.nets:Net.")
     sys.path.insert(0, os.getcwd())
     try:
         found: Any = importlib.import_module(name)
@@ -144,8 +153,8 @@ def model_of(place: str, args: Sequence[Any], kwargs: dict[str, Any]) -> nn.Modu
         signature.bind(*args, **kwargs)
     except TypeError as error:
         raise OptionError(
-            f"{place} takes other arguments: {error}. Its signature is {attribute}{signature}; give them as --args 3 "
-            f"or --kwargs width=3."
+            f"{place} cannot be called so: {error}. Its signature is {attribute}{signature}; give them as "
+            "--args 3 or --kwargs width=3."
         ) from error
     try:
         with init_empty():
@@ -156,7 +165,7 @@ def model_of(place: str, args: Sequence[Any], kwargs: dict[str, Any]) -> nn.Modu
             f"{first_line(error)}. Give a function that only builds the model, and neither loads nor moves it."
         ) from error
     if not isinstance(model, nn.Module):
-        raise ModelError(f"{place} has returned a {type(model).__name__}, and no nn.Module.")
+        raise ModelError(f"{place} has returned a {type(model).__name__}, not an nn.Module.")
     return model
 
 

@@ -153,7 +153,7 @@ def _decide_interface(facts: Facts, nnodes: int, master: str | None) -> None:
         name = interfaces.interface_of(address) if address else None
         facts.decided["network"] = f"{name or '?'} ({address or 'no way'} leads to {master})"
         if address is None:
-            facts.problems.append(f"no way to {master} from {facts.host}. {interfaces.ADVICE}")
+            facts.problems.append(f"{facts.host} has no route to {master}. {interfaces.ADVICE}")
 
 
 def _look_at_node(facts: Facts, visible: selection.Devices) -> None:
@@ -162,13 +162,15 @@ def _look_at_node(facts: Facts, visible: selection.Devices) -> None:
         facts.decided["shared memory"] = f"{memory.free / 2**30:.1f} GiB free of {memory.total / 2**30:.1f}"
         if memory.free < SHARED_MEMORY_BYTES:
             facts.remarks.append(
-                f"little shared memory ({memory.free >> 20} MiB): loader workers may die of a bus error. In Docker, "
-                f"start with --shm-size=8g or --ipc=host; or use num_workers=0."
+                f"/dev/shm has only {memory.free >> 20} MiB free, so that loader workers may die of a bus "
+                "error. In Docker, start with --shm-size=8g or --ipc=host; or use num_workers=0."
             )
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     facts.decided["open files"] = f"{soft} (could be {hard})" if soft != hard else str(soft)
     if soft < OPEN_FILES:
-        facts.remarks.append(f"only {soft} open files allowed: raise it with `ulimit -n {min(hard, 65536)}`.")
+        facts.remarks.append(
+            f"a process may have only {soft} open files here: raise the limit with `ulimit -n {min(hard, 65536)}`."
+        )
     if visible.count == 0:
         facts.remarks += unused_devices()
     if sys.platform not in ("linux", "darwin"):

@@ -19,8 +19,8 @@ def add_arguments(commands: Any) -> None:
         description="Prints the report of a run again, from the file of @distributed(report='times.json') or "
         "DISTWRAP_REPORT=times.json.",
     )
-    parser.add_argument("file", type=Path, help="the file that the run has written")
-    parser.add_argument("--plot", metavar="FILE.png", help="also draw it, a bar for each rank (needs matplotlib)")
+    parser.add_argument("file", type=Path, help="the file that the run wrote")
+    parser.add_argument("--plot", metavar="FILE.png", help="also draw it, with a bar for each rank (needs matplotlib)")
     parser.set_defaults(run=run)
 
 
@@ -32,7 +32,7 @@ def run(given: argparse.Namespace) -> int:
     except OSError as error:
         return _failed(f"{given.file} cannot be read: {error.strerror}. {_HOW}")
     except (ValueError, LookupError, TypeError, AttributeError, ArithmeticError):
-        return _failed(f"{given.file} is no report. {_HOW}")
+        return _failed(f"{given.file} is not a report. {_HOW}")
     print(text)
     if not figures:
         return 1
@@ -44,7 +44,7 @@ def run(given: argparse.Namespace) -> int:
         except OSError as error:
             return _failed(f"{given.plot} cannot be written: {error.strerror}. Name a file in a folder that exists.")
         except ValueError as error:
-            return _failed(f"{given.plot} cannot be drawn: {error}. A name that ends in .png will do.")
+            return _failed(f"{given.plot} cannot be drawn: {error}. Give a name that ends in .png.")
     return 0
 
 

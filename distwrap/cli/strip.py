@@ -25,8 +25,10 @@ def add_arguments(commands: Any) -> None:
     )
     parser.add_argument("source", type=Path, metavar="IN", help="the file; it is not changed")
     parser.add_argument("target", type=Path, metavar="OUT", nargs="?", help="where to write; must not exist")
-    parser.add_argument("--check", type=Path, metavar="MODEL.pt", help="compare with the names and shapes in this file")
-    parser.add_argument("--dry-run", action="store_true", help="show the renames as a table, write nothing")
+    parser.add_argument(
+        "--check", type=Path, metavar="MODEL.pt", help="compare the result with the names and shapes in this file"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="show the renames as a table, and write nothing")
     parser.add_argument("--force", action="store_true", help="replace OUT where it exists")
     parser.add_argument("--unsafe", action="store_true", help="read pickles that may run code: only if you trust them")
     parser.set_defaults(run=run)
@@ -39,7 +41,7 @@ def run(given: argparse.Namespace) -> int:
         CheckpointError: a file is no checkpoint, or the result not to be written there.
     """
     if given.target is None and not given.dry_run and given.check is None:
-        raise CheckpointError("strip IN writes nothing: give OUT, the file to write, or --dry-run to look only.")
+        raise CheckpointError("there is no file to write to: give OUT, or --dry-run to only look.")
     if given.target is not None and not given.dry_run:
         refuse_target(given.source, given.target, force=given.force)
     state, metadata = read_file(given.source, unsafe=given.unsafe)
@@ -50,7 +52,7 @@ def run(given: argparse.Namespace) -> int:
     kept = sum(map(len, dicts)) - len(renames)
     print(f"{given.source}: {len(renames)} keys renamed, {kept} as they were, in {len(dicts)} state dict(s)")
     if not dicts:
-        raise CheckpointError(f"{given.source} holds no state dict: no dict of names and tensors.")
+        raise CheckpointError(f"{given.source} holds no state dict, which is a dict of names and tensors.")
     problems = [] if wanted is None else list(_differences(dicts, wanted))
     for line in problems[:_SHOWN]:
         print(f"  {line}", file=sys.stderr)

@@ -8,9 +8,9 @@ import time
 from typing import Any
 
 from distwrap.checks import SECONDS
-from distwrap.supervision.hang_report import LEFT, NO_ANSWER, Location, merge, seen_at
-from distwrap.supervision.live import Shown
+from distwrap.supervision.locations import LEFT, NO_ANSWER, Location, merge, seen_at
 from distwrap.supervision.runs import Run, runs, where_all_are
+from distwrap.supervision.shown import Shown
 from distwrap.wording import as_memory
 
 _HOME, _CLEAR = "\x1b[H", "\x1b[J"
@@ -21,18 +21,18 @@ def add_arguments(commands: Any) -> None:
     """Add the commands and their options to the command line."""
     top: argparse.ArgumentParser = commands.add_parser(
         "top",
-        description="Shows the ranks of your runs on this node: where each is, how fast, how much it waits. Under "
-        "Slurm: srun --overlap --jobid JOB python -m distwrap top --once. Ctrl-C ends it, not the run. "
-        "Exit code: 1 where nothing runs.",
+        description="Shows the ranks of your runs on this node: where each one is, how fast it is, and how much it "
+        "waits. Under Slurm: srun --overlap --jobid JOB python -m distwrap top --once. Ctrl-C ends "
+        "the table, not the run. Exit code: 1 where nothing runs.",
     )
     _add_pid(top)
     top.add_argument("--once", action="store_true", help="print one table, and end")
-    top.add_argument("--seconds", type=float, default=2.0, help="how long to wait between two tables; by default 2")
+    top.add_argument("--seconds", type=float, default=2.0, help="seconds between two tables; by default 2")
     top.set_defaults(run=run_top)
     where: argparse.ArgumentParser = commands.add_parser(
         "where",
-        description="Prints the line of the program in which each rank is, as SIGQUIT to the caller does. Exit code: "
-        "1 where nothing runs.",
+        description="Prints the line of the program in which each rank is, as the run itself does when its caller "
+        "gets SIGQUIT. Exit code: 1 where nothing runs.",
     )
     _add_pid(where)
     where.set_defaults(run=run_where)
@@ -40,7 +40,10 @@ def add_arguments(commands: Any) -> None:
 
 def _add_pid(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "pid", nargs="?", type=int, help="process id of the program, or of a rank; by default all runs of yours"
+        "pid",
+        nargs="?",
+        type=int,
+        help="process id of the program that runs, or of one of its ranks; by default all of your runs",
     )
 
 
@@ -59,8 +62,7 @@ def run_top(given: argparse.Namespace) -> int:
             time.sleep(given.seconds)
     except KeyboardInterrupt:
         return 0
-    except BrokenPipeError:  # as of head, which has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python writes once more at its end
+    except BrokenPipeError:  # the reader, as head, has seen enough: the usual end of a table without end
         return 0
     return 0 if seen else _nothing(given.pid)
 
@@ -84,9 +86,13 @@ def _found(pid: int | None) -> list[Run]:
 
 
 def _nothing(pid: int | None) -> int:
+    if pid is not None and not os.path.exists(f"/proc/{pid}"):
+        print(f"distwrap: there is no process {pid} on this node.", file=sys.stderr)
+        return 1
     what = "no run of yours is" if pid is None else f"process {pid} belongs to no run of yours"
     print(
-        f"distwrap: {what} on this node. Runs show themselves some moments after their start, if of two ranks or more.",
+        f"distwrap: {what} on this node, or the run has not started yet. A run shows its ranks some seconds after "
+        "its start, when their imports are done, and only if it has at least two. Try again then.",
         file=sys.stderr,
     )
     return 1

@@ -109,8 +109,9 @@ class AsyncExchange(WeightExchange["AsyncAveraging"]):
             thread.join(self._patience)
             if thread.is_alive():
                 raise CollectiveTimeoutError(
-                    f"rank {self.rank} paused its averaging, and after {self._patience:g} s not all ranks have paused: "
-                    f"every rank must call consolidate() and pause(), and reach the function's end."
+                    f"rank {self.rank} paused its averaging, and other ranks had not paused after "
+                    f"{self._patience:g} s: every rank must call consolidate() and pause() as often as the "
+                    "others, and reach the function's end."
                 )
         if self._failure is not None:
             raise self._failure

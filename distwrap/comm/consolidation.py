@@ -50,12 +50,12 @@ class Consolidated(AbstractContextManager[None]):
 
 
 def consolidate(model: nn.Module) -> Consolidated:
-    """Give every rank the mean of all ranks' weights and buffers, to evaluate, save or return; a collective.
+    """Give every rank the mean of all ranks' weights and buffers, to evaluate, save or return them; a collective.
 
-    For ``comm=`` algorithms whose ranks hold different weights, as ``local_sgd``, ``diloco``, ``async`` and
-    ``decentralized``. With all others, and in one process, it does nothing. A plain call is for good; as a ``with`` the
-    mean is there inside, and afterwards each rank goes on with its own weights. Under ``strategy="hivemind"`` all ranks
-    take, for good, the newest weights that peers have averaged.
+    It acts under algorithms of ``comm=`` whose ranks hold different weights, as ``local_sgd``, ``diloco``, ``async``
+    and ``decentralized``; with all others, and in a single process, it does nothing. After a plain call the ranks keep
+    the mean. Within a ``with`` they have the mean, and afterwards each rank continues with its own weights. Under
+    ``strategy="hivemind"`` all ranks take the newest weights that the peers have averaged, and keep them.
 
     Args:
         model: the wrapped model.
@@ -78,10 +78,13 @@ def consolidate(model: nn.Module) -> Consolidated:
 
 
 def pause(model: nn.Module) -> AbstractContextManager[None]:
-    """Stop the averaging of ``comm="async"`` for the time of a ``with``; all ranks enter and leave it.
+    """Stop the averaging of ``comm="async"`` within a ``with``; all ranks must enter and leave it.
 
-    For work that takes long between two steps, as an evaluation: the other ranks' averaging would wait for this one's
-    next step. A no-op with other algorithms.
+    Use it for work that takes long between two steps, as an evaluation, because the averaging of the other ranks would
+    wait for this rank's next step. With other algorithms it does nothing.
+
+    Args:
+        model: the wrapped model.
 
     Example:
         >>> with pause(wrap_model(nn.Linear(1, 1))):
@@ -93,7 +96,10 @@ def pause(model: nn.Module) -> AbstractContextManager[None]:
 
 
 def traffic(model: nn.Module) -> Traffic:
-    """Return what this rank has sent for a model until now; zeros where it was wrapped without ``comm=``.
+    """Return what this rank has sent for a model so far; zeros if the model was wrapped without ``comm=``.
+
+    Args:
+        model: the wrapped model.
 
     Example:
         >>> traffic(wrap_model(nn.Linear(1, 1))).sent
@@ -106,7 +112,10 @@ def traffic(model: nn.Module) -> Traffic:
 def _exchange_of(model: nn.Module) -> Exchange[Any] | None:
     """Return the exchange of a wrapped model, also of one that is compiled around it."""
     if not isinstance(model, nn.Module):
-        raise ModelError(f"this takes the model that wrap_model() returned, not a {type(model).__name__}.")
+        raise ModelError(
+            "consolidate(), pause() and traffic() take the model that wrap_model() returned, not a "
+            f"{type(model).__name__}."
+        )
     net = unwrap_model(model)
     for wrapped in current_world().part(WrappedModels):
         if isinstance(wrapped, DistributedModel) and wrapped._distwrap.exchange and unwrap_model(wrapped) is net:

@@ -74,6 +74,6 @@ class Decentralized(WeightAlgorithm):
     def check(self, world_size: int) -> None:
         if self.peer_selection == "shift_one" and world_size % 2 and world_size > 1:
             raise OptionError(
-                f"Decentralized(peer_selection='shift_one') pairs ranks (or nodes), and {world_size} cannot be paired. "
-                f"Use an even number, or peer_selection='all'."
+                f"Decentralized(peer_selection='shift_one') pairs ranks (or nodes), and {world_size} is an odd "
+                "number of them. Use an even number, or peer_selection='all'."
             )

@@ -183,6 +183,6 @@ class DiLoCo(WeightAlgorithm):
         super().__post_init__()
         if self.delay >= self.sync_every or self.fragments > self.sync_every:
             raise OptionError(
-                f"DiLoCo(sync_every={self.sync_every}, delay={self.delay}, fragments={self.fragments}): the delay must "
-                f"be less than sync_every, and there can be as many fragments as steps."
+                f"DiLoCo(sync_every={self.sync_every}, delay={self.delay}, fragments={self.fragments}): the "
+                "delay must be less than sync_every, and fragments must be at most sync_every."
             )

@@ -119,8 +119,8 @@ class Exchange(ABC, Generic[A]):
         self.reports += 1
         if self.reports <= _REPORTS:
             say(
-                f"rank {self.rank}: not finite: the gradient of {first_names(names)}. All ranks get NaN for "
-                f"what it is averaged with.",
+                f"rank {self.rank}: the gradient of {first_names(names)} is not finite (NaN or infinity), so "
+                "the average with it is NaN on all ranks.",
                 every_rank=True,
             )
 
@@ -216,9 +216,9 @@ class RunExchanges(RunPart):
         elif saved:
             goes_on = ", ".join(present) or "another comm="
             say(
-                f"this run was saved under {', '.join(saved)} and goes on under {goes_on}: the "
-                f"count of steps and the outer momentum begin anew. To keep them, wrap the same models with the same "
-                f"comm= before load()."
+                f"this run was saved with {', '.join(saved)} and goes on with {goes_on}: the count of steps "
+                "and the outer momentum start from zero. To keep them, wrap the same models with the same "
+                "comm= before load()."
             )
 
     def _held(self) -> "list[WeightExchange[Any]]":

@@ -114,8 +114,8 @@ class _QAdamExchange(GradientExchange):
             return
         if then != steps:
             raise ModelError(
-                "comm='qadam' makes momenta of gradients, and these are still there after the optimizer's step, so "
-                "that the next ones would be added to them. Call optimizer.zero_grad() after each step."
+                "comm='qadam' turns gradients into momenta, which are still in .grad after the optimizer's "
+                "step, so that the next gradients would be added to them. Call optimizer.zero_grad() after each step."
             )
         scale = self._scaling.scaler.get_scale() if self._scaling.scaler is not None else 1.0
         beta, decay = group["betas"][0], 0.0 if optimizer.decoupled else group["weight_decay"]
@@ -151,8 +151,8 @@ class _Momenta(Averager):
             return
         if not all(frozen):
             raise ModelError(
-                "comm='qadam': this model has two optimizers, of which one is warm and the other is not. Step them as "
-                "often, or wrap their parts of the model one by one."
+                "comm='qadam': this model has two optimizers, and only one of them has finished its warm-up. "
+                "Step both equally often, or wrap the part of the model that each one trains by itself."
             )
         if self._scaling.scaler is not None and not self._scaling.is_scaled:
             raise ModelError(
@@ -178,9 +178,9 @@ class _Momenta(Averager):
         """Return a parameter's optimizer, and its group there."""
         if id(parameter) not in self._place_of:
             raise ModelError(
-                "comm='qadam' exchanges Adam's momentum, and this parameter's optimizer is not known: "
-                "optimizer = wrap_optimizer(torch.optim.Adam(model.parameters()), model), before the first backward. A "
-                "strategy of your own hands prepare_optimizer() on to super()."
+                "comm='qadam' exchanges Adam's momentum, and it does not know the optimizer of this parameter. "
+                "Write optimizer = wrap_optimizer(torch.optim.Adam(model.parameters()), model), before the "
+                "first backward. In a strategy of your own, prepare_optimizer() must call super()."
             )
         optimizer, index = self._place_of[id(parameter)]
         return optimizer, optimizer.param_groups[index]
@@ -288,8 +288,8 @@ class QAdamOptimizer(Optimizer):
         if left_out:
             say(
                 f"comm='qadam': the variance is frozen after {self._warmup} steps, in which {left_out:,} of "
-                f"{weights:,} weights had no gradient. They are not trained any more; if they should be, let it warm "
-                f"up longer: warmup_steps=."
+                f"{weights:,} weights had no gradient. These weights are not trained any more. If they should "
+                "be, give a longer warm-up, by warmup_steps=."
             )
 
     def _state_of(self, parameter: torch.Tensor) -> dict[str, Any]:

@@ -201,9 +201,9 @@ class WeightExchange(Exchange[W]):
 
     def _apart(self, position: str, difference: str, agreed: str | None) -> str:
         return (
-            f"rank {self.rank}: {position} the ranks do not hold the same weights of {self._kind}, from which "
-            f"{type(self.algorithm).__name__} goes on: {difference}. What is loaded, or set by hand, must be the same "
-            f"on every rank."
+            f"rank {self.rank}: {position} the ranks do not hold the same weights of {self._kind}, from "
+            f"which {type(self.algorithm).__name__} starts: {difference}. Weights that are loaded, or set "
+            "by hand, must be the same on every rank."
         )
 
     def _on_gradient(self) -> None:

@@ -12,14 +12,14 @@ from distwrap.group.world import World, say_once
 from distwrap.supervision.hang_report import Activity
 
 _IN_WORDS = {
-    "pad": "all ranks equally many, some samples twice where the ranks do not divide them",
+    "pad": "all ranks get equally many samples, some of them twice where the number does not divide",
     "exact": "each sample once",
-    "drop": "what the ranks do not divide is left out",
+    "drop": "samples that do not divide evenly are left out",
 }
 
 
 def summary(loader: DataLoader[Any], sharded: DataLoader[Any], sharding: Sharding, mode: Mode, batch_size: str) -> str:
-    """Put into words how many samples a step takes, how many steps an epoch has, and how the ranks share."""
+    """Return in words the samples of a step, the steps of an epoch, and how the ranks share the data."""
     words = []
     sampler, world_size, together = sharding.sampler, sharding.world_size, sharding.items_per_step
     assert sampler is not None
@@ -34,8 +34,8 @@ def summary(loader: DataLoader[Any], sharded: DataLoader[Any], sharding: Shardin
     over = (sampler.items or 0) % together % world_size
     if batch_size == "global" and mode == "exact" and over and not loader.drop_last:
         words.append(
-            f"{over} of the last samples do not go round, so in training the last step is not one process's: "
-            f"leave them out by drop_last=True, or repeat some by mode='pad'"
+            f"the last {over} samples do not divide evenly, so that in training the last step differs from "
+            "that of one process: leave them out by drop_last=True, or repeat some by mode='pad'"
         )
     return "; ".join(words)
 

@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 @dataclass
 class Changing:
-    """Changes of a loader with the members of its run.
+    """Changes of a loader when the members of its run change.
 
     Attributes:
-        members: of the run.
-        number: the loader's, among those of the run.
-        remake: makes it for a rank, and a number of ranks.
-        is_running: whether a pass through it is under way.
+        members: the members of the run.
+        number: the loader's number among those of the run.
+        remake: a function that makes the loader for a rank and a number of ranks.
+        is_running: whether a pass through the loader is going on.
     """
 
     members: Members

@@ -31,7 +31,7 @@ _ALIGNED = 64  # bytes, at multiples of which each tensor of a message begins
 
 
 class _Turn(IntEnum):
-    """Word of rank 0 to a rank in a turn."""
+    """Message of rank 0 to another rank in a turn."""
 
     BATCH = 0  # here is a batch, and there may be more
     LAST = 1  # here is the last one
@@ -56,7 +56,7 @@ class DispatchGroup(RunPart):
         self.shares = [int(share) for share in shares]
 
     def has_anyone_left(self) -> bool:
-        """Return whether a rank has left its loop by itself; every rank that has not asks before a turn."""
+        """Return whether a rank has left its loop by itself; every rank still in its loop asks before a turn."""
         self._activity.turns += 1
         left = torch.zeros(1, dtype=torch.int64, device="cpu")
         dist.all_reduce(left, op=dist.ReduceOp.MAX, group=self._group)
@@ -156,7 +156,7 @@ class Dispatch:
 
 
 def _lazily(read: Callable[[], Iterator[Any]]) -> Iterator[Any]:
-    """Yield what is read; also the start of it is then a part of a turn, whose failure all ranks hear of."""
+    """Yield batches, whose reader starts inside of a turn, so that all ranks get an error if that fails."""
     yield from read()
 
 
@@ -173,7 +173,7 @@ def _received(group: DispatchGroup) -> tuple[_Turn, Any]:
 
 
 def _failure(error: Exception) -> torch.Tensor:
-    """Return the message with the reader's error, in its own type where it can be sent."""
+    """Return the message with the reader's error, with its own type if it can be sent."""
     secret = run_secret()
     why = f"{type(error).__name__}: {first_line(error)}"
     text = f"rank {READER}, which reads for all ranks (split='dispatch'), failed: {why}"

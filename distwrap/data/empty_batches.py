@@ -38,20 +38,20 @@ def emptied(batch: Any) -> Any:
     if hasattr(batch, "dtype") and hasattr(batch, "shape"):  # an array of numpy's
         return batch[:0] if batch.shape else batch
     raise LoaderError(
-        f"no empty batch can be made of a {type(batch).__qualname__}, for a rank that is out of data: say how, as in "
-        f"lockstep(loader, uneven='empty', empty=lambda batch: batch[:0])."
+        f"no empty batch can be made from a {type(batch).__qualname__}, which a rank that is out of data "
+        "needs. Say how, as in lockstep(loader, uneven='empty', empty=lambda batch: batch[:0])."
     )
 
 
 class EmptyBatches:
-    """Empty batches of one loop, for the steps in which this rank has no other.
+    """Empty batches of one loop, for the steps in which this rank has no data left.
 
     Args:
-        empty: makes one of a batch.
+        empty: a function that makes an empty batch from another one.
 
     Attributes:
         are_due: whether the rank is out of data.
-        batch: an empty one.
+        batch: an empty batch.
     """
 
     def __init__(self, empty: Callable[[Any], Any]) -> None:
@@ -60,11 +60,11 @@ class EmptyBatches:
 
     @property
     def are_unknown(self) -> bool:
-        """Whether one is due, and this rank does not have it yet."""
+        """Whether an empty batch is due that this rank does not have yet."""
         return self.are_due and self.batch is _NONE
 
     def note(self, batch: Any) -> None:
-        """Keep a batch, of which an empty one can be made."""
+        """Keep a batch from which an empty one can be made."""
         self._latest = batch
 
     def begin(self) -> None:
@@ -72,7 +72,7 @@ class EmptyBatches:
         self.are_due = True
 
     def agree(self) -> None:
-        """Give an empty batch to all ranks to which one is due; a rank that never had a batch takes another one's.
+        """Give an empty batch to all ranks that need one; a rank that never had a batch takes that of another rank.
 
         Raises:
             LoaderError: a rank cannot make one; on every rank.

@@ -78,17 +78,19 @@ class EpochCheck:
                 self._left = [*self._left, (epoch, taken)][-_REMEMBERED:]
 
     def _check_order(self) -> None:
-        """Compare with one other rank, so that each pair of neighbours is compared by somebody."""
+        """Compare with one other rank, so that each pair of neighbours is compared by one of them."""
         other = self._others[self._rank % len(self._others)]
         theirs = json.loads(self._channel.noted(self._key, other) or "[0, [], {}]")[2]
         for epoch, order in self._orders.items():
             if theirs.get(epoch, order) != order:
                 raise LoaderError(
-                    f"in epoch {epoch} of the loader sharded at {self._site}, rank {self._rank} and rank {other} go "
-                    f"through the data in different orders ({order}; {theirs[epoch]}), so their shares overlap: "
-                    f"samples are repeated and left out, and those held back for validation may be trained on. Let all "
-                    f"ranks shard the same loaders in turn, and decide splits and samplers' orders alike: by "
-                    f"@distributed(seed=...), by a generator of one seed, or on one rank, whose answer is broadcast()."
+                    f"in epoch {epoch} of the loader sharded at {self._site}, rank {self._rank} and rank "
+                    f"{other} go through the data in different orders ({order}; {theirs[epoch]}), so their "
+                    "shares overlap: some samples are repeated and others left out, and samples held back for "
+                    "validation may be trained on. All ranks must shard the same loaders in the same order, "
+                    "and make the same splits and the same sampler orders: use "
+                    "@distributed(seed=...), a generator with one seed, or decide on one rank and broadcast() "
+                    "the answer."
                 )
 
     def _check_others(self, epoch: int | None, taken: int) -> None:
@@ -98,11 +100,11 @@ class EpochCheck:
             if batches is not None and batches < taken:
                 few = f"{batches} batch{'es' if batches > 1 else ''}"
                 raise LoaderError(
-                    f"rank {other} has taken {few} of epoch {epoch} of the loader sharded at {self._site} and is in "
-                    f"epoch {now} by now, but rank {self._rank} has taken {taken} and goes on: their shares are of "
-                    f"different shuffles, so samples are repeated and left out. Look at a first batch on every rank or "
-                    f"through another loader, leave the loop on all ranks after the same step (distwrap.lockstep), or "
-                    f"call set_epoch() before each loop."
+                    f"rank {other} has taken {few} of epoch {epoch} of the loader sharded at {self._site} and "
+                    f"is in epoch {now} by now, but rank {self._rank} has taken {taken} and goes on: the ranks "
+                    "shuffle differently from now on, so some samples are repeated and others left out. Take a "
+                    "first batch on every rank or through another loader, leave the loop on all ranks after "
+                    "the same step (distwrap.lockstep), or call set_epoch() before each loop."
                 )
 
     def first_batches(self, batches: Iterable[Any]) -> Iterator[Any]:

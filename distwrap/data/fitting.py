@@ -19,7 +19,7 @@ from distwrap.group.collective_guard import check_collectives_allowed
 from distwrap.group.setup import require_group
 from distwrap.group.world import RunPart, World, current_world, say
 from distwrap.supervision.hang_report import Activity
-from distwrap.wording import named_ranks
+from distwrap.wording import first_names, named_ranks
 
 Value = TypeVar("Value")
 
@@ -28,7 +28,7 @@ _WORDS = ("out of memory", "DefaultCPUAllocator: can't allocate", "not enough me
 
 
 class _Try(IntEnum):
-    """Outcome of a try on a rank; 0 would be one that has not ended."""
+    """Outcome of a try on a rank; 0 stands for a try that has not ended."""
 
     FITS = 1
     FULL = 2
@@ -38,29 +38,30 @@ class _Try(IntEnum):
 def fit_batch_size(
     fn: Callable[[int], Value], *, start: int, least: int = 1, patience: float = 60.0
 ) -> tuple[int, Value]:
-    """Call a function with a batch size, halved on all ranks together until it runs out of memory on none.
+    """Call a function with a batch size, which is halved on all ranks together until no rank runs out of memory.
 
-    Every rank must call. In a single process it halves all the same. Between tries what the function has made is freed,
-    so let it make what it needs, model and optimizer too: what it changes outside stays changed, and gradients of a try
-    that was broken off are no good. A rank that runs out of memory amid an exchange with the others, as in the backward
-    of a wrapped model, cannot try again if they have gone further in it: that is an error on all ranks. Where memory
-    differs between ranks, try a step that exchanges nothing: of the bare model, or in `no_sync`.
+    Every rank must call it; in a single process it works in the same way. Between two tries everything that the
+    function has made is freed, so let the function make what it needs, also the model and the optimizer: changes to
+    objects outside of it stay, and gradients of a failed try are useless. A rank that runs out of memory during an
+    exchange with the others, as in the backward of a wrapped model, cannot try again if the others have gone further:
+    that is an error on all ranks. If memory differs between ranks, try a step without exchanges: with the bare model,
+    or in `no_sync`.
 
     Args:
-        fn: gets the batch size of a rank.
-        start: the first one to try.
-        least: the last one.
-        patience: seconds for which a rank that is out of memory waits for the others to come to the end of `fn`.
+        fn: a function of the batch size of one rank.
+        start: the first batch size to try.
+        least: the smallest batch size to try.
+        patience: seconds for which a rank that is out of memory waits for the others to reach the end of `fn`.
 
     Returns:
         The batch size and the function's value, as ``size, value``.
 
     Raises:
-        torch.OutOfMemoryError: a rank is out of memory with `least` too; on every rank.
-        CollectiveError: a rank is out of memory, and the others wait for it in an exchange, or have begun another
-            number of them; or the ranks try different sizes; or `fn` raised another error on another rank. On the rank
-            that raised it, it is that error.
-        OptionError: a number that is none, or `start` is below `least`.
+        torch.OutOfMemoryError: a rank is out of memory with `least` too; raised on every rank.
+        CollectiveError: a rank is out of memory while the others wait for it in an exchange, or have begun a different
+            number of exchanges; or the ranks try different sizes; or `fn` raised another error on another rank, which
+            that rank raises itself.
+        OptionError: an argument is not a whole number, or `start` is below `least`.
 
     Example:
         >>> def train(batch_size: int) -> str:
@@ -74,7 +75,10 @@ def fit_batch_size(
     size, least = whole(1)("start", start), whole(1)("least", least)
     seconds = SECONDS("patience", patience)
     if size < least:
-        raise OptionError(f"fit_batch_size(start={start}, least={least}): it begins with `start`, and halves it.")
+        raise OptionError(
+            f"fit_batch_size(start={start}, least={least}): the search begins at start and halves it, so start "
+            "must be at least least."
+        )
     check_collectives_allowed("fit_batch_size()")
     world = current_world()
     world.part(Activity).record("fit_batch_size")
@@ -99,12 +103,12 @@ def fit_batch_size(
                 f"fit_batch_size(): {named_ranks(full)} ran out of memory with batch size {size} too, and the least to "
                 f"try is {least}. {why}".rstrip()
             )
-        say(f"fit_batch_size(): {named_ranks(full)} ran out of memory with batch size {size}; now {size // 2} is tried")
+        say(f"fit_batch_size(): {named_ranks(full)} ran out of memory with batch size {size}; trying {size // 2} now")
         size //= 2
 
 
 class Fitting(RunPart):
-    """Exchange of how tries have ended, apart from all that a function may exchange."""
+    """Exchange of the outcomes of tries, apart from all exchanges of the function."""
 
     def __init__(self, world: World) -> None:
         self._place, self._votes = world.placement, Votes()
@@ -114,7 +118,7 @@ class Fitting(RunPart):
             self._group = world.new_cpu_group()
 
     def tell_failure(self) -> None:
-        """Let the others know that another error ends the tries here; wait for none of them."""
+        """Tell the other ranks that another error ends the tries here, without waiting for them."""
         if self._group is not None and dist.is_initialized():
             self._votes.cast(self._vote(_Try.FAILED, 0, 0), self._group)
 
@@ -143,25 +147,26 @@ class Fitting(RunPart):
         failed, full = ([rank for rank, how in enumerate(outcomes) if how == what] for what in (_Try.FAILED, _Try.FULL))
         if failed:
             raise CollectiveError(
-                f"fit_batch_size(): with batch size {size} the function has failed on {named_ranks(failed)}, and not "
-                f"for lack of memory; the error is raised there."
+                f"fit_batch_size(): with batch size {size} the function failed on {named_ranks(failed)} for "
+                "another reason than memory; that rank raises the error."
             )
         if len(set(sizes)) > 1:
             raise CollectiveError(
-                f"fit_batch_size(): rank 0, 1, … have tried the batch sizes {', '.join(map(str, sizes))}, of which no "
-                f"one size would come. Give all ranks the same start=, as distwrap.reduce(start, 'max')."
+                f"fit_batch_size(): the ranks have tried different batch sizes ({first_names(sizes, 8)}), so "
+                "they could "
+                f"not come to one. Give all ranks the same start=, as distwrap.reduce(start, 'max')."
             )
         if full and len(set(counts)) > 1:
             raise CollectiveError(
-                f"fit_batch_size(): {named_ranks(full)} ran out of memory with batch size {size} amid exchanges "
-                f"between the ranks, of which rank 0, 1, … had begun {', '.join(map(str, counts))}: another try "
-                f"would mix them up. Start with less, or try a step that exchanges nothing, of the bare model or in "
-                f"no_sync()."
+                f"fit_batch_size(): {named_ranks(full)} ran out of memory with batch size {size} in the middle "
+                "of exchanges between the ranks, which had begun different numbers of them "
+                f"({first_names(counts, 8)}): another try would mix them up. Start with less, or try a "
+                "step that exchanges nothing, of the bare model or in no_sync()."
             )
         return full
 
     def wait(self) -> None:
-        """Wait until the other ranks have heard what this one has told."""
+        """Wait until the other ranks have got the message of this one."""
         self._votes.wait()
 
     def _vote(self, outcome: _Try, begun: int, size: int) -> torch.Tensor:
@@ -183,7 +188,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _free(device: torch.device) -> None:
-    """Free what a try has left: what only cycles hold, and what torch keeps for the next tensors."""
+    """Free the memory that a try has left: objects in reference cycles, and torch's cache."""
     gc.collect()
     if device.type != "cpu":
         getattr(torch.get_device_module(device), "empty_cache", lambda: None)()

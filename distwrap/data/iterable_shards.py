@@ -178,9 +178,9 @@ class SplitShard(IterableShard):
         while around := list(islice(items, step)):
             if workers.was_asked is not divides:
                 raise LoaderError(
-                    f"{type(self.dataset).__name__} asks for its worker only after its first item, when every "
-                    f"{workers.count}th item was taken already. Let its __iter__ ask first, or say "
-                    f"shard_loader(loader, split='dataset') if it takes its rank's part itself."
+                    f"{type(self.dataset).__name__} calls get_worker_info() only after its first item, when "
+                    f"every {workers.count}th item was taken already. Let its __iter__ call it first, or say "
+                    "shard_loader(loader, split='dataset') if it takes its rank's part itself."
                 )
             if place < len(around):
                 yield around[place]

@@ -63,42 +63,45 @@ def shard_loader(
 ) -> ShardedLoader[Item]:
     """Return the same loader for this rank's share of the data; in a single process on the CPU, the loader itself.
 
-    The share is taken of the loader's own order: shuffled as by ``DistributedSampler``, or whatever its sampler or
-    batch sampler yields. A loader that has a ``DistributedSampler`` already is left alone. An iterable dataset is
-    divided by item among the ranks and their workers; ranks that end unevenly end together, as in `lockstep`.
+    The loader's own order is divided: shuffled as by ``DistributedSampler``, or the order of its sampler or batch
+    sampler. A loader that already has a ``DistributedSampler`` is left alone. An iterable dataset is divided item by
+    item among the ranks and their workers; ranks whose data end at different times stop together, as in `lockstep`.
 
     Args:
-        loader: a ``DataLoader``, or a subclass.
-        mode: ``"pad"`` (all ranks take equally many samples, a few of them twice), ``"exact"`` (each sample once; with
-            at least one sample a rank all ranks still take equally many batches, a left-over sample joining the last),
-            ``"drop"`` (the samples that do not go round are left out), or ``"auto"``: exact when the loader does not
-            shuffle, pad when it does, or drop where it has ``drop_last`` and `batch_size` is global, so that there are
-            as many steps as in one process. The loader's own ``drop_last`` holds in every mode. Of an iterable dataset
-            ``"drop"``, which is also ``"auto"``, ends with the first rank that is out of data; ``"pad"`` with the
-            last, while the others begin theirs again; with ``"exact"`` each rank ends by itself. ``"same"`` divides
-            nothing: all ranks get all samples, in one order, which is an error else where a wrapped model trains.
-        batch_size: ``"per_rank"`` leaves the loader's batch size as it is, so the global batch grows with the ranks;
-            ``"global"`` divides it by the number of ranks.
-        order: how a loader with ``shuffle=True`` shuffles: ``"torch"`` as ``DistributedSampler`` to the bit, in time
-            and memory that grow with the dataset; ``"stream"`` by a computed permutation, which costs the same at any
-            size; ``"auto"`` is torch's up to 10 million samples. In a single process only when asked for.
-        split: how an iterable dataset is divided: ``"items"``, every n-th item; ``"dataset"``, it takes its rank's part
-            itself; ``"dispatch"``, rank 0 alone reads it, and sends each rank a whole batch in turns: of what is left
-            for a last turn `mode` decides; ``"auto"``, by ``datasets``' or webdataset's own means, else as ``"items"``,
-            unless its code speaks of ranks, which is an error.
-        seed: of the shuffle; by default the loader's ``generator`` gives it, else it follows from the run's, else 0:
-            the run's first shuffled loader has that seed itself, and the others others. In a single process only when
+        loader: a ``DataLoader``, or an object of a subclass.
+        mode: how samples are divided that do not divide evenly. ``"pad"``: all ranks take equally many samples, a few
+            of them twice. ``"exact"``: each sample is taken once; with at least one sample for each rank all ranks
+            still take equally many batches, and a left-over sample joins the last one. ``"drop"``: left-over samples
+            are left out. ``"auto"``: exact if the loader does not shuffle, and pad if it does, or drop if it has
+            ``drop_last`` and `batch_size` is global, so that there are as many steps as in one process. The loader's
+            own ``drop_last`` holds in every mode. With an iterable dataset ``"drop"``, which is also ``"auto"``, ends
+            with the first rank that is out of data; ``"pad"`` ends with the last, while the others begin their data
+            again; with ``"exact"`` each rank ends by itself. ``"same"`` divides nothing: all ranks get all samples in
+            one order, which is otherwise an error when a wrapped model trains on them.
+        batch_size: ``"per_rank"`` keeps the loader's batch size, so that the global batch grows with the number of
+            ranks; ``"global"`` divides it by the number of ranks.
+        order: how a loader with ``shuffle=True`` shuffles. ``"torch"``: exactly as ``DistributedSampler``, with time
+            and memory that grow with the dataset. ``"stream"``: by a computed permutation, which costs the same at any
+            size. ``"auto"``: torch's order up to 10 million samples. In a single process it applies only if it is
             given.
+        split: how an iterable dataset is divided. ``"items"``: every n-th item. ``"dataset"``: the dataset takes its
+            rank's part itself. ``"dispatch"``: only rank 0 reads it, and sends each rank a whole batch in turn; `mode`
+            decides about the last turn. ``"auto"``: by the means of ``datasets`` or webdataset, else ``"items"``; a
+            dataset whose code mentions ranks is an error then.
+        seed: the seed of the shuffle. By default it is that of the loader's ``generator``, else it follows from the
+            run's seed, else it is 0; each further shuffled loader of the run gets another one. In a single process it
+            applies only if it is given.
         device: where the batches go; by default this rank's device. ``"cpu"`` leaves them where they are.
-        copy_ahead: on CUDA, copy each batch while the step before still computes.
+        copy_ahead: on CUDA, copy each batch to the device while the step before still computes.
 
     Returns:
-        A loader of the same class. Its epochs advance by themselves; ``set_epoch(n)`` says which one comes next;
-        ``state_dict()`` and ``load_state_dict()`` hold the position in the middle of one, for any number of ranks. Type
-        checkers see a `distwrap.data.ShardedLoader`; ``assert isinstance(loader, YourLoader)`` tells them the class.
+        A loader of the same class. Its epochs advance by themselves, and ``set_epoch(n)`` says which one comes next.
+        ``state_dict()`` and ``load_state_dict()`` hold the position in the middle of an epoch, for any number of ranks.
+        Type checkers see a `distwrap.data.ShardedLoader`; ``assert isinstance(loader, YourLoader)`` tells them the
+        class.
 
     Raises:
-        LoaderError: the loader cannot be sharded safely; says what to write instead.
+        LoaderError: the loader cannot be sharded safely; the message says what to write instead.
 
     Example:
         >>> loader = DataLoader(range(10), batch_size=2)
@@ -160,8 +163,9 @@ def shard_loader(
     if world.members is not None and (iterable or batch_size == "global"):
         what = "batch_size='global'" if not iterable else f"an iterable dataset ({type(loader.dataset).__name__})"
         raise LoaderError(
-            f"{what} does not go with max_lost=: the number of ranks changes in the run, and a rank that comes back "
-            f"goes on at a place in the order. Give the loader a dataset with indices, and batch_size='per_rank'."
+            f"{what} does not go with max_lost=: the number of ranks changes in the run, and a rank that comes "
+            "back continues at a position in the order. Give the loader a dataset with indices, and "
+            "batch_size='per_rank'."
         )
     held = held_iterators(loader)
     if held:
@@ -188,7 +192,7 @@ def shard_loader(
 def _same_on_all(
     loader: DataLoader[Item], world: World, sharding: Sharding, seed: int | None, order: Orders
 ) -> ShardedLoader[Item]:
-    """Return a loader that gives all ranks the same batches, which nobody takes for a mistake."""
+    """Return a loader that gives all ranks the same batches, without this being an error."""
     if isinstance(loader.dataset, IterableDataset):
         result = only_moved(loader, sharding)
     else:
@@ -276,8 +280,9 @@ def _shard_indices(
         if chosen == "exact" and _length(items) % world_size and batches is None:
             # Items of this loader are whole batches, or single samples: what they hold cannot be merged.
             raise LoaderError(
-                f"the loader fetches item by item (batch_size=None), so {_length(items)} items over {world_size} "
-                f"ranks cannot be taken in equally many steps with each once. Say mode='pad' or mode='drop'."
+                f"the loader fetches item by item (batch_size=None), so {_length(items)} items cannot be "
+                f"divided over {world_size} ranks with each item once and equally many steps on all ranks. Say "
+                "mode='pad' or mode='drop'."
             )
         if batches is None:
             attributes[kind] = sampler = _share_of(items, loader.dataset, shard, order_seed, order)

@@ -35,7 +35,7 @@ _IN_WINDOW = 2
 
 
 class _Flag(IntEnum):
-    """Places of the status; of each the ranks take the maximum."""
+    """Places in the status, of each of which the ranks take the maximum."""
 
     OUT = 0  # a rank has gone through its loader
     HAS = 1  # a rank has a batch of its first pass
@@ -55,36 +55,41 @@ def lockstep(
     grace: float = 30.0,
     empty: Callable[[Batch], Batch] | None = None,
 ) -> Lockstep[Batch]:
-    """Iterate over a loader so that all ranks take the same steps; in a single process the rules are the same.
+    """Iterate over a loader so that all ranks take the same steps; the same rules hold in a single process.
 
-    Where one rank runs out of data, calls ``stop()``, leaves the loop after its step, or has a batch to skip, all do.
-    SIGTERM and SIGUSR2, by which clusters announce that they want the node back, only set a flag meanwhile: all
-    ranks then leave before the same step, after `on_preempt`; so do later lockstep loops of the run, at once. Signals
-    are heard in the main thread alone.
+    If one rank runs out of data, calls ``stop()``, or leaves the loop after its step, all ranks stop; if one rank skips
+    a batch, all skip that step. SIGTERM and SIGUSR2, by which clusters announce that they will take the node away, only
+    set a flag: all ranks leave before the same step, after `on_preempt`, and later lockstep loops of the run end at
+    once. Signals are noticed in the main thread only.
 
     Args:
-        loader: any iterable, as a sharded ``DataLoader``; every rank iterates over its own.
-        uneven: ``"shortest"`` ends when the first rank is out; ``"pad"`` goes on until the last one is, the others
-            begin their loader again; with ``"empty"`` these go on with batches without a sample, so that an evaluation
-            counts each sample once, and may gather in its loop.
-        skip: asked for each batch; if it says yes on any rank, all ranks skip that step.
-        on_preempt: called on every rank before the loop ends for a signal, with a `Preemption`; may `save`.
+        loader: any iterable, such as a sharded ``DataLoader``; every rank iterates over its own.
+        uneven: ``"shortest"`` ends when the first rank is out of data. ``"pad"`` goes on until the last rank is, and
+            the others begin their loader again. With ``"empty"`` these continue with batches without samples, so that
+            an evaluation counts each sample once, and may gather in its loop.
+        skip: a function that is called with each batch; if it returns true on any rank, all ranks skip that step.
+        on_preempt: a function that is called on every rank with a `Preemption` before a signal ends the loop; it may
+            `save`.
         grace: seconds from the signal until the node is taken away; Slurm and Kubernetes give 30 by default.
-        empty: returns a batch like another one without a sample, for ``"empty"``. By default tensors and arrays lose
-            their rows, lists of texts and numbers their items, and lists of tensors are columns.
+        empty: a function that makes a batch without samples from another one, for ``"empty"``. By default tensors and
+            arrays lose their rows, lists of texts and numbers lose their items, and lists of tensors are treated as
+            columns.
 
     Returns:
-        An iterable with ``stop()``, ``step``, ``skipped`` and ``preempted``; each iteration goes through the loader.
+        An iterable with ``stop()``, ``step``, ``skipped`` and ``preempted``; each iteration goes through the loader
+        once.
 
     Raises:
-        LoaderError: with ``"pad"``, a rank has no batch at all; with ``"empty"``, none can be emptied; on every rank.
+        LoaderError: with ``"pad"``, a rank has no batch at all; with ``"empty"``, no empty batch can be made. Raised on
+            every rank.
 
-    The cost is an all-reduce of six numbers a step, between the processes' CPUs. A rank that leaves its loop by
-    ``break`` must have done its part of the step's collectives. The position of a sharded loader is after the last
-    batch that the loop was given: one that was fetched when the ranks agreed to leave comes again.
+    Each step costs an all-reduce of six numbers between the processes' CPUs. A rank that leaves its loop by ``break``
+    must have taken part in the step's collectives. The position of a sharded loader is after the last batch that the
+    loop was given: a batch that was only fetched when the ranks agreed to leave comes again.
 
-    With `accumulate`, around or inside, a step is a window: `stop` and signals let it come to its end, a last one has
-    the same size on all ranks, and a second all-reduce tells that a rank has left by ``break`` within one.
+    Together with `accumulate`, around it or inside it, a step is a whole window: `stop` and signals let the window
+    finish, the last one has the same size on all ranks, and a second all-reduce tells that a rank has left within a
+    window.
 
     Example:
         >>> steps = lockstep([1, 2, 3, 4], skip=lambda batch: batch == 2)
@@ -139,7 +144,7 @@ class LockstepStatus(RunPart):
             self._votes.cast(status, self._group)
 
     def wait(self) -> None:
-        """Wait until the other ranks have heard that this one has left."""
+        """Wait until the other ranks have got the message that this one has left."""
         self._votes.wait()
 
     def gathered(self, numbers: list[int]) -> list[list[int]]:
@@ -259,7 +264,7 @@ class Lockstep(Generic[Batch]):
             listener.close()
 
     def _ends(self, seen: list[int], world: World, status: LockstepStatus, listener: Listener) -> bool:
-        """Return whether all ranks end here, once what comes before that is done."""
+        """Return whether all ranks end here, after doing what must be done before."""
         if seen[_Flag.EMPTY] == _IN_WINDOW:
             raise _parted()
         if seen[_Flag.PREEMPTED]:
@@ -267,8 +272,8 @@ class Lockstep(Generic[Batch]):
             return True
         if seen[_Flag.EMPTY] and self._uneven == "pad":
             raise LoaderError(
-                f"lockstep(uneven='pad') repeats batches of ranks that run out, but a rank has none at all: "
-                f"rank {world.placement.rank} of {world.placement.world_size} was told so. Use uneven='shortest'."
+                "lockstep(uneven='pad') repeats batches of ranks that run out, but some rank has no batch at "
+                f"all (seen on rank {world.placement.rank} of {world.placement.world_size}). Use uneven='shortest'."
             )
         if seen[_Flag.STOP]:
             return True
@@ -277,8 +282,8 @@ class Lockstep(Generic[Batch]):
         if seen[_Flag.OUT] and seen[_Flag.HAS] and is_first_time("uneven"):
             out = [rank for rank, (has_more,) in enumerate(status.gathered([self._has_more])) if not has_more]
             say(
-                f"lockstep ended after step {self.step}, when {named_ranks(out)} ran out of data and the others had "
-                f"more; uneven='pad' would use it, uneven='empty' for an evaluation"
+                f"lockstep ended after step {self.step}, when {named_ranks(out)} ran out of data while the "
+                "others had more. uneven='pad' would use all of it, and uneven='empty' is for an evaluation"
             )
         return bool(seen[_Flag.OUT])
 
@@ -303,7 +308,7 @@ def _begin(loader: Iterable[Any], how: str) -> Iterator[Any]:
 
 def _parted() -> LoaderError:
     return LoaderError(
-        f"lockstep() and accumulate() ask the other ranks in different ways: on some ranks, but not on all, something "
-        f"stands between the two, as a progress bar (noticed on rank {current_world().placement.rank}). "
-        f"Put it around both."
+        "lockstep() and accumulate() do not work together here: on some ranks, but not on all, something is "
+        f"between the two, as a progress bar (seen on rank {current_world().placement.rank}). Put it around "
+        "both of them, on all ranks."
     )

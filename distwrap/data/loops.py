@@ -1,4 +1,4 @@
-"""What is known of a loop over a loader before its batches come: how many they are, and whether it is in step."""
+"""Facts about a loop over a loader before its batches come: their number, and whether it is in lockstep."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -18,14 +18,14 @@ def lockstep_of(loader: Any) -> Lockstep[Any] | None:
 
 
 def _under_bars(loader: Any) -> Any:
-    """Return what a progress bar goes through, which may be shown on one rank alone."""
+    """Return the iterable under a progress bar, which may be shown on one rank only."""
     while not isinstance(loader, DataLoader) and isinstance(getattr(loader, "iterable", None), Iterable):
         loader = loader.iterable
     return loader
 
 
 def batches_left(loader: Any) -> int | None:
-    """Return how many batches the next iteration over a loader gives on this rank; ``None`` where nobody knows."""
+    """Return the number of batches of the next iteration over a loader on this rank; ``None`` if it is unknown."""
     inner = _under_bars(loader)
     if isinstance(inner, Lockstep) or (isinstance(inner, ShardedLoader) and inner._sharding.uneven):
         return None

@@ -11,14 +11,14 @@ Batch = TypeVar("Batch")
 
 
 def to_device(batch: Batch, device: torch.device | str | None = None) -> Batch:
-    """Return a batch on this rank's device; on the CPU the batch itself.
+    """Return a batch on this rank's device; on the CPU, the batch itself.
 
-    A loader from `shard_loader` gives its batches there already, and a wrapped model moves its inputs.
+    A loader from `shard_loader` already gives its batches on the device, and a wrapped model moves its inputs there.
 
     Args:
-        batch: tensors in any nesting: lists, dicts, dataclasses, plain objects, of which copies are made. What has a
-            ``to()``, as a ``PackedSequence``, is asked to move itself.
-        device: another one than the rank's.
+        batch: tensors in any nesting of lists, dicts, dataclasses and plain objects, which are copied. An object with a
+            ``to()`` method, as a ``PackedSequence``, moves itself.
+        device: a device other than the rank's.
 
     Example:
         >>> to_device({"x": torch.ones(2), "name": "first"})

@@ -118,7 +118,7 @@ class Position:
         return {"epoch": begun.epoch, "consumed": at, "order": shuffle.order, "seed": shuffle.seed}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Let the next iteration go on from a position that `state` has returned."""
+        """Let the next iteration continue from a position that `state` has returned."""
         shuffle = Shuffle(state["order"], state["seed"]) if state["consumed"] else None
         self.next, self.now = EpochStart(state["epoch"], state["consumed"], shuffle), None
 
@@ -142,7 +142,7 @@ def fetching_ahead() -> Iterator[list[Callable[[], None]]]:
 
 
 def is_ahead() -> bool:
-    """Return whether what is fetched now is fetched ahead of the loop."""
+    """Return whether the batch that is being fetched is ahead of the loop."""
     return _ahead.moves is not None
 
 
@@ -156,7 +156,7 @@ def move(*moves: Callable[[], None]) -> None:
 
 
 def check_state(state: Any, unit: str, items: int | None, custom: bool) -> None:
-    """Raise an error where a state is no position, or another loader's.
+    """Raise an error if a state is not a position, or is that of another loader.
 
     Args:
         state: the argument of `load_state_dict`.
@@ -169,35 +169,36 @@ def check_state(state: Any, unit: str, items: int | None, custom: bool) -> None:
     """
     wanted = {"epoch", "consumed", "order", "seed", "unit", "items"}
     if not isinstance(state, dict) or not wanted <= state.keys():
+        keys = f" with {', '.join(map(repr, list(state)[:6]))}" if isinstance(state, dict) else ""
         raise LoaderError(
-            f"this is no position of a sharded loader: {type(state).__name__}"
-            f"{' with ' + ', '.join(map(repr, list(state)[:6])) if isinstance(state, dict) else ''}. "
-            f"load_state_dict() takes what state_dict() of a loader from shard_loader() has returned."
+            f"this is not the position of a sharded loader, but a {type(state).__name__}{keys}. "
+            "load_state_dict() takes "
+            f"what state_dict() of a loader from shard_loader() has returned."
         )
     if (state["unit"], state["items"]) != (unit, items):
         raise LoaderError(
-            f"the position is of a loader over {state['items']} {state['unit']}, but this one has {items} {unit}: "
-            f"what was taken of those says nothing about these. Load it into the same data."
+            f"the position is of a loader over {state['items']} {state['unit']}, but this one has {items} "
+            f"{unit}: a position in one dataset means nothing in another. Load it into a loader over the same data."
         )
     if state["consumed"] and (state["order"] == "sampler") is not custom:
         of_one, of_other = ("a plain loader's", "a sampler's") if custom else ("a custom sampler's", "this loader's")
         raise LoaderError(
-            f"the position is in {of_one} order, but the order here is {of_other}: it cannot be gone on with. "
-            f"Give the loader the sampler that it had."
+            f"the position is in {of_one} order, but the order here is {of_other}: the loader cannot continue "
+            "from it. Give the loader the sampler that it had when the position was saved."
         )
 
 
 def check_stream_state(state: Any, rank: int, world_size: int) -> None:
-    """Raise an error where a state is no position in an iterable dataset, or another rank's.
+    """Raise an error if a state is not a position in an iterable dataset, or is that of another rank.
 
     Raises:
         LoaderError: says what the state is instead.
     """
     if not isinstance(state, dict) or not {"rank", "world_size", "epoch"} <= state.keys():
-        raise LoaderError("this is no position of a sharded loader over an iterable dataset.")
+        raise LoaderError("this is not the position of a sharded loader over an iterable dataset.")
     if (state["rank"], state["world_size"]) != (rank, world_size):
         raise LoaderError(
             f"the position is rank {state['rank']}'s of {state['world_size']}, but this is rank {rank} of "
             f"{world_size}: in an iterable dataset each rank has a position of its own. Save one for each rank "
-            f"(distwrap.gather_object), and go on with as many ranks."
+            "(distwrap.gather_object), and continue with the same number of ranks."
         )

@@ -17,13 +17,13 @@ SIGNALS = (signal.SIGTERM, signal.SIGUSR2)  # by which clusters announce that th
 
 @dataclass(frozen=True)
 class Preemption:
-    """Announcement that the node is wanted back.
+    """Announcement by the cluster that it will take the node away.
 
     Attributes:
         signal: the number of the signal that announced it.
-        rank: the rank that heard it first.
-        step: how many steps all ranks have made.
-        deadline: until when there is time, in seconds since the epoch.
+        rank: the rank that got the signal first.
+        step: the number of steps that all ranks have made.
+        deadline: the time at which the node is taken away, in seconds since the epoch.
     """
 
     signal: int
@@ -32,13 +32,13 @@ class Preemption:
     deadline: float
 
     def seconds_left(self) -> float:
-        """Return how long there is time."""
+        """Return the number of seconds that are left until the deadline."""
         return max(0.0, self.deadline - time.time())
 
     def __str__(self) -> str:
         return (
-            f"rank {self.rank} was told by {signal.Signals(self.signal).name} that its node is wanted back: all "
-            f"ranks leave after step {self.step}, with {self.seconds_left():.0f} s left"
+            f"rank {self.rank} got {signal.Signals(self.signal).name}, since its node will be taken away: "
+            f"all ranks leave the loop after step {self.step}, with {self.seconds_left():.0f} s left"
         )
 
 

@@ -37,7 +37,7 @@ class ShardedLoader(SkippingLoader[T_co]):
     """Loader that `shard_loader` returns: of the user's own class, with this rank's share, and a position to save."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the next epoch; left alone, each one is one more than the last."""
+        """Choose the next epoch; without a call, each epoch is one more than the last."""
         self._sharding.position.set_epoch(epoch)
         # The user's own class may have a use for it too.
         given = () if self._sharding.sampler is not None else (self.batch_sampler, innermost(self))
@@ -194,28 +194,28 @@ class ShardedLoader(SkippingLoader[T_co]):
 
     @property
     def _reads(self) -> bool:
-        """Whether this rank reads the data, and does not get it from the one that does."""
+        """Whether this rank reads the data, instead of getting it from the rank that does."""
         return self._sharding.dispatch is None or self._sharding.dispatch.reads
 
     # Positions
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the loop is in the data: what it was given, not what workers have fetched ahead.
+        """Return the loop's position: after the batches that it was given, not those that workers have fetched ahead.
 
         It is the same on every rank, and holds for any number of ranks and any batch size. After a whole epoch it is
-        the start of the next one. An iterable dataset's position is its own, and each rank's.
+        the start of the next one. The position in an iterable dataset is the dataset's own, and differs between ranks.
 
         Raises:
-            LoaderError: the position cannot be told; says what to write instead.
+            LoaderError: the position is unknown; the message says what to write instead.
         """
         if self._is_iterable:
             return self._iterable_state()
         sampler, position = self._sharding.sampler, self._sharding.position
         if self.num_workers and not getattr(self, "in_order", True) and position.now and position.batches_taken:
             raise LoaderError(
-                f"the loop has had {position.batches_taken} batches, but which ones cannot be told: with "
-                f"in_order=False they come as the workers are done with them. Say DataLoader(..., in_order=True), or "
-                f"save between epochs."
+                f"the loop has had {position.batches_taken} batches, and it is unknown which ones: with "
+                "in_order=False they come in the order in which the workers finish. Say DataLoader(..., "
+                "in_order=True), or save between epochs."
             )
         if sampler is not None:
             return {**position.state(self._consumed, sampler.shuffle_of), **self._items()}
@@ -231,10 +231,13 @@ class ShardedLoader(SkippingLoader[T_co]):
         return {**state, **self._items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Let the next iteration go on from a position; nothing of what was gone through is fetched again.
+        """Let the next iteration continue from a saved position; samples before it are not fetched again.
+
+        Args:
+            state: what `state_dict` has returned.
 
         Raises:
-            LoaderError: the state is of other data, or none.
+            LoaderError: the state is not a position, or is a position in other data.
         """
         self._sharding.own_state = None
         if self._is_iterable:
@@ -272,9 +275,9 @@ class ShardedLoader(SkippingLoader[T_co]):
         plain = self.batch_sampler is None or type(self.batch_sampler) is BatchSampler
         if not plain or not isinstance(sampler, (SequentialSampler, RememberedShuffle)):
             raise LoaderError(
-                f"in a single process the order is this loader's own, drawn by its {type(sampler).__name__}, and "
-                f"cannot be drawn again from a position in it. Say shard_loader(loader, seed=0): its order then "
-                f"follows from the seed, as it does with several ranks."
+                f"in a single process the order is drawn by this loader's {type(sampler).__name__}, and cannot "
+                "be drawn again from a position. Say shard_loader(loader, seed=0): its order then follows from "
+                "the seed, as it does with several ranks."
             )
 
     def _resumed(self) -> Iterator[Any]:
@@ -298,10 +301,10 @@ class ShardedLoader(SkippingLoader[T_co]):
         if own is not None or not self._reads:
             return {**whose, **(own or {})}
         raise LoaderError(
-            f"the position in {type(self.dataset).__name__} cannot be told: an iterable dataset has no indices, and "
-            f"{'its workers fetch ahead of the loop' if self.num_workers else 'it has no state_dict()'}. "
-            f"Use torchdata's StatefulDataLoader in DataLoader's place, or a dataset with state_dict() and "
-            f"num_workers=0, or a dataset with indices."
+            f"the position in {type(self.dataset).__name__} is unknown: an iterable dataset has no indices, "
+            f"and {'its workers fetch ahead of the loop' if self.num_workers else 'it has no state_dict()'}. "
+            "Use torchdata's StatefulDataLoader in DataLoader's place, or a dataset with state_dict() and "
+            "num_workers=0, or a dataset with indices."
         )
 
     def _load_iterable_state(self, state: dict[str, Any]) -> None:
@@ -328,7 +331,7 @@ def innermost(loader: DataLoader[Any]) -> object:
 
 
 def is_torchs(thing: object, cls: type) -> bool:
-    """Return whether something is of a class of torch's, or of torchdata's of the same name, and of no subclass."""
+    """Return whether an object is of a class of torch, or of torchdata's of the same name, and not of a subclass."""
     kind = type(thing)
     return kind is cls or (kind.__name__ == cls.__name__ and kind.__module__.startswith("torchdata."))
 

@@ -1,4 +1,4 @@
-"""A loader that begins after so many batches, where no position was saved, but only a step."""
+"""A loader that begins after some batches, for runs that have saved a step, but no position."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -89,7 +89,7 @@ class SkippingLoader(IteratorHook[T_co]):
 
     @property
     def skips_indices(self) -> bool:
-        """Whether batches that are left out are never fetched, and not only given to nobody."""
+        """Whether batches that are left out are not even fetched."""
         is_torchs = not hasattr(super(), "state_dict") and not self.persistent_workers
         return is_torchs and self._sharding.world_size == 1 and not isinstance(self.dataset, IterableDataset)
 

@@ -1,4 +1,4 @@
-"""A rank's part of a list: for inference over prompts or files, where no loader is."""
+"""A rank's part of a list, for inference over prompts or files without a loader."""
 
 from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar, cast
@@ -11,28 +11,28 @@ Part = TypeVar("Part")
 
 
 class Sliceable(Protocol[Part_co]):
-    """Whatever has a length and gives a part of itself for a slice."""
+    """Object that has a length and can be sliced."""
 
     def __len__(self) -> int: ...
     def __getitem__(self, places: slice, /) -> Part_co: ...
 
 
 def split(items: Sliceable[Part]) -> Part:
-    """Return this rank's part of a list, in one piece; in a single process the list itself.
+    """Return this rank's part of a list, as one slice; in a single process, the list itself.
 
-    The parts follow each other in rank order, and the first ranks have an item more where the ranks do not divide them.
-    With fewer items than ranks the last ranks have none. ``gather_object(results, joined=True)`` puts the results of
-    all ranks back in the order of the list. This waits for no other rank: the list must be the same on all of them, so
-    sort what a folder or a set gives.
+    The parts follow each other in rank order. If the items cannot be divided evenly, the first ranks have one more;
+    with fewer items than ranks, the last ranks have none. ``gather_object(results, joined=True)`` puts the results of
+    all ranks back in the order of the list. No rank waits for another here, so the list must be the same on all of
+    them: sort it if it comes from a folder or a set.
 
     Args:
-        items: a list, a tuple, a tensor, or whatever else has a length and can be cut by a slice.
+        items: a list, a tuple, a tensor, or any other object with a length that can be sliced.
 
     Returns:
-        The slice, of the type that `items` gives for one.
+        The slice, in the type that slicing `items` gives.
 
     Raises:
-        LoaderError: `items` has no length, or cannot be cut, as a generator, a set or a dict.
+        LoaderError: `items` has no length or cannot be sliced, as a generator, a set or a dict.
 
     Example:
         >>> prompts = split(["Hello", "Good morning", "Hi"])
@@ -60,6 +60,6 @@ def _refusal(items: object) -> LoaderError:
     elif isinstance(items, (set, frozenset)):
         hint = "sorted(items), since the ranks may go through a set in different orders"
     return LoaderError(
-        f"split() takes a list, or what else has a length and gives a part of itself for a slice, not a "
+        "split() takes a list, or an object with a length that can be sliced, not a "
         f"{type(items).__qualname__}. Give it {hint}."
     )

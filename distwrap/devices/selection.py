@@ -9,7 +9,7 @@ import torch.distributed as dist
 from distwrap.devices.kinds import kind_of, kind_of_torch
 from distwrap.environments import Placement
 from distwrap.errors import OptionError, PlacementError
-from distwrap.wording import unknown_name
+from distwrap.wording import named_ranks, unknown_name
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def choose_backend(asked: str, device: torch.device) -> str:
     backend = kind_of(device).backend() if asked == "auto" else asked
     if kind_of(device).backend() != "nccl" and any(part.endswith("nccl") for part in backend.lower().split(",")):
         raise OptionError(
-            f"backend={asked!r} exchanges what is on NVIDIA's and AMD's GPUs, and this rank is on {device}: leave "
+            f"backend={asked!r} works on NVIDIA's and AMD's GPUs only, and this rank is on {device}: leave "
             f"backend at 'auto', which chooses {kind_of(device).backend()!r} here, and 'nccl' where there are GPUs."
         )
     known = (*dist.Backend.backend_capability.get("gloo", ()), "cpu", "meta")
@@ -120,9 +120,9 @@ def check_not_shared(rank: int, device: torch.device, registrations: dict[int, d
     mine = registrations[rank]
     others = [r for r, their in registrations.items() if r != rank and mine["gpu"] and their["gpu"] == mine["gpu"]]
     if others:
-        shared = ", ".join(map(str, sorted([rank, *others])))
         raise PlacementError(
-            f"ranks {shared} on {mine['host']} are all on the same physical device ({device} of rank {rank}, "
+            f"{named_ranks([rank, *others])} on {mine['host']} are all on the same physical device ({device} "
+            f"of rank {rank}, "
             f"{mine['gpu']}). Give each a device of its own (one visible to each rank, or all visible to all), or say "
             f"setup_process_group(device=…) where sharing is meant."
         )

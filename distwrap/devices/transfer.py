@@ -75,9 +75,9 @@ def _swapped(model: nn.Module, device: torch.device) -> nn.Module:
             moved = model.to(device)
     except RuntimeError as error:
         raise ModelError(
-            f"{type(model).__name__} cannot be moved to {device}: {error}. Something else holds a parameter of it "
-            f"weakly, or a graph is left of a forward. Move it by model.to({str(device)!r}) when it is made, and "
-            f"make its optimizer then."
+            f"{type(model).__name__} cannot be moved to {device}: {error}. Something else holds a weak "
+            "reference to one of its parameters, or the graph of an earlier forward is still there. Move the "
+            f"model by model.to({str(device)!r}) when it is made, and make its optimizer then."
         ) from error
     finally:
         torch.__future__.set_swap_module_params_on_conversion(before)

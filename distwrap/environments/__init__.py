@@ -118,9 +118,7 @@ def _of_package(name: str, place: str) -> Detector:
             raise
         except (Exception, SystemExit) as error:  # noqa: BLE001 - rank() is not to fail for a package that the program may not need
             words = f"{type(error).__name__}: {error}"
-            print_notice_once(
-                f"the detector {name!r} of an installed package ({place}) is broken and passed over: {words}"
-            )
+            print_notice_once(f"the detector {name!r} of an installed package ({place}) failed and is ignored: {words}")
             return f"broken: {words}"
         if isinstance(found, Placement) and found.source == "single" and found.world_size > 1:
             return replace(found, source=name)

@@ -32,7 +32,7 @@ def expand(hostlist: str) -> list[str]:
             choices = [_numbers(piece) if i % 2 else [piece] for i, piece in enumerate(pieces)]
             names += ["".join(choice).strip() for choice in product(*choices)]
     except ValueError:
-        raise PlacementError(f"{hostlist!r} is no list of hosts in Slurm's form, as n[01-03,7].") from None
+        raise PlacementError(f"{hostlist!r} is not a list of hosts as Slurm writes it, such as n[01-03,7].") from None
     return names
 
 
@@ -55,7 +55,7 @@ def tasks_per_node(text: str) -> list[int]:
     for item in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", item.strip())
         if match is None:
-            raise PlacementError(f"{text!r} does not say how many tasks each node has, as 4(x2),3.")
+            raise PlacementError(f"{text!r} does not say how many tasks each node has, as Slurm's 4(x2),3 does.")
         counts += [int(match[1])] * int(match[2] or 1)
     return counts
 

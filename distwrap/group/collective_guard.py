@@ -64,8 +64,9 @@ def check_collectives_allowed(what: str) -> None:
     function = world.part(CollectiveGuard).function
     if function:
         raise CollectiveInRankZeroError(
-            f"rank {world.placement.rank} called {what} inside {function}, where the other ranks are not: they would "
-            f"never come to it, and all would wait. Call it outside, on every rank, and let one rank do the rest."
+            f"rank {world.placement.rank} called {what} inside {function}, which the other ranks do not run: "
+            "they would never make this call, and all would wait. Make the call outside, on every rank, and "
+            "leave only the work of one rank inside."
         )
 
 

@@ -30,7 +30,7 @@ Whole = TypeVar("Whole", bound=int)
 
 @among_members
 def barrier() -> None:
-    """Wait until every rank is here."""
+    """Wait until every rank has called this; return at once in a single process."""
     if is_alone("barrier"):
         return
     current_world().barrier()
@@ -44,17 +44,18 @@ def gather_object(value: Sequence[Value], *, joined: Literal[True]) -> list[Valu
 
 @among_members
 def gather_object(value: Any, *, joined: bool = False) -> list[Any]:
-    """Return every rank's value, in rank order, on every rank; anything that can be pickled.
+    """Return every rank's value as a list in rank order, on every rank.
 
-    Only plain data where the ranks have no secret: see docs/explanation/security.md.
+    A value may be anything that can be pickled. Where the ranks share no secret, only plain data is sent: see
+    docs/explanation/security.md.
 
     Args:
-        value: of this rank.
-        joined: the values are lists, of any length: return one list of their items. Of the results of `split`, that is
-            the order of the whole list.
+        value: this rank's value.
+        joined: take lists, of any length, and return one list of all their items. For the results of `split`, that list
+            is in the order of the original one.
 
     Raises:
-        CollectiveError: a value cannot be sent, or is no list where they are to be joined; on every rank.
+        CollectiveError: a value cannot be sent, or is not a list although `joined` is set; raised on every rank.
 
     Example:
         >>> gather_object("here")
@@ -122,17 +123,19 @@ def reduce(value: Value, op: Op = "mean") -> Value: ...
 
 @among_members
 def reduce(value: Any, op: Op = "mean") -> Any:
-    """Combine every rank's values element by element, on every rank; the tensors given are not changed.
+    """Combine the values of all ranks element by element, and return the result on every rank.
+
+    The tensors that are given stay as they are.
 
     Args:
         value: a tensor, a number, or a nesting of them, with the same shapes on every rank.
-        op: ``"mean"``, ``"sum"``, ``"product"``, ``"min"`` or ``"max"``. Of whole numbers or booleans a mean is a
-            float64 (a float32 on a device without float64), a sum or a product an int64. Where a rank has NaN the
-            result is NaN.
+        op: ``"mean"``, ``"sum"``, ``"product"``, ``"min"`` or ``"max"``. The mean of whole numbers or booleans is a
+            float64 (a float32 on a device without float64), and their sum or product an int64. Where a rank has NaN,
+            the result is NaN.
 
     Raises:
-        CollectiveError: the ranks hold different structures, dtypes or shapes, complex numbers have no least or
-            largest, or a sum or a product is too large for an int64; on every rank.
+        CollectiveError: the ranks hold different structures, dtypes or shapes; or complex numbers are asked for their
+            minimum or maximum; or a sum or product is too large for an int64. Raised on every rank.
 
     Example:
         >>> reduce(3.0)
@@ -174,20 +177,21 @@ def mean(value: Value, count: float = 1) -> Value: ...
 
 @among_members
 def mean(value: Any, count: float = 1) -> Any:
-    """Average over ranks, each rank's value weighted by how many items it stands for.
+    """Return the mean over all ranks, in which each rank's value counts for as many items as it stands for.
 
-    sum(value · count) / sum(count) over the ranks, in float64.
+    The result is sum(value · count) / sum(count) over the ranks, computed in float64.
 
     Args:
-        value: this rank's mean over its items: a number, a tensor, or a nesting of them. Ignored where `count` is 0.
-        count: how many items that was.
+        value: the mean over this rank's items: a number, a tensor, or a nesting of them. It is ignored where `count` is
+            0.
+        count: the number of this rank's items.
 
     Returns:
-        The mean over all ranks' items, of the type it was given, but for whole numbers, whose mean is a float64, or a
-        float32 on a device without float64; in a single process `value` itself.
+        The mean over all ranks' items, in the type of `value`. For whole numbers it is a float64, or a float32 on a
+        device without float64. In a single process it is `value` itself.
 
     Raises:
-        CollectiveError: no rank has any item, or the ranks hold different structures or shapes; on every rank.
+        CollectiveError: no rank has any item, or the ranks hold different structures or shapes; raised on every rank.
 
     Example:
         >>> mean(0.25, count=4)
@@ -221,12 +225,12 @@ def _as_given(leaf: Any, result: torch.Tensor) -> Any:
 
 @among_members
 def broadcast(value: Value | None, src: int = 0) -> Value:
-    """Return rank `src`'s value on every rank; what the others pass is ignored.
+    """Return the value of rank `src` on every rank; the values that other ranks pass are ignored.
 
     Args:
-        value: a tensor, or anything that can be pickled, with tensors in any nesting; only plain data where the ranks
-            have no secret (docs/explanation/security.md).
-        src: the rank whose value it is.
+        value: a tensor, or anything that can be pickled, with tensors in any nesting. Where the ranks share no secret,
+            only plain data is sent (docs/explanation/security.md).
+        src: the rank whose value is returned.
 
     Example:
         >>> broadcast({"lr": 0.1})
@@ -264,7 +268,11 @@ def broadcast(value: Value | None, src: int = 0) -> Value:
 
 @among_members
 def agree(flag: bool, how: Literal["any", "all"] = "any") -> bool:
-    """Let all ranks take the same branch: true where any rank, or every rank, says so.
+    """Return whether any rank, or every rank, has a true flag, so that all ranks take the same branch.
+
+    Args:
+        flag: this rank's answer.
+        how: ``"any"`` for true where one rank says so, ``"all"`` for true where every rank does.
 
     Example:
         >>> agree(True, "all")

@@ -119,23 +119,26 @@ def explained(error: BaseException) -> BaseException:
     if any(words in text for words in _TIMEOUTS):
         channel.reporter.failed_at = stacks.of_traceback(error.__traceback__)
         better: BaseException = CollectiveTimeoutError(
-            f"{here} waited {world.options.timeout:g} s in a collective, and not all ranks came to it:\n"
-            f"{channel.reporter.ask_all()}\nEvery rank must call the same collectives in the same order. For work of "
-            f"one rank that takes longer use rank_zero_first() or rank_zero_only(broadcast=True), or raise timeout=."
+            f"{here} waited {world.options.timeout:g} s in a collective, which not all ranks "
+            f"called:\n{channel.reporter.ask_all()}\nEvery rank must call the same collectives in the same "
+            "order. For work of one rank that takes longer use rank_zero_first() or "
+            "rank_zero_only(broadcast=True), or raise timeout=."
         )
     elif _UNLIKE in text:
         channel.reporter.failed_at = stacks.of_traceback(error.__traceback__)
         better = CollectiveError(
-            f"{here} got more numbers in a collective than it waited for, so another rank was in a different one:\n"
-            f"{channel.reporter.ask_all()}\nEvery rank must call the same collectives in the same order: look for a "
-            f"branch that differs between ranks."
+            f"{here} got more numbers in a collective than it expected, so another rank was in a different "
+            f"one:\n{channel.reporter.ask_all()}\nEvery rank must call the same collectives in the same order: "
+            "look for a branch that differs between ranks."
         )
     elif words_are_secondary(text) and not channel.supervised:
         first = channel.failures.wait_for_cause(FIRST_FAILURE_SECONDS)
         if first is None:
             return error
         time.sleep(LAUNCHER_SECONDS)
-        better = WorkerError(f"{here} lost a rank that failed first: {first}", rank=first.rank, host=first.host)
+        better = WorkerError(
+            f"{here} lost the connection to a rank that failed first: {first}", rank=first.rank, host=first.host
+        )
     else:
         return error
     better.__suppress_context__ = True

@@ -41,29 +41,30 @@ def gather(
 def gather(
     value: Any, *, differentiable: bool | None = None, interleave: bool = False, pad: float | None = None
 ) -> Any:
-    """Concatenate every rank's tensors along the first dimension, in rank order, on every rank.
+    """Concatenate the tensors of all ranks along the first dimension, in rank order, on every rank.
 
-    The first dimension may differ between ranks, and be 0; a number or 0-d tensor of each rank becomes one element.
+    The first dimension may differ between ranks, and may be 0. A number or a 0-d tensor becomes one element for each
+    rank.
 
     Args:
         value: a tensor of shape (n, …), a number, or a nesting of them.
-        differentiable: let gradients flow back to the rank that a row comes from, summed over all ranks, as a
-            contrastive loss over the joint batch needs. All ranks must then call ``backward``. With DDP's average, the
-            gradient is that of one process where each rank computes the loss of the joint batch, or the mean over its
-            own rows. By default they flow where a tensor requires a gradient on every rank.
-        interleave: take a row of each rank in turn. Of the exact share of a loader in order, that is the dataset's
-            order.
-        pad: fill the other dimensions up with this number, at their ends, to the longest over all ranks: for sequences
-            of other lengths a rank. Without it they must be alike.
+        differentiable: let gradients flow back to the rank from which a row comes, summed over all ranks, as a
+            contrastive loss over the joint batch needs. All ranks must then call ``backward``. With DDP's average the
+            gradient is that of one process, if each rank computes the loss of the joint batch, or the mean over its own
+            rows. By default gradients flow where a tensor requires a gradient on every rank.
+        interleave: take one row of each rank in turn. For a loader in order, shared by ``mode="exact"``, that is the
+            order of the dataset.
+        pad: fill the other dimensions at their ends with this number, up to the longest over all ranks, for sequences
+            whose lengths differ between ranks. Without it these dimensions must be equal.
 
     Returns:
-        The same nesting with tensors of shape (sum of all n, …), or where they are padded (sum of all n, longest, …);
-        in a single process `value` itself.
+        The same nesting, with tensors of shape (sum of all n, …), or (sum of all n, longest, …) where they are padded.
+        In a single process it is `value` itself.
 
     Raises:
-        CollectiveError: the ranks hold different structures, dtypes, trailing shapes (where they are padded, numbers of
-            dimensions) or numbers to pad by, or a tensor's dtype does not hold that number; on every rank.
-        OptionError: `pad` is no number.
+        CollectiveError: the ranks hold different structures, dtypes, trailing shapes (with `pad`: numbers of
+            dimensions) or values of `pad`, or the dtype of a tensor cannot hold `pad`; raised on every rank.
+        OptionError: `pad` is not a number.
 
     Example:
         >>> gather(torch.tensor([1.0, 2.0]))
@@ -134,7 +135,7 @@ def _want_gradients(everyone: list[Description], *, refused: bool) -> bool:
     """Return whether tensors require a gradient, the same on all ranks; where they differ, say so, or raise."""
     for rank, (_, _, wanted) in enumerate(everyone):
         if wanted != everyone[0][2]:
-            which = f"some tensor requires a gradient on rank 0 or {rank} and not on the other"
+            which = f"a tensor requires a gradient on rank 0 but not on rank {rank}, or the other way round"
             if refused:
                 raise CollectiveError(
                     f"gather(differentiable=True): {which}, whose backward would wait for it forever."

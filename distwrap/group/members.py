@@ -86,7 +86,7 @@ class Members(ABC):
 
     @abstractmethod
     def conclude(self) -> None:
-        """Wait, at the end of the function, until all that are there have come to it."""
+        """Wait, at the end of the function, until all members have reached it."""
 
     @abstractmethod
     def close(self) -> None:
@@ -94,16 +94,16 @@ class Members(ABC):
 
 
 def resumable(elements: Iterable[Element], *objects: Any) -> Iterator[Element]:
-    """Yield the elements of the outer loop, from where the run is: a rank that comes back goes on where the others are.
+    """Yield the elements of the outer loop; a rank that was lost and comes back continues where the others are.
 
-    Where no rank may be lost (``max_lost=0``), and in a single process, these are all elements. Otherwise a rank that
-    was lost, and is started again, runs the function from its beginning to this loop. There it takes over models and
-    optimizers that are wrapped, their schedulers, and the positions of sharded loaders; it skips the elements, and the
-    passes through loaders, that are done. Collectives before and between them give it what they gave the others.
+    Without ``max_lost=``, and in a single process, these are simply all elements. With it, a rank that was lost is
+    started again, and runs the function from its beginning to this loop. There it takes over from the others the
+    wrapped models and optimizers, their schedulers, and the positions of sharded loaders, and skips the elements and
+    the passes through loaders that are done. Collectives on the way return what they returned to the others.
 
     Args:
-        elements: of the loop, the same on all ranks, as ``range(epochs)``.
-        *objects: others with ``state_dict`` and ``load_state_dict`` whose state it is to take over too.
+        elements: the elements of the loop, the same on all ranks, as ``range(epochs)``.
+        *objects: more objects with ``state_dict`` and ``load_state_dict`` whose state such a rank takes over.
 
     Example:
         >>> for epoch in resumable(range(2)):

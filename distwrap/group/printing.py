@@ -24,16 +24,16 @@ def print(
     flush: bool = False,
     all_ranks: bool = False,
 ) -> None:
-    """Print on rank 0 alone, as the builtin does; in a single process it is the builtin.
+    """Print on rank 0 only, as the builtin ``print`` does; in a single process it is the builtin.
 
     Args:
-        *values: what to print.
-        sep: between the values.
-        end: after the last one.
-        file: where to; standard output by default.
+        *values: the values to print.
+        sep: the text between two values.
+        end: the text after the last value.
+        file: where to print; by default standard output.
         flush: whether to write at once.
-        all_ranks: print on every rank, with the rank in front, each in one write, so that lines of several ranks do not
-            mix. They come in no order.
+        all_ranks: print on every rank, with the rank in front. Each rank's text is written at once, so that lines do
+            not mix, but the ranks print in no fixed order.
 
     Example:
         >>> import distwrap
@@ -50,10 +50,10 @@ def print(
 
 
 class RankLogger(Adapter):
-    """Logger that says the rank in front of each message, where there are several.
+    """Logger that writes the rank in front of each message, where there are several ranks.
 
-    Its methods take two words more: ``rank_zero=True`` logs on rank 0 alone, and ``once=True`` logs a message the first
-    time only that this rank comes to it in a run.
+    Its methods take two more arguments: ``rank_zero=True`` logs on rank 0 only, and ``once=True`` logs a message only
+    the first time that this rank logs it in a run.
     """
 
     def process(self, msg: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -73,11 +73,11 @@ class RankLogger(Adapter):
 
 
 def get_logger(name: str | None = None, extra: Mapping[str, object] | None = None) -> RankLogger:
-    """Return a logger that says the rank in front of each message; in a single process a plain one.
+    """Return a logger that writes the rank in front of each message; in a single process messages stay as they are.
 
     Args:
-        name: of the logger; by default the root's.
-        extra: as for ``logging.LoggerAdapter``.
+        name: the name of the logger; by default the root logger.
+        extra: the same as for ``logging.LoggerAdapter``.
 
     Example:
         >>> log = get_logger("train")

@@ -32,16 +32,17 @@ def rank_zero_only(
 def rank_zero_only(
     fn: Callable[..., Any] | None = None, /, *, default: Any = None, broadcast: bool = False, local: bool = False
 ) -> Any:
-    """Run a function or method on rank 0 alone; the other ranks return `default`.
+    """Run a function or method on rank 0 only; on the other ranks it returns `default`.
 
-    A collective inside it, ours or torch's, raises at once: the other ranks would never come to it.
+    A collective inside of it, of distwrap or of torch, is an error at once, because the other ranks would never call
+    it.
 
     Args:
         fn: the function.
-        default: what the other ranks return.
-        broadcast: give rank 0's return value, or the exception it raised, to every rank. All of them must call; they
-            wait as long as rank 0 works, and no longer than it lives.
-        local: run on the first rank of every node instead.
+        default: the value that the other ranks return.
+        broadcast: give every rank the value that rank 0 returned, or raise the exception that it raised. All ranks must
+            then call the function. They wait as long as rank 0 works, and stop waiting when it dies.
+        local: run it on the first rank of every node instead.
 
     Raises:
         CollectiveInRankZeroError: the function calls a collective.
@@ -86,16 +87,16 @@ class RankZeroFunction(DecoratedFunction):
 
 @contextmanager
 def rank_zero_first(local: bool = False) -> Iterator[None]:
-    """Let rank 0 go first, and the others after it is done: to download or preprocess once.
+    """Let rank 0 run the block first, and the others when it has finished, as to download or preprocess data once.
 
-    The others wait as long as rank 0 works, whatever the timeout of collectives, and no longer than it lives.
+    The others wait as long as rank 0 works, whatever the timeout of collectives, and stop waiting when it dies.
 
     Args:
-        local: the first rank of every node goes first.
+        local: let the first rank of every node go first, instead of rank 0 alone.
 
     Raises:
-        CollectiveInRankZeroError: a collective is called inside.
-        WorkerError: on the other ranks, where the first one failed; none of them is left waiting.
+        CollectiveInRankZeroError: the block calls a collective.
+        WorkerError: the first rank failed in the block; raised on the other ranks, so that none of them waits.
 
     Example:
         >>> with rank_zero_first():
@@ -130,9 +131,12 @@ def rank_zero_first(local: bool = False) -> Iterator[None]:
 
 
 def on_rank_zero(factory: Callable[[], R]) -> R:
-    """Make an object on rank 0; elsewhere a twin that takes any call or attribute, and does nothing.
+    """Make an object on rank 0, and on the other ranks a stand-in that accepts any call or attribute and does nothing.
 
-    For loggers and the like: one run, not one a rank.
+    Use it for loggers, which should record one run and not one for each rank.
+
+    Args:
+        factory: a function that returns the object; it is called on rank 0 only.
 
     Example:
         >>> log = on_rank_zero(list)

@@ -63,8 +63,8 @@ def _interface(placement: Placement, registered: dict[int, dict[str, Any]]) -> s
     address = interfaces.source_address(towards) or ""
     if away and (interfaces.is_loopback(address) or interfaces.is_loopback(towards)):
         raise PlacementError(
-            f"rank {placement.rank} on {mine['host']} cannot tell which network leads to the other nodes: "
-            f"{placement.master_addr} leads to {towards}, which is loopback. {interfaces.ADVICE}"
+            f"rank {placement.rank} on {mine['host']} cannot find out which network leads to the other nodes: "
+            f"on this node {placement.master_addr} is {towards}, which is loopback. {interfaces.ADVICE}"
         )
     return interfaces.interface_of(address) or interfaces.LOOPBACK
 

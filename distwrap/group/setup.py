@@ -52,22 +52,23 @@ class JoinedGroup(AbstractContextManager["JoinedGroup"]):
 def setup_process_group(
     backend: str = "auto", *, timeout: float | None = None, device: torch.device | str | int | None = None
 ) -> JoinedGroup:
-    """Join the other processes: detect the launcher, meet, choose the device.
+    """Join the other processes: find out who started them, meet them, and choose the device.
 
-    A plain call or a ``with``. A no-op in a single process, the second time, and where the user has made a group.
+    Call it plainly, or in a ``with``. It does nothing in a single process, when it is called again, and where the user
+    has made a process group.
 
     Args:
-        backend: ``"auto"`` is NCCL on CUDA, gloo on the CPU, else what torch names for the accelerator.
-        timeout: seconds for a collective, 600 by default; at most 120 of them for all ranks to arrive.
-        device: this rank's device; by default the one of its local rank.
+        backend: ``"auto"`` is NCCL on CUDA, gloo on the CPU, and on other accelerators the backend that torch names.
+        timeout: seconds for a collective, by default 600. For all ranks to arrive it is at most 120 seconds.
+        device: this rank's device; by default the device of its local rank.
 
     Returns:
-        A context manager that takes the group down again.
+        A context manager that takes the process group down at its end.
 
     Raises:
         OptionError: torch knows no such backend.
         PlacementError: the launcher's variables are incomplete or contradictory.
-        ArrivalError: not all ranks came in time; names the missing ones.
+        ArrivalError: not all ranks arrived in time; the message names the missing ones.
 
     Example:
         >>> with setup_process_group():
@@ -192,9 +193,9 @@ def _make_group(placement: Placement, options: Options, backend: str, device: to
 
 
 def teardown_process_group() -> None:
-    """Leave the group that `setup_process_group` or the decorator made; a no-op where there is none.
+    """Leave the process group that `setup_process_group` or the decorator made; without one, do nothing.
 
-    A group that the user made is left alone.
+    A process group that the user made stays as it is.
     """
     _teardown(destroy=True)
 
@@ -233,7 +234,7 @@ def _teardown(*, destroy: bool) -> None:
 
 
 def _let_go(world: World) -> None:
-    """Let go of the group, whose end waits for its threads."""
+    """Drop the group, whose end waits for its threads."""
     if ENDS_GROUPS_LOCKED:
         time.sleep(_LAST_WORK_SECONDS)
     world.group = None
@@ -286,9 +287,10 @@ def announce(world: World, launcher: str) -> None:
     ranks = f"{place.world_size} rank{'s' if place.world_size > 1 else ''}"
     interface = os.environ.get("GLOO_SOCKET_IFNAME")
     through = f" on {interface}" if interface and "gloo" in str(world.backend) else ""
+    threads = torch.get_num_threads()
     say(
         f"{ranks} on {nodes} ({socket.gethostname()}), {world.device.type}, {world.backend}{through}, "
-        f"precision {world.options.precision}, started by {launcher}, {torch.get_num_threads()} thread(s) a rank"
+        f"precision {world.options.precision}, started by {launcher}, {threads} thread{'s' * (threads > 1)} per rank"
     )
     strategy = world.options.strategy
     if not isinstance(strategy, str) and strategy.formerly:

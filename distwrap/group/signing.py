@@ -34,7 +34,7 @@ def run_secret() -> bytes:
 
 
 def only_plain(secret: bytes) -> bool:
-    """Return whether only plain data may travel: nobody can tell who sent it, and the user has not allowed more."""
+    """Return whether only plain data may be sent: its sender cannot be verified, and the user has not allowed more."""
     return not secret and not switched_on(os.environ, "DISTWRAP_TRUST_NETWORK")
 
 
@@ -59,8 +59,8 @@ def verify(message: bytes, secret: bytes, source: int) -> Any:
     given, data = message[:SIZE], message[SIZE:]
     if not hmac.compare_digest(given, signature(data, secret)):
         raise CollectiveError(
-            f"what came in place of rank {source}'s object was not made by a rank of this run, and was not read: "
-            f"another process writes to this machine's ports, or a collective was not called on every rank."
+            f"the data that arrived as rank {source}'s object has no valid signature of this run, and was not "
+            "read: another process writes to the ports of this run, or a collective was not called on every rank."
         )
     try:
         return tensors_apart.load_plain(data) if only_plain(secret) else pickle.loads(data)

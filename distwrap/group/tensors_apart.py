@@ -156,11 +156,11 @@ class _PlainPickler(_TensorPickler):
             return NotImplemented
         what = f"{'the class' if obj is kind else 'a'} {kind.__module__}.{kind.__qualname__}"
         raise TypeError(
-            f"{what} is no plain data (numbers, texts, bytes, dates, paths, dense tensors, arrays of numbers, in "
-            f"lists, tuples, dicts, sets), and these ranks have no secret by which to tell whose objects to unpickle. "
-            f"Give DISTWRAP_SECRET_FILE to all of them, which names a file with the same secret (see "
-            f"docs/explanation/security.md), or, where nobody else can reach them, DISTWRAP_TRUST_NETWORK=1; or send "
-            f"its parts, as plain data"
+            f"{what} is not plain data (numbers, texts, bytes, dates, paths, dense tensors, arrays of numbers, "
+            "in lists, tuples, dicts, sets), and these ranks share no secret by which they could know that an "
+            "object is safe to unpickle. Set DISTWRAP_SECRET_FILE for all of them to a file with the same "
+            "secret (see docs/explanation/security.md), or DISTWRAP_TRUST_NETWORK=1 where nobody else can "
+            "reach them; or send its parts, as plain data"
         )
 
 
@@ -176,7 +176,7 @@ class _PlainUnpickler(unpickler()):  # type: ignore[misc]
 
     def find_class(self, module: str, name: str) -> Any:
         if not _is_named(module, name):
-            raise pickle.UnpicklingError(f"{module}.{name} is no plain data, and these ranks have no secret")
+            raise pickle.UnpicklingError(f"{module}.{name} is not plain data, and these ranks share no secret")
         return super().find_class(module, name)
 
     def persistent_load(self, pid: Any) -> Any:
@@ -186,7 +186,7 @@ class _PlainUnpickler(unpickler()):  # type: ignore[misc]
 
         kind, shape, is_array, order, raw = pid
         if numpy.dtype(kind).kind not in _NUMBERS:
-            raise pickle.UnpicklingError(f"an array of {kind!r} is no plain data")
+            raise pickle.UnpicklingError(f"an array of {kind!r} is not plain data")
         array = numpy.frombuffer(bytearray(raw), dtype=kind).reshape(shape, order=order)
         return array if is_array else array[()]
 

@@ -67,5 +67,8 @@ def _share_in_users_group(key: str, worker: int, result: bytes | None) -> bytes:
     # Not torch's own wait: it would keep the store from other threads of torch, and a Ctrl-C from Python.
     pause = pause_between_looks(current_world().placement.world_size)
     if not wait_until(lambda: store.check([key]), USERS_GROUP_SECONDS, pause):
-        raise CollectiveError(f"{key!r} of rank {worker} did not come within {USERS_GROUP_SECONDS:.0f} s.")
+        raise CollectiveError(
+            f"{key!r} of rank {worker} did not arrive within {USERS_GROUP_SECONDS:.0f} s. Look at what that "
+            "rank printed last."
+        )
     return bytes.fromhex(store.get(key).decode())

@@ -47,7 +47,7 @@ class RunPart(Protocol):
         return
 
     def conclude(self) -> None:
-        """Look at what this run has done, as its function ends and before its result is told; every rank calls it."""
+        """Check the run when its function has ended, before its result is reported; every rank calls it."""
         return
 
     def settle(self) -> None:
@@ -126,7 +126,7 @@ class World:
 
     @cached_property
     def strategy(self) -> Strategy:
-        """The strategy of the run, which is made here where nobody has made it before."""
+        """The strategy of the run, which is made here if it does not exist yet."""
         return strategies.make(self.options.strategy)
 
     def arrange(self) -> None:

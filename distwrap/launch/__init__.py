@@ -1,4 +1,4 @@
-"""Start the ranks: decide how, and do it. The decision reads, it starts nothing, and refuses what is wrong first."""
+"""Decide how to start the ranks, and start them. Wrong options are refused before any process starts."""
 
 import inspect
 import os
@@ -30,9 +30,10 @@ from distwrap.wording import print_notice
 
 
 def start(task: Task) -> Any:
-    """Run a task as its options and the surroundings ask, and return its value, or the list of all ranks' values.
+    """Run a task as its options and the environment ask; return its value, or a list of all ranks' values.
 
-    Inside a world it runs on; under an outer launcher it joins; else it launches, if there is more than one process.
+    Inside of a run the task just runs. Under an outer launcher this process joins the ranks. Otherwise it launches
+    them, if there is more than one process.
     """
     _refuse_unguarded(task)
     options = task.options
@@ -70,17 +71,19 @@ def start(task: Task) -> Any:
         launcher = launchers.make(f"replicas(start_method={launcher.start_method!r})")
     if strategy.launches == "one":
         if nodes.several:
-            raise OptionError(f"strategy={options.strategy!r} is one process, but there are {nodes.max_nodes} nodes.")
+            raise OptionError(
+                f"strategy={options.strategy!r} runs in one process, but there are {nodes.max_nodes} nodes."
+            )
         return _in_process(task)
     nprocs = AT_LEAST_ONE(f"launcher={options.launcher!r}: count()", launcher.count(nodes.nprocs))
     if strategy.launches == "node":
         if nodes.nprocs not in ("auto", 1):
             raise OptionError(
-                f"strategy={options.strategy!r} is one process a node, but nprocs={nodes.nprocs} was given."
+                f"strategy={options.strategy!r} runs one process on each node, but nprocs={nodes.nprocs} was given."
             )
         nprocs = 1
     if strategy.max_lost and nprocs == 1:
-        print_notice(f"max_lost={strategy.max_lost} has no effect: there is only one rank. Say nprocs=2, or more.")
+        print_notice(f"max_lost={strategy.max_lost} has no effect with one rank. Give nprocs=2 or more.")
     if nprocs == 1 and not nodes.several and not launcher.runs_one_rank:
         return _in_process(task)
     _check_arguments(task)
@@ -95,14 +98,14 @@ def start(task: Task) -> Any:
 
 
 def _with_seed_of(run: World, task: Task) -> Task:
-    """Return a call inside a run as one that seeds nothing again by itself, where a variable has set the run's seed."""
+    """Return a call inside of a run without a seed of its own, if a variable has set the seed of the run."""
     if "seed" in task.asked or run.options.seed is None:
         return task
     return replace(task, options=replace(task.options, seed=None))
 
 
 def _with_place_of_report(task: Task, rank: int) -> Task:
-    """Return a task whose report goes to a path from this process's folder; check on rank 0 that it can be written.
+    """Return a task whose report has an absolute path; check on rank 0 that the file can be written.
 
     Raises:
         OptionError: it cannot.
@@ -117,7 +120,7 @@ def _with_place_of_report(task: Task, rank: int) -> Task:
 
 
 def _with_losses(options: Options) -> Strategy:
-    """Return the strategy of the options, which `max_lost` may choose."""
+    """Return the strategy of the options, with the one that `max_lost` chooses."""
     if options.max_lost and options.strategy == "ddp":
         return strategies.make(f"torchft(max_lost={options.max_lost})")
     strategy = strategies.make(options.strategy)
@@ -130,7 +133,7 @@ def _with_losses(options: Options) -> Strategy:
 
 
 def _refuse_outer_ranks(strategy: Strategy) -> None:
-    """Refuse ranks that somebody else has started, where distwrap is to start those that are lost again."""
+    """Refuse ranks that distwrap has not started, if it is to start lost ones again."""
     found = detect(os.environ)
     outer = found.source if isinstance(found, Placement) and found.source != "single" else ""
     if dist.is_initialized() or outer:
@@ -165,7 +168,7 @@ def _check_arguments(task: Task) -> None:
 
 
 def _check_fits(task: Task, run: World) -> None:
-    """Refuse options of a call inside a run that the run does not have; those of the call itself are heeded.
+    """Refuse an option of a call inside of a run that the run does not have; options of the call itself are allowed.
 
     Raises:
         OptionError: names the option, and what the run has.
@@ -236,7 +239,7 @@ def _joining(task: Task, placement: Placement) -> Any:
 
 
 def _say_what_is_left_to(placement: Placement, options: Options) -> None:
-    """Say which options an outer launcher has decided already."""
+    """Print which options are ignored, since an outer launcher has decided them."""
     source, here = placement.source, placement.local_world_size
     if options.nprocs not in ("auto", here):
         say(f"nprocs={options.nprocs} is left to {source}, which has started {here} here")

@@ -20,9 +20,9 @@ class Accelerator:
     """Accelerators that a process sees.
 
     Attributes:
-        type: torch's name.
-        packages: by which torch may have got to know them.
-        host: on which they are.
+        type: torch's name of their type.
+        packages: the packages that may have brought the type to torch.
+        host: the host on which they are.
     """
 
     type: str
@@ -31,7 +31,7 @@ class Accelerator:
 
     @classmethod
     def capture(cls) -> Accelerator | None:
-        """Return those of this process; ``None`` where it sees none."""
+        """Return the accelerators of this process; ``None`` if it sees none."""
         seen = visible_devices()
         if not seen.count:
             return None
@@ -40,10 +40,10 @@ class Accelerator:
         return cls(seen.kind, tuple(name for name in packages if name not in ("", "torch")), socket.gethostname())
 
     def learn(self) -> None:
-        """Let torch know them in this process, which would compute on the CPU otherwise.
+        """Import the package that brings them, so that torch knows them in this process too.
 
         Raises:
-            LaunchError: it does not get to know them here, on the same host.
+            LaunchError: torch does not know them here, on the same host.
         """
         for package in self.packages if accelerator_of_torch() != self.type else ():
             with suppress(ImportError):

@@ -67,7 +67,7 @@ def _check(state: bytes) -> None:
     try:
         for opcode, argument, _ in pickletools.genops(state):
             if "PUT" in opcode.name and (argument or 0) > len(state):
-                raise pickle.UnpicklingError("it has fewer objects than it says")  # pickle would make room for all
+                raise pickle.UnpicklingError("it has fewer objects than it announces")  # pickle would make room for all
         _State(io.BytesIO(state)).load()
     except Exception as error:
         raise RendezvousStateError(
@@ -85,6 +85,6 @@ class _Fixed(type):
 class _State(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ALLOWED:
-            raise pickle.UnpicklingError(f"{module}.{name} has no place in it")
+            raise pickle.UnpicklingError(f"{module}.{name} is not allowed in it")
         found = super().find_class(module, name)
         return _Fixed(name, (found,), {}) if (module, name) in RENDEZVOUS_STATE else found  # the others are Python's

@@ -1,4 +1,4 @@
-"""The protocol of launchers: check in the caller, plan, run, and bring home what the ranks return."""
+"""The protocol of launchers: check in the caller, plan, run, and return to the caller the values of the ranks."""
 
 import os
 import sys
@@ -77,10 +77,10 @@ class Launcher:
         return choose_nprocs(nprocs, visible_devices())
 
     def check(self, job: Job) -> None:
-        """Refuse, before any process starts, what cannot work; by default nothing.
+        """Refuse a call that cannot work, before any process starts; by default refuse nothing.
 
         Raises:
-            LaunchError: says why, and what to do.
+            LaunchError: the call cannot work; the message says why, and what to do.
         """
 
     def plan(self, job: Job) -> Assignment:
@@ -175,7 +175,7 @@ def launch(launcher: Launcher, job: Job) -> Any:
         sys.exit(0)
     if left:
         raise WorkerError(
-            f"{named_ranks(left)} left {job.task.name} by sys.exit(0), and returned nothing, where returns='all' asks "
-            f"for the values of all ranks: let every rank return."
+            f"{named_ranks(left)} left {job.task.name} by sys.exit(0), so there is no value of theirs, and "
+            "returns='all' asks for the values of all ranks: let every rank return."
         )
     return value

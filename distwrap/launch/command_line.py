@@ -19,10 +19,10 @@ def command(rank: int) -> list[str]:
     inline = "-c" in sys.orig_argv[:-1]
     if (file is None or os.path.basename(file).startswith("<")) and not inline:
         typed = hasattr(sys, "ps1") or "IPython" in sys.modules
-        what = "this is an interactive session or a notebook" if typed else "this one came through standard input"
+        what = "this is an interactive session or a notebook" if typed else "the program came through standard input"
         raise LaunchError(
-            f"launcher='script' runs the script again, and there is none: {what}. "
-            f"Use launcher='forkserver' (with the 'notebook' extra)."
+            f"launcher='script' runs the script again, and there is no script: {what}. Use "
+            "launcher='forkserver' (with the 'notebook' extra)."
         )
     return [*again(sys.orig_argv, file, getattr(main, "__spec__", None) is not None), *_for_hydra(rank)]
 

@@ -110,8 +110,8 @@ class ElasticLauncher(Launcher):
             _raise_failure(folder)
             raise ArrivalError(
                 f"{socket.gethostname()}: the nodes did not come together at {nodes.host}:{nodes.port} "
-                f"({type(error).__name__}: {error}). At least {nodes.min_nodes} must come within {JOIN_SECONDS:.0f} s: "
-                f"start the same command on every one. {interfaces.ADVICE}"
+                f"({type(error).__name__}: {error}). At least {nodes.min_nodes} nodes must come within "
+                f"{JOIN_SECONDS:.0f} s: start the same command on every node. {interfaces.ADVICE}"
             ) from error
         _raise_failure(folder, death)
 

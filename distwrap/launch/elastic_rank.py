@@ -14,7 +14,6 @@ from distwrap.launch.logs import copied
 from distwrap.launch.outcome import Outcome, first_cause, write_whole
 from distwrap.launch.task import Assignment, Task
 from distwrap.supervision import board
-from distwrap.supervision.bells import BOARD
 
 _AGENTS = ("TORCHELASTIC_", "TORCH_", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_")  # its variables
 
@@ -56,7 +55,7 @@ class _FolderLink:
         if self._plan.secret:  # all ranks are of this caller, and need no port to meet
             file = str(self._folder / f"store-{self._attempt}")
             placement = replace(placement, master_addr=None, master_port=None, job=file)
-            board.hold(file, str(self._folder / f"{BOARD}-{self._attempt}"))
+            board.hold(file, str(self._folder / f"{board.BOARD}-{self._attempt}"))
         self._placement = placement
         if placement.rank == 0 and self._attempt > 0:
             self._tell_of_restart()
@@ -68,7 +67,7 @@ class _FolderLink:
 
     def _tell_of_restart(self) -> None:
         before = [outcome for outcome, _ in reports(self._folder, self._attempt - 1) if outcome.failed]
-        why = "a rank, or a node, ended without a word"
+        why = "a rank, or a node, died without raising an exception"
         if before:
             cause = first_cause(before)
             if not cause.is_secondary:

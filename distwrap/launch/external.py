@@ -12,6 +12,6 @@ def refuse() -> NoReturn:
         LaunchError: always.
     """
     raise LaunchError(
-        "launcher='external' waits for an outer launcher, and none has started this process. Start the script "
-        "with `torchrun --nproc-per-node=2 train.py`, or choose launcher='auto'."
+        "launcher='external' needs ranks that another launcher has started, and none has started this process. "
+        "Start the script with `torchrun --nproc-per-node=2 train.py`, or choose launcher='auto'."
     )

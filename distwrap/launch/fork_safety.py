@@ -9,7 +9,7 @@ from distwrap.devices.kinds import kind_that_prevents_fork
 
 
 def refusal() -> str | None:
-    """Return why a fork would not be safe now; ``None`` where it is."""
+    """Return the reason why a fork would not be safe now; ``None`` if it is safe."""
     if not hasattr(os, "fork"):
         return "this system has no fork"
     if not can_forget_exit_handlers():

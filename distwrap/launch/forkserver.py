@@ -61,8 +61,8 @@ class ServedProcess(Process):
             pid = self._read(server.start_seconds)
             if pid is None:
                 raise LaunchError(
-                    f"the fork server (pid {server.pid}) ended before it started rank {rank}: "
-                    f"its own error, if any, is above. Use launcher='spawn' to start without it."
+                    f"the fork server (pid {server.pid}) ended before it started rank {rank}: if it had an "
+                    "error, it printed that on standard error. Use launcher='spawn' to start without it."
                 )
         except BaseException:  # a Ctrl-C too: the rank, which nobody else knows of, ends with its connection
             self.close()

@@ -119,12 +119,14 @@ class _Copy:
                 _write(self._file.fileno(), data)
             except OSError as error:
                 self._file.close()
-                print_notice(f"{self._path} is not complete: {error}. The run goes on, and so does the console.")
+                print_notice(
+                    f"{self._path} is not complete: {error}. The run goes on, and the console still shows everything."
+                )
         text = self._waiting + data
         self._show(text, text.rfind(b"\n") + 1 if data else len(text))
 
     def show_what_waits(self) -> None:
-        """Show the beginning of a line whose end does not come."""
+        """Show the beginning of a line whose end has not come."""
         if self._waiting and time.monotonic() - self._since > LINE_SECONDS:
             self._show(self._waiting, len(self._waiting))
 
@@ -154,7 +156,7 @@ def redirected(streams: Streams | None) -> Iterator[None]:
         yield
         return
     if any(_descriptor(stream) != number for number, stream in ((1, sys.stdout), (2, sys.stderr))):
-        print_notice("sys.stdout is not this process's own, as in a notebook: Python's prints are not in log_dir.")
+        print_notice("sys.stdout was replaced, as in a notebook, so what Python prints is not written to log_dir.")
     _flush()
     before = [os.dup(1), os.dup(2)]
     try:

@@ -26,7 +26,7 @@ from distwrap.network import interfaces, keys, secret, stores
 from distwrap.network.rendezvous import check_versions, registration, registrations, wait_for_all
 from distwrap.network.signed_texts import SignedTexts
 from distwrap.network.waiting import run_within
-from distwrap.wording import first_line, named_ranks
+from distwrap.wording import first_line, first_names, named_ranks
 
 BEAT_SECONDS = 0.5
 LOST_SECONDS = 30.0  # without a beat, after which a node counts as lost
@@ -146,8 +146,9 @@ class OtherCallers:
                 return store, False
             time.sleep(0.02)  # the store of the call before, which node 0 is about to close
         raise ArrivalError(
-            f"{name} on {socket.gethostname()} found only the end of an earlier run at {self._host}:{self._port} "
-            f"within {seconds:.0f} s. Is node 0 still at it, or done? Start the same command on every node."
+            f"{name} on {socket.gethostname()} found only the end of an earlier run at "
+            f"{self._host}:{self._port} within {seconds:.0f} s. Is node 0 still running it, or has it "
+            "finished? Start the same command on every node."
         )
 
     def _register(self, node_rank: int | None, nprocs: int) -> int:
@@ -159,7 +160,10 @@ class OtherCallers:
             if first == text:
                 return number
         if node_rank is None:
-            raise ArrivalError(f"{mine['host']} is one node too many: all {self._size} are here already.")
+            raise ArrivalError(
+                f"{mine['host']} is one node too many: all {self._size} nodes are here already. Give a larger "
+                "nnodes=, or do not start it there."
+            )
         other = json.loads(first)
         raise ArrivalError(
             f"there are two nodes with node_rank={node_rank}: {mine['host']} (this one, pid {mine['pid']}) and "
@@ -171,9 +175,9 @@ class OtherCallers:
         """Wait for the callers on all nodes, and return their registrations."""
 
         def describe(hosts: dict[int, str]) -> str:
-            missing = ", ".join(str(number) for number in range(self._size) if number not in hosts)
-            here = f"{len(hosts)} of {self._size} nodes are here ({', '.join(hosts.values())})"
-            return f"{here}; missing: node(s) {missing}"
+            missing = [number for number in range(self._size) if number not in hosts]
+            here = f"{len(hosts)} of {self._size} nodes are here ({first_names([*hosts.values()], 16)})"
+            return f"{here}; missing: node(s) {first_names(missing, 16)}"
 
         left = seconds - (time.monotonic() - self._began)
         where = f"{self._host}:{self._port}"
@@ -304,7 +308,7 @@ class OtherCallers:
 
     def _lost(self, number: int, why: str) -> WorkerDiedError:
         host, rank = self.hosts[number], sum(self._counts[:number])
-        text = f"node {number} ({host}) is gone: {why}. It, its network, or the command on it has ended."
+        text = f"node {number} ({host}) is gone: {why}. The node, its network, or the command on it has ended."
         return WorkerDiedError(text, rank=rank, host=host)
 
     def _report(self, message: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""How a rank ended: as itself or its caller tells it, as JSON for other nodes; the failure that the caller raises."""
+"""Outcomes of ranks: reported by the rank or its caller, written as JSON for other nodes, raised in the caller."""
 
 import json
 import os
@@ -57,7 +57,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Exit:
-    """Value of a rank that left the function by ``sys.exit(0)``, early or not, as by a return."""
+    """Value of a rank that left the function by ``sys.exit(0)``, which counts as a return."""
 
 
 def success(rank: int, value: bytes | None) -> Outcome:
@@ -72,11 +72,11 @@ def failure(rank: int, error: BaseException) -> Outcome:
 
 
 def death(rank: int, pid: int, exitcode: int | None, oom_kills: int | None = None, last_seen: str = "") -> Outcome:
-    """Return the outcome of a rank on this node whose process ended without a report."""
+    """Return the outcome of a rank on this node whose process died without reporting one."""
     host = socket.gethostname()
     error = WorkerDiedError(
-        f"rank {rank} on {host} (pid {pid}) ended without a word: {describe_exit(exitcode, oom_kills)}{last_seen}. "
-        f"What it printed last is above.",
+        f"rank {rank} on {host} (pid {pid}) died without raising an exception: "
+        f"{describe_exit(exitcode, oom_kills)}{last_seen}. Look at what it printed last.",
         rank=rank,
         host=host,
         exitcode=exitcode,
@@ -92,19 +92,19 @@ def of_error(rank: int, host: str, pid: int, error: BaseException, trace: str = 
 
 
 def patience_after(failed: Sequence[Outcome]) -> float:
-    """Return how many seconds to wait, after failures, for outcomes that may tell more of them."""
+    """Return the seconds to wait, after a failure, for outcomes that may explain it better."""
     return CAUSE_SECONDS if first_cause(failed).is_secondary else SETTLE_SECONDS
 
 
 def raise_if_failed(outcomes: Iterable[Outcome]) -> None:
-    """Raise the first cause where a rank failed, as `raise_failure` does."""
+    """Raise the first cause if a rank failed, as `raise_failure` does."""
     known = list(outcomes)
     if failed := [outcome for outcome in known if outcome.failed]:
         raise_failure(failed, [outcome.rank for outcome in known if not outcome.failed])
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file that nobody finds half written."""
+    """Write a file in one step, so that no reader finds half of it."""
     part = path.with_name(f".{path.name}.part")
     part.write_bytes(data)
     part.replace(path)
@@ -139,16 +139,19 @@ def raise_failure(failed: Sequence[Outcome], finished: Sequence[int] = ()) -> No
         remote.is_secondary = cause.is_secondary
     if finished and cause.is_secondary:
         raise CollectiveError(
-            f"{where} waited in a collective for {named_ranks(finished)}, which had left the function already. Every "
-            f"rank must call the same collectives: look for a branch, a break, a sys.exit or a loop that differs "
-            f"between ranks, above."
+            f"{where} waited in a collective for {named_ranks(finished)}, which had left the function already. "
+            "Every rank must call the same collectives: look for a branch, a break, a sys.exit or a loop that "
+            "differs between ranks."
         ) from remote
     error: BaseException | None = None
     if cause.error is not None:
         with suppress(Exception):
             error = transport.unpack_result(cause.error)
     if error is None:
-        words = f"{where} raised {cause.summary} (an exception that cannot be pickled, so not in its own type here)"
+        words = (
+            f"{where} raised {cause.summary} (this exception cannot be pickled, so that it cannot be raised "
+            "here with its own type)"
+        )
         raise WorkerError(words, **known) from remote
     for name, value in known.items():
         if not hasattr(error, name):
@@ -162,7 +165,7 @@ def raise_failure(failed: Sequence[Outcome], finished: Sequence[int] = ()) -> No
 
 
 def to_json(error: BaseException) -> dict[str, Any]:
-    """Return what `from_json` needs of an exception, with what is known of the rank that raised it.
+    """Return an exception as JSON for `from_json`, with what is known of the rank that raised it.
 
     Callers on other nodes raise it in its own type where they know that type. Nothing is unpickled there, and nothing
     is imported or called: a class that is loaded already, and that is an exception, gets plain arguments and
@@ -183,14 +186,14 @@ def to_json(error: BaseException) -> dict[str, Any]:
 
 
 def _is_plain(value: Any) -> bool:
-    """Return whether JSON gives a value back as it is."""
+    """Return whether JSON gives a value back unchanged."""
     with suppress(TypeError, ValueError):
         return bool(json.loads(json.dumps(value)) == value)
     return False
 
 
 def from_json(message: dict[str, Any]) -> BaseException:
-    """Return the exception of which another node tells; a `WorkerError` with its words where that cannot be.
+    """Return the exception that another node has written as JSON, or a `WorkerError` with its words.
 
     Example:
         >>> from_json(to_json(KeyError("weights")))

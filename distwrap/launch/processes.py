@@ -20,11 +20,11 @@ from distwrap.launch.logs import Streams
 ONE_HASH = {"PYTHONHASHSEED": "0"}
 
 _HINTS = {
-    signal.SIGKILL: "most likely for want of memory, if nobody killed it by hand",
+    signal.SIGKILL: "most likely because memory ran out, if nobody killed it by hand",
     signal.SIGSEGV: "a crash in native code",
     signal.SIGBUS: "most often a full /dev/shm",
     signal.SIGTERM: "somebody asked it to stop",
-    signal.SIGABRT: "native code gave up: gloo does when ranks call different collectives",
+    signal.SIGABRT: "native code gave up, as gloo does when ranks call different collectives",
 }
 
 
@@ -50,7 +50,7 @@ class Process:
                 os.kill(self.pid, number)
 
     def exitcode(self, seconds: float) -> int | None:
-        """Wait that long for the process to end.
+        """Wait up to some seconds for the process to end.
 
         Returns:
             Its exit code, or minus the signal that ended it; ``None`` where it still runs.
@@ -58,7 +58,7 @@ class Process:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Give back what this end holds."""
+        """Close this end of the connection."""
         self.conn.close()
 
 
@@ -132,17 +132,17 @@ def describe_exit(exitcode: int | None, oom_kills: int | None = None) -> str:
 
     Args:
         exitcode: exit code of the process, or minus the number of the signal that ended it.
-        oom_kills: number of processes that the kernel has killed for want of memory during the run; ``None`` where
-            nobody counts.
+        oom_kills: number of processes that the kernel killed during the run because memory ran out; ``None`` if the
+            system does not count them.
 
     Example:
         >>> describe_exit(3)
         'exit code 3'
         >>> describe_exit(-9, oom_kills=1)
-        'killed by SIGKILL (the kernel has killed 1 process of this control group for want of memory meanwhile)'
+        'killed by SIGKILL (the kernel killed 1 process of this control group during the run because memory ran out)'
     """
     if exitcode is None:
-        return "it still runs, but let go of its connection"
+        return "it still runs, but closed its connection"
     if exitcode >= 0:
         return f"exit code {exitcode}"
     try:
@@ -152,10 +152,10 @@ def describe_exit(exitcode: int | None, oom_kills: int | None = None) -> str:
     hint = _HINTS.get(number)
     if number == signal.SIGKILL and oom_kills is not None:
         hint = (
-            f"the kernel has killed {oom_kills} process{'es' if oom_kills > 1 else ''} of this control group for want "
-            f"of memory meanwhile"
+            f"the kernel killed {oom_kills} process{'es' if oom_kills > 1 else ''} of this control group "
+            "during the run because memory ran out"
             if oom_kills
-            else "not for want of memory, by the count of the control group: somebody killed it"
+            else "not because memory ran out, as the control group's count shows: somebody killed it"
         )
     if number == signal.SIGBUS:
         with contextlib.suppress(OSError):
@@ -173,7 +173,7 @@ class OomCount:
         self._before = _oom_kills()
 
     def __call__(self) -> int | None:
-        """Return the count; ``None`` where nobody counts."""
+        """Return the count; ``None`` if the system does not count."""
         now = _oom_kills()
         return None if now is None or self._before is None else now - self._before
 

@@ -132,9 +132,9 @@ class RayLauncher(Launcher):
             free = ray.available_resources()
             has = {name: f"{free.get(name, 0):g} of {total.get(name, 0):g}" for name in bundle}
             raise ArrivalError(
-                f"the Ray cluster had no room for {nprocs} ranks within {self.wait:g} s: each wants {bundle}, placed "
-                f"by {self.spread}, and free are {has} on {len(ray.nodes())} node(s). Ask for fewer ranks or resources "
-                f"(nprocs=, launcher='ray(cpus=…)'), or add nodes."
+                f"the Ray cluster had no room for {nprocs} ranks within {self.wait:g} s: each rank needs "
+                f"{bundle}, placed by {self.spread}, and {has} are free on {len(ray.nodes())} node(s). Ask for "
+                "fewer ranks or resources (nprocs=, launcher='ray(cpus=…)'), or add nodes."
             )
         environ = {name: value for name, value in os.environ.items() if name.startswith("DISTWRAP_")}
         given = self.runtime_env.get("env_vars", {})
@@ -201,7 +201,9 @@ class _Collector:
         if outcome is not None:
             return outcome
         died = WorkerDiedError(
-            f"rank {rank} on {host} (pid {pid}), an actor of Ray's, ended without a word: {words}", rank=rank, host=host
+            f"rank {rank} on {host} (pid {pid}), an actor of Ray's, died without raising an exception: {words}",
+            rank=rank,
+            host=host,
         )
         return of_error(rank, host, pid, died)
 

@@ -67,13 +67,13 @@ class ReplicasLauncher(Launcher):
     def check(self, job: Job) -> None:
         most = job.task.options.strategy.max_lost  # type: ignore[union-attr]
         if job.nodes.several:
-            raise OptionError("max_lost= is for the ranks of one node, so far; max_restarts= is for several.")
+            raise OptionError("max_lost= works on one node only, so far. On several nodes use max_restarts=.")
         if most >= job.nprocs:
             raise OptionError(f"max_lost={most}, but there are {job.nprocs} ranks: at least one must be left.")
         if job.task.options.launcher not in ("auto", "forkserver", "spawn", self.name):
             raise OptionError(
-                f"max_lost= starts ranks itself, and launcher={job.task.options.launcher!r} was given too: leave it "
-                f"out."
+                f"max_lost= starts the ranks by its own launcher, and launcher={job.task.options.launcher!r} "
+                "was given too: leave launcher out."
             )
 
     def plan(self, job: Job) -> Assignment:
@@ -179,7 +179,9 @@ class _Replicas:
         while self._running and not (self._done and not self._there()):
             ready = wait([self._lighthouse, *(process.conn for process in self._running)], _LOOK_SECONDS)
             if self._lighthouse in ready and not self._done:
-                raise LaunchError("torchft's lighthouse, which tells the ranks who is there, has ended by itself.")
+                raise LaunchError(
+                    "torchft's lighthouse, the process from which the ranks learn who takes part, has ended by itself."
+                )
             if time.monotonic() > deadline:
                 self._raise_late()
             self._end_left_behind()
@@ -196,18 +198,18 @@ class _Replicas:
                     self._lost(process, outcome)
 
     def _end_left_behind(self) -> None:
-        """End ranks that stand still, and that the others have left behind; so that each can be started again."""
+        """Kill ranks that do not move while the others go on, so that each of them is started again."""
         there = self._there()
         for process in self._running if not self._done else ():
             if process not in self._ended and self._is("there", process) and process not in there:
                 self._ended.append(process)
-                print_notice(f"rank {process.rank} (pid {process.pid}) stands still, and is ended")
+                print_notice(f"rank {process.rank} (pid {process.pid}) does not move any more, and is killed")
                 process.signal(signal.SIGKILL)
 
     def _print_who_runs(self) -> None:
-        """Answer SIGQUIT."""
+        """Print which ranks are running, in answer to SIGQUIT."""
         ranks = ", ".join(f"rank {each.rank} (pid {each.pid})" for each in self._running)
-        print_notice(f"these run: {ranks}")
+        print_notice(f"these ranks are running: {ranks}")
 
     def _raise_late(self) -> None:
         late = [process.rank for process in self._running]
@@ -216,13 +218,13 @@ class _Replicas:
         time.sleep(1)
         raise WorkerTimeoutError(
             f"{named_ranks(late)} of {self._job.nprocs} on {socket.gethostname()} did not finish within "
-            f"{self._job.seconds:g} s. The whole stack of each is above, on standard error.",
+            f"{self._job.seconds:g} s. The whole stack of each was printed on standard error.",
             rank=late[0],
             host=socket.gethostname(),
         )
 
     def _lost(self, process: Process, outcome: Outcome) -> None:
-        """Start a lost rank again, or raise what was the cause where that would not help."""
+        """Start a lost rank again, or raise the cause if that would not help."""
         self._failed.append(outcome)
         self._store.set(f"gone/{outcome.rank}", "")
         there = self._there()
@@ -242,7 +244,10 @@ class _Replicas:
         if any(self._store.check([f"end/{rank}"]) for rank in range(self._job.nprocs)):
             if outcome.traceback or outcome.rank < min(each.rank for each in there):  # who is rank 0 to the program
                 raise_failure([outcome])
-            print_notice(f"rank {outcome.rank} (pid {process.pid}) is lost, as the others are done: {_words(outcome)}")
+            print_notice(
+                f"rank {outcome.rank} (pid {process.pid}) is lost, and not started again, since the others "
+                f"have finished: {_words(outcome)}"
+            )
             return
         if self._strategy.come_back:
             print_notice(f"rank {outcome.rank} (pid {process.pid}) is lost, and is started again: {_words(outcome)}")
@@ -250,14 +255,14 @@ class _Replicas:
         elif len(self._failed) > self._strategy.max_lost:
             raise_failure(self._failed)
         else:
-            print_notice(f"rank {outcome.rank} (pid {process.pid}) is lost, the others go on: {_words(outcome)}")
+            print_notice(f"rank {outcome.rank} (pid {process.pid}) is lost, and the others go on: {_words(outcome)}")
 
     def _is_to_end(self, outcome: Outcome) -> bool:
-        """Return whether a rank has ended because the program, or somebody, wants the run to end."""
+        """Return whether a rank has ended because the program or the user wants the run to end."""
         return self._signals.has_heard or outcome.summary.startswith(("SystemExit", "KeyboardInterrupt"))
 
     def _there(self) -> list[Process]:
-        """Return the ranks that are among the others, and not left behind by them."""
+        """Return the ranks that take part in the training now."""
         gone = {process.rank for process in self._running if self._store.check([f"gone/{process.rank}"])}
         return [process for process in self._running if process.rank not in gone and self._is("there", process)]
 
@@ -272,7 +277,7 @@ def _words(outcome: Outcome) -> str:
 
 @contextlib.contextmanager
 def _lighthouse(job: Job) -> Iterator[tuple[str, Connection]]:
-    """Have torchft's lighthouse in a process, which dies with this one; yield its address, and what tells its end."""
+    """Run torchft's lighthouse in a process that dies with this one; yield its address, and what tells its end."""
     strategy: Any = job.task.options.strategy
     settings = {
         "bind": "127.0.0.1:0",
@@ -307,7 +312,7 @@ def _lighthouse(job: Job) -> Iterator[tuple[str, Connection]]:
 
 
 def serve(fd: int, settings: dict[str, Any]) -> None:
-    """Be the lighthouse until the launcher ends this process, or is gone."""
+    """Run the lighthouse until the launcher ends this process, or is gone."""
     tie_to_parent()
     from torchft.coordination import LighthouseServer
 

@@ -27,7 +27,7 @@ IDLE_SECONDS = 0.2
 
 
 def prepare() -> None:
-    """Import what no rank shall have to import: torch, and all that a rank's function may ask of us."""
+    """Import torch, and all modules of distwrap that a rank may need, so that no rank has to."""
     # torch then asks NVML, and not the driver, whether there is a GPU: a started driver does not survive a fork.
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import distwrap
@@ -88,7 +88,7 @@ def serve(fd: int) -> NoReturn:
 
 
 def _settle() -> None:
-    """Keep the ranks from doing again what concerns what was imported here: it takes them tens of milliseconds."""
+    """Do once what each rank would otherwise do for the imported modules, which takes tens of milliseconds."""
     gc.collect()
     gc.freeze()  # the collector must not touch, and so copy, the pages that the ranks share
     stop_finalizers_at_exit()  # torch takes its operators apart; a rank's own finalizers still run at its end

@@ -90,7 +90,7 @@ class Settings:
         )
 
     def restore(self) -> None:
-        """Make them in this process, where they differ."""
+        """Apply the settings in this process, where they differ."""
         sys.setrecursionlimit(self.recursion_limit)
         if self.device != default_device():
             torch.set_default_device(self.device)
@@ -126,7 +126,7 @@ def _write(name: str, value: Any) -> None:
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Hear none of torch's: 2.9 for CUDA warns of each of the older words."""
+    """Suppress torch's warnings: torch 2.9 for CUDA warns of each older setting that is read."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

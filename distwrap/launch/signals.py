@@ -70,7 +70,7 @@ class PassedOn:
         return bool(self._heard)
 
     def ended(self, codes: list[int | None]) -> None:
-        """Take the exit codes of ranks that had done their work, and so heard no signal any more."""
+        """Take note of the exit codes of ranks that had finished, to which signals went no more."""
         self._unheeded = any(-number in codes for number in self._heard)
 
 
@@ -98,7 +98,7 @@ def _say_interrupts_in_one_line() -> None:
 
 @contextlib.contextmanager
 def hear_interrupts(on_interrupt: Callable[[], None], on_quit: Callable[[], None]) -> Iterator[None]:
-    """Hear SIGINT and SIGQUIT on a thread for the time of a ``with`` in the main thread.
+    """Receive SIGINT and SIGQUIT on a thread within a ``with`` in the main thread.
 
     Python's own handlers stay: where the main thread runs Python, a Ctrl-C is a KeyboardInterrupt as ever.
 

@@ -88,15 +88,16 @@ class SlurmLauncher(Launcher):
         self.wait, self.orphan_seconds, self.parameters = wait, orphan_seconds, dict(parameters or {})
         if taken := _OWN.intersection(name.replace("-", "_") for name in self.parameters):
             raise OptionError(
-                f"SlurmLauncher(parameters=...): {', '.join(sorted(taken))} cannot be said there. What the launcher "
-                f"has an option for is said by that, the number of ranks by nprocs=, and a job is one job."
+                f"SlurmLauncher(parameters=...): {', '.join(sorted(taken))} cannot be given there. Use the "
+                "launcher's own option where it has one, and nprocs= for the number of ranks; a job array is "
+                "not possible."
             )
 
     def count(self, nprocs: int | Literal["auto"]) -> int:
         if nprocs == "auto" and not self.gpus:
             raise OptionError(
-                "launcher='slurm': nprocs='auto' is one rank for each GPU of the job, and it has none: say "
-                "launcher='slurm(gpus=4)', with the number of GPUs of a node, or nprocs=."
+                "launcher='slurm': nprocs='auto' means one rank for each GPU of the job, and the job has none: "
+                "say launcher='slurm(gpus=4)', with the number of GPUs of a node, or nprocs=."
             )
         number = self.nodes * self.gpus if nprocs == "auto" else nprocs
         if number % self.nodes:
@@ -173,16 +174,16 @@ class SlurmLauncher(Launcher):
 
 
 def _cancel(number: str) -> None:
-    """Cancel a job, or say that somebody must."""
+    """Cancel a job, or print that the user must cancel it."""
     with contextlib.suppress(OSError, subprocess.TimeoutExpired):
         if subprocess.run(["scancel", number], timeout=60, capture_output=True).returncode == 0:
             return
-    print_notice(f"Slurm job {number} could not be cancelled: `scancel {number}` by hand")
+    print_notice(f"Slurm job {number} could not be cancelled. Run `scancel {number}` by hand")
 
 
 @contextlib.contextmanager
 def _interrupts_wait() -> Iterator[None]:
-    """Let a Ctrl-C wait for the end of a ``with``, here and in what is started meanwhile."""
+    """Delay a Ctrl-C to the end of a ``with``, here and in processes that are started in it."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

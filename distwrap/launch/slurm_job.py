@@ -94,7 +94,7 @@ class Collector:
         return [outcomes[rank] for rank in sorted(outcomes)]
 
     def _look(self) -> None:
-        """Show what is new in the logs, and ask for the job's state now and then."""
+        """Print new lines of the logs, and ask for the job's state now and then."""
         time.sleep(_LOOK_SECONDS)
         for log in self._logs:
             log.show()
@@ -112,21 +112,22 @@ class Collector:
         return {rank: pickle.loads(data) for rank, data in read.items() if data is not None}
 
     def _without_a_word(self, known: Iterable[int]) -> dict[int, Outcome]:
-        """Return what the other ranks have left, once the job has ended, and the deaths of those who left nothing."""
+        """Return, once the job has ended, the outcomes of the other ranks, and the deaths of those that left none."""
         missing, found = set(range(self._nprocs)) - set(known), dict[int, Outcome]()
         deadline = time.monotonic() + _FILE_SECONDS
         while missing - set(found) and time.monotonic() < deadline:
             self._look()
             found.update(self._new({*known, *found}))
-        words = "What it printed last is above."
+        words = "Look at what it printed last."
         if not any(log.is_there for log in self._logs):
             words = (
-                f"There is not even a log of it: do the nodes see {self._folder.parent}? If not, say "
-                f"launcher='slurm(folder=...)', a folder that they see."
+                f"There is no log of it: do the nodes see {self._folder.parent}? If not, say "
+                "launcher='slurm(folder=...)', a folder that they see."
             )
         for rank in missing - set(found):
             died = WorkerDiedError(
-                f"rank {rank} of Slurm job {self._number} ended without a word: the job is {self._state.name} (reason: "
+                f"rank {rank} of Slurm job {self._number} died without raising an exception: the job is "
+                f"{self._state.name} (reason: "
                 f"{self._state.reason}, exit code {self._state.exit_code}). {words}",
                 rank=rank,
             )
@@ -203,7 +204,7 @@ def _read(path: Path, start: int = 0) -> bytes | None:
 
 
 def has_ended(state: State | None) -> bool:
-    """Tell whether a job has ended, by its state; what is unknown has not.
+    """Return whether a job has ended, by its state; a job with an unknown state has not.
 
     Example:
         >>> has_ended(State("TIMEOUT")), has_ended(State("RUNNING")), has_ended(None)
@@ -213,7 +214,7 @@ def has_ended(state: State | None) -> bool:
 
 
 def state_of(number: str) -> State | None:
-    """Ask Slurm for a job's state; ``None`` where it gives no answer: its controller may come back."""
+    """Ask Slurm for a job's state; return ``None`` without an answer, since the controller may come back."""
     command = ["scontrol", "--oneliner", "show", "job", number]
     try:
         asked = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -84,7 +84,9 @@ def _end_without_caller(folder: Path, seconds: float) -> None:
         if beat != last:
             last, changed = beat, time.monotonic()
         if time.monotonic() > changed + seconds:
-            print_notice(f"the caller of this job has given no sign for {seconds:g} s: it ends")
+            print_notice(
+                f"the process that submitted this job has not been heard of for {seconds:g} s, so the job ends"
+            )
             sys.stdout.flush()
             sys.stderr.flush()
             shutil.rmtree(folder, ignore_errors=True)

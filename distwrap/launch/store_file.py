@@ -15,7 +15,7 @@ from distwrap.launch.other_callers import OtherCallers
 from distwrap.launch.task import NodePlan
 from distwrap.network import memory_file
 from distwrap.supervision import board
-from distwrap.supervision.bells import BOARD
+from distwrap.supervision.board import BOARD
 
 
 @dataclass(frozen=True)

@@ -133,10 +133,10 @@ def wait_for_ends(processes: Sequence[Process]) -> list[int | None]:
             continue
         how = describe_exit(code)
         if code is None:
-            how = f"did not end within {EXIT_SECONDS:g} s, and was stopped: look at its exit handlers and threads"
+            how = f"it did not end within {EXIT_SECONDS:g} s, and was killed. Look at its exit handlers and threads"
         warnings.warn(
-            f"rank {process.rank} on {socket.gethostname()} had done its work, and its result is whole, but then: "
-            f"{how}.",
+            f"rank {process.rank} on {socket.gethostname()} finished its work, and its result is complete, but "
+            f"afterwards its process failed: {how}.",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -186,8 +186,8 @@ def _timed_out(late: list[Process], seconds: float | None, met: Meeting) -> Work
         process.signal(signal.SIGABRT)  # faulthandler prints the Python stacks of all its threads
     _all_leave(late, time.monotonic() + 1)
     return WorkerTimeoutError(
-        f"{named_ranks(process.rank for process in late)} of {met.world_size} on {socket.gethostname()} did not finish "
-        f"within {seconds:g} s:\n{places}\nThe whole stack of each is above, on standard error.",
+        f"{named_ranks(process.rank for process in late)} of {met.world_size} on {socket.gethostname()} did "
+        f"not finish within {seconds:g} s:\n{places}\nThe whole stack of each was printed on standard error.",
         rank=late[0].rank,
         host=socket.gethostname(),
     )
@@ -197,7 +197,7 @@ def _positions(met: Meeting) -> str:
     try:
         return hang_report.ask_all(side_store(met.store, met.number), met.world_size)
     except RuntimeError as error:
-        return f"  nobody can be asked: {error}"
+        return f"  the ranks cannot be asked: {error}"
 
 
 def print_where_all_are(met: Meeting) -> None:

@@ -38,7 +38,7 @@ def pack(task: Task) -> bytes:
 
 
 def unpack(data: bytes) -> Task:
-    """Undo `pack`, on the rank, and know the names that the caller has registered."""
+    """Undo `pack` on the rank, and take over the names that the caller has registered."""
     *parts, registered = pickle.loads(data)
     for registry, rows in zip(REGISTRIES, registered, strict=True):
         registry.adopt(rows)

@@ -66,7 +66,7 @@ class LauncherLink(Protocol):
         """
 
     def report(self, outcome: Outcome) -> None:
-        """Bring home how this rank has ended; called once, perhaps from another thread than the main one."""
+        """Send the outcome of this rank to the launcher; called once, perhaps not in the main thread."""
 
 
 class PipeLink:
@@ -135,7 +135,7 @@ def work(link: LauncherLink, task: Task | None = None, *, finish: Callable[[], N
 
 
 def _run(assignment: Assignment, task: Task | None, link: LauncherLink) -> bytes | None:
-    """Return what of the run is wanted at home, pickled."""
+    """Return the pickled part of the run that the caller wants."""
     if assignment.surroundings is not None:
         assignment.surroundings.restore()
     if assignment.random is not None:
@@ -206,7 +206,7 @@ def take_part(
 
 
 def reported(task: Task) -> AbstractContextManager[None]:
-    """Tell where the time of a run goes, where its options ask for it; what is within the ``with`` is the run."""
+    """Report where the time of a run goes, if its options ask for it; the ``with`` holds the run."""
     if not task.options.report:
         return nullcontext()
     from distwrap.timing.report import report_of_run  # which most runs do not need
@@ -215,7 +215,7 @@ def reported(task: Task) -> AbstractContextManager[None]:
 
 
 def packed(assignment: Assignment, task: Task, value: Any, trained: list[Retrofitted]) -> bytes | None:
-    """Pickle what is wanted of this rank: its value, and from the first of each node what it has trained."""
+    """Pickle what the caller wants of this rank: its value, and from the first rank of a node what it has trained."""
     place = assignment.placement
     wanted = place.rank == 0 or assignment.returns == "all"
     if not wanted and place.local_rank > 0:
@@ -229,11 +229,11 @@ def packed(assignment: Assignment, task: Task, value: Any, trained: list[Retrofi
 
 
 class FailureTold(Exception):
-    """This rank has failed, and its launcher knows."""
+    """Failure of this rank of which its launcher already knows."""
 
 
 def or_told(link: LauncherLink, rank: int, call: Callable[[], T]) -> T:
-    """Return what the call returns; where it fails, report that, and forget the process group.
+    """Return what the call returns; if it fails, report the failure, and forget the process group.
 
     Raises:
         FailureTold: it has failed, also with SystemExit or KeyboardInterrupt.
@@ -267,7 +267,7 @@ def _tell(link: LauncherLink, rank: int, error: BaseException) -> None:
 
 
 def _lost(first: Failure, link: LauncherLink, rank: int) -> None:
-    """Report, from the side channel's thread, which ends this process then, that another rank's failure is why."""
+    """Report that this process ends because another rank has failed; called in the side channel's thread."""
     _is_lost.set()
     error = WorkerError(f"rank {rank} was ended, since another failed first: {first}", rank=rank)
     link.report(replace(failure(rank, error), is_secondary=True))

@@ -120,16 +120,17 @@ class Buffers:
                     return None
                 if at < forwards and patience:
                     say(
-                        f"eval() of {type(model).__name__} on another rank, after {forwards} forwards in training, "
-                        f"takes over the buffers that rank 0 has after {at}: it did not come further in {patience:g} s."
+                        f"eval() of {type(model).__name__} on another rank, after {forwards} forwards in "
+                        f"training, takes over the buffers that rank 0 has after {at}, since rank 0 got no "
+                        f"further within {patience:g} s."
                     )
                 at = -1
             if asked is not None and not self._side.reached(self._computed):
                 if waited < _BEHIND:
                     return None
                 say(
-                    f"eval() of {type(model).__name__} on another rank takes over buffers of rank 0 that its device is "
-                    f"still computing: it did not come to the end of its last forward in {_BEHIND:g} s."
+                    f"eval() of {type(model).__name__} on another rank takes over buffers that rank 0's device "
+                    f"is still computing, since its last forward did not end within {_BEHIND:g} s."
                 )
                 at = -1
             with self._side.current():
@@ -147,17 +148,18 @@ class Buffers:
 
 
 def sync_buffers(model: nn.Module, how: str = "rank0") -> None:
-    """Give every rank the same buffers, as BatchNorm's running statistics; a collective.
+    """Give every rank the same buffers, such as BatchNorm's running statistics; a collective.
 
-    ``eval()`` of a wrapped model does it by itself, from rank 0, where the model was trained since. The mean is over
-    ranks of equal weight.
+    ``eval()`` of a wrapped model does so by itself, with rank 0's buffers, if the model was trained since. In a mean
+    all ranks have equal weight.
 
     Args:
-        model: wrapped or not.
-        how: ``"rank0"``: rank 0's; ``"mean"``: floating-point ones averaged, the others rank 0's.
+        model: a model, wrapped or not.
+        how: ``"rank0"`` for rank 0's buffers; ``"mean"`` for the mean of floating-point buffers, and rank 0's for all
+            others.
 
     Raises:
-        OptionError: another word.
+        OptionError: `how` is another word.
 
     Example:
         >>> sync_buffers(nn.BatchNorm1d(3), "mean")

@@ -1,4 +1,4 @@
-"""Notice a model that nobody has wrapped, in a loop that steps it by hand: no optimizer tells of it.
+"""Find a model that is not wrapped in a loop that updates it by hand, without an optimizer.
 
 As a sharded loader gives its first batches, and neither an optimizer has stepped nor gradients were averaged, each rank
 looks at the parameters that are in no wrapped model and in no optimizer, and tells what they have become. Where they
@@ -42,7 +42,7 @@ class ByHand(RunPart):
         self._seen: dict[str, dict[str, int]] = {}  # of each model what it was, by the number of batches before
 
     def first_batches(self, batches: Iterator[Any]) -> Iterator[Any]:
-        """Return the batches of a loader, in front of the first of which the models are looked at."""
+        """Return the batches of a loader; before the first one, the models are looked at."""
         return batches if self._batches >= _LOOKS[-1] else chain(self._looked_at(batches), batches)
 
     def _looked_at(self, batches: Iterator[Any]) -> Iterator[Any]:
@@ -118,8 +118,8 @@ def _may_be_stepped(parameter: nn.Parameter) -> bool:
 
 def _in_words(kind: str, rank: int, other: int, world_size: int) -> str:
     return (
-        f"rank {rank}: the weights of {kind}, which wrap_model() has not wrapped, have changed, and rank {other} has "
-        f"others: no optimizer holds them, so they are updated by hand, and each of the {world_size} ranks trains a "
-        f"{kind} of its own. Write model = wrap_model(model) before the loop, and train what it returns. If each rank "
-        f"is to have its own, say model = local_model(model)."
+        f"rank {rank}: the weights of {kind}, which wrap_model() has not wrapped, have changed, and differ "
+        f"from those of rank {other}: no optimizer holds them, so the loop updates them by hand, and each "
+        f"of the {world_size} ranks trains a {kind} of its own. Write model = wrap_model(model) before the "
+        "loop, and train what it returns. If each rank is to have its own, say model = local_model(model)."
     )

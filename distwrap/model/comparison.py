@@ -1,4 +1,4 @@
-"""Comparison of tensors between ranks over the side channel, for which nobody waits.
+"""Comparison of tensors between ranks over the side channel, without any rank waiting.
 
 Each rank looks at its tensors at a position, tells their digest, and compares it with another rank's when that has come
 to the same position; at latest when the run ends. Of a divided model, a part is compared with the first rank that has
@@ -157,7 +157,7 @@ class Comparison(Generic[P]):
             if other in marks:
                 difference = in_sync.first_difference(list(marks.values()), exact=exact, ranks=list(marks))
             elif exact:  # it has gone on, and no longer knows them
-                difference = f"which tensor is no longer known, but ranks {other} and {self._rank} differ"
+                difference = f"ranks {other} and {self._rank} differ, but it is no longer known in which tensor"
             else:
                 return False
             if difference is not None:
@@ -193,7 +193,7 @@ class Comparisons(RunPart):
         self.channel.work.serve(f"alike/{self.rank}", self._packed)
 
     def _packed(self, key: str | None, waited: float) -> bytes:
-        """Return the marks of one comparison, if somebody holds it; as this rank leaves, of all."""
+        """Return the marks of one comparison, if it still exists; when this rank leaves, those of all."""
         found = {each: self.by_key.get(each) for each in ([key] if key is not None else list(self.by_key))}
         marks = {each: comparison.told() for each, comparison in found.items() if comparison is not None}
         return zlib.compress(json.dumps(marks).encode())

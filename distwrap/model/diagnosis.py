@@ -97,7 +97,7 @@ def _whose(world: World, unused: list[str]) -> str:
         same = [rank for rank in everybody if json.loads(world.channel.noted("unused", rank) or "[]") == unused]
     if len(same) == len(everybody):
         return "On every rank"
-    return f"Only on {named_ranks(same)}, so the ranks went different ways through the model"
+    return f"Only on {named_ranks(same)}, so the ranks took different branches of the model"
 
 
 def _by_module(names: list[str]) -> list[str]:
@@ -107,7 +107,7 @@ def _by_module(names: list[str]) -> list[str]:
         module, _, parameter = name.rpartition(".")
         groups.setdefault(module or "the model itself", []).append(parameter)
     lines = [f"{module}: {', '.join(parameters)}" for module, parameters in groups.items()]
-    return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} modules more"]
+    return lines if len(lines) <= _SHOWN else [*lines[:_SHOWN], f"and {len(lines) - _SHOWN} more modules"]
 
 
 # What to do where a whole tensor met a divided one, by what the operator does.
@@ -138,8 +138,9 @@ def _explained_mixture(error: RuntimeError) -> ModelError:
     else:
         way_out = _AVERAGED if operator.partition(".")[2].partition(".")[0].endswith("_") else _COMPUTED
     return ModelError(
-        f"rank {current_world().placement.rank}: {operator} was given a whole tensor and one of which this rank has a "
-        f"part, as a parameter of a divided model is outside of its forward. {way_out.format(load=_LOAD)}"
+        f"rank {current_world().placement.rank}: {operator} was given a whole tensor together with a tensor of "
+        "which this rank has only a part, which is what a parameter of a divided model is outside of its "
+        f"forward. {way_out.format(load=_LOAD)}"
     )
 
 
@@ -163,11 +164,11 @@ def _explained_twice(text: str) -> ModelError:
     }
     which = " or ".join(sorted(map(repr, candidates))) or "a parameter"
     return ModelError(
-        f"rank {current_world().placement.rank}: the gradient of {which} was complete twice in one backward. That is "
-        f"so where reentrant activation checkpointing runs a part twice: use torch.utils.checkpoint.checkpoint(..., "
-        f"use_reentrant=False), or, if every step uses the same parameters, wrap_model(..., static_graph=True). "
-        f"It is also so where a parameter is used outside of the forward, or where two forwards of a model with "
-        f"find_unused_parameters=True meet in one backward."
+        f"rank {current_world().placement.rank}: the gradient of {which} was computed twice in one backward. "
+        "One cause is reentrant activation checkpointing, which runs a part twice: use "
+        "torch.utils.checkpoint.checkpoint(..., use_reentrant=False), or, if every step uses the same "
+        "parameters, wrap_model(..., static_graph=True). Another cause is a parameter that is used outside of "
+        "the forward, or two forwards of a model with find_unused_parameters=True in one backward."
     )
 
 

@@ -119,7 +119,7 @@ class ModelWatch(Watch):
             self._due = self.averages + 1
 
     def end(self) -> None:
-        """Look once more, as the run ends or a call in it; let go of the model if the wrapper is gone.
+        """Compare once more, when the run or a call in it ends; forget the model if the wrapper is gone.
 
         Ranks are compared that have taken as many averages, and have both, or neither, changed the weights after the
         last one by more than a step.
@@ -157,7 +157,7 @@ class ModelWatch(Watch):
 
     @property
     def is_gone(self) -> bool:
-        """Whether nobody holds the wrapped model any more."""
+        """Whether the wrapped model exists no more."""
         return self._model() is None
 
     @property

@@ -25,11 +25,12 @@ Copy = Callable[[torch.Tensor, torch.Tensor], object]
 
 @contextmanager
 def init_empty() -> Iterator[None]:
-    """Make models without numbers inside of a ``with``, which take no memory, as those larger than one process.
+    """Make models without numbers within a ``with``: they take no memory, so they may exceed what one process holds.
 
-    `wrap_model` divides such a model, and then lets its modules draw their numbers by their ``reset_parameters()``,
-    each rank for its own share. They are not those that the model would have had without this. What a constructor
-    does to weights by other functions, as ``self.apply(self._init_weights)``, is lost, and a notice names those.
+    `wrap_model` divides such a model, and then lets its modules draw their numbers by ``reset_parameters()``, each rank
+    for its own share. These are not the numbers that the model would have had otherwise. Changes that a constructor
+    makes to weights by other functions, as by ``self.apply(self._init_weights)``, are lost, and a notice names these
+    functions.
 
     Example:
         >>> with init_empty():
@@ -53,9 +54,9 @@ def init_empty() -> Iterator[None]:
     if lost:
         say_once(
             f"lost {[*lost]}",
-            f"init_empty(): {' and '.join(map('{}()'.format, lost))} set the numbers of weights, which have none yet: "
-            f"wrap_model() draws those of reset_parameters() instead. Do it again after wrap_model(), as by "
-            f"model.apply(model._init_weights), unless a checkpoint is loaded.",
+            f"init_empty(): {' and '.join(map('{}()'.format, lost))} set weights that have no numbers yet, so "
+            "that nothing came of it: wrap_model() will draw those of reset_parameters() instead. Set them "
+            "again after wrap_model(), as by model.apply(model._init_weights), unless a checkpoint is loaded.",
         )
 
 
@@ -95,7 +96,9 @@ def fill(net: nn.Module, device: torch.device, seed: int, copy: Copy | None = No
                 f"buffers in place."
             )
         if name not in drawn and any(True for _ in part.parameters(recurse=False)):
-            raise ModelError(f"{of} with them, which would be lost. Make all of the model in init_empty(), or nothing.")
+            raise ModelError(
+                f"{of} with them, which would be lost. Make the whole model in init_empty(), or none of it."
+            )
     with generators_kept(device), torch.no_grad():
         groups = _groups(net, drawn)
         _make_room(net, device)
@@ -133,8 +136,9 @@ def _groups(net: nn.Module, drawn: dict[str, nn.Module]) -> list[list[nn.Module]
     if outer == "":
         say_once(
             "drawn at once",
-            f"init_empty(): reset_parameters() of {type(net).__name__} draws the numbers of modules inside of it too, "
-            f"so all of it is whole on each rank until they are drawn. Let each module draw its own to save memory.",
+            f"init_empty(): reset_parameters() of {type(net).__name__} also draws the numbers of the modules "
+            "inside of it, so each rank holds all of them whole until they are drawn. To save memory, let each "
+            "module draw its own.",
         )
     return groups
 

@@ -204,7 +204,7 @@ def check_forward_methods(model: nn.Module, forward_methods: ForwardMethods) -> 
 
 
 def has_gradient(output: Any) -> bool:
-    """Say whether there is a tensor in any nesting through which a backward could come."""
+    """Return whether a nesting holds a tensor through which a backward could come."""
     return any(tensor.requires_grad for tensor in tensors_in(output))
 
 

@@ -85,9 +85,10 @@ class Gradients:
         for parameter, accumulator in self._accumulators:
             if parameter.requires_grad and _accumulator(parameter) is not accumulator:
                 raise ModelError(
-                    f"the parameter {self._names[id(parameter)]!r} has been moved, or changed its type, since "
-                    f"wrap_model(), and DDP has lost it: the ranks would train apart. Move the model before "
-                    f"wrap_model(), or wrap again: model = wrap_model(unwrap_model(model))."
+                    f"the parameter {self._names[id(parameter)]!r} has been moved, or has changed its type, "
+                    "since wrap_model(), so that DDP no longer averages its gradient, and each rank would "
+                    "train a model of its own. Move the model before wrap_model(), or wrap again: model = "
+                    "wrap_model(unwrap_model(model))."
                 )
 
     def is_in_backward(self) -> bool:
@@ -142,8 +143,9 @@ class Gradients:
             if not syncs:
                 say_once(
                     "no_sync",
-                    "a backward in no_sync() exchanges gradients all the same, because its forward was outside, or one "
-                    "before it that had no backward. Put both inside, or loop over distwrap.accumulate().",
+                    "a backward in no_sync() exchanges gradients all the same, because its forward, or an "
+                    "earlier forward without a backward, was outside of no_sync(). Put both inside, or loop "
+                    "over distwrap.accumulate().",
                 )
             if self.on_average is not None:
                 self.on_average()
@@ -176,9 +178,9 @@ def _refuse_unfreezing(name: str, parameter: nn.Parameter) -> Any:
         watches = current_world().part(WrappedModels).gradients.values()
         if not any(parameter is own for other in watches for own in other.averaged()):
             raise ModelError(
-                f"the parameter {name!r} was frozen when wrap_model() was called, and has a gradient now, which DDP "
-                f"does not average: the ranks would train it apart. Set requires_grad before wrap_model(), or wrap "
-                f"again: model = wrap_model(unwrap_model(model))."
+                f"the parameter {name!r} was frozen when wrap_model() was called, and has a gradient now, "
+                "which DDP does not average, so that it would differ between the ranks. Set requires_grad "
+                "before wrap_model(), or wrap again: model = wrap_model(unwrap_model(model))."
             )
 
     # The hook needs a tensor that requires a gradient, and stays where it no longer does.

@@ -41,25 +41,25 @@ class Held(NamedTuple):
 
 
 def assert_in_sync(model: nn.Module) -> None:
-    """Prove that all ranks hold the same weights and buffers, bit by bit; a collective, and a no-op in one process.
+    """Check that all ranks hold the same weights and buffers, bit by bit; a collective, and a no-op in one process.
 
-    Running statistics of norms are left out: each rank has its own while it trains. Only fingerprints travel.
-    Weights are compared by themselves too, all along.
+    Running statistics of norms are left out, since each rank has its own while it trains. Only fingerprints are sent.
+    distwrap also compares weights by itself during the training.
 
     Args:
-        model: wrapped or not.
+        model: a model, wrapped or not.
 
     Raises:
-        ModelError: it is no module.
-        DriftError: names the first tensor that differs, and the ranks; on every rank.
+        ModelError: `model` is not a module.
+        DriftError: a tensor differs; the message names the first one, and the ranks. Raised on every rank.
 
     Example:
         >>> assert_in_sync(nn.Linear(2, 1))
     """
     if not isinstance(model, nn.Module):
         raise ModelError(
-            f"assert_in_sync() takes an nn.Module, not a {type(model).__qualname__}. To compare anything else, look at "
-            f"gather_object() of it, or at reduce() of it with op='min' and op='max'."
+            f"assert_in_sync() takes an nn.Module, not a {type(model).__qualname__}. To compare anything else, "
+            "use gather_object(), or reduce() with op='min' and op='max'."
         )
     if current_world().placement.world_size == 1:
         return
@@ -162,7 +162,7 @@ def _first_difference_of(held: dict[int, list[Mark]], exact: bool) -> str | None
         own = [name for name, *_ in held[rank]]
         if own != names:
             other = next((name for name in [*own, *names] if (name in own) != (name in names)), "their order")
-            return f"rank {rank} holds other tensors than rank {first} ({other})"
+            return f"rank {rank} does not hold the same tensors as rank {first} ({other})"
     for index, name in enumerate(names):
         parts: dict[str, dict[tuple[float, ...], list[int]]] = {}
         for rank, marks in held.items():

@@ -78,10 +78,11 @@ class LearningRates(RunPart):
         known = own.at(theirs)
         if known and theirs.rates not in known:
             raise DriftError(
-                f"rank {self._world.placement.rank}: the learning rate of {name} is {_in_words(known[-1])} here and "
-                f"{_in_words(theirs.rates)} on rank {rank}, in the step after {theirs.averages} averages of gradients: "
-                f"the ranks would train apart. What chooses it must see the same numbers on every rank, as "
-                f"scheduler.step(distwrap.mean(loss, count)), and every rank must step a scheduler as often."
+                f"rank {self._world.placement.rank}: the learning rate of {name} is {_in_words(known[-1])} "
+                f"here and {_in_words(theirs.rates)} on rank {rank}, in the step after {theirs.averages} "
+                "averages of gradients: the ranks would train apart. The code that chooses it must see the "
+                "same numbers on every rank, as in scheduler.step(distwrap.mean(loss, count)), and every rank "
+                "must step its schedulers equally often."
             )
 
 

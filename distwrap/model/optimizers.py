@@ -30,7 +30,7 @@ class Optimizers(RunPart):
 
     @property
     def has_stepped(self) -> bool:
-        """Whether an optimizer with gradients has stepped that somebody still holds."""
+        """Whether an optimizer with gradients has stepped, of those that still exist."""
         return bool(self._groups)
 
     def close(self) -> None:
@@ -76,16 +76,17 @@ class Optimizers(RunPart):
         return divides and not self._models.of_optimizer(optimizer)
 
     def _refuse_newcomers(self, held: dict[int, nn.Parameter], model: nn.Module) -> None:
-        """Refuse to train what came into a model after it was wrapped: nobody averages its gradients."""
+        """Refuse to train a parameter that was added to a wrapped model, since its gradient is not averaged."""
         gradients, net = self._models.gradients.get(model), unwrap_model(model)
         if gradients is None:
             return
         for name, parameter in net.named_parameters():
             if id(parameter) in held and parameter.grad is not None and not gradients.knows(parameter):
                 raise ModelError(
-                    f"rank {self._rank}: the parameter {name!r} came into {type(net).__name__} after "
-                    f"wrap_model(), so that DDP does not average its gradients: the ranks would train it apart. Change "
-                    f"the model before wrap_model(), or wrap again: model = wrap_model(unwrap_model(model))."
+                    f"rank {self._rank}: the parameter {name!r} was added to {type(net).__name__} after "
+                    "wrap_model(), so that DDP does not average its gradient, and it would differ between the "
+                    "ranks. Change the model before wrap_model(), or wrap again: model = "
+                    "wrap_model(unwrap_model(model))."
                 )
 
     def _refuse_copies(self, optimizer: Optimizer, held: dict[int, nn.Parameter], model: nn.Module) -> None:
@@ -97,7 +98,8 @@ class Optimizers(RunPart):
         if trained and alike and held.keys().isdisjoint(map(id, parameters)):
             raise ModelError(
                 f"rank {self._rank}: this {type(optimizer).__name__} holds none of the parameters of "
-                f"{type(unwrap_model(model)).__name__}, but others of the same shapes, which have no gradient: it "
-                f"would train nothing. Make it from model.parameters() of what wrap_model() got or returned, not "
-                f"of a copy, and not before a .to() that exchanges them, as on some devices."
+                f"{type(unwrap_model(model)).__name__}, but others of the same shapes, which have no gradient: "
+                "it would train nothing. Make the optimizer from model.parameters() of the model that "
+                "wrap_model() got or returned: not of a copy, and not before a .to() that replaces the "
+                "parameters, as it does on some devices."
             )

@@ -72,9 +72,10 @@ class Plateaus(RunPart):
                 if theirs is not None and not _are_alike(theirs, call.number):
                     raise DriftError(
                         f"rank {own}: ReduceLROnPlateau was stepped with {call.number:.7g} here and with "
-                        f"{theirs:.7g} on rank {rank}, in its call {call.count}{call.place and f' at {call.place}'}: "
-                        f"the ranks would choose other learning rates, and train apart. Give it one number on all "
-                        f"ranks, as scheduler.step(distwrap.mean(loss, count))."
+                        f"{theirs:.7g} on rank {rank}, in its call "
+                        f"{call.count}{call.place and f' at {call.place}'}: the ranks would choose different "
+                        "learning rates, and train apart. Give it the same number on all ranks, as "
+                        "scheduler.step(distwrap.mean(loss, count))."
                     )
             if None not in told.values() or call.tries > _TRIES:
                 self.pending.remove(call)

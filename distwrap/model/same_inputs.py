@@ -141,21 +141,21 @@ class InputsWatch:
     def _in_words(self) -> str:
         kind, size = type(self._routing.model).__name__, len(self._others) + 1
         seen = (
-            f"rank {self._rank}: {kind} has got the same inputs on all {size} ranks, batch after batch"
-            f"{self._place and f', at {self._place}'}: {size} ranks do the work of one, and learn nothing from the "
-            f"other samples."
+            f"rank {self._rank}: {kind} has got the same inputs on all {size} ranks, batch after "
+            f"batch{self._place and f', at {self._place}'}: {size} ranks do the same work, and the model "
+            "learns nothing from the other samples."
         )
         if loop := _plain_loop():
-            way = f"The loop at {loop} goes over a DataLoader as it is: give it shard_loader(loader)."
+            way = f"The loop at {loop} iterates over a DataLoader that is not sharded: give it shard_loader(loader)."
         else:
             way = (
-                "Take a loader through shard_loader(loader). What the loop draws by itself, as by torch.randint or "
-                "torch.randn, needs numbers of this rank's own: generator=rank_generator(seed), or "
-                "seed_everything(seed, apart=True) once the model is made."
+                "Write loader = shard_loader(loader). Random numbers that the loop draws by itself, as by "
+                "torch.randint or torch.randn, must differ between the ranks: "
+                "generator=rank_generator(seed), or seed_everything(seed, apart=True) once the model is made."
             )
         return (
-            f"{seen} {way} If all ranks are to have the same, say shard_loader(loader, mode='same'), or "
-            f"wrap_model(model, same_inputs=True)."
+            f"{seen} {way} If all ranks are meant to have the same inputs, say shard_loader(loader, "
+            "mode='same'), or wrap_model(model, same_inputs=True)."
         )
 
 

@@ -24,15 +24,16 @@ _MARKS = ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module")
 def strip_module_prefix(
     state_dict: StateDict, *, target: nn.Module | Mapping[str, Any] | Iterable[str] | None = None
 ) -> StateDict:
-    """Remove ``module.``, ``_orig_mod.`` and FSDP's prefix from the keys, in any nesting.
+    """Remove ``module.``, ``_orig_mod.`` and FSDP's prefix from the keys of a state dict, in any nesting.
 
-    ``module.`` is taken for a wrapper's where every key has it, at the front or behind another wrapper's mark; a child
-    that is really called ``module`` survives beside others. Where it is the only child, only `target` can tell.
+    ``module.`` is taken for a wrapper's prefix if every key has it, at its beginning or behind the prefix of another
+    wrapper. A child of the model that is really called ``module`` keeps its name if it has siblings; if it is the only
+    child, only `target` can tell.
 
     Args:
-        state_dict: what was saved; it is not changed, and its tensors are not copied.
-        target: the model that is to load it, or its state dict or keys: each key then becomes the target's own
-            spelling, and keys that the target lacks are stripped as without it.
+        state_dict: the saved state; it is not changed, and its tensors are not copied.
+        target: the model that is to load it, or the state dict or the keys of that model. Each key then gets the
+            target's own spelling, and keys that the target lacks are stripped as without it.
 
     Returns:
         A state dict of the same type, order and metadata.
@@ -63,7 +64,10 @@ def strip_module_prefix(
 
 
 def add_module_prefix(state_dict: StateDict) -> StateDict:
-    """Put ``module.`` in front of every key, as a bare DistributedDataParallel or DataParallel wants to load it.
+    """Put ``module.`` in front of every key, which a bare DistributedDataParallel or DataParallel needs to load it.
+
+    Args:
+        state_dict: the state of the plain model; it is not changed.
 
     Example:
         >>> add_module_prefix({"weight": 1})

@@ -99,8 +99,9 @@ class TransparentModule(nn.Module):
         model = unwrap_model(self)
         if isinstance(self, nn.parallel.DistributedDataParallel) and (kwargs.get("assign") or True in args[1:2]):
             raise ModelError(
-                "load_state_dict(assign=True) on a wrapped model would exchange the parameters that DDP averages, and "
-                "the ranks would train apart. Load before wrap_model(), or leave assign out."
+                "load_state_dict(assign=True) on a wrapped model would replace the parameters whose gradients "
+                "DDP averages, and each rank would train a model of its own. Load before wrap_model(), or "
+                "leave assign out."
             )
         given = state_dict if isinstance(state_dict, dict) else dict(state_dict)  # its _metadata must come along
         return model.load_state_dict(strip_module_prefix(given, target=model), *args, **kwargs)
@@ -183,8 +184,8 @@ def refuse_unknown_parameters(model: nn.Module, name: str, value: Any) -> None:
     known = set(map(id, model.parameters()))
     if any(parameter.requires_grad and id(parameter) not in known for parameter in new):
         raise ModelError(
-            f"{name!r} would bring new parameters into a model that is wrapped already, and every rank would train "
-            f"them apart. Set it before wrap_model(), or wrap unwrap_model(model) anew."
+            f"{name!r} would add new parameters to a model that is wrapped already, and they would differ "
+            "between the ranks. Set it before wrap_model(), or wrap unwrap_model(model) anew."
         )
 
 

@@ -57,7 +57,7 @@ class Unwrapped(RunPart):
         return now is None or now != self._begun
 
     def look(self, optimizer: Optimizer) -> None:
-        """Refuse an optimizer that steps parameters of a module that nobody has wrapped, where other ranks do too.
+        """Refuse an optimizer that steps parameters of a module that is not wrapped, if other ranks do so too.
 
         Raises:
             ModelError: names the module's class, and the line that has made the optimizer.
@@ -94,7 +94,7 @@ class Unwrapped(RunPart):
         handle = optimizer.register_step_post_hook(after)
 
     def look_again(self, optimizer: Optimizer) -> None:
-        """Look whether other ranks have come to what this rank alone had trained so far."""
+        """Check again whether other ranks train by now what only this rank had trained so far."""
         for step in list(self.open):
             step.looks += 1
             owner = step.optimizer()
@@ -116,19 +116,19 @@ class Unwrapped(RunPart):
             if all(told.values()):
                 say_once(
                     f"unwrapped {kind}",
-                    f"{kind} is not wrapped, and has the same gradients on all ranks: unless you average them by hand, "
-                    f"{place.world_size} ranks do the work of one. Write model = wrap_model(model) and loader = "
-                    f"shard_loader(loader), and use what they return.",
+                    f"{kind} is not wrapped, and has the same gradients on all ranks: unless you average them "
+                    f"by hand, all {place.world_size} ranks do the same work. Write model = wrap_model(model) "
+                    "and loader = shard_loader(loader), and use what they return.",
                 )
             return all(told.values())
         made, when = where_made(optimizer), "has stepped" if optimizer in self._computing else "is about to step"
         raise ModelError(
-            f"rank {place.rank}: this {type(optimizer).__name__}{made and f', made at {made},'} {when} "
-            f"{kind}, which wrap_model() has not wrapped"
-            f"{'' if unlike is None else f', and rank {unlike} has other gradients'}: each of the {place.world_size} "
-            f"ranks would train a {kind} of its own. Write model = wrap_model(model) before the loop, in the function "
-            f"that the ranks run, and train what it returns. If each rank is to have its own, as a probe or a player, "
-            f"say model = local_model(model)."
+            f"rank {place.rank}: this {type(optimizer).__name__}{made and f', made at {made},'} {when} {kind}, "
+            "which wrap_model() has not "
+            f"wrapped{'' if unlike is None else f', and rank {unlike} has other gradients'}: each of the "
+            f"{place.world_size} ranks would train a {kind} of its own. Write model = wrap_model(model) before "
+            "the loop, in the function that the ranks run, and train what it returns. If each rank is meant to "
+            "have its own, as a probe or a player, say model = local_model(model)."
         )
 
 

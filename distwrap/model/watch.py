@@ -12,7 +12,7 @@ _MOST = 2**20  # averages from one look to the next
 
 
 class TrainingPosition(NamedTuple):
-    """A position in the training of some tensors; ranks are compared that have come to the same one.
+    """A position in the training of some tensors; ranks are compared at the same position.
 
     Attributes:
         era: how often the ranks had begun to count anew.
@@ -108,7 +108,7 @@ class Watch:
         last = f" They last agreed {agreed.in_words(self.unit)}." if agreed is not None else ""
         if "learning rate" in difference:
             cause = (
-                "A scheduler that looks at a metric must see the same one on every rank, as "
+                "A scheduler that looks at a metric must see the same number on every rank, as in "
                 "scheduler.step(distwrap.mean(loss, count))."
             )
         elif position.event == "by hand" or not self.averages:
@@ -118,9 +118,9 @@ class Watch:
             )
         else:
             cause = (
-                "Every rank must start alike (wrap_model() sees to it), average the gradients of all that it trains "
-                "(what is outside of a wrapped model, or came into it later, is not), and take the same steps with "
-                "the same learning rate."
+                "All ranks must start with the same weights (wrap_model() sees to it), average the gradients "
+                "of everything that they train (parameters outside of a wrapped model, or added to it "
+                "later, are not averaged), and take the same steps with the same learning rate."
             )
         return (
             f"rank {self._rank}: {position.in_words(self.unit)} the ranks do not hold the same weights of "

@@ -22,7 +22,7 @@ _MARK = "_distwrap_strategy"
 
 
 class WrappedModels(RunPart):
-    """Wrapped models of one run; they hold on to the process group, and let go of it when the run ends.
+    """Wrapped models of one run; they keep the process group alive until the run ends.
 
     Iterating yields those that somebody still holds, the same on every rank where all ranks hold the same.
 
@@ -46,7 +46,7 @@ class WrappedModels(RunPart):
 
     @property
     def last(self) -> nn.Module | None:
-        """The model that was wrapped last, of those that somebody still holds."""
+        """The model that was wrapped last, of those that still exist."""
         return next((model for held in reversed(self._models) if (model := held()) is not None), None)
 
     def of_optimizer(self, optimizer: Optimizer) -> list[nn.Module]:

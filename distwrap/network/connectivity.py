@@ -1,4 +1,4 @@
-"""Connectivity: wait until somebody listens on a host, and see that the nodes reach each other."""
+"""Connectivity: wait until a program listens on a host, and check that the nodes reach each other."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ _SLACK_SECONDS = 5.0  # for another node to have begun later
 def reach(
     host: str, ports: Sequence[int], seconds: float, on_wait: Callable[[str], None] | None = None
 ) -> tuple[str, int]:
-    """Wait until somebody listens at one of the ports, and return the numeric address and the port that answer.
+    """Wait until a program listens at one of the ports; return the numeric address and the port that answer.
 
     A node that refuses the connection is there, and its rank 0 may come yet; one that does not answer is not.
 
@@ -47,7 +47,7 @@ def reach(
                 tried[f"{address} port {port}: {problem}"] = problem
         waited, refused, what = time.monotonic() - start, "refused" in tried.values(), "; ".join(tried)
         if waited > (seconds if refused else min(seconds, REPLY_SECONDS)):
-            missing = "the node is there, but nobody listens" if refused else "no node answers"
+            missing = "the node answers, but no program listens at the port" if refused else "no node answers"
             here = ", ".join(f"{name} {' '.join(found)}" for name, found in interfaces().items())
             raise ArrivalError(
                 f"{socket.gethostname()} found no meeting place at {host} within {waited:.0f} s: {missing} ({what}). "
@@ -59,7 +59,7 @@ def reach(
 
 
 def answers(host: str, port: int) -> bool:
-    """Return whether somebody listens at a port now."""
+    """Return whether a program listens at a port now."""
     try:
         return any(_connect(address, port) is None for address in addresses_of(host))
     except OSError:

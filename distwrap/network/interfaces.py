@@ -121,16 +121,16 @@ def check_users_choice(env: Mapping[str, str], backend: str) -> None:
         gloo = variable.startswith("GLOO")
         if gloo and value[0] in "^=":
             raise PlacementError(
-                f"{variable}={value} on {socket.gethostname()}: '{value[0]}' is NCCL's way to write it; gloo takes "
-                f"interface names alone. There are: {listed}."
+                f"{variable}={value} on {socket.gethostname()}: NCCL understands '{value[0]}', but gloo takes "
+                f"names of interfaces only. There are: {listed}."
             )
         exact = gloo or value.startswith("=")
         names = [] if value.startswith("^") else value.lstrip("=").split(",")
         for name in names:
             if not any(each == name if exact else each.startswith(name.partition(":")[0]) for each in here):
                 raise PlacementError(
-                    f"{variable}={value}: {socket.gethostname()} has no interface {name} that is up. There are: "
-                    f"{listed}. Unset {variable}, and distwrap takes the one that leads to rank 0."
+                    f"{variable}={value}: {socket.gethostname()} has no interface {name} that is up. There "
+                    f"are: {listed}. Unset {variable}, and distwrap takes the interface that leads to rank 0."
                 )
 
 

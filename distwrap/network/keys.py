@@ -1,10 +1,15 @@
 """Values of keys in a store, by one operation where the store has it."""
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the commands `where` and `top` come here without torch
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 
 def read(store: Store, key: str) -> bytes:
-    """Return the value of a key; empty where nobody has set it."""
+    """Return the value of a key; empty if it is not set."""
     value: bytes = store.get(key) if store.check([key]) else b""
     return value
 
@@ -26,5 +31,5 @@ def set_all(store: Store, texts: dict[str, str]) -> None:
 
 
 def count(store: Store, key: str) -> int:
-    """Return the value of a counter; 0 where nobody has counted yet."""
+    """Return the value of a counter; 0 if it was never counted up."""
     return int(store.add(key, 0)) if store.check([key]) else 0

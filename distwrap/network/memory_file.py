@@ -7,7 +7,7 @@ ARE_POSSIBLE = hasattr(os, "memfd_create") and os.path.isdir("/proc/self/fd")
 
 
 def make(name: str) -> int:
-    """Make a file, which is there as long as somebody has it open, and return its descriptor."""
+    """Make a file, which exists as long as a process has it open, and return its descriptor."""
     fd = os.memfd_create(name)
     os.fchmod(fd, 0o600)
     return fd
@@ -29,7 +29,7 @@ def open_own(path: str, name: str) -> int:
         OSError: it is gone, or is any other file.
     """
     if not re.fullmatch(r"/proc/\d+/fd/\d+", path):
-        raise PermissionError(f"{path} is no file in memory")
+        raise PermissionError(f"{path} is not a file in memory")
     fd = os.open(path, os.O_RDWR | os.O_NONBLOCK)
     if os.fstat(fd).st_uid == os.geteuid() and os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{name}"):
         return fd

@@ -24,7 +24,7 @@ from distwrap.network.stores import NOTICE_SECONDS
 from distwrap.network.waiting import are_all_counted, count_in
 from distwrap.options import notice_seconds
 from distwrap.versions import TORCH
-from distwrap.wording import first_line, named_ranks, print_notice
+from distwrap.wording import first_line, first_names, named_ranks, print_notice
 
 _LEAVE_SECONDS = 10.0  # for the others to leave before the rank that holds the store does
 
@@ -56,15 +56,15 @@ def meet(placement: Placement, seconds: float, device: torch.device | None = Non
         other = json.loads(first)
         raise ArrivalError(
             f"there are two ranks {placement.rank}: this one (pid {mine['pid']} on {mine['host']}) and pid "
-            f"{other['pid']} on {other['host']}, both said to be so by {placement.source}. Give each its own RANK or "
-            f"node rank; or was this process started by a rank, whose variables it has inherited?"
+            f"{other['pid']} on {other['host']}, and {placement.source} says so of both. Give each its own "
+            "RANK or node rank. Or was this process started by a rank, whose variables it has inherited?"
         )
     me, where = f"rank {placement.rank} on {mine['host']}", stores.where(placement)
     describe = partial(_who_is_here, placement)
     late = wait_for_all(store, placement.rank, placement.world_size, seconds, where, describe)
     if late:
         raise ArrivalError(
-            f"{me} {late}. Look at what the missing ones printed; they did not reach setup_process_group()."
+            f"{me} {late}. Look at what the missing ranks printed: they did not reach setup_process_group()."
         )
     zero = json.loads(store.get("here/0"))
     if distwrap_environment.STORE in os.environ:
@@ -75,7 +75,7 @@ def meet(placement: Placement, seconds: float, device: torch.device | None = Non
 
 @contextmanager
 def loss_told(placement: Placement) -> Iterator[None]:
-    """Say who is gone where the store is lost in the course of a ``with``, in which this rank joins.
+    """Raise an error that names the lost process if the store is lost within a ``with`` in which this rank joins.
 
     Raises:
         ArrivalError: the store is lost.
@@ -84,9 +84,8 @@ def loss_told(placement: Placement) -> Iterator[None]:
         yield
     except dist.DistNetworkError as error:
         raise ArrivalError(
-            f"rank {placement.rank} on {socket.gethostname()} cannot join: rank 0 on {placement.master_addr}, or its "
-            f"launcher, is gone: the store that it holds does not answer ({first_line(error)}). Look at "
-            f"what it printed."
+            f"rank {placement.rank} on {socket.gethostname()} cannot join: rank 0 on {placement.master_addr}, "
+            f"or its launcher, is gone: its store does not answer ({first_line(error)}). Look at what it printed last."
         ) from error
 
 
@@ -124,11 +123,11 @@ def wait_for_all(
         size: number of ranks or nodes.
         seconds: time limit.
         where: address of the store in words.
-        describe: returns who is here and who is missing, given the hosts by number.
+        describe: a function of the hosts by number that returns in words which are here and which are missing.
         all_print: whether all of them print who is missing while they wait, and not only the first that is here.
 
     Returns:
-        Who is missing after the time limit, in words; empty where all are here.
+        Words about the missing ones after the time limit; empty if all are here.
     """
     names = [f"here/{number}" for number in range(size)]
     start, noticed, patience = time.monotonic(), False, notice_seconds(os.environ, NOTICE_SECONDS)
@@ -175,7 +174,7 @@ def count_meetings_anew() -> None:
 
 
 def registration(device: torch.device | None) -> dict[str, Any]:
-    """Return what this process tells the others of itself."""
+    """Return the registration of this process, which the others read."""
     versions = {"distwrap": __version__, "torch": TORCH}
     script = os.path.basename(sys.argv[0]) if sys.argv else ""
     return {**identity(), "device": str(device), "cpus": allowed_cpus(), "script": script, "versions": versions}
@@ -196,7 +195,10 @@ def check_versions(mine: dict[str, Any], here: str, theirs: dict[str, Any], ther
         )
         raise ArrivalError(f"{here} runs {ours}, but {there} runs {others}. Install the same versions on all nodes.")
     if theirs["script"] != mine["script"]:
-        print_notice(f"{here} runs {mine['script']}, but {there} runs {theirs['script']}: is that meant?")
+        print_notice(
+            f"{here} runs {mine['script']}, but {there} runs {theirs['script']}. If that is a mistake, start "
+            "the same script on all nodes."
+        )
 
 
 def _hosts_of(store: Store, names: list[str]) -> dict[int, str]:
@@ -212,7 +214,7 @@ def _who_is_here(placement: Placement, hosts: dict[int, str]) -> str:
         >>> _who_is_here(place, {0: "n1", 1: "n1", 2: "n1", 3: "n1", 6: "n2", 7: "n2"})
         '6 of 8 ranks are here; missing: ranks 4, 5 (n2)'
         >>> _who_is_here(place, {0: "n1", 1: "n1", 2: "n1"})
-        '3 of 8 ranks are here; missing: rank 3 (n1), ranks 4-7 (node 1, of which nobody is here)'
+        '3 of 8 ranks are here; missing: rank 3 (n1), ranks 4-7 (node 1, from which no rank has come)'
     """
     size = placement.local_world_size
     missing: dict[int, list[int]] = {}
@@ -222,9 +224,9 @@ def _who_is_here(placement: Placement, hosts: dict[int, str]) -> str:
     parts = []
     for node, members in missing.items():
         host = next((hosts[rank] for rank in range(node * size, node * size + size) if rank in hosts), None)
-        place = host or f"node {node}, of which nobody is here"
+        place = host or f"node {node}, from which no rank has come"
         parts.append(named_ranks(members) + (f" ({place})" if placement.nnodes > 1 else ""))
-    return f"{len(hosts)} of {placement.world_size} ranks are here; missing: {', '.join(parts)}"
+    return f"{len(hosts)} of {placement.world_size} ranks are here; missing: {first_names(parts, 16)}"
 
 
 def await_all_joined(store: Store, placement: Placement) -> None:

@@ -83,7 +83,7 @@ def agree_on_secret(store: Store, placement: Placement) -> bytes:
     try:
         given = of_file()
     except OptionError as error:  # which the others, who would wait for this rank, hear of too
-        problem = f"rank {rank} on {socket.gethostname()} has none ({error})"
+        problem = f"rank {rank} on {socket.gethostname()} has no secret ({error})"
         store.compare_set("secret/lacking", "", problem)
     with ExitStack() as stack:
         if rank == 0:
@@ -98,7 +98,7 @@ def agree_on_secret(store: Store, placement: Placement) -> bytes:
         if not secret:
             mine = "none" if not given else "another" if zero_has_file else "one"
             zeros = "one" if zero_has_file else "none"
-            differs = f"rank {rank} on {socket.gethostname()} has {mine}, rank 0 has {zeros}"
+            differs = f"rank {rank} on {socket.gethostname()} has {mine}, and rank 0 has {zeros}"
             store.compare_set("secret/lacking", "", differs if given or zero_has_file else "")
         if store.add("secret/seen", 1) == placement.world_size:
             store.set("secret/agreed", "no" if store.check(["secret/lacking"]) else "yes")
@@ -106,7 +106,9 @@ def agree_on_secret(store: Store, placement: Placement) -> bytes:
             return secret
     differs = read(store, "secret/lacking").decode().rstrip(".")
     if differs or given:  # whoever reaches the store can say that there is none
-        differs = differs or "the ranks' store says that one has none, as another program may have written there"
+        differs = (
+            differs or "the ranks' store says that a rank has no secret, which another program may have written there"
+        )
         raise ArrivalError(f"{SECRET_FILE} must name the same secret on all ranks: {differs}.")
     return b""
 

@@ -43,8 +43,8 @@ class SignedTexts:
         if key not in self._ignored:
             self._ignored.add(key)
             print_notice(
-                f"{key!r} in the ranks' store was not written by a rank of this run, and is ignored: a rank has no "
-                f"{SECRET_FILE}, or another, or another program writes to the port at which the ranks meet"
+                f"{key!r} in the ranks' store has no valid signature of this run, and is ignored: a rank has "
+                f"no {SECRET_FILE} or another one, or another program writes to the port at which the ranks meet"
             )
         return None
 

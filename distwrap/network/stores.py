@@ -102,8 +102,8 @@ def _fresh_store(agents: Store, placement: Placement, seconds: float) -> Store:
                 return found
         time.sleep(0.02)
     raise ArrivalError(
-        f"rank {placement.rank} on {socket.gethostname()} waited {seconds:.0f} s for rank 0 at {address}: it did not "
-        f"reach setup_process_group(). Look at what it printed."
+        f"rank {placement.rank} on {socket.gethostname()} waited {seconds:.0f} s for rank 0 at {address}: rank "
+        "0 did not reach setup_process_group(). Look at what it printed last."
     )
 
 
@@ -160,8 +160,9 @@ def serve(address: str | None, ports: list[int], job: str, seconds: float) -> tu
         return store, port
     assert problem is not None
     raise ArrivalError(
-        f"{socket.gethostname()} cannot listen at port {', '.join(map(str, ports))}: {problem.strerror}. Another "
-        f"program, or an earlier run that is still there, has it (`ss -ltnp` names it). Choose another port."
+        f"{socket.gethostname()} cannot listen at port {', '.join(map(str, ports))}: {problem.strerror}. "
+        "Another program, or an earlier run that has not ended, uses it (`ss -ltnp` names the program). Choose "
+        "another port."
     )
 
 
@@ -199,8 +200,8 @@ def connect(address: str, ports: list[int], job: str, seconds: float, who: str) 
         strangers.append(port)
         if time.monotonic() - start > seconds or len(ports) == 1:
             raise ArrivalError(
-                f"{who} on {socket.gethostname()}: somebody listens at {address} port {port}, but it is not rank 0 of "
-                f"this run (no round trip within {_ROUND_TRIP_SECONDS:g} s). Choose another MASTER_PORT."
+                f"{who} on {socket.gethostname()}: a program listens at {address} port {port}, but it is not "
+                f"rank 0 of this run (it did not answer within {_ROUND_TRIP_SECONDS:g} s). Choose another MASTER_PORT."
             )
 
 

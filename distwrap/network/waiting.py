@@ -1,12 +1,15 @@
 """Wait with a time limit: for something to come true, for all to be counted, or for torch, which may know no limit."""
 
+from __future__ import annotations
+
 import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from torch.distributed import Store  # type: ignore[attr-defined]
+if TYPE_CHECKING:  # the commands `where` and `top` come here without torch
+    from torch.distributed import Store  # type: ignore[attr-defined]
 
 Found = TypeVar("Found")
 

@@ -11,11 +11,14 @@ from distwrap._internals.torch_tree import map_tensors
 
 
 class Precision:
-    """Full precision, ``"32"``. Subclass it and override what is different in another.
+    """Full precision, ``"32"``; subclass it, and override what differs in another precision.
 
-    A precision is chosen in the caller and travels to the ranks, so it must be picklable. Its functions are called in
+    A precision is chosen in the caller and travels to the ranks, so it must be picklable. Its methods are called in
     this order: `weights` once, when a model is wrapped; `inputs`, `context`, `outputs` and `require_scaled` around each
     forward; `after_step` after each step of an optimizer.
+
+    Attributes:
+        is_plain: whether a forward is the model's own, with nothing around it.
 
     Example:
         >>> class Doubled(Precision):
@@ -23,9 +26,6 @@ class Precision:
         ...         return value.double()
         >>> Doubled().outputs(torch.ones(1)).dtype
         torch.float64
-
-    Attributes:
-        is_plain: whether a forward is the model's own, with nothing around it.
     """
 
     is_plain = False
@@ -47,7 +47,7 @@ class Precision:
         return map_tensors(_to_float32, value)
 
     def require_scaled(self, outputs: Any) -> None:
-        """Refuse a backward from a forward's outputs whose loss nobody has scaled; not where the strategy scales."""
+        """Refuse a backward from a forward's outputs with a loss that is not scaled, unless the strategy scales."""
 
     def make_scaler(self, device: torch.device) -> torch.amp.GradScaler | None:
         """Return a scaler of losses, where gradients would be too small without one."""

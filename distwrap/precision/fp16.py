@@ -47,10 +47,11 @@ class _WithoutFloat64(TorchFunctionMode):
 
 
 def _refuse_unscaled(grad: torch.Tensor) -> None:
-    """Refuse a backward through a model in fp16 whose loss nobody has scaled."""
+    """Refuse a backward through a model in fp16 with a loss that is not scaled."""
     if not (scaling := current_world().part(LossScaling)).is_scaled and not scaling.sees_users_scaler():
         raise PrecisionError(
-            "loss.backward() under precision='fp16': small gradients would silently become zero. "
-            "Call distwrap.backward(loss) and distwrap.optimizer_step(optimizer), or use torch's own GradScaler, made "
-            f"for the device: GradScaler({current_world().device.type!r}). One for CUDA scales nothing elsewhere."
+            "loss.backward() under precision='fp16': small gradients would become zero unnoticed. Call "
+            "distwrap.backward(loss) and distwrap.optimizer_step(optimizer), or use torch's own GradScaler, "
+            f"made for the device: GradScaler({current_world().device.type!r}). A scaler made for CUDA scales "
+            "nothing elsewhere."
         )

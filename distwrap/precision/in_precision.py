@@ -70,7 +70,7 @@ class RunPrecision(RunPart):
 
 
 def autocast() -> AbstractContextManager[Any]:
-    """Compute what is inside in the precision of this run; for code outside of a wrapped model's forward.
+    """Compute in the precision of this run within a ``with``, for code outside of a wrapped model's forward.
 
     Example:
         >>> with autocast():

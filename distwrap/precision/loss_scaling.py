@@ -75,10 +75,11 @@ class LossScaling(RunPart):
                 models = (model.named_parameters() for model in self.models)
                 name = next((name for named in models for name, each in named if each is parameter), "")
                 raise PrecisionError(
-                    f"rank {current_world().placement.rank}: the gradients were changed between backward(loss) and "
-                    f"optimizer_step() under precision='fp16', as that of {name!r}, where they are still scaled: a "
-                    f"clip would cut them to nothing. Use optimizer_step(optimizer, max_norm=...), or call "
-                    f"distwrap.unscale(optimizer) before you touch them."
+                    f"rank {current_world().placement.rank}: the gradients were changed between backward(loss) "
+                    f"and optimizer_step() under precision='fp16' (that of {name!r}, for example), where they "
+                    "are still scaled: clipping would reduce them to almost nothing. Use "
+                    "optimizer_step(optimizer, max_norm=...), or call distwrap.unscale(optimizer) before you "
+                    "touch them."
                 )
             self._marked.pop(id(parameter), None)  # so that zero_grad() frees it
 

@@ -28,24 +28,24 @@ def accumulate(
 ) -> Iterator[tuple[Batch, Window]]:
     """Iterate over micro-batches in windows of `steps`, after each of which the optimizer steps.
 
-    Forward and backward of all but the last micro-batch of a window leave the gradients on their rank; the last one
-    averages what has accumulated. The size of a short last window is known from its beginning: from the loader's
-    length, or, where it has none, and with `lockstep`, by taking a window's batches ahead. In the midst of a window a
-    sharded loader's position is the window's start, since what has accumulated is in no checkpoint.
+    In all but the last micro-batch of a window, forward and backward leave the gradients on their rank; the last one
+    averages everything that has accumulated. The size of a short last window is known from its beginning: from the
+    loader's length, or, if it has none and with `lockstep`, by fetching the batches of a window ahead. In the middle of
+    a window the position of a sharded loader is the window's start, since accumulated gradients are not saved in a
+    checkpoint.
 
     Args:
-        loader: any iterable; the same number of micro-batches on every rank, or `lockstep` of any.
-        steps: micro-batches a window.
-        model: what `wrap_model` returned, or several such.
+        loader: any iterable with the same number of micro-batches on every rank, or `lockstep` of any iterable.
+        steps: the number of micro-batches in a window.
+        model: the model that `wrap_model` returned, or several of them.
 
     Yields:
-        Each micro-batch, with its `Window`. Divide a mean loss by ``window.size``, or use `scale_loss` for sums.
+        Each micro-batch with its `Window`. Divide a mean loss by ``window.size``, or use `scale_loss` for a sum.
 
     Raises:
-        OptionError: `steps` is no positive whole number.
+        OptionError: `steps` is not a positive whole number.
         LoaderError: the loader gave fewer batches than its length says.
-        ModelError: an optimizer of the model steps within a window, or another loop with the model begins in one that
-            goes on.
+        ModelError: an optimizer of the model steps within a window, or another loop with the model begins within one.
 
     Example:
         >>> model = nn.Linear(1, 1)
@@ -67,20 +67,20 @@ def accumulate(
 
 @contextmanager
 def no_sync(model: nn.Module | Sequence[nn.Module], *, enabled: bool = True) -> Iterator[None]:
-    """Leave gradients on their rank for the time of a ``with``, for loops that accumulate by ``if step % k``.
+    """Leave gradients on their rank within a ``with``, for loops that accumulate by ``if step % k``.
 
-    The next forward and backward outside of it average all that has accumulated. Forward and backward must both be
-    inside. All ranks must take the same branch. `accumulate` sees to that by itself. In a single process nothing is
-    exchanged anyway; only the step inside is refused there too.
+    The next forward and backward outside of it average everything that has accumulated. Forward and backward must both
+    be inside, and all ranks must take the same branch; `accumulate` takes care of both by itself. In a single process
+    there is no exchange to leave out, and only an optimizer step inside is refused.
 
     Args:
-        model: what `wrap_model` returned, or several such.
-        enabled: whether to leave them; for a condition in one line.
+        model: the model that `wrap_model` returned, or several of them.
+        enabled: whether to leave the exchange out, for a condition in one line.
 
     Raises:
-        ModelError: an optimizer of the model steps inside, or afterwards over gradients that no backward has averaged;
-            or the loop is one of `accumulate`.
-        OptionError: it is no model.
+        ModelError: an optimizer of the model steps inside, or later over gradients that no backward has averaged; or
+            the loop is one of `accumulate`.
+        OptionError: `model` is not a model.
 
     Example:
         >>> model = nn.Linear(1, 1)
@@ -224,9 +224,9 @@ def _in_windows(
                 batch = next(batches)
             except StopIteration:
                 raise LoaderError(
-                    f"accumulate(): the loader has ended after {index} of the {size} micro-batches that its length "
-                    f"promised for this window, so the gradients were divided by too much and not averaged. Give it "
-                    f"the right __len__, or none: accumulate(iter(loader), ...)."
+                    f"accumulate(): the loader has ended after {index} of the {size} micro-batches that its "
+                    "length promised for this window, so the gradients were divided by too large a number, and "
+                    "not averaged. Give the loader the right __len__, or hide it: accumulate(iter(loader), ...)."
                 ) from None
             yield size, index, batch
         left -= size

@@ -101,8 +101,8 @@ class ReplacedParameter(nn.Parameter):
 
 def _refuse() -> NoReturn:
     raise ModelError(
-        "this parameter was replaced by wrap_model(), which divides the model, and has neither numbers nor a gradient "
-        "any more. Take model.parameters() of what wrap_model() has returned."
+        "wrap_model() has divided the model and replaced this parameter, which has neither numbers nor a "
+        "gradient any more. Use model.parameters() of the model that wrap_model() returned."
     )
 
 

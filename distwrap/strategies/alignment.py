@@ -95,7 +95,7 @@ class Alignments(RunPart):
         if is_to_come and not self.has_left:
             return json.dumps([[0, 0], "", None]).encode()  # on its way out of wrap_model()
         if model is None or self.has_left:
-            return json.dumps([[0, 0], "has left the function, or has the model no longer", None]).encode()
+            return json.dumps([[0, 0], "has left the function, or no longer has the model", None]).encode()
         assert self.world.channel is not None
         meeting = self.meeting if self.meeting is not None and self.meeting[0] != number else None
         in_collective = any(file.endswith(_COLLECTIVES) for file, *_ in stacks.of_thread())
@@ -231,8 +231,8 @@ class Alignment:
     def _refuse(self, other: int, what: str) -> None:
         rank, kind = self._all.world.placement.rank, _KINDS[bool(self._with_gradients)]
         raise CollectiveError(
-            f"rank {rank} runs forward {self.count} of {self._model} {kind}, and rank {other} {what}. A divided "
-            f"model's forward is one of all ranks: run it on every rank the same number of times, as with "
-            f"distwrap.lockstep(loader) and without a condition as 'if rank() == 0', or load what distwrap.save() has "
-            f"written into a plain model."
+            f"rank {rank} runs forward {self.count} of {self._model} {kind}, and rank {other} {what}. All "
+            "ranks take part in each forward of a divided model: run it equally often on every rank, by "
+            "distwrap.lockstep(loader) and without a condition such as 'if rank() == 0', or load what "
+            "distwrap.save() has written into a plain model."
         )

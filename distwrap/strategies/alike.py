@@ -15,7 +15,7 @@ from distwrap.model.watch import is_power_of_two
 from distwrap.seeding import mix
 
 _PLAIN = (bool, int, float, complex, str, bytes, type(None))
-_HINT = "Take the batches from distwrap.shard_loader(loader), which gives all of them the same share."
+_HINT = "Take the batches from distwrap.shard_loader(loader), which gives all these ranks the same share."
 
 
 class Alike:
@@ -54,7 +54,7 @@ class Alike:
         for rank, number in zip(self._ranks, found, strict=True):
             if number != found[0]:
                 raise ModelError(
-                    f"{self._what} run on one batch, and pass {self._passes}, of {name}(), has been given "
+                    f"{self._what} compute one batch together, but in pass {self._passes} {name}() was given "
                     f"other arguments on rank {rank} than on rank {self._ranks[0]}. {_HINT}"
                 )
 
@@ -65,7 +65,9 @@ class Alike:
         difference = first_difference(everyone, ranks=self._ranks)
         if difference is not None:
             self._passes = 0
-            raise ModelError(f"{self._what} run on one batch, and these have been given others: {difference}. {_HINT}")
+            raise ModelError(
+                f"{self._what} compute one batch together, but were given different ones: {difference}. {_HINT}"
+            )
 
     def _align(self) -> None:
         """Let the generator of the first rank be that of all, which a loop may have seeded by rank."""

@@ -116,7 +116,7 @@ def memory_of(device: torch.device, ranks_here: int) -> int:
     """
     memory = kind_of(device).memory(device)
     if memory is None:
-        raise OptionError(f"torch does not tell the memory of {device}. Give it: device_memory='80GB'.")
+        raise OptionError(f"torch does not say how much memory {device} has. Give it, as device_memory='80GB'.")
     return memory // ranks_here if device.type == "cpu" else memory
 
 
@@ -128,7 +128,7 @@ class _Taken(RunPart):
         self.by: WeakKeyDictionary[nn.Module, int] = WeakKeyDictionary()
 
     def beside(self, model: nn.Module) -> int:
-        """Return those of the other models that are trained, and that somebody still holds."""
+        """Return the other models that are trained and still exist."""
         others = {unwrap_model(wrapped) for wrapped in self._world.part(WrappedModels)} - {unwrap_model(model)}
         return sum(self.by.get(other, 0) for other in others)
 

@@ -45,28 +45,31 @@ class Wrapping:
 
 
 class Strategy:
-    """One way to replicate or divide a model. Subclass it, or one of ours, and override what is to be different.
+    """Way to replicate or divide a model; subclass it, or a strategy of distwrap, and override what should differ.
 
     A strategy is made in the caller and travels to the ranks, so it must be picklable. `wrap_model` and
-    `wrap_optimizer` bind what it has prepared to it: `backward`, `optimizer_step`, `accumulate`, the proof that ranks
-    are in sync and checkpoints then ask the strategy of the model or optimizer at hand.
+    `wrap_optimizer` bind the objects that they prepare to it: `backward`, `optimizer_step`, `accumulate`, the
+    comparison of weights and checkpoints then use the strategy of the model or optimizer at hand.
     ``examples/custom_strategy.py`` has one with a group set-up, a wrapping and a file format of its own.
 
     Attributes:
-        launches: how many processes there are: one a ``"device"``, one a ``"node"``, or ``"one"``, in which case the
-            decorated function runs in the caller's process.
-        backend: of the process group, where `@distributed` says ``"auto"``; ``None`` leaves it to the device.
-        places_model: whether the strategy moves the model to its devices itself, as one that does not fit on one.
-        owns_scale: whether `backward` and `step` scale fp16 by themselves, so that distwrap's scaler stays out.
-        shards: whether a model's or optimizer's full state is put together from several ranks: `state` is then a
+        launches: the number of processes: one for each ``"device"``, one for each ``"node"``, or ``"one"``, which runs
+            the decorated function in the caller's process.
+        backend: the backend of the process group if `@distributed` says ``"auto"``; ``None`` leaves the choice to the
+            device.
+        places_model: whether the strategy itself moves the model to its devices, as for a model that does not fit on
+            one.
+        owns_scale: whether `backward` and `step` scale fp16 themselves, so that distwrap's scaler is not used.
+        shards: whether the full state of a model or optimizer is put together from several ranks: `state` is then a
             collective, also for a checkpoint that rank 0 writes.
-        steps_parameters: whether optimizers hold the model's own parameters; else, shards that the strategy has made.
-        max_lost: how many ranks may be lost while the others go on; the launcher starts them again where
-            they `come_back`.
+        steps_parameters: whether optimizers hold the model's own parameters; otherwise they hold shards that the
+            strategy has made.
+        max_lost: the number of ranks that may be lost while the others go on; the launcher starts them again if they
+            `come_back`.
         averages_at_once: whether each backward averages gradients over the ranks, also within a window of `accumulate`.
-        same_weights: whether all ranks hold the same weights after each step, so that these are compared.
-        device: on which its only process computes, where that is not torch's accelerator, or the CPU, by itself.
-        formerly: another package's name, by which it was asked for; a line at the start says what that became.
+        same_weights: whether all ranks hold the same weights after each step, so that distwrap compares them.
+        device: the device of its only process, if that is neither torch's accelerator nor the CPU.
+        formerly: the name of another package by which it was chosen; a line at the start says what that name became.
     """
 
     launches: Literal["device", "node", "one"] = "device"

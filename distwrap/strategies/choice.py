@@ -49,7 +49,7 @@ def recommended(needs: Sequence[Need], memory: int, activations: int | None = No
     )
     why = f"it needs {as_size(chosen.total + (activations or 0))} of {as_size(memory)} a rank{others and '; '}{others}"
     if not fitting:
-        why = f"nothing leaves room, and it needs least: {why}. Take more ranks, or a smaller model"
+        why = f"no strategy fits, and this one needs least: {why}. Take more ranks, or a smaller model"
     return Choice(chosen.strategy, bool(fitting), why)
 
 

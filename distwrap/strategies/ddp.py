@@ -27,12 +27,12 @@ from distwrap.versions import DDP_BROADCAST_OPTIONS
 
 
 class DDPStrategy(Strategy):
-    """The same model in each process.
+    """Strategy in which each process has the same model, and the gradients are averaged during the backward.
 
     Args:
-        backend: of the process group, as ``"gloo"``.
-        comm: the algorithm of exchange, where `wrap_model` and `@distributed` name none.
-        **ddp_options: for ``DistributedDataParallel``, as ``static_graph=True``.
+        backend: the backend of the process group, as ``"gloo"``.
+        comm: the algorithm of exchange, if `wrap_model` and `@distributed` name none.
+        **ddp_options: options of ``DistributedDataParallel``, as ``static_graph=True``.
 
     Raises:
         OptionError: DistributedDataParallel has no such option.
@@ -104,7 +104,9 @@ class DDPStrategy(Strategy):
 
 def _refuse_with_comm(model: nn.Module, options: dict[str, Any]) -> None:
     if options.get("process_group") is not None:
-        raise OptionError("comm= exchanges between all ranks; it takes no process_group of its own.")
+        raise OptionError(
+            "comm= exchanges between all ranks, so process_group= cannot be given with it. Leave one of them out."
+        )
     for name, part in model.named_modules():
         if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
             raise ModelError(

@@ -28,8 +28,9 @@ class DDP2Strategy(DDPStrategy):
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
         if world.placement.local_world_size > 1:
             raise OptionError(
-                f"strategy='ddp2' is one process a node, and this node has {world.placement.local_world_size}. Start "
-                f"one a node (srun --ntasks-per-node=1, torchrun --nproc-per-node=1), or use strategy='ddp'."
+                "strategy='ddp2' runs one process on each node, and this node has "
+                f"{world.placement.local_world_size}. Start one on each node (srun --ntasks-per-node=1, "
+                "torchrun --nproc-per-node=1), or use strategy='ddp'."
             )
         if visible_devices().count > 1:
             check_over_devices("ddp2")

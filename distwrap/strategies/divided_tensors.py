@@ -72,8 +72,9 @@ class _Numbers(Alignment):
 
     def _refuse(self, other: int, what: str) -> NoReturn:
         raise CollectiveError(
-            f"rank {current_world().placement.rank} takes a number of divided tensors, as weight.norm().item(), of "
-            f"which each rank has a part, and rank {other} {what}. Take it on every rank, and print it on one."
+            f"rank {current_world().placement.rank} takes a number of divided tensors, as "
+            f"weight.norm().item(), of which each rank has a part, and rank {other} {what}. Take that number "
+            "on every rank, and print it on one."
         )
 
 
@@ -90,8 +91,8 @@ def refuse_gradient_hooks(parameters: Iterable[torch.Tensor]) -> None:
 
 def _refuse_hook(hook: Any) -> NoReturn:
     raise ModelError(
-        "register_hook() of a divided parameter: such a hook is never called, since the gradient comes from an "
-        "exchange. Use register_post_accumulate_grad_hook()."
+        "register_hook() of a divided parameter: such a hook would never be called, since the gradient comes "
+        "from an exchange. Use register_post_accumulate_grad_hook()."
     )
 
 
@@ -163,9 +164,10 @@ def _reduced(tensor: DTensor) -> Any:
     is_whole = all(placement.is_replicate() for placement in tensor.placements)
     if not (is_whole or is_torchs or any(caller.startswith(_SAVES_PARTS) for caller in callers)):
         raise ModelError(
-            f"rank {current_world().placement.rank} has a part of a tensor of {tuple(tensor.shape)}, and would save or "
-            f"send that in the place of the whole. distwrap.save({{'model': model, 'optimizer': optimizer}}, path), "
-            f"called on every rank, writes all of it; tensor.full_tensor(), called on every rank, returns the whole."
+            f"rank {current_world().placement.rank} has a part of a tensor of {tuple(tensor.shape)}, and would "
+            f"save or send that part in place of the whole. distwrap.save({{'model': model, 'optimizer': "
+            f"optimizer}}, path), called on every rank, writes all of it; tensor.full_tensor(), called on "
+            "every rank, returns the whole."
         )
     return tensor.__reduce_ex__(2)  # type: ignore[no-untyped-call]
 

@@ -26,9 +26,9 @@ def check_over_devices(strategy: str) -> None:
         scatter(torch.zeros(seen.count, device=seen.kind), list(range(seen.count)))  # type: ignore[no-untyped-call]
     except AttributeError:  # a part of torch that only some builds have, or some makers' packages add
         raise ModelError(
-            f"strategy={strategy!r} divides a batch over the {seen.count} {seen.kind} devices by torch's DataParallel, "
-            f"which is not there for this type. Use strategy='ddp', with a process for each device, or show each "
-            f"process one device."
+            f"strategy={strategy!r} divides a batch over the {seen.count} {seen.kind} devices by torch's "
+            "DataParallel, which torch does not have for this type of device. Use strategy='ddp', with a "
+            "process for each device, or show each process one device."
         ) from None
 
 

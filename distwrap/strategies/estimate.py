@@ -80,7 +80,7 @@ def estimate(
     fixed, gradients = kept.bytes, _bytes(kept.trained)
     everything = sum(state.values())
     if ranks == 1:
-        alone = "one rank has nobody to divide with"
+        alone = "one rank has no other to share with"
         names = ("zero1", "zero2", "hsdp", "fsdp")
         return [Need("ddp", fixed, gradients, 0, everything), *(Need(name, why_not=alone) for name in names)]
     owners = balanced(kept.trained, [0] * ranks)
@@ -112,7 +112,7 @@ def estimate_slices(model: nn.Module, ranks: int, nnodes: int, in_precision: InP
         make: makes the optimizer that is asked for its state.
     """
     if ranks == 1 or nnodes > 1:
-        why_not = "a node has one rank" if ranks == 1 else "several nodes divide what is cut, which this does not know"
+        why_not = "a node has one rank" if ranks == 1 else "an estimate over several nodes is not possible"
         return Need("tp", why_not=why_not)
     from distwrap.strategies.fsdp.plans import blocks_of, guesses, holds_blocks, large, shared_weights
 
@@ -158,7 +158,7 @@ def estimate_stages(model: nn.Module, ranks: int, in_precision: InPrecision, mak
     from distwrap.strategies.pipeline.blocks import find_chain  # torch's pipelines, which take a while to import
 
     if ranks == 1:
-        return Need("pipeline", why_not="one rank has nobody to divide with")
+        return Need("pipeline", why_not="one rank has no other to share with")
     model = unwrap_model(model)
     try:
         chain = find_chain(model, ranks, None)
@@ -215,8 +215,8 @@ def state_bytes(parameters: Sequence[nn.Parameter], make: MakeOptimizer) -> dict
     except Exception as error:
         if not all(asked.state.get(parameter) for parameter in parameters):  # else it looked at numbers only then
             raise OptionError(
-                f"what {type(asked).__name__} keeps cannot be estimated: it does not step without numbers "
-                f"({first_line(error)}). Estimate with one that is like it, as AdamW."
+                f"the state of {type(asked).__name__} cannot be estimated, since it cannot step on the meta "
+                f"device ({first_line(error)}). Estimate with a similar optimizer, as AdamW."
             ) from error
     finally:
         for parameter in parameters:
@@ -257,7 +257,9 @@ def _share(value: nn.Parameter, ranks: int) -> nn.Parameter:
 def _divided(name: str, model: nn.Module, kept: _Kept, ranks: int, make: MakeOptimizer) -> Need:
     """Estimate FSDP2 over some ranks; the first of them has most, as each tensor is cut along its first dimension."""
     if any(value.dim() == 0 for value in kept.parameters):
-        return Need(name, why_not="FSDP2 takes no parameter without dimensions: give it one, of size 1")
+        return Need(
+            name, why_not="FSDP2 takes no parameter without dimensions: give the parameter one dimension of size 1"
+        )
     shards = [_share(value, ranks) for value in kept.parameters]
     trained = [shard for shard in shards if shard.requires_grad]
     state = sum(state_bytes(trained, make).values())

@@ -167,10 +167,10 @@ class GradientShare:
                 if changes > 1 or (changes == 1 and not self._is_scaled()):  # a scaler has taken off its scale
                     raise ModelError(
                         f"rank {self.rank}: gradients were changed between the backward and the step of "
-                        f"{type(optimizer).__name__} under strategy='zero2', where each rank has its own share of "
-                        f"them: torch's clip_grad_norm_ would find another norm on each. Use "
-                        f"distwrap.optimizer_step(optimizer, max_norm=…), which clips by the norm of all gradients, "
-                        f"or strategy='zero1'."
+                        f"{type(optimizer).__name__} under strategy='zero2', where each rank has only a share "
+                        "of them, so that torch's clip_grad_norm_ would take another norm on each rank. Use "
+                        "distwrap.optimizer_step(optimizer, max_norm=…), which clips by the norm of all "
+                        "gradients, or strategy='zero1'."
                     )
 
     def _refuse(self, parameters: Iterable[nn.Parameter]) -> None:

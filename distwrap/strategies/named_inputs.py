@@ -52,7 +52,7 @@ class NamedInputs(RunPart):
         if any(each.exchanges(nodes_of(outputs)) for each in models):
             raise ModelError(
                 f"rank {self._world.placement.rank}: a backward through a divided model names parameters, as "
-                f"backward(inputs=…) or torch.autograd.grad(loss, parameters): an exchange brings their gradients, and "
-                f"they would get none. Call loss.backward() and read parameter.grad; parameters that are to get none "
-                f"are frozen before the forward, by requires_grad_(False)."
+                "backward(inputs=…) or torch.autograd.grad(loss, parameters), and would give them no "
+                "gradients, since these come from an exchange. Call loss.backward() and read parameter.grad; "
+                "freeze parameters that need no gradient before the forward, by requires_grad_(False)."
             )

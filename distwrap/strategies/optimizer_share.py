@@ -72,7 +72,7 @@ class OptimizerShare:
         self.plan(optimizer)
 
     def plan(self, optimizer: Optimizer) -> None:
-        """Give each new parameter an owner, and let go of the state of other ranks' parameters."""
+        """Give each new parameter an owner, and free the state of other ranks' parameters."""
         self._planned = _sizes(optimizer)
         divided = self._divided(optimizer)
         new = [parameter for parameter in divided if parameter not in self.owners]
@@ -100,7 +100,7 @@ class OptimizerShare:
             self._collects = False
 
     def end(self) -> None:
-        """Let go of the run; the optimizer goes on by itself when it has all of its state again."""
+        """Leave the run; the optimizer continues by itself once it has all of its state again."""
         self.is_over = True
         if not self.is_part:
             self.release()
@@ -134,8 +134,9 @@ class OptimizerShare:
             calls.append(1)
             if len(calls) > 1:
                 raise ModelError(
-                    f"rank {self.rank}: {type(optimizer).__name__}.step(closure) calls the closure more than once, and "
-                    f"in between each rank has moved its own share of the weights only. Use strategy='ddp' for it."
+                    f"rank {self.rank}: {type(optimizer).__name__}.step(closure) calls the closure more than "
+                    "once, and in between each rank has updated only its own share of the weights. Use "
+                    "strategy='ddp' for this optimizer."
                 )
             loss = closure()
             self._hide()
@@ -171,9 +172,9 @@ class OptimizerShare:
                 pairs = enumerate(zip_longest(mine, other, fillvalue="none"))
                 number, (own, its) = next(pair for pair in pairs if pair[1][0] != pair[1][1])
                 raise ModelError(
-                    f"rank {self.rank}: the ranks' {type(optimizer).__name__} hold other parameters, or in another "
-                    f"order, so that their state cannot be divided: number {number} of the largest is {own} here and "
-                    f"{its} on rank {rank}. Make the optimizer alike on every rank."
+                    f"rank {self.rank}: the parameters of the ranks' {type(optimizer).__name__} differ, or "
+                    f"come in another order, so that the optimizer's state cannot be divided: number {number} "
+                    f"of the largest is {own} here and {its} on rank {rank}. Make the same optimizer on every rank."
                 )
         self._is_agreed = True
 
@@ -215,7 +216,7 @@ class OptimizerShare:
 
 
 class OptimizerShares(RunPart):
-    """Shares of all divided optimizers of one run; an optimizer that nobody has prepared gets one at its first step."""
+    """Shares of all divided optimizers of one run; an optimizer that was not prepared gets one at its first step."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -225,7 +226,7 @@ class OptimizerShares(RunPart):
         self._handle = register_optimizer_step_pre_hook(self._before)
 
     def release(self, optimizer: Optimizer) -> None:
-        """Let go of an optimizer, which has a part of its state, and is about to load all of it."""
+        """Release an optimizer that has a part of its state, and is about to load all of it."""
         share = self._of.pop(optimizer, None)
         if share is not None:
             share.release()
@@ -363,14 +364,13 @@ def refuse_whole(optimizer: Optimizer, *, in_pieces: bool = False) -> None:
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise ModelError(
-            f"{name} takes each step along one direction for all parameters together, so its state "
-            f"cannot be divided over ranks. Use strategy='ddp' for it, or an optimizer that treats each parameter by "
-            f"itself, as AdamW."
+            f"{name} steps all parameters together along one direction, so its state cannot be divided over "
+            "the ranks. Use strategy='ddp' for it, or an optimizer that treats each parameter by itself, as AdamW."
         )
     if in_pieces and isinstance(optimizer, MATRIX_OPTIMIZERS):
         raise ModelError(
-            f"{name} takes each step by a weight as a whole matrix, and under this strategy each rank has a piece of "
-            f"it. Use strategy='zero1' or 'zero2' for it, or an optimizer that treats each number by itself, as AdamW."
+            f"{name} needs each weight as a whole matrix, and under this strategy each rank has a piece of it. "
+            "Use strategy='zero1' or 'zero2' for it, or an optimizer that treats each number by itself, as AdamW."
         )
 
 

@@ -48,35 +48,36 @@ def wrap_model(
 ) -> Model:
     """Prepare a model for distributed training; in a single process on the CPU in float32 it only gets a thin wrapper.
 
-    The result is an ``nn.Module`` (under DDP a ``DistributedDataParallel``) that answers like the user's own:
-    attributes, methods, parameter names, a ``state_dict`` without prefix, a ``load_state_dict`` that takes both kinds.
-    ``isinstance`` holds for the user's class too, and ``model.module`` is the user's model, whether there is one rank
-    or several. A method that runs a forward, as ``model.loss(x)``, trains like
-    ``model(x)``. With gradients off the bare model runs, so evaluation needs no lock-step; ``eval()`` takes over rank
-    0's buffers, as BatchNorm's statistics. Make the optimizer before or after.
+    The result is an ``nn.Module`` (under DDP a ``DistributedDataParallel``) that behaves like the user's own: it has
+    its attributes, methods and parameter names, a ``state_dict`` without prefix, and a ``load_state_dict`` that takes
+    keys with and without prefix. It is also an instance of the user's class, and ``model.module`` is the user's model,
+    with one rank as with several. A method that runs a forward, as ``model.loss(x)``, trains like ``model(x)``. With
+    gradients switched off the bare model runs, so that ranks may evaluate independently; ``eval()`` takes over rank 0's
+    buffers, such as BatchNorm's statistics. The optimizer may be made before or after.
 
     Args:
         model: the user's model.
-        strategy: instead of the run's.
+        strategy: a strategy for this model, instead of the run's.
         device: where to put it; by default this rank's device.
-        precision: ``"32"``, ``"bf16"``, ``"fp16"`` or ``"bf16-true"`` instead of the run's. The forward runs under
-            autocast, or with weights and inputs in bfloat16, and its floating-point outputs come out in float32.
+        precision: ``"32"``, ``"bf16"``, ``"fp16"`` or ``"bf16-true"``, instead of the run's. The forward runs under
+            autocast, or with weights and inputs in bfloat16, and returns its floating-point outputs in float32.
         sync_batchnorm: turn BatchNorm into SyncBatchNorm (torch has it on accelerators only).
-        forward_methods: ``"auto"``: a method begins a forward when it calls a module inside the model. Or the names of
-            those that may; the others then run on the bare model.
-        comm: how the ranks exchange what they have learnt, instead of the run's: a name, as ``"bytegrad"``, one with
-            options, as ``"local_sgd(sync_every=16)"``, or an object out of `distwrap.comm`.
-        same_inputs: whether all ranks train the model on the same inputs on purpose, which is an error else.
-        **ddp_kwargs: for ``DistributedDataParallel``, as ``find_unused_parameters=True``.
+        forward_methods: ``"auto"``: a method begins a forward when it calls a module inside of the model. Or a list of
+            the methods that may; all others then run on the bare model.
+        comm: how the ranks exchange what they have learnt, instead of the run's algorithm: a name, as ``"bytegrad"``, a
+            name with options, as ``"local_sgd(sync_every=16)"``, or an object from `distwrap.comm`.
+        same_inputs: whether all ranks train the model on the same inputs on purpose; otherwise that is an error.
+        **ddp_kwargs: options of ``DistributedDataParallel``, as ``find_unused_parameters=True``.
 
     Returns:
         A model that type checkers take for one of the user's class.
 
     Raises:
-        ModelError: it is no module, or is wrapped already, or has no method of that name, or its batch norms cannot be
-            synchronised here, or the strategy returns none. Later: gradients that would not be averaged, parameters
-            without one, parameters moved, frozen or unfrozen since, ranks that train apart.
-        OptionError: an unknown strategy, precision or algorithm, or the strategy refuses the run's options.
+        ModelError: `model` is not a module, or is wrapped already; it has no method of a name in `forward_methods`; its
+            batch norms cannot be synchronised here; or the strategy returns no model. Raised later for gradients that
+            would not be averaged, for parameters without a gradient, for parameters that were moved, frozen or unfrozen
+            after wrapping, and for ranks that train apart.
+        OptionError: the strategy, precision or algorithm is unknown, or the strategy refuses the run's options.
 
     Example:
         >>> net = nn.Linear(2, 1)
@@ -98,7 +99,10 @@ def wrap_model(
     where = torch.device(device) if device is not None else world.device
     if sync_batchnorm:
         if where.type == "cpu" and world.placement.world_size > 1:
-            raise ModelError("sync_batchnorm=True: torch has SyncBatchNorm on accelerators only, and this is the CPU.")
+            raise ModelError(
+                "sync_batchnorm=True: torch has SyncBatchNorm on accelerators only, and this is the CPU. Leave "
+                "it out here."
+            )
         model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     check_forward_methods(model, forward_methods)
     _refuse_divided(model, world)
@@ -139,16 +143,16 @@ def wrap_model(
 
 
 def wrap_optimizer(optimizer: OptimizerT, model: nn.Module | None = None, *, apart: bool = False) -> OptimizerT:
-    """Prepare an optimizer: it comes back as it is, unless the model's ``comm=`` acts on it, as ``"qadam"`` does.
+    """Prepare an optimizer: return it as it is, unless the model's ``comm=`` works through it, as ``"qadam"`` does.
 
     Args:
-        optimizer: of the parameters of a wrapped model.
-        model: that model; by default the one that has the optimizer's parameters.
-        apart: what it trains is this rank's own, as an attack's noise or a probe of each rank: it comes back as it is,
-            and nobody compares its tensors with other ranks'.
+        optimizer: an optimizer of the parameters of a wrapped model.
+        model: that model; by default the model that has the optimizer's parameters.
+        apart: whether its parameters are meant to differ between ranks, as each rank's own noise or probe. The
+            optimizer then comes back as it is, and its tensors are not compared with those of other ranks.
 
     Raises:
-        OptionError: it is no optimizer, or is to train a part of a wrapped model apart.
+        OptionError: it is not an optimizer, or holds parameters of a wrapped model although `apart` is set.
 
     Example:
         >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
@@ -161,8 +165,9 @@ def wrap_optimizer(optimizer: OptimizerT, model: nn.Module | None = None, *, apa
     if apart:
         if world.part(WrappedModels).of_optimizer(optimizer):
             raise OptionError(
-                f"wrap_optimizer(apart=True): this {type(optimizer).__name__} holds parameters of a wrapped model, "
-                f"which all ranks train together. Give what is to differ by rank an optimizer of its own."
+                f"wrap_optimizer(apart=True): this {type(optimizer).__name__} holds parameters of a wrapped "
+                "model, which all ranks train together. Make another optimizer for the parameters that should "
+                "differ between ranks."
             )
         world.part(Drift).apart.add(optimizer)
         return optimizer
@@ -175,20 +180,22 @@ def wrap_optimizer(optimizer: OptimizerT, model: nn.Module | None = None, *, apa
 
 
 def local_model(model: Model, *, device: torch.device | str | None = None) -> Model:
-    """Prepare a model that is each rank's own: nobody averages its gradients, or compares it with other ranks'.
+    """Prepare a model that each rank trains for itself: its gradients are not averaged, nor its weights compared.
 
-    For what each rank trains by itself on purpose, as a probe, a player or a member of an ensemble: an optimizer of a
-    model that is neither this nor wrapped is refused at its first step. A model that is only evaluated needs no word.
+    Use it for a model that is meant to differ between ranks, as a probe, a player or a member of an ensemble: the
+    optimizer of any other model that is not wrapped is refused at its first step. A model that is only evaluated does
+    not need it.
 
     Args:
         model: the user's model.
         device: where to put it; by default this rank's device.
 
     Returns:
-        The model, on the device; its forward moves its inputs there. The run's precision is not for it.
+        The model, on the device; its forward moves its inputs there. It computes in its own precision, not in the
+        run's.
 
     Raises:
-        ModelError: it is no module, or is wrapped already.
+        ModelError: `model` is not a module, or is wrapped already.
 
     Example:
         >>> probe = local_model(nn.Linear(2, 1))

@@ -33,17 +33,19 @@ def refuse_mixing(optimizer: Optimizer) -> None:
     found = _tried(optimizer)
     if found == "draws":
         raise ModelError(
-            f"{type(optimizer).__name__} draws random numbers for each parameter in its step. Under this strategy each "
-            f"rank steps some of the parameters, and would draw for these alone: other numbers than one process, and "
-            f"from then on the ranks would draw apart. Use strategy='ddp' or 'fsdp' for it."
+            f"{type(optimizer).__name__} draws random numbers for each parameter in its step. Under this "
+            "strategy each rank steps only some of the parameters, and would draw for these only: it would get "
+            "other numbers than one process, and afterwards the ranks' generators would differ. Use "
+            "strategy='ddp' or 'fsdp' for it."
         )
     if not found:
         return
     raise ModelError(
-        f"{type(optimizer).__name__} steps by all gradients at once, as by a norm over all of them: in a trial with "
-        f"small numbers one parameter's step changed with the gradient of another. Under this strategy each rank steps "
-        f"some of the parameters, and would take the norm of these. If that is a clip, switch it off in the optimizer "
-        f"and call distwrap.optimizer_step(optimizer, max_norm=...); or use strategy='ddp' or 'fsdp'."
+        f"{type(optimizer).__name__} steps by all gradients at once, as by a norm over all of them: in a trial "
+        "with small numbers one parameter's step changed with the gradient of another. Under this strategy "
+        "each rank steps only some of the parameters, and would take the norm of these only. If that is "
+        "gradient clipping, switch it off in the optimizer and call distwrap.optimizer_step(optimizer, "
+        "max_norm=...); or use strategy='ddp' or 'fsdp'."
     )
 
 

@@ -30,8 +30,9 @@ class SingleStrategy(Strategy):
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
         if world.placement.world_size > 1:
             raise ModelError(
-                f"strategy='single' in a world of {world.placement.world_size} ranks would train as many models apart. "
-                f"Use strategy='ddp', or start one process. If each rank is to have its own, say local_model(model)."
+                f"strategy='single' on {world.placement.world_size} ranks would train as many separate models. "
+                "Use strategy='ddp', or start one process. If each rank is meant to have its own, say "
+                "local_model(model)."
             )
         return local(model, wrapping)
 

@@ -23,11 +23,11 @@ from distwrap.strategies.windows import Windows
 
 
 class Step(int):
-    """Outcome of `optimizer_step`: true where the step was taken, else false.
+    """Outcome of `optimizer_step`: true if the step was taken, else false.
 
     Attributes:
-        norm: of all gradients before the clip, over the whole model on all ranks, a scalar; infinite or NaN where one
-            overflowed; ``None`` without ``max_norm``.
+        norm: the norm of all gradients before clipping, over the whole model on all ranks, as a scalar tensor. It is
+            infinite or NaN if a gradient overflowed, and ``None`` without ``max_norm``.
     """
 
     norm: torch.Tensor | None
@@ -46,10 +46,13 @@ class Step(int):
 
 
 def backward(loss: torch.Tensor) -> None:
-    """Compute the gradients of a loss: ``loss.backward()``, scaled where the precision is fp16.
+    """Compute the gradients of a loss, as ``loss.backward()`` does; under fp16 the loss is scaled first.
+
+    Args:
+        loss: a scalar.
 
     Raises:
-        ModelError: models of this run were prepared by several strategies, of which one has a backward of its own.
+        ModelError: models of this run were wrapped by several strategies, one of which has a backward of its own.
 
     Example:
         >>> weight = torch.ones(1, requires_grad=True)
@@ -81,22 +84,22 @@ def optimizer_step(
     max_norm: float | None = None,
     scheduler: LRScheduler | None = None,
 ) -> Step:
-    """Clip and step; under fp16 unscale, clip, step or skip, and update the scale, in this order.
+    """Clip the gradients and step the optimizer; under fp16 unscale before, skip on overflow, and update the scale.
 
     Args:
-        optimizer: steps over the gradients that `backward` left.
-        model: whose gradients are clipped; by default all that the optimizer holds.
-        max_norm: the norm to which the gradients are clipped; ``inf`` only takes their norm, ``None`` does neither.
-        scheduler: of the learning rate, stepped if the optimizer was.
+        optimizer: an optimizer of the gradients that `backward` has computed.
+        model: the model whose gradients are clipped; by default all gradients that the optimizer holds.
+        max_norm: the norm to which the gradients are clipped. ``inf`` only measures the norm, ``None`` does neither.
+        scheduler: a scheduler of the learning rate, which steps if the optimizer did.
 
     Returns:
-        Whether the step was taken, as a `Step`, with the norm as its attribute: under fp16 it is skipped where a
-        gradient overflowed, and so is the scheduler's.
+        Whether the step was taken, as a `Step`, which has the norm as its attribute. Under fp16 the step, and the
+        scheduler's, are skipped if a gradient overflowed.
 
     Raises:
         PrecisionError: under fp16, `backward` was not called since the last step, or the gradients were changed, as by
-            a clip of one's own, while they were scaled.
-        ModelError: in the middle of a window of `accumulate`.
+            a clip of your own, while they were scaled.
+        ModelError: the step is in the middle of a window of `accumulate`.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(1))
@@ -137,9 +140,12 @@ def optimizer_step(
 
 
 def unscale(optimizer: Optimizer) -> None:
-    """Take the scale of fp16 off an optimizer's gradients, to look at them or change them before `optimizer_step`.
+    """Undo the scaling of an optimizer's gradients under fp16, to read or change them before `optimizer_step`.
 
-    A no-op in other precisions.
+    It does nothing in other precisions.
+
+    Args:
+        optimizer: the optimizer whose gradients are unscaled.
 
     Raises:
         PrecisionError: `backward` was not called since the last step, or the gradients were changed since.
@@ -170,9 +176,9 @@ def _strategy_of_loss(world: World) -> Strategy:
         if strategy.owns_scale or type(strategy).backward is not Strategy.backward:
             names = " and ".join(type(strategy).__name__ for strategy in several)
             raise ModelError(
-                f"rank {world.placement.rank}: backward(loss) cannot tell whose loss this is: {names} have prepared "
-                f"models of this run, and {type(strategy).__name__} has a backward of its own. Prepare all models by "
-                f"one strategy: wrap_model(strategy=) takes the same object twice."
+                f"rank {world.placement.rank}: backward(loss) cannot know whose loss this is: models of this "
+                f"run were wrapped by {names}, and {type(strategy).__name__} has a backward of its own. Wrap "
+                "all models by one strategy: give the same object to each wrap_model(strategy=…)."
             )
     return several[0]
 

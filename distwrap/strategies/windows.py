@@ -21,12 +21,12 @@ from distwrap.strategies.base import Strategy
 
 
 class Window:
-    """The micro-batches of one optimizer step.
+    """Micro-batches of one optimizer step, as `accumulate` yields it with each of them.
 
     Attributes:
-        size: how many they are: fewer than asked for in the last window of an epoch.
-        index: which of them is at hand, from 0.
-        last: whether it is the last one: step the optimizer then.
+        size: the number of micro-batches; fewer than asked for in the last window of an epoch.
+        index: the number of the current micro-batch, from 0.
+        last: whether the current one is the last; step the optimizer then.
     """
 
     def __init__(self, size: int, models: Sequence[nn.Module]) -> None:
@@ -41,7 +41,7 @@ class Window:
         return self.has_any(parameters_of(optimizer))
 
     def has_any(self, parameters: Iterable[int]) -> bool:
-        """Return whether parameters of this window's models are among some, which are told by their id."""
+        """Return whether parameters of this window's models are among some, given by their ids."""
         return not {id(own) for model in self._models for own in model.parameters()}.isdisjoint(parameters)
 
     def is_of(self, model: nn.Module) -> bool:
@@ -126,9 +126,9 @@ class Windows(RunPart):
         found = [window for window in self.under_way.values() if window.has_any(reached)]
         if len(found) != 1:
             raise ModelError(
-                f"scale_loss(): {len(self.under_way)} loops of accumulate() are under way, and the loss was computed "
-                f"with the models of {len(found)} of them. Say whose micro-batch it is: scale_loss(loss, count, "
-                f"window=window)."
+                f"scale_loss(): {len(self.under_way)} loops of accumulate() are running, and the loss was "
+                f"computed with the models of {len(found)} of them. Say to which one the micro-batch belongs: "
+                "scale_loss(loss, count, window=window)."
             )
         return found[0]
 
@@ -159,8 +159,9 @@ class Windows(RunPart):
         """
         if any(window.is_of(model) for window in self.under_way.values() for model in models):
             raise ModelError(
-                "no_sync() in a loop of accumulate() with the same model, which leaves exchanges out by itself, in all "
-                "but the last micro-batch of a window. Leave no_sync() out, or loop over the loader alone."
+                "no_sync() in a loop of accumulate() with the same model: accumulate() itself leaves out the "
+                "exchange in all but the last micro-batch of a window. Leave no_sync() out, or loop over the "
+                "loader alone."
             )
         self.left_out[place] = models
         self._have_left_out.update(models)
@@ -178,9 +179,9 @@ class Windows(RunPart):
         for window in self.under_way.values():
             if not window.last and window.concerns(optimizer):
                 raise ModelError(
-                    f"optimizer step after micro-batch {window.index + 1} of {window.size} in accumulate(): the "
-                    f"gradients are this rank's own until the last. Step where window.last is true; if the loop was "
-                    f"left, call close() on what is held of it."
+                    f"optimizer step after micro-batch {window.index + 1} of {window.size} in accumulate(): "
+                    "the gradients are averaged over the ranks only at the last one. Step where window.last is "
+                    "true; if the loop was left early, call close() on the iterator."
                 )
         if self._have_left_out:
             self._refuse_left_out(optimizer)
@@ -193,31 +194,31 @@ class Windows(RunPart):
             if (is_behind or self.is_left_out(model)) and Window(1, [model]).has_any(held):
                 raise ModelError(
                     f"optimizer step of {type(unwrap_model(model)).__name__} "
-                    f"{'after a backward in' if is_behind else 'inside'} no_sync(): its gradients are this rank's own, "
-                    f"until a forward and backward outside of it average all that has accumulated. Leave no_sync() out "
-                    f"for the batch before each step, also the last batch of an epoch."
+                    f"{'after a backward in' if is_behind else 'inside'} no_sync(): its gradients are not "
+                    "averaged over the ranks until a forward and backward outside of no_sync(). Leave "
+                    "no_sync() out for the batch before each step, also for the last batch of an epoch."
                 )
 
 
 def scale_loss(loss_sum: torch.Tensor, count: float | torch.Tensor, *, window: Window | None = None) -> torch.Tensor:
-    """Turn a sum over tokens or samples into the loss whose gradient is that of the mean over all of them.
+    """Turn a sum over tokens or samples into the loss whose gradient is that of the mean over those of all ranks.
 
-    All ranks, and all micro-batches of an `accumulate` window, count by what they hold: a mean of means would weigh the
-    tokens of a short batch more. DDP averages over ranks, so the result is loss_sum · world size / total count. Each
-    step costs one small all-reduce; gradients must be zero before a window begins.
+    Each rank, and each micro-batch of an `accumulate` window, counts by the number of items that it holds; a mean of
+    means would give the tokens of a short batch more weight. As DDP averages over the ranks, the result is loss_sum ·
+    world size / total count. Each step costs one small all-reduce. Gradients must be zero when a window begins.
 
     Args:
-        loss_sum: this micro-batch's losses, summed; a scalar.
-        count: over how many tokens or samples; 0 where it has none.
-        window: whose micro-batch this is; by default that of the model with which the loss was computed.
+        loss_sum: the sum of this micro-batch's losses, a scalar.
+        count: the number of tokens or samples in it; 0 if there are none.
+        window: the window to which the micro-batch belongs; by default that of the model that computed the loss.
 
     Returns:
-        What to call ``backward`` on. It is no mean of this rank's; for a log divide `loss_sum` by `count`.
+        The loss to call ``backward`` on. It is not this rank's mean: for a log, divide `loss_sum` by `count`.
 
     Raises:
-        ModelError: called twice for one micro-batch of `accumulate`; or several of its loops are under way, and whose
-            micro-batch it is cannot be seen.
-        OptionError: the loss is no scalar, or the count is negative.
+        ModelError: it is called twice for one micro-batch of `accumulate`; or several such loops are running, and it is
+            unclear to which one the micro-batch belongs.
+        OptionError: the loss is not a scalar, or the count is negative.
 
     Example:
         >>> scale_loss(torch.tensor(6.0), 3)

@@ -43,7 +43,7 @@ class XLAStrategy(DDPStrategy):
         dist.init_process_group("xla", init_method="xla://", timeout=arguments["timeout"])
         asked, found = arguments["world_size"], dist.get_world_size()
         if found != asked:
-            raise LaunchError(f"torch_xla has made a world of {found} rank(s), where {asked} were started.")
+            raise LaunchError(f"torch_xla reports {found} rank(s), but {asked} were started.")
 
 
 class _Sync(RunPart):

@@ -128,7 +128,7 @@ class ZeroStrategy(DDPStrategy):
         """Refuse options of DDP that do not go with a division over all ranks."""
         if options.get("process_group") is not None:
             raise OptionError(
-                f"strategy='zero{self.stage}' divides over all ranks, and takes no process_group. Leave it out."
+                f"strategy='zero{self.stage}' divides over all ranks, so process_group= cannot be given. Leave it out."
             )
         if self.stage == 2 and options.get("gradient_as_bucket_view"):
             raise OptionError(

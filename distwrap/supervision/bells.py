@@ -21,10 +21,9 @@ from distwrap.environments.identity import node
 from distwrap.network import memory_file
 from distwrap.network.keys import count, read, set_all
 from distwrap.network.waiting import Found, wait_until
-from distwrap.supervision.board import Board, held
+from distwrap.supervision.board import BOARD, Board, held
 from distwrap.versions import STORES_CLONE
 
-BOARD = "distwrap-board"  # with which the names of boards begin, for the system
 _NO_LIMIT = timedelta(days=7)  # torch complains on standard error when a wait comes to its limit
 _CLOSE_SECONDS = 10.0  # for a thread in the store's native code to come out of it, also where all cores are busy
 _POLL_SECONDS = 1.0  # between looks at the mailbox where the store cannot be waited for, and after it was lost
@@ -91,7 +90,7 @@ class Bells:
             return self._heard
 
     def take_question(self) -> bool:
-        """Return whether somebody who is no rank wants to know where all ranks are; say it once."""
+        """Return whether another process asks where all ranks are; true once for each question."""
         with self._lock:
             asked, self._asked = self._asked, False
             return asked

@@ -1,15 +1,19 @@
 """Board: memory of fixed size that ranks of one node share, with a bell for each rank, and what each writes anew."""
 
+from __future__ import annotations
+
 import json
 import mmap
 import os
 import zlib
-from typing import Any
-
-from torch.distributed import FileStore, Store  # type: ignore[attr-defined]
+from typing import TYPE_CHECKING, Any
 
 from distwrap.network.keys import read
 
+if TYPE_CHECKING:  # the commands `where` and `top` read boards without torch
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+BOARD = "distwrap-board"  # the beginning of the names of boards, for the system
 _TEXT = 1 << 14  # bytes for what a rank writes, twice; the system gives only the pages that are written to
 _PER_RANK = 2 * _TEXT
 _HEAD = 9  # of them, for which of the two counts, the length and the sum
@@ -46,7 +50,7 @@ class Board:
         self._memory[rank] = _RUNG
 
     def ask(self, rank: int) -> None:
-        """Ring one rank's bell in another way: somebody who is no rank wants to know where all ranks are."""
+        """Ring one rank's bell in another way, by which a process that is no rank asks where all ranks are."""
         self._memory[rank] = _ASKED
 
     def ring_all(self) -> None:
@@ -95,12 +99,16 @@ def hold(path: str, board: str) -> None:
         path: of the file.
         board: path of the board, which is a file too, and made where there is none.
     """
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
     open(board, "ab").close()
     FileStore(path).set(_HELD, board)
 
 
 def held(store: Store, ranks: int) -> Board | None:
     """Return the board that the launcher of all ranks holds on this node; ``None`` where there is none."""
+    from torch.distributed import FileStore  # type: ignore[attr-defined]
+
     file = getattr(store, "underlying_store", None)
     path = read(file, _HELD).decode() if isinstance(file, FileStore) else ""
     if not path:

@@ -113,7 +113,7 @@ class Channel:
         atexit.unregister(self._halt)
 
     def note(self, name: str, text: str, owner: object = None) -> None:
-        """Leave a text for any rank that looks, in the place of the last; whether the store fails is told elsewhere.
+        """Leave a text for other ranks, in place of the last one; an error of the store is raised elsewhere.
 
         Args:
             name: by which it is found.
@@ -180,7 +180,7 @@ class Channel:
             except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
                 end_process(
                     self._place.rank,
-                    f"it cannot read what is in the ranks' store ({first_line(error)}): another program writes to the "
+                    f"it cannot read the ranks' store ({first_line(error)}): another program writes to the "
                     f"port at which the ranks meet\n{traceback.format_exc()}",
                 )
             except RuntimeError as error:

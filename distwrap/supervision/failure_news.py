@@ -72,7 +72,7 @@ class FailureNews:
             self._tell(mine)
 
     def wait_for_cause(self, seconds: float) -> Failure | None:
-        """Wait a moment for the failure of another rank that came first; ``None`` where this rank's is the first."""
+        """Wait a moment for an earlier failure of another rank; return ``None`` if this rank's failure is the first."""
         try:
             failure = self._bells.wait_until(self._first, seconds)
         except dist.DistError as error:
@@ -80,7 +80,7 @@ class FailureNews:
         return failure if failure is not None and failure.rank != self._place.rank else None
 
     def look(self, rung: bool = True) -> None:
-        """End this process if another rank has failed and this one, which may wait for it, does not end by itself.
+        """End this process if another rank has failed, and this one, which may wait for it, does not end by itself.
 
         Args:
             rung: whether there may be news of another node's rank.
@@ -103,7 +103,7 @@ class FailureNews:
         return Failure(*json.loads(news)) if news else None
 
     def _find_neighbour(self) -> tuple[int, dict[str, Any]] | None:
-        """Return the next rank of this node and its registration: as each looks after one, all are looked after."""
+        """Return the next rank of this node and its registration; each rank watches the next, so all are watched."""
         place = self._place
         rank = place.rank - place.local_rank + (place.local_rank + 1) % place.local_world_size
         if place.local_world_size == 1 or rank >= place.world_size:
@@ -122,7 +122,7 @@ class FailureNews:
         self._neighbour = None
         if self._texts.read(f"left/{rank}") is not None:
             return
-        summary = f"its process ended without a word{last_seen(self._store, rank)}"
+        summary = f"its process died without raising an exception{last_seen(self._store, rank)}"
         self._tell(Failure(rank, process["host"], process["pid"], summary, "", time.time()))
 
     def _tell(self, failure: Failure) -> None:
@@ -131,8 +131,8 @@ class FailureNews:
 
 
 def store_is_gone(placement: Placement, error: Exception) -> Failure:
-    """Describe the end of who holds the store: rank 0, or its launcher."""
-    summary = f"it, or its launcher, is gone: the store that it holds does not answer ({first_line(error)})"
+    """Describe the loss of the process that holds the store, which is rank 0 or its launcher."""
+    summary = f"rank 0, or its launcher, is gone: its store does not answer ({first_line(error)})"
     return Failure(0, str(placement.master_addr), 0, summary, "", time.time())
 
 

@@ -1,4 +1,4 @@
-"""Hang report: every rank is asked where it is and what it did last; the answers are listed, equal ones in one line."""
+"""Hang report: it asks every rank where it is and what it did last, and lists the answers, equal ones in one line."""
 
 import contextlib
 import inspect
@@ -7,10 +7,10 @@ import math
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch.distributed import Store  # type: ignore[attr-defined]
 
@@ -24,28 +24,27 @@ from distwrap.places import place
 from distwrap.stopwatch import Item, Part, Stopwatch
 from distwrap.supervision import stacks
 from distwrap.supervision.bells import Bells, ring_from_outside
+from distwrap.supervision.locations import LEFT, NO_ANSWER, Location, merge, seen_at
 from distwrap.supervision.notes import RankNotes, read_note
 from distwrap.supervision.waits import Wait, read_wait
-from distwrap.wording import named_ranks
 
 ANSWER_SECONDS = 1.5  # for a rank to say where it is
-LEFT = "has left the function"
-NO_ANSWER = "does not answer: native code holds the interpreter, or it is gone"
 
 
 class Activity:
-    """Last helper that the user's code called, from where, and how far its loader is.
+    """Last helper that the user's code called, the place of the call, and the progress of its loader.
 
     Attributes:
-        helper: name of the helper, or empty.
-        site: file and line of the call.
-        collectives: number of collectives of ours that this rank has begun, to which all ranks come.
-        turns: number of turns that it has begun in loops which all ranks go through together, with the last one, in
-            which it tells that it has left.
-        averages: returns how often averages of gradients were counted anew, and twice the number it has begun since,
-            which is odd in another exchange of the models' between two averages.
-        stopwatch: of a run that reports where its time goes.
-        bar: returns what a progress bar of the loop shows beside how far it is, as the loss.
+        helper: the name of the helper, or empty.
+        site: the file and line of the call.
+        collectives: the number of distwrap's collectives that this rank has begun, in which all ranks take part.
+        turns: the number of turns that it has begun in loops which all ranks go through together, including the last
+            one, in which it tells the others that it has left.
+        averages: a function that returns two numbers: how often the count of averages of gradients was started anew,
+            and twice the number of averages begun since. The second one is odd during another exchange of the models
+            between two averages.
+        stopwatch: the stopwatch of a run that reports where its time goes.
+        bar: a function that returns the text that a progress bar of the loop shows beside its progress, as the loss.
     """
 
     def __init__(self, world: object) -> None:
@@ -70,20 +69,20 @@ class Activity:
         return (*self.averages(), self.collectives, self.turns)
 
     def follow(self, batches: Iterable[Any]) -> None:
-        """Take the step from a loader's iterator when it is asked for: counting here would cost each step."""
+        """Remember a loader's iterator, to read the step from it when asked: counting would cost each step."""
         self._loops = [each for each in self._loops if each() is not None and each() is not batches]
         self._loops.append(weakref.ref(batches))
 
     def timed(self, batches: Iterator[Item]) -> Iterator[Item]:
-        """Return batches for whose coming the loop's time is counted, where it is."""
+        """Return the batches; in a run that measures its time, the time to fetch each one is counted."""
         return batches if self.stopwatch is None else self.stopwatch.timed(batches)
 
     def part(self, part: Part) -> AbstractContextManager[None]:
-        """Count what is within a ``with`` as a part of the loop's time, where that is counted."""
+        """Count the time within a ``with`` as one part of the loop's time, in a run that measures it."""
         return nullcontext() if self.stopwatch is None else self.stopwatch.part(part)
 
     def waiting(self) -> AbstractContextManager[None]:
-        """Count what is within a ``with`` as waiting for other ranks, but for a checkpoint, of which it is a part."""
+        """Count the time within a ``with`` as waiting for other ranks, or, in a checkpoint, as the checkpoint."""
         is_checkpoint = self.stopwatch is not None and self.stopwatch.is_open(Part.CHECKPOINT)
         return nullcontext() if is_checkpoint else self.part(Part.EXCHANGE)
 
@@ -94,7 +93,7 @@ class Activity:
 
     @property
     def step(self) -> int | None:
-        """Number of batches that the innermost loader has given; ``None`` where nobody counts."""
+        """Number of batches that the innermost loader has given; ``None`` if it is unknown."""
         batches = self.loop
         step = getattr(batches, "step", None)  # of a lockstep loop
         return step if isinstance(step, int) else batches_given(batches)
@@ -111,42 +110,18 @@ class Activity:
         return f"{self.helper} at {self.site}" if self.helper else ""
 
 
-class Location(NamedTuple):
-    """Location of a rank in the user's code.
-
-    Attributes:
-        what: the function that the user's code has called, as ``all_reduce``; empty where it computes by itself.
-        where: file and line in the user's code.
-        step: number of batches that the innermost loader has given, or ``None``.
-        last: the last helper of distwrap that ran, and where, if any.
-        wait: its wait for other ranks, in an answer.
-        begun: number of collectives that it has begun, in an answer.
-    """
-
-    what: str
-    where: str
-    step: int | None = None
-    last: str = ""
-    wait: Wait | None = None
-    begun: int = 0
-
-    def __str__(self) -> str:
-        place = f"in {self.what} at {self.where}" if self.what else f"at {self.where}"
-        return place if self.step is None else f"{place}, step {self.step}"
-
-
 class Reporter:
-    """Endpoint of the hang report on this rank: it answers whoever asks where the rank is, and can ask all ranks.
+    """Endpoint of the hang report on this rank: it answers when the rank is asked where it is, and can ask all ranks.
 
     Args:
-        bells: of the ranks.
-        notes: in which this rank says where it is.
+        bells: the bells of the ranks.
+        notes: the notes in which this rank writes where it is.
         placement: this rank's place.
         activity: the last helper that ran on it.
 
     Attributes:
-        failed_at: where this rank failed, which is then its location, whatever it does afterwards to report it.
-        waits: returns the wait for other ranks in which this one is.
+        failed_at: the stack on which this rank failed, which stays its location while it reports the failure.
+        waits: a function that returns the wait for other ranks in which this one is.
     """
 
     def __init__(self, bells: Bells, notes: RankNotes, placement: Placement, activity: Activity) -> None:
@@ -170,7 +145,7 @@ class Reporter:
         return Location(what, where, self._activity.step, str(self._activity))
 
     def look(self, rung: bool = True) -> None:
-        """Answer if somebody has asked.
+        """Answer if this rank was asked.
 
         Args:
             rung: whether somebody may have asked.
@@ -239,10 +214,10 @@ def ask_all(
 def _ask(
     store: Store, world_size: int, ring: Callable[[], None], on_asking: Callable[[int], None]
 ) -> tuple[int, str | None]:
-    """Ask all ranks where they are, and return the number of the question, and what another one that asks was told.
+    """Ask all ranks where they are; return the question's number, and the answer if another rank was asking already.
 
-    Of ranks that ask at the same time one does, and the others read what it was told: with each of a thousand ranks
-    asking all of them, none would have its answer in time.
+    If several ranks ask at the same time, one of them does, and the others read its answer: if each of a thousand ranks
+    asked all others, none would get its answers in time.
     """
     asked, mine = count(store, "reports"), secrets.token_hex(8)
     is_under_way = asked > 0 and not store.check([f"said/{asked}"])
@@ -267,7 +242,7 @@ def _answers(store: Store, world_size: int, asked: int) -> dict[int, Location | 
 
 
 def last_seen(store: Store, rank: int) -> str:
-    """Return in words where a rank was when it last noted it; empty where it never did, or the store is gone."""
+    """Return in words where a rank was when it last noted that; empty if it never did, or the store is gone."""
     with contextlib.suppress(OverflowError, RuntimeError, TypeError, ValueError):  # or it is none of a rank's
         moment, parts = read_note(store, "seen", rank) or (0.0, ())
         if parts:
@@ -275,46 +250,12 @@ def last_seen(store: Store, rank: int) -> str:
     return ""
 
 
-def seen_at(moment: float, location: Location) -> str:
-    """Return in words where a rank was at a time of day."""
-    after = f", after {location.last}" if location.last else ""
-    return f"; {max(0.0, time.time() - moment):.0f} s ago it was {location}{after}"
-
-
-def merge(locations: Mapping[int, Location | str]) -> str:
-    """List where all ranks are, those at the same place in one line.
-
-    Args:
-        locations: of each rank; words where there is none.
-
-    Example:
-        >>> there = Location("all_reduce", "train.py:88", step=812)
-        >>> print(merge({0: there, 1: Location("DataLoader", "train.py:81"), 2: there}))
-          ranks 0, 2 in all_reduce at train.py:88, step 812
-          rank 1 in DataLoader at train.py:81
-    """
-    together: dict[str, list[int]] = {}
-    for rank, location in sorted(locations.items()):
-        together.setdefault(str(location), []).append(rank)
-    return "\n".join(
-        f"  {named_ranks(members)} {where if len(members) == 1 else of_several(where)}"
-        for where, members in together.items()
-    )
-
-
-def of_several(where: str) -> str:
-    """Return words about a rank as words about several."""
-    verb, _, rest = where.partition(" ")
-    plural = {"does": "do", "has": "have"}.get(verb, verb)
-    return f"{plural} {rest}"
-
-
 def _read_location(text: bytes) -> Location | str:
-    """Return the location that a rank has written; words where another program did, which the report outlives."""
+    """Return the location that a rank has written, or words if another program has written something else there."""
     with contextlib.suppress(RecursionError, TypeError, ValueError):
         location = Location(*json.loads(text))
         return location._replace(wait=read_wait(location.wait), begun=int(location.begun))
-    return "has an answer in the store that is none of a rank's"
+    return "has an answer in the store that no rank has written"
 
 
 def _answer_of(store: Store, rank: int, key: str) -> Location | str:

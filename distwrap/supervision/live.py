@@ -6,7 +6,7 @@ import os
 import socket
 import time
 from collections import deque
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -17,58 +17,26 @@ from distwrap.devices.cpus import thread_times
 from distwrap.devices.kinds import kind_of
 from distwrap.environments import Placement
 from distwrap.network import memory_file
-from distwrap.supervision.hang_report import Activity, Location
+from distwrap.supervision.hang_report import Activity
+from distwrap.supervision.locations import Location
 from distwrap.supervision.notes import RankNotes
+from distwrap.supervision.shown import ANSWER, NAME, Shown
 
-NAME, ANSWER = "live", "told"  # of notes: a rank's figures, and where all ranks are
 _WINDOW = 10.0  # seconds over which idleness and speed are measured
 _LOOKS = 40  # in these
 _TICK = 0.5  # seconds between two looks, at most where the machine is not overwhelmed
 
 
-@dataclass(frozen=True)
-class Shown:
-    """Figures of a rank, as it has last shown them.
-
-    Attributes:
-        rank: its number.
-        pid: of its process.
-        host: on which it is.
-        device: on which it computes.
-        step: number of batches that its innermost loop has had, or of averages of gradients; ``None`` without either.
-        speed: steps a second.
-        idle: share of the time in which its main thread did not want to compute; ``None`` where the system tells none.
-        location: where it is, as a `Location` has it; ``None`` where it has left.
-        memory: bytes of its process.
-        device_memory: most bytes that it has had on its device; ``None`` where that has none of its own.
-        bar: what a progress bar shows beside how far it is.
-        time: of day, at which it showed all this.
-    """
-
-    rank: int
-    pid: int
-    host: str
-    device: str
-    step: int | None
-    speed: float
-    idle: float | None
-    location: list[Any] | None
-    memory: int
-    device_memory: int | None
-    bar: str
-    time: float
-
-
 class Live:
-    """This rank's figures, looked at in the channel's thread.
+    """This rank's figures, which the channel's thread collects and shows.
 
     Args:
-        notes: among which they are shown.
+        notes: the notes among which they are shown.
         placement: this rank's place.
         activity: the last helper that ran on this rank.
 
     Attributes:
-        device: of this rank.
+        device: this rank's device.
     """
 
     def __init__(self, notes: RankNotes, placement: Placement, activity: Activity) -> None:
@@ -80,7 +48,7 @@ class Live:
         self.device = torch.device("cpu")
 
     def look(self) -> None:
-        """Note how long the main thread has computed, and how far it is."""
+        """Note how long the main thread has computed, and how many steps it has made."""
         now = time.monotonic()
         # The main thread's number is the process's; Python's word for it is out of date in a fork.
         if (times := thread_times(os.getpid())) is not None:
@@ -91,7 +59,7 @@ class Live:
             self._steps.popleft()
 
     def _new_steps(self) -> int:
-        """Return how many steps came since the last look: batches of the loop, or averages if these are more."""
+        """Return the number of steps since the last look: batches of the loop, or averages if these are more."""
         loop, step, averages = self._activity.loop, self._activity.step or 0, self._averages_begun()
         before, self._averages_before = self._averages_before, averages
         more = averages - before if averages >= before else averages  # they may be counted anew
@@ -105,7 +73,7 @@ class Live:
         return self._activity.averages()[1] // 2
 
     def show(self, location: Location | None) -> None:
-        """Show this rank to whoever looks from outside.
+        """Show this rank's figures to other processes.
 
         Args:
             location: where it is; ``None`` where it has left.
@@ -114,7 +82,7 @@ class Live:
             self._notes.show(NAME, asdict(self._figures(location)))
 
     def tell(self, text: str) -> None:
-        """Show where all ranks are to whoever has asked from outside."""
+        """Show where all ranks are, in answer to another process."""
         self._notes.show(ANSWER, [time.time(), text])
 
     def _figures(self, location: Location | None) -> Shown:
@@ -135,7 +103,7 @@ class Live:
         )
 
     def _speed(self, now: float) -> float:
-        """Return the steps a second: up to the last one, or where the next one is overdue, up to now."""
+        """Return the steps per second, measured up to the last step, or up to now if the next one is overdue."""
         (began, first), (ended, last) = self._steps[0], self._steps[-1]
         if last == first:
             return 0.0

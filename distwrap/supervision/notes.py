@@ -1,4 +1,4 @@
-"""Notes: values that a rank leaves for whoever looks, each in the place of the last by its name. Nobody is rung.
+"""Notes: values that a rank leaves for others to read, each in place of the last of its name; no bell is rung.
 
 Ranks that share a board which their launcher holds find them there, where a look costs nothing. Others find them in the
 store, and so do all where the board has no room.
@@ -41,7 +41,7 @@ class RankNotes:
             self._bells.store.set(f"{name}/{self._rank}", json.dumps(value))
 
     def read(self, name: str, rank: int) -> Any:
-        """Return what a rank has last noted by a name, wherever; ``None`` where it has not."""
+        """Return the value that a rank has last noted under a name, wherever that is; ``None`` without one."""
         return read_note(self._bells.store, name, rank)
 
     def write_on_board(self, name: str, value: Any, spare: int = _SPARE) -> bool:
@@ -55,7 +55,7 @@ class RankNotes:
         return self._bells.is_held and self._put(name, value, spare)
 
     def show(self, name: str, value: Any) -> None:
-        """Show a value on the board of this node, where there is one, to whoever looks from outside."""
+        """Show a value on the board of this node, if there is one, to other processes."""
         if self._bells.is_shared:
             self._put(name, value, _SPARE)
 
@@ -69,7 +69,7 @@ class RankNotes:
             return has_room
 
     def erase_from_board(self, name: str) -> bool:
-        """Take away what this rank has noted by a name; return whether that was on the board."""
+        """Erase the value that this rank has noted under a name; return whether it was on the board."""
         with self._lock:
             if self._on_board.pop(name, None) is None:
                 return False

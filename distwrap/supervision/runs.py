@@ -1,4 +1,4 @@
-"""Runs of this user that are under way on this node, as `live` shows them; read from another process."""
+"""Running runs of this user on this node, read by another process from the figures that their ranks show."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from dataclasses import dataclass
 
 from distwrap.environments.identity import process_status
 from distwrap.network.waiting import wait_until
-from distwrap.supervision.bells import BOARD
-from distwrap.supervision.board import Board
-from distwrap.supervision.live import ANSWER, NAME, Shown
+from distwrap.supervision.board import BOARD, Board
+from distwrap.supervision.shown import ANSWER, NAME, Shown
 from distwrap.wording import named_ranks
 
 _ASK_SECONDS = 5.0  # for a rank to ask all others
@@ -18,14 +17,14 @@ _ASK_SECONDS = 5.0  # for a rank to ask all others
 
 @dataclass(frozen=True)
 class Run:
-    """A run that is under way on this node.
+    """Run that is going on on this node.
 
     Attributes:
-        holder: the process that called it, where that has its board; else the first of its ranks.
-        processes: all that have its board, and those that have started them.
-        figures: what each of its ranks here has shown.
-        ranks: how many there are, on all nodes.
-        board: its path.
+        holder: the process that called it, if that has the run's board open; otherwise the first of its ranks.
+        processes: all processes that have its board open, and those that have started them.
+        figures: the figures of each of its ranks on this node.
+        ranks: the number of its ranks on all nodes.
+        board: the path of its board.
     """
 
     holder: int
@@ -36,15 +35,15 @@ class Run:
 
     @property
     def elsewhere(self) -> str:
-        """Words for the ranks that do not show themselves here; empty where all do."""
+        """Words about ranks that show no figures here; empty if all ranks do."""
         missing = set(range(self.ranks)) - {shown.rank for shown in self.figures}
         if not missing:
             return ""
-        return f"{named_ranks(missing)} {'is' if len(missing) == 1 else 'are'} on another node, or not there yet"
+        return f"{named_ranks(missing)} {'is' if len(missing) == 1 else 'are'} on another node, or not started yet"
 
 
 def runs() -> list[Run]:
-    """Return the runs of this user that are under way on this node, as their ranks have last shown themselves."""
+    """Return the runs of this user on this node, with the figures that their ranks have last shown."""
     boards: dict[tuple[int, int], str] = {}
     holders: dict[tuple[int, int], list[int]] = {}
     for process in sorted(map(int, filter(str.isdigit, os.listdir("/proc")))):
@@ -63,7 +62,7 @@ def runs() -> list[Run]:
 
 
 def _boards_of(process: int) -> list[tuple[str, tuple[int, int]]]:
-    """Return the boards of this user that a process has open, each with its number; none where it is gone."""
+    """Return the boards of this user that a process has open, each with its number; none if the process is gone."""
     boards = []
     with suppress(OSError):
         for fd in os.listdir(f"/proc/{process}/fd"):
@@ -86,7 +85,7 @@ def _above(process: int) -> set[int]:
 
 
 def where_all_are(run: Run) -> str:
-    """Ask a rank of this node where the ranks of all nodes are; return that, or nothing where it does not answer."""
+    """Ask a rank of this node where the ranks of all nodes are; return its answer, or an empty text without one."""
     with suppress(OSError):
         board, _ = _opened(run.board)
         rank = max(run.figures, key=lambda shown: shown.time).rank
@@ -98,10 +97,10 @@ def where_all_are(run: Run) -> str:
 
 
 def _opened(path: str) -> tuple[Board, int]:
-    """Return a board, and for how many ranks it is.
+    """Return a board, and the number of ranks for which it is made.
 
     Raises:
-        OSError: it is gone, or no rank has come yet.
+        OSError: the board is gone, or no rank has arrived yet.
     """
     fd = os.open(path, os.O_RDWR)
     try:
@@ -114,7 +113,7 @@ def _opened(path: str) -> tuple[Board, int]:
 
 
 def _shown_on(path: str) -> tuple[int, list[Shown]]:
-    """Return for how many ranks a board is, and what those on it have shown."""
+    """Return the number of ranks for which a board is made, and the figures that ranks have shown on it."""
     board, ranks = _opened(path)
     found = []
     for rank in range(ranks):

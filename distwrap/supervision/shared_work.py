@@ -60,7 +60,7 @@ class SharedWork:
         self._awaited: set[int] = set()  # ranks that this one has waited for
 
     def publish(self, key: str, data: bytes) -> None:
-        """Give others the bytes for which they `wait_for`."""
+        """Publish the bytes for which other ranks call `wait_for`."""
         self._publish(key, data)
         self._bells.ring_all()
 
@@ -78,7 +78,7 @@ class SharedWork:
         return self._wait((f"work/{key}",), worker)
 
     def serve(self, name: str, make: Make) -> None:
-        """Give other ranks from now on what they `ask` for; made in the channel's thread, within a quarter second.
+        """Answer the other ranks' calls of `ask` from now on, in the channel's thread, within a quarter of a second.
 
         An exception of `make` is raised on the rank that asks, and this one goes on.
         """
@@ -86,7 +86,7 @@ class SharedWork:
         self._bells.board.ring(self._place.rank)  # another rank may have asked before
 
     def ask(self, name: str, worker: int, request: Any = 0) -> bytes:
-        """Return what another rank serves by that name, whatever else it does, or what it served last.
+        """Return what another rank serves under a name, whatever else that rank does; or what it served last.
 
         The answer does not stay in the store: it comes in a file, where the store is one on Linux, or is deleted.
 
@@ -119,7 +119,7 @@ class SharedWork:
         return answered.removeprefix(_MADE)
 
     def look(self, rung: bool = True) -> None:
-        """Give those who have asked what they asked for.
+        """Answer the ranks that have asked.
 
         Args:
             rung: whether somebody may have asked.
@@ -152,7 +152,7 @@ class SharedWork:
         return True
 
     def leave(self, *, failed: bool) -> None:
-        """Publish for the last time what others may still ask for, and tell who waits that this rank leaves."""
+        """Publish for the last time what others may still ask for, and tell waiting ranks that this rank leaves."""
         for name, make in self._served:
             data = make(None, 0.0)
             if data is not None:
@@ -191,16 +191,16 @@ class SharedWork:
                 if left:
                     raise WorkerError(f"{waits}, which has failed.", rank=worker, host=process["host"])
                 raise CollectiveError(
-                    f"{waits}, which has left the function already. Every rank must make the same calls, in the same "
-                    f"order."
+                    f"{waits}, which has left the function already. Every rank must make the same calls in the "
+                    "same order."
                 )
             return found
 
         while not (found := self._bells.wait_until(look, LOOK_SECONDS, is_gone)):
             if is_gone():
                 raise WorkerDiedError(
-                    f"{waits} on {process['host']} (pid {process['pid']}), which is gone. Look at what it printed "
-                    f"last.",
+                    f"{waits} on {process['host']} (pid {process['pid']}), whose process is gone. Look at what "
+                    "it printed last.",
                     rank=worker,
                     host=process["host"],
                 )

@@ -12,10 +12,10 @@ COLLECTIVE_SECONDS = 1.0  # after the time limit, for a collective to say itself
 
 
 class StallDetector:
-    """Notices that this rank stands still, and on one of the ranks that all do.
+    """Detector that finds out that no rank of the run moves any more.
 
     Args:
-        store: where the ranks that stand still are counted.
+        store: the store in which ranks that do not move are counted.
         placement: this rank's place.
         timeout: seconds without any rank moving after which the run counts as stalled.
     """
@@ -30,11 +30,11 @@ class StallDetector:
         self._still_since = self._time
 
     def excuse(self, on: bool) -> None:
-        """Let this rank stand still from now on without being stalled, or no longer."""
+        """Set whether this rank may stand still without counting as stalled."""
         self._excuses += 1 if on else -1
 
     def look(self) -> bool:
-        """Note whether this rank stands still; return whether all do, on the rank that is the last to."""
+        """Note whether this rank stands still; return true on the last rank to do so, when all ranks do."""
         if self._main_thread_moved() or self._excuses:
             self._still_since = time.monotonic()
         still = time.monotonic() - self._still_since >= self._timeout + COLLECTIVE_SECONDS
@@ -45,7 +45,7 @@ class StallDetector:
         return count == self._ranks and bool(self._store.compare_set("stalled", "", me).decode() == me)
 
     def _main_thread_moved(self) -> bool:
-        """Return whether the main thread is in another line than before, or the process has used CPU time."""
+        """Return whether the main thread is in another line than before, or the process has used CPU time since."""
         frame = stacks.frame_of()
         mark = (id(frame), frame.f_lasti) if frame is not None else None
         del frame

@@ -1,4 +1,4 @@
-"""What the user's source says of an object: at which line it was made, and over what a loop goes.
+"""Facts from the user's source: the line at which an object was made, and the object over which a loop iterates.
 
 Only names and attributes are looked up, in the functions that are under way: no code of the user's runs.
 """
@@ -30,7 +30,7 @@ def place_of(frame: FrameType | None, line: int | None = None) -> str:
 
 
 def where_made(value: object) -> str:
-    """Return file and line at which a value was assigned, of those that functions under way hold; empty for others."""
+    """Return the file and line at which a value was assigned; empty if no running function holds the value."""
     for frame in users_frames():
         for name, held in frame.f_locals.items():
             if held is value:
@@ -46,7 +46,7 @@ def where_made(value: object) -> str:
 
 
 def loops_around(frame: FrameType) -> Iterator[tuple[str, list[Any]]]:
-    """Yield the ``for`` loops in which a frame is, the innermost first: its place, and what it names to go over."""
+    """Yield the ``for`` loops in which a frame is, the innermost first: its place, and what it iterates over."""
     loops = [node for node in _nodes(frame, ast.For) if node.lineno <= frame.f_lineno <= (node.end_lineno or 0)]
     for loop in sorted(loops, key=lambda each: -each.lineno):
         if loop.lineno >= frame.f_code.co_firstlineno:

@@ -9,7 +9,8 @@ from torch.distributed import Store  # type: ignore[attr-defined]
 
 from distwrap.environments import Placement
 from distwrap.network.keys import count, read
-from distwrap.supervision.hang_report import Location, Reporter, of_several
+from distwrap.supervision.hang_report import Reporter
+from distwrap.supervision.locations import Location, of_several
 from distwrap.supervision.waits import MainThread, Wait
 from distwrap.wording import named_ranks, print_notice
 
@@ -23,9 +24,9 @@ class Notice(NamedTuple):
     """Words about a wait.
 
     Attributes:
-        text: said while it lasts.
-        who: goes on when it is over.
-        where: it is.
+        text: the sentence that is printed while the wait lasts.
+        who: the ranks that wait, as the beginning of the sentence that is printed when the wait is over.
+        where: the place of the wait.
     """
 
     text: str
@@ -34,14 +35,14 @@ class Notice(NamedTuple):
 
 
 class WaitNotice:
-    """Notices of this rank's waits, given in the channel's thread.
+    """Notices of this rank's waits, which the channel's thread prints.
 
     Args:
-        store: the ranks', in which one of those that wait says that it tells of it.
+        store: the ranks' store, in which one of the waiting ranks claims the notice.
         placement: this rank's place.
-        reporter: asks where all ranks are.
+        reporter: the reporter that asks where all ranks are.
         thread: the main thread, which may wait.
-        seconds: of a wait, after which it is said; 0 is never.
+        seconds: the length of a wait after which a notice is printed; 0 is never.
         timeout: seconds after which a collective ends by itself.
     """
 
@@ -57,7 +58,7 @@ class WaitNotice:
         self._over: tuple[float, str] | None = None  # when, and what is to be said of it
 
     def look(self) -> None:
-        """Look whether the main thread waits, and say so where it is time to."""
+        """Look whether the main thread waits, and print a notice if it is time for one."""
         self._follow()
         if self._over is not None and time.monotonic() - self._over[0] >= SETTLE_SECONDS:
             text, self._over = self._over[1], None
@@ -67,7 +68,7 @@ class WaitNotice:
             self._consider()
 
     def wait(self) -> Wait | None:
-        """Return the wait for other ranks in which this one is, for who asks; ``None`` where it is in none."""
+        """Return the wait for other ranks in which this one is; ``None`` if it is in none."""
         self._follow()
         return self._thread.wait()
 
@@ -78,7 +79,7 @@ class WaitNotice:
         self._stood = self._thread.stood
 
     def _consider(self) -> None:
-        """Say that ranks wait, unless they do not, or another one says it."""
+        """Print that ranks wait, if they do, and no other rank has printed it."""
         began = self._thread.moves
         self._due = self._stood + self._seconds  # until it is considered again
         wait, (what, where, *_) = self._thread.wait(), self._reporter.location()
@@ -102,7 +103,7 @@ class WaitNotice:
             print_notice(notice.text)
 
     def _claim(self, patience: float) -> int:
-        """Return the number of the notice that this rank gives; 0 where another has said as much of a wait."""
+        """Return the number of the notice that this rank may print; 0 if another rank has printed one of this wait."""
         last = count(self._store, "waits")
         if last and not self._store.check([f"wait/{last}/over"]):
             _, theirs = json.loads(read(self._store, f"wait/{last}"))
@@ -115,7 +116,7 @@ class WaitNotice:
         return number
 
     def _end(self) -> None:
-        """Note that the wait is over, and let it be said where this rank was the last to say that it lasts."""
+        """Note that the wait is over, and let this rank print so if it printed the last notice."""
         if not self._given:
             return
         for number, _ in self._given:
@@ -127,12 +128,12 @@ class WaitNotice:
 
 
 def notice_of(rank: int, locations: Mapping[int, Location | str], seconds: float, timeout: float) -> Notice | None:
-    """Return the words about ranks that wait, and for whom; ``None`` where they do not, or need not be told.
+    """Return a notice of which ranks wait, and for whom; ``None`` if they do not wait, or no notice is needed.
 
     Args:
-        rank: the one that says it.
-        locations: of all ranks, or words where one does not answer.
-        seconds: of a wait, after which it is said.
+        rank: the rank that prints it.
+        locations: the locations of all ranks, or words for a rank that does not answer.
+        seconds: the length of a wait after which a notice is printed.
         timeout: seconds after which a collective ends by itself.
 
     Example:
@@ -174,7 +175,7 @@ def notice_of(rank: int, locations: Mapping[int, Location | str], seconds: float
 
 
 def _waits(answers: Mapping[int, Location], least: float) -> dict[int, Wait]:
-    """Return the waits of ranks that wait: where one only may, its others are behind it."""
+    """Return the waits of the ranks that wait; a rank that only may wait does so if other ranks are behind it."""
     behind = min(each.begun for each in answers.values())
     return {
         rank: each.wait
@@ -184,7 +185,7 @@ def _waits(answers: Mapping[int, Location], least: float) -> dict[int, Wait]:
 
 
 def _awaited(mine: Location, others: Mapping[int, Location | str]) -> dict[int, Location | str]:
-    """Return those of the ranks that do not wait for which this one does: those that are behind it, if it shows."""
+    """Return the ranks for which this one waits: those behind it that do not wait, if that is known."""
     elsewhere = {rank: each for rank, each in others.items() if isinstance(each, str) or _place(each) != _place(mine)}
     behind = {rank: each for rank, each in elsewhere.items() if isinstance(each, str) or each.begun < mine.begun}
     return behind or elsewhere

@@ -1,4 +1,4 @@
-"""Waits of this rank's main thread for other ranks, as its stack shows them: nothing runs in that thread for it."""
+"""Waits of this rank's main thread for other ranks, seen in its stack from outside, at no cost for that thread."""
 
 import linecache
 import os
@@ -43,9 +43,9 @@ class Wait(NamedTuple):
     """Wait of a rank for others.
 
     Attributes:
-        seconds: for which it has waited, at least.
-        kind: in an exchange; for the work of one rank; perhaps, as in a call on an accelerator, if others are behind;
-            or in a debugger, which is a person's wait.
+        seconds: the seconds for which it has waited, at least.
+        kind: ``"exchange"``; ``"work"`` of one rank; ``"perhaps"``, as in a call on an accelerator, which is a wait if
+            other ranks are behind; or ``"debugger"``, in which a person takes their time.
         worker: the rank whose work it waits for, or -1.
     """
 
@@ -55,11 +55,11 @@ class Wait(NamedTuple):
 
 
 def read_wait(value: Any) -> Wait | None:
-    """Return the wait that a rank has told as JSON.
+    """Return the wait that another rank has written as JSON.
 
     Raises:
-        TypeError: it is none.
-        ValueError: it is none.
+        TypeError: the value is not a wait.
+        ValueError: the value is not a wait.
     """
     if value is None:
         return None
@@ -80,20 +80,20 @@ class MainThread:
     """Main thread of this rank, which is looked at in the channel's thread.
 
     Args:
-        begun: returns what this rank has begun together with the others.
-        worker: returns the rank for whose work this one waits, or -1.
+        begun: a function that returns how many exchanges this rank has begun.
+        worker: a function that returns the rank for whose work this one waits, or -1.
 
     Attributes:
-        stood: seconds for which it has been in one call, or in one wait of ours.
-        moves: how often it was seen to have moved.
-        on_accelerator: whether this rank computes on one, for which a thread may wait in any call.
+        stood: the seconds for which it has been in one call, or in one wait of distwrap's.
+        moves: the number of looks at which it had moved.
+        on_accelerator: whether this rank computes on an accelerator, for which a thread may wait in any call.
     """
 
     def __init__(self, begun: Callable[[], object], worker: Callable[[], int]) -> None:
         self._begun, self._worker = begun, worker
         self._mark: object = None
         self._ran: float | None = None
-        self._steps: list[StackFrame] = []
+        self._frames: list[StackFrame] = []
         self._looked = time.monotonic()
         self.stood, self.moves = 0.0, 0
         self.on_accelerator = False
@@ -102,11 +102,11 @@ class MainThread:
         """Look where the thread is; return whether it has moved since the last look."""
         now = time.monotonic()
         gap, self._looked = min(now - self._looked, _LONGEST_GAP), now
-        self._steps = steps_of(stacks.frame_of())
-        loop = loop_in(self._steps)  # in which the instruction changes
-        here = [(step.number, 0 if loop else step.at) for step in loop or self._steps[:1]]
+        self._frames = frames_from(stacks.frame_of())
+        loop = waiting_loop_in(self._frames)  # in which the instruction changes
+        here = [(each.number, 0 if loop else each.at) for each in loop or self._frames[:1]]
         mark = (here, self._begun(), collectives_begun())
-        computed = self._computed(gap) and _may_compute(self._steps)
+        computed = self._computed(gap) and _may_compute(self._frames)
         moved, self._mark = mark != self._mark or computed, mark
         self.moves += moved
         self.stood = 0.0 if moved else self.stood + gap
@@ -117,15 +117,15 @@ class MainThread:
         lines = stacks.of_thread()
         if any(file.endswith(_DEBUGGERS) or "pydevd" in file for file, _, _ in lines):
             return Wait(self.stood, "debugger")
-        kind = kind_of_wait(self._steps, lines[-1] if lines else None)
+        kind = kind_of_wait(self._frames, lines[-1] if lines else None)
         if kind == "perhaps" and not self.on_accelerator and self._ran is not None:
-            kind = "exchange" if _may_compute(self._steps) else None  # it would have been seen to compute
+            kind = "exchange" if _may_compute(self._frames) else None  # it would have been seen to compute
         if kind is None:
             return None
         return Wait(self.stood, kind, self._worker() if kind == "work" else -1)
 
     def _computed(self, seconds: float) -> bool:
-        """Return whether the thread has computed since the last look; where it is on an accelerator it may spin."""
+        """Return whether the thread has computed since the last look; never on an accelerator, where it may spin."""
         times, before = thread_times(os.getpid()), self._ran  # the main thread's number is the process's
         self._ran = None if times is None else times[0]
         if self.on_accelerator or self._ran is None or before is None:
@@ -133,46 +133,46 @@ class MainThread:
         return self._ran - before > _IDLE * seconds
 
 
-def steps_of(frame: FrameType | None) -> list[StackFrame]:
-    """Return the frames from the innermost to the user's, which is the last of them."""
-    steps = []
+def frames_from(frame: FrameType | None) -> list[StackFrame]:
+    """Return the frames from this one outwards, up to and including the first one of the user's code."""
+    frames = []
     with stacks.no_collection():
         while frame is not None:
             code = frame.f_code
-            steps.append(StackFrame(code.co_filename, code.co_name, id(frame), frame.f_lasti))
+            frames.append(StackFrame(code.co_filename, code.co_name, id(frame), frame.f_lasti))
             if stacks.is_users(code.co_filename):
                 break
             frame = frame.f_back
-    return steps
+    return frames
 
 
-def loop_in(steps: list[StackFrame]) -> list[StackFrame]:
-    """Return the step in which a function of ours waits for other ranks by looking again and again, if there is one."""
-    return [step for step in steps if (step.file, step.name) in _LOOPS][-1:]
+def waiting_loop_in(frames: list[StackFrame]) -> list[StackFrame]:
+    """Return the frame, if any, in which a function of distwrap looks for other ranks again and again."""
+    return [frame for frame in frames if (frame.file, frame.name) in _LOOPS][-1:]
 
 
-def _may_compute(steps: list[StackFrame]) -> bool:
-    """Return whether a thread is in a call that computes, and then waits for other ranks, as a backward."""
-    return bool(steps) and (steps[0].file.startswith(_OUR_NATIVE) or steps[0].file.endswith(_BACKWARD))
+def _may_compute(frames: list[StackFrame]) -> bool:
+    """Return whether a thread is in a call that first computes and then waits for other ranks, as a backward does."""
+    return bool(frames) and (frames[0].file.startswith(_OUR_NATIVE) or frames[0].file.endswith(_BACKWARD))
 
 
-def kind_of_wait(steps: list[StackFrame], line: stacks.Line | None) -> Kind | None:
-    """Return how a thread that stands may wait for other ranks; ``None`` where it does not.
+def kind_of_wait(frames: list[StackFrame], line: stacks.Line | None) -> Kind | None:
+    """Return how a thread that does not move may be waiting for other ranks; ``None`` if it is not.
 
     Args:
-        steps: from the innermost to the user's.
-        line: the innermost one.
+        frames: the frames of its stack, from the innermost to the user's.
+        line: the innermost line of its stack.
 
     Example:
         >>> kind_of_wait([StackFrame(_TORCHS[0] + "distributed_c10d.py", "barrier", 1, 2)], None)
         'exchange'
     """
-    if not steps:
+    if not frames:
         return None
-    if loop := loop_in(steps):
+    if loop := waiting_loop_in(frames):
         return "work" if loop[0].name == "_wait" else "exchange"
-    inner = steps[0].file
-    beneath = steps[1].file if len(steps) > 1 and inner.endswith(_OPERATORS) else inner
+    inner = frames[0].file
+    beneath = frames[1].file if len(frames) > 1 and inner.endswith(_OPERATORS) else inner
     if beneath.startswith(_TORCHS) or _HOROVOD in inner:
         return "exchange"
     if line is not None and stacks.is_users(inner) and ".wait(" in linecache.getline(line[0], line[1]):

@@ -20,17 +20,18 @@ R = TypeVar("R")
 
 
 def run_ranks(fn: Callable[..., R], nprocs: int, *args: Any, timeout: float = 30) -> list[R]:
-    """Run a function on `nprocs` ranks from the warm fork server, and return every rank's value in rank order.
+    """Run a function on `nprocs` ranks from the warm fork server, and return the values of all ranks in rank order.
 
     Args:
-        fn: the test body; in it the process group is set up.
-        nprocs: how many ranks, also 1.
-        *args: for `fn`.
-        timeout: seconds for all of it. After that the Python stacks of the ranks are printed, and the ranks ended.
+        fn: the body of the test; the process group is set up when it runs.
+        nprocs: the number of ranks, which may be 1.
+        *args: the arguments of `fn`.
+        timeout: seconds for the whole call. When they are over, the Python stacks of the ranks are printed, and the
+            ranks are killed.
 
     Raises:
-        WorkerTimeoutError: they were not done in time.
-        BaseException: what a rank raised first.
+        WorkerTimeoutError: the ranks did not finish in time.
+        BaseException: the exception that a rank raised first.
 
     Example:
         >>> run_ranks(abs, 1, -3)

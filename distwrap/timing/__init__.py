@@ -1,1 +1,1 @@
-"""Where the time of a run goes: measured on each rank, compared over the ranks, said with what to change."""
+"""Reports of where the time of a run goes: measured on each rank, compared between ranks, with advice."""

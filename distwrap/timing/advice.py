@@ -22,7 +22,7 @@ _BYTES = {"allreduce": 1.0, "bf16": 0.5, "bytegrad": 0.25}  # sent by ways that 
 
 
 def advise(found: Analysis) -> list[Suggestion]:
-    """Return what is worth changing, the most worthwhile first; nothing where all is well."""
+    """Return advice on what to change, the most worthwhile first; none if all is well."""
     looks = (on_lags, _on_data, _on_link, _on_ddp, _on_queues, _on_threads, _on_checkpoints, _on_own_code)
     pieces = [piece for look in looks for piece in look(found)] if found.step else []
     worth = [piece for piece in pieces if piece.gain is None or piece.gain >= _WORTH_CHANGING]
@@ -41,13 +41,13 @@ def _on_data(found: Analysis) -> Iterator[Suggestion]:
     if any(rank.device != "cpu" and rank.settings.pins is False for rank in found.ranks):
         pin = "pin_memory=True with shard_loader(loader, copy_ahead=True) copies while the step before computes."
     spare = cpus_of_rank(found) - workers
-    more = f"there are CPUs for {spare} more" if spare > 0 else "all CPUs are taken, so make a sample less work"
-    evens = "a larger prefetch_factor evens out what takes long now and then"
+    more = f"there are CPUs for {spare} more" if spare > 0 else "all CPUs are in use, so make each sample less work"
+    evens = "a larger prefetch_factor evens out samples that take long now and then"
     yield Suggestion(f"{waits}, with {counted(workers, 'worker')}: {more}; {evens}. {pin}".rstrip(), share)
 
 
 def _on_link(found: Analysis) -> Iterator[Suggestion]:
-    """Advise on what even the rank that comes last waits for."""
+    """Advise on the exchange itself, for which even the last rank waits."""
     share = found.link / found.step
     size = max(rank.gradient_bytes for rank in found.ranks)
     settings = found.ranks[0].settings
@@ -70,15 +70,15 @@ def _on_link(found: Analysis) -> Iterator[Suggestion]:
         cap = max(1, round(size / 8e6))
         if (groups := round(size / (cap << 20))) > 1:
             ways.append(
-                f"DDP sends all or most gradients in one group, when the backward is done: "
-                f"wrap_model(model, bucket_cap_mb={cap}) makes about {groups}, most of which travel before"
+                "DDP sends all or most gradients in one bucket when the backward has ended: wrap_model(model, "
+                f"bucket_cap_mb={cap}) makes about {groups}, most of which are sent during the backward"
             )
     what = f"the exchange of {as_size(size)} of gradients, beyond what the backward hides" if is_ddp else "the exchange"
     yield Suggestion(f"{percent(share)} of each step goes to {what}. {'; '.join(ways)}.", share)
 
 
 def _other_exchange(found: Analysis, size: int) -> Iterator[str]:
-    """Predict the step under another algorithm of exchange from the bytes that it sends, where one is faster."""
+    """Advise another algorithm of exchange if one is faster, as predicted from the bytes that it sends."""
     whole = found.link + OVERLAP * found.alone
     costs = {name: Cost(0.0, whole * part / size) for name, part in _BYTES.items()}
     predictions = predict(costs, size, found.alone)
@@ -153,8 +153,8 @@ def _on_threads(found: Analysis) -> Iterator[Suggestion]:
 def _on_checkpoints(found: Analysis) -> Iterator[Suggestion]:
     share = _least(found, Part.CHECKPOINT)
     yield Suggestion(
-        f"{percent(share)} of the time goes to checkpoints, for which all ranks wait. save(..., background=True) "
-        f"copies the state and writes in a thread.",
+        f"{percent(share)} of the time goes to checkpoints, for which all ranks wait. save(..., "
+        "background=True) copies the state, and writes it in a thread.",
         share,
     )
 
@@ -171,7 +171,7 @@ def _on_own_code(found: Analysis) -> Iterator[Suggestion]:
         )
     way = "Metrics, prints and `.item()` once in many steps cost less."
     if not any(rank.mean()[Part.FORWARD] for rank in found.ranks):
-        way = "The forward is in it too, as that of any model which is not from wrap_model()."
+        way = "The forward is part of it, as for any model that was not wrapped by wrap_model()."
     yield Suggestion(
         f"{percent(usual)} of each step is the loop's own code, beside data, forward, backward and the optimizer. "
         f"{way}",

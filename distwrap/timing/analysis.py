@@ -18,12 +18,12 @@ class Lag:
     """Ranks for which the others wait.
 
     Attributes:
-        ranks: which they are; all of them where they take turns.
-        share: of a step, which the others wait for them.
-        part: in which they are slower than the others.
-        slower: by how much that part is longer than the others', in seconds a step.
-        usual: how long it is on the others, in seconds a step.
-        takes_turns: whether it is another rank at each step.
+        ranks: the numbers of these ranks; all ranks if a different one is late at each step.
+        share: the share of a step that the others wait for them.
+        part: the part of a step in which they are slower than the others.
+        slower: the seconds of a step by which that part takes longer than on the others.
+        usual: the seconds of a step that the part takes on the others.
+        takes_turns: whether a different rank is late at each step.
     """
 
     ranks: list[int]
@@ -39,13 +39,13 @@ class Analysis:
     """Figures of all ranks, taken together.
 
     Attributes:
-        ranks: what each has measured.
-        step: seconds of a step.
-        parts: seconds of each part in a step, the mean over the ranks.
-        link: seconds of a step that a rank waits for the exchange itself, and not for ranks that come later.
-        waiting: seconds of a step that a rank waits for others, the mean over the ranks.
-        alone: seconds of a step that one rank alone is predicted to take, with one batch.
-        lags: for whom the others wait, where it is worth telling.
+        ranks: the figures of each rank.
+        step: the seconds of a step.
+        parts: the seconds of each part in a step, as the mean over the ranks.
+        link: the seconds of a step that a rank waits for the exchange itself, and not for ranks that come later.
+        waiting: the seconds of a step that a rank waits for others, as the mean over the ranks.
+        alone: the predicted seconds of a step of one rank alone, with one batch.
+        lags: the ranks for which the others wait, if that is worth telling.
     """
 
     ranks: list[RankTimes]
@@ -58,7 +58,7 @@ class Analysis:
 
     @property
     def efficiency(self) -> float:
-        """Share of the speed of as many ranks that never wait and exchange nothing."""
+        """Speed, as a share of that of equally many ranks that never wait and exchange nothing."""
         return self.speedup / len(self.ranks)
 
     @property
@@ -127,7 +127,7 @@ def _alone(ranks: Sequence[RankTimes], means: list[Row]) -> float:
 
 
 def _common(ranks: Sequence[RankTimes]) -> list[int]:
-    """Return the numbers of the steps that are known one by one of every rank."""
+    """Return the numbers of the steps whose figures every rank has kept."""
     return sorted(set.intersection(*(set(rank.kept) for rank in ranks)))
 
 
@@ -150,7 +150,7 @@ def _always_late(ranks: Sequence[RankTimes], means: list[Row], step: float) -> L
 
 
 def _late_in_turns(ranks: Sequence[RankTimes], together: list[list[Row]], step: float) -> Lag | None:
-    """Return how long the ranks wait where another one is late at each step: then all but that one wait."""
+    """Return the seconds that the ranks wait if a different one is late at each step, when all others wait."""
     if not together:
         return None
     waited = _by_turns([[-row[Part.EXCHANGE] for row in rows] for rows in together])
@@ -179,7 +179,7 @@ def _by_turns(steps: list[list[float]]) -> float:
 
 
 def _where_they_differ(slow: list[Row], others: list[Row]) -> tuple[Part, float, float]:
-    """Return the part in which slow ranks lose most against the others, by how much, and how long it is on those."""
+    """Return the part in which slow ranks lose most time, the seconds that they lose, and its seconds on the others."""
     found = []
     for part in Part:
         if part is not Part.EXCHANGE:
@@ -190,7 +190,7 @@ def _where_they_differ(slow: list[Row], others: list[Row]) -> tuple[Part, float,
 
 
 def _where_it_varies(together: list[list[Row]]) -> tuple[Part, float, float]:
-    """Return the part that is longest on another rank at each step, by how much it is, and how long it is."""
+    """Return the part whose slowest rank changes from step to step, the seconds lost by that, and its usual seconds."""
     found = []
     for part in Part:
         if part is not Part.EXCHANGE:

@@ -348,7 +348,7 @@ class Instruments:
 
 
 def queued_seconds() -> float | None:
-    """Return how long this thread has waited for a CPU while it could have run; ``None`` where nobody tells."""
+    """Return the seconds for which this thread has waited for a CPU; ``None`` if the system does not tell."""
     times = thread_times()
     return None if times is None else times[1]
 
@@ -377,7 +377,7 @@ class _Hook:
 
 
 def _take_off(held: ref[Routing]) -> None:
-    """Let a model run as it did, if somebody still holds it."""
+    """Take the hooks off a model, if it still exists."""
     routing = held()
     if routing is not None:
         routing.put_around(None)

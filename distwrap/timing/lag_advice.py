@@ -1,4 +1,4 @@
-"""Advice on ranks for which the others wait: who they are, in what they are slower, and why."""
+"""Advice on ranks for which the others wait: their numbers, the part in which they are slower, and the reason."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _PART_IN_WORDS = {  # but the exchange, in which the others wait
     Part.OWN: "the loop's own code",
 }
 
-_LOOK_AT_TURNS = "Look at what takes longer in some steps than in others, and at what else runs on these nodes."
-_LOOK_AT_RANK = "Look at what else runs on its node, and at what is computed there alone."
+_LOOK_AT_TURNS = "Find out what takes longer in some steps than in others, and what else runs on these nodes."
+_LOOK_AT_RANK = "Find out what else runs on its node, and what only this rank computes."
 
 
 def on_lags(found: Analysis) -> Iterator[Suggestion]:
@@ -48,7 +48,7 @@ def _seen(found: Analysis, lag: Lag) -> str:
     if lag.takes_turns:
         rest = "the others wait" if len(found.ranks) > 2 else "the other waits"
         return (
-            f"the ranks are last in turns, and {rest} {wait} for the one that is: {part} takes {ms(lag.usual)} on "
+            f"a different rank is last each time, and {rest} {wait} for it: {part} takes {ms(lag.usual)} on "
             f"average, and {ms(lag.slower)} longer on the rank that is last"
         )
     who = f"{named_ranks(lag.ranks)} on {', '.join(sorted({found.by_number[rank].host for rank in lag.ranks}))}"
@@ -65,7 +65,7 @@ def _seen(found: Analysis, lag: Lag) -> str:
 
 
 def _cure_of_part(lag: Lag) -> str:
-    """Return what to do about a part that no rank needs to do alone; empty for other parts."""
+    """Return advice on a part that no rank needs to do alone; empty for other parts."""
     if lag.part is Part.EVALUATION:
         return "Let every rank evaluate its share: shard_loader(loader) for the evaluation too, and gather or mean."
     if lag.part is Part.CHECKPOINT:
@@ -74,7 +74,7 @@ def _cure_of_part(lag: Lag) -> str:
 
 
 def _why_in_turns(found: Analysis, lag: Lag) -> Iterator[str]:
-    """Yield what makes another rank late at each step, and what to do about it."""
+    """Yield reasons why a different rank is late at each step, and what to do about them."""
     uneven = max(rank.unevenness for rank in found.ranks)
     if lag.part in (Part.FORWARD, Part.BACKWARD) and uneven > _UNEVEN:
         yield (
@@ -89,23 +89,23 @@ def _why_in_turns(found: Analysis, lag: Lag) -> Iterator[str]:
 
 
 def _why_always(found: Analysis, lag: Lag) -> Iterator[str]:
-    """Yield what makes ranks late at every step, and what to do about it."""
+    """Yield reasons why the same ranks are late at every step, and what to do about them."""
     if lag.part is Part.DATA:
-        yield f"Look at where its data come from. {_read_ahead(found, lag)}"
+        yield f"Find out where its data come from. {_read_ahead(found, lag)}"
     elif lag.part is Part.OWN:
-        yield "Look at what the loop does there alone, as under `if is_rank_zero()`."
+        yield "Find out what the loop does on that rank alone, as under `if is_rank_zero()`."
     else:
         yield from _why_slow(found, lag)
 
 
 def _read_ahead(found: Analysis, lag: Lag) -> str:
     if any(found.by_number[rank].settings.workers for rank in lag.ranks):
-        return "More workers, or a larger prefetch_factor, even out what takes long now and then."
+        return "More workers, or a larger prefetch_factor, even out batches that take long now and then."
     return add_workers(found)
 
 
 def _why_slow(found: Analysis, lag: Lag) -> Iterator[str]:
-    """Yield in what a rank that computes more slowly differs from the others."""
+    """Yield the differences between a rank that computes more slowly and the others."""
     slow = found.by_number[lag.ranks[0]]
     others = [rank for rank in found.ranks if rank.rank not in lag.ranks]
     mine, theirs = slow.settings, [rank.settings for rank in others]
@@ -122,6 +122,6 @@ def _why_slow(found: Analysis, lag: Lag) -> Iterator[str]:
     queued = [rank.queued for rank in others if rank.queued is not None]
     if slow.queued is not None and queued and (more := slow.queued - median(queued)) > _MUCH * lag.slower:
         yield (
-            f"For {ms(more)} of that it waited for a CPU that other programs used, or its own threads, if it has more "
-            f"of them than CPUs: look at what else runs there."
+            f"For {ms(more)} of that it waited for a CPU that was used by other programs, or by its own "
+            "threads if it has more of them than CPUs: find out what else runs there."
         )

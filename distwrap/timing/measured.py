@@ -1,4 +1,4 @@
-"""What one rank has measured: the sum of its steps, some of them one by one, and its place."""
+"""Measurements of one rank: the sum of its steps, some single steps, and its place."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _scattered(number: int) -> int:
 
 @dataclass(frozen=True)
 class RankSettings:
-    """Settings of a rank, which could be others; ``None`` where there is no such thing, or nobody knows.
+    """Settings of a rank that the user could change; ``None`` for one that does not exist or is unknown.
 
     Attributes:
         cpus: the CPUs on which it may run.

@@ -1,4 +1,4 @@
-"""The file that a report or a trace is to go to: tried before the run, and not when all is done."""
+"""The file for a report or a trace, which is tried before the run, and not only at its end."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import os
 
 
 def problem(path: str | os.PathLike[str]) -> str:
-    """Make the folder of a file, and say why the file cannot be written; no file is left where there was none.
+    """Make the folder of a file, and return why the file cannot be written; leave no new file behind.
 
     Returns:
         The end of a sentence, and what to do; empty where it can be written.

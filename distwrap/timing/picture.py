@@ -58,7 +58,7 @@ def draw(figures: dict[str, Any], path: str) -> None:
 
 
 def _seconds(parts: dict[str, float], part: str, link: float) -> float:
-    """Return what of a rank's step a bar shows; of its exchange what even the last rank waits, and the rest apart."""
+    """Return the seconds in a rank's bar; its exchange is divided into the exchange itself and the wait for others."""
     if part == "exchange":
         return min(parts["exchange"], link)
     if part == "waiting":

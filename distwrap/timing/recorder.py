@@ -1,4 +1,4 @@
-"""Measuring on this rank, for whoever wants to know; and a recorder of where the time goes, for all ranks together."""
+"""Measuring on this rank, for reports and traces; and the recorder of where the time goes on all ranks."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from distwrap.timing.measured import RankSettings, RankTimes, Rows
 
 
 class Measuring(RunPart):
-    """The stopwatch of a run and its instruments, which are there as long as somebody wants them."""
+    """The stopwatch of a run and its instruments, which are in place as long as a report or a trace uses them."""
 
     def __init__(self, world: World) -> None:
         self._world, self._wanted = world, 0
@@ -33,7 +33,7 @@ class Measuring(RunPart):
         return self._instruments
 
     def end(self) -> None:
-        """Take the instruments away, where nobody else wants them."""
+        """Take the instruments away, unless another report or trace uses them."""
         self._wanted -= 1
         if not self._wanted:
             self.close()
@@ -66,7 +66,7 @@ class Recorder(RunPart):
         self._instruments.stopwatch.on_row.append(self._rows.add)
 
     def end(self) -> list[RankTimes]:
-        """Measure no more; return what all ranks have measured. Every rank calls it."""
+        """Stop measuring, and return what all ranks have measured; every rank must call it."""
         instruments = self._instruments
         assert instruments is not None
         kind_of(self._world.device).finish(self._world.device)
@@ -76,7 +76,7 @@ class Recorder(RunPart):
         return [RankTimes.from_dict(sent) for sent in gather_object(asdict(self._measured(instruments)))]
 
     def stop(self) -> None:
-        """Measure no more, and forget."""
+        """Stop measuring, and forget the measurements."""
         if self._instruments is not None:
             self._instruments.stopwatch.on_row.remove(self._rows.add)
             self._instruments = None

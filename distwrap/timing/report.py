@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +12,6 @@ from typing import Any
 
 from distwrap.errors import OptionError
 from distwrap.group.world import current_world, is_rank_zero
-from distwrap.options import QUIET, switched_on
 from distwrap.stopwatch import Part
 from distwrap.timing.advice import advise
 from distwrap.timing.analysis import Analysis, analysed
@@ -27,12 +25,10 @@ _MOST_ROWS = 16  # of a table; of more ranks those are shown that differ most
 
 
 class Report:
-    """Report of where the time of a run goes.
-
-    It is empty until the ``with`` has ended; then every rank has the same.
+    """Report of where the time of a run goes; empty until the ``with`` has ended, and then the same on every rank.
 
     Attributes:
-        advice: what is worth changing, the most worthwhile first.
+        advice: the changes that are worth making, the most worthwhile first.
 
     Example:
         >>> import torch
@@ -85,7 +81,10 @@ class Report:
     def text(self) -> str:
         """Return the report in words."""
         if not self._has_ended:
-            return "distwrap report: empty until its `with` has ended without an error. Look at it after the block."
+            return (
+                "distwrap report: it is empty until its `with` block has ended without an error. Look at it "
+                "after the block."
+            )
         return describe(self.figures)
 
     __str__ = text
@@ -96,11 +95,11 @@ def _by_name(row: list[float]) -> dict[str, float]:
 
 
 def describe(figures: dict[str, Any]) -> str:
-    """Describe a report's figures in a table and sentences; say so where there are none."""
+    """Return a report's figures as a table and sentences, or a sentence that there are none."""
     if figures == {}:
         return (
-            "distwrap report: no step was measured. A step goes from one optimizer.step() to the next, so every rank's "
-            "loop must call it twice at least, in the thread that began the report."
+            "distwrap report: no step was measured. A step goes from one optimizer.step() to the next, so "
+            "every rank's loop must call it at least twice, in the thread that began the report."
         )
     ranks = figures["ranks"]
     step, sizes = figures["step"], [rank["gradient_bytes"] for rank in ranks]
@@ -118,10 +117,10 @@ def describe(figures: dict[str, Any]) -> str:
     lines += ["", *_table(ranks)]
     advice = figures["advice"]
     if advice:
-        lines += ["", "What to change, and what it brings at most"]
+        lines += ["", "What to change, and how much of a step it saves at most"]
         lines += [f"  {_gain(piece['gain'])}  {piece['text']}" for piece in advice]
     else:
-        lines += ["", "Nothing to change: all is well."]
+        lines += ["", "There is nothing to change: all is well."]
     return "\n".join(lines)
 
 
@@ -130,7 +129,7 @@ def _gain(share: float | None) -> str:
 
 
 def _rest(figures: dict[str, Any]) -> str:
-    """Return what the rest of a step is, in words."""
+    """Return a sentence on the exchange, as shares of a step."""
     link, waiting = (100 * figures[name] / figures["step"] for name in ("link", "waiting"))
     return f"exchange: {link:.0f} % of a step for the exchange itself, and {waiting:.0f} % waiting for other ranks"
 
@@ -150,7 +149,7 @@ def _table(ranks: list[dict[str, Any]]) -> list[str]:
 
 
 def _shown(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the ranks to show: where there are many, those that waited least and most for the others."""
+    """Return the ranks to show; of many, those that waited least and most for the others."""
     if len(ranks) <= _MOST_ROWS:
         return ranks
     by_wait = sorted(ranks, key=lambda rank: rank["parts"]["exchange"])
@@ -160,14 +159,14 @@ def _shown(ranks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 @contextmanager
 def report() -> Iterator[Report]:
-    """Measure where the time goes within a ``with``, on all ranks; every rank enters and leaves it.
+    """Measure where the time goes within a ``with``, on all ranks; every rank must enter and leave it.
 
     Yields:
-        The report; empty until the ``with`` has ended. It is printed on rank 0's standard error, unless DISTWRAP_QUIET
-        is set.
+        The report, which is empty until the ``with`` has ended. Then it is printed on rank 0's standard error, also
+        with ``DISTWRAP_QUIET=1``, which silences only what nobody has asked for.
 
     Raises:
-        OptionError: one is under way already.
+        OptionError: a report is being measured already.
 
     Example:
         >>> with report() as found:
@@ -177,7 +176,7 @@ def report() -> Iterator[Report]:
     """
     recorder = current_world().part(Recorder)
     if recorder.is_on:
-        raise OptionError("report(): the run is measured already, by @distributed(report=…) or a report() around this.")
+        raise OptionError("report(): the run is measured already, by @distributed(report=…) or by an outer report().")
     found = Report()
     recorder.begin()
     try:
@@ -191,12 +190,12 @@ def report() -> Iterator[Report]:
 
 def _show(found: Report) -> None:
     """Print a report, on rank 0 alone."""
-    if is_rank_zero() and not switched_on(os.environ, QUIET):
+    if is_rank_zero():
         print(found.text(), file=sys.stderr, flush=True)
 
 
 def _write(found: Report, path: str) -> None:
-    """Write all figures of a report as JSON, on rank 0 alone; where that fails, say so: the run has not failed."""
+    """Write all figures of a report as JSON, on rank 0; print an error, which does not fail the run."""
     if is_rank_zero():
         try:
             Path(path).write_text(json.dumps(found.figures, indent=1) + "\n")
@@ -206,7 +205,7 @@ def _write(found: Report, path: str) -> None:
 
 @contextmanager
 def report_of_run(asked: bool | str) -> Iterator[None]:
-    """Measure a whole run within a ``with``, where its options ask for it; every rank enters and leaves it.
+    """Measure a whole run within a ``with``, if its options ask for it; every rank enters and leaves it.
 
     Args:
         asked: whether to measure it; or the path of a file for the figures.

@@ -1,4 +1,4 @@
-"""One piece of advice, and the words and figures that advice on one rank and advice on all ranks share."""
+"""A piece of advice, and words that advice on one rank and advice on all ranks share."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def cpus_of_rank(found: Analysis) -> int:
 
 
 def add_workers(found: Analysis) -> str:
-    """Advise as many workers as a rank has CPUs, but two at least: most of them wait for what they read."""
+    """Advise as many workers as a rank has CPUs, but at least two, since workers mostly wait for the disk."""
     workers = min(_MOST_WORKERS, max(2, cpus_of_rank(found)))
     return f"DataLoader(..., num_workers={workers}, persistent_workers=True) reads ahead in processes of its own."
 

@@ -37,26 +37,27 @@ _ARROW_IDS = 10**15  # of the arrows between ranks
 _ARROWS = ("s", "t", "f")
 _PARTS = 1 << 30  # of rank 0: the number of a thread for the parts, greater than any of the system's
 
-_OTHER_PROFILER = "trace(): torch's profiler is running already, and there can be one at a time."
+_OTHER_PROFILER = "trace(): torch's profiler is running already, and only one can run at a time."
 
 Event = dict[str, Any]
 
 
 @contextmanager
 def trace(*, steps: range = range(3, 6), path: str | os.PathLike[str] = "trace.json") -> Iterator[None]:
-    """Trace some steps of the loop within a ``with``, on all ranks, into one file; every rank enters and leaves it.
+    """Trace some steps of the loop within a ``with``, on all ranks, into one file; every rank must enter and leave it.
 
-    torch's profiler runs for these steps alone. A rank is a process in the file, with the parts of a step beside the
-    operators, and arrows lead from the rank that came last to an exchange to those that waited for it. Open it in
-    https://ui.perfetto.dev.
+    torch's profiler runs for these steps only. In the file each rank is a process, with the parts of a step beside the
+    operators, and arrows lead from the rank that came last to an exchange to the ranks that waited for it. Open the
+    file in https://ui.perfetto.dev.
 
     Args:
-        steps: optimizer steps, counted from 0 as the ``with`` begins; the first ones make buffers and connections.
-        path: of the file, which rank 0 writes, and its folder; compressed where its name ends in ``.gz``.
+        steps: a range of optimizer steps, counted from 0 when the ``with`` begins; the first steps also make buffers
+            and connections.
+        path: the file, which rank 0 writes, and whose folder it makes; it is compressed if its name ends in ``.gz``.
 
     Raises:
-        OptionError: the steps are no range of at least one, the file cannot be written, or a trace or torch's profiler
-            is under way; on every rank.
+        OptionError: the range has no step, the file cannot be written, or a trace or torch's profiler is running
+            already; raised on every rank.
 
     Example:
         >>> import tempfile, torch
@@ -79,7 +80,7 @@ def trace(*, steps: range = range(3, 6), path: str | os.PathLike[str] = "trace.j
     world = current_world()
     tracer = world.part(_Tracer)
     if tracer.is_on:
-        raise OptionError("trace(): a trace is under way already, around this one.")
+        raise OptionError("trace(): a trace is being made already, by an outer trace().")
     file = Path(path).absolute()
     if any(gather_object(profiler_runs())):
         raise OptionError(_OTHER_PROFILER)
@@ -128,7 +129,7 @@ def _write(file: Path, steps: range, ranks: list[RankTrace], traces: Iterator[by
     wanted = f"{steps.start} to {steps.stop - 1}"
     traced = [each for each in ranks if each.is_there]
     if not traced:
-        taken = f"the loop took {ranks[0].taken} step(s), which count from 0"
+        taken = f"the loop took {ranks[0].taken} step(s), counted from 0"
         say(f"trace(): no file is written: {taken}, and none of {wanted}")
         return
     fewest = min(ranks, key=lambda each: each.taken)
@@ -138,7 +139,7 @@ def _write(file: Path, steps: range, ranks: list[RankTrace], traces: Iterator[by
     with gzip.open(file, "wt", 6) if file.suffix == ".gz" else open(file, "w") as out:
         for text in merged(traced, traces):
             out.write(text)
-    say(f"trace(): {file} is written; open it in https://ui.perfetto.dev")
+    say(f"trace(): {file} was written; open it in https://ui.perfetto.dev")
 
 
 class _Tracer(RunPart):
@@ -169,7 +170,7 @@ class _Tracer(RunPart):
         self._begin_if_due()
 
     def end(self) -> None:
-        """Keep the trace of what was traced until now."""
+        """Keep the trace of the steps until now."""
         running = self._profile
         if running is None or self.count <= self._steps.start:  # the loop has ended before
             return
@@ -180,7 +181,7 @@ class _Tracer(RunPart):
             self.result = zlib.compress(file.read_bytes(), 1)
 
     def close(self) -> None:
-        """Trace no more."""
+        """Stop tracing."""
         self._stop()
         if self._watch is not None:
             self._watch.on_step.remove(self._step)
@@ -255,7 +256,7 @@ def merged(ranks: list[RankTrace], traces: Iterable[bytes]) -> Iterator[str]:
 
 
 def _read(text: str) -> Event:
-    """Return what torch has written, which leaves the quotes in a name as they are."""
+    """Return the trace that torch has written, in which quotes within names are not escaped."""
     try:
         found = json.loads(text)
     except json.JSONDecodeError:

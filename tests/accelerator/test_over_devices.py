@@ -63,7 +63,10 @@ def test_data_parallel(devices: int) -> None:
 def test_devices_over_which_torch_divides_nothing(strategy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It is an error that names the way out."""
     monkeypatch.delattr(torch._C, "_scatter")
-    words = r"over the 2 \w+ devices by torch's DataParallel, which is not there for this type. Use strategy='ddp'"
+    words = (
+        r"over the 2 \w+ devices by torch's DataParallel, which torch does not have for this type of device. "
+        r"Use strategy='ddp'"
+    )
     with pytest.raises(ModelError, match=words):
         dw.distributed(strategy=strategy, nprocs=1)(lambda: dw.wrap_model(net()))()
 

@@ -80,7 +80,11 @@ def test_what_only_looks_large(tmp_path: Path, make: Callable[[], Any]) -> None:
     torch.save({"w": make()}, tmp_path / "a.pt")
     assert (tmp_path / "a.pt").stat().st_size < 4000
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    with pytest.raises(CheckpointError, match=r"cannot load .*a\.pt: (what .* makes of its numbers|it makes an empty)"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"cannot load .*a\.pt: (.*would make more of its numbers|it makes an "
+        r"empty)",
+    ):
         dw.load(tmp_path / "a.pt")
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 60_000
 

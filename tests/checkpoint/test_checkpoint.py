@@ -144,7 +144,7 @@ def test_every_rank_learns_of_a_failure(tmp_path: Path) -> None:
     assert one == other
     assert "was not written by rank 0" in one[0]
     assert "FileNotFoundError" in one[0]
-    assert "is a folder, and this checkpoint is a file" in one[1]
+    assert "is a folder, and this checkpoint would be a file" in one[1]
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "folder"]
 
 

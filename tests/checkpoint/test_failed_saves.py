@@ -62,9 +62,13 @@ def save_after_failures(folder: Path) -> dict[str, Any]:
     dw.save(mixed, folder / "mixed", io="sharded")
     with pytest.raises(CheckpointError, match=r"a tensor in a set.*state\['words'\]\['a'\] into a list"):
         dw.save({"model": model, "words": {"a": {torch.ones(2)}}}, folder / "set.pt")
-    with pytest.raises(CheckpointError, match=r"parts is a folder, and this checkpoint is a file"):
+    with pytest.raises(CheckpointError, match=r"parts exists and is a folder, and this checkpoint would be a file"):
         dw.save(model, folder / "parts", io="file")
-    with pytest.raises(CheckpointError, match=r"False-send is a file, and this checkpoint is a folder"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"False-send exists and is a file, and this checkpoint would be a "
+        r"folder",
+    ):
         dw.save(model, folder / "False-send", io="sharded")
     assert wrong == []
     return whole
@@ -88,7 +92,7 @@ def test_a_file_and_a_folder_do_not_replace_each_other(tmp_path: Path) -> None:
     dw.save(state, tmp_path / "a.pt")
     (tmp_path / "b.pt").mkdir()
     for path, io in (("a.pt", "sharded"), ("a.pt", "safetensors"), ("b.pt", "file")):
-        with pytest.raises(CheckpointError, match=r"is a (file|folder), and this checkpoint is a (file|folder)"):
+        with pytest.raises(CheckpointError, match=r"is a (file|folder), and this checkpoint would be a (file|folder)"):
             dw.save(state, tmp_path / path, io=io)
     assert sorted(os.listdir(tmp_path)) == ["a.pt", "b.pt"]
 

@@ -269,7 +269,7 @@ def test_a_sharded_checkpoint_cannot_run_code(tmp_path: Path) -> None:
 
 def test_parts_of_a_users_own_format_are_not_written_in_the_background(tmp_path: Path) -> None:
     """It is the work of all ranks together."""
-    with pytest.raises(OptionError, match="OwnParts is written by all ranks"):
+    with pytest.raises(OptionError, match="all ranks write a OwnParts together"):
         dw.save({}, tmp_path / "a", io=OwnParts(), background=True)
 
 

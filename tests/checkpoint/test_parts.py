@@ -161,8 +161,8 @@ def test_parts_that_are_no_whole_are_refused(tmp_path: Path) -> None:
                 "numbers",
                 r"Unlike\.parts\(\) .*'flat \(2,\)' is the first that differs: rank 0 .* and rank 1 .* DTensor",
             ),
-            ("names", r"rank 1 holds other tensors than rank 0 \(flat1 \(2,\)\)"),
-            ("sizes", r"rank 1 holds other tensors than rank 0 \(flat \(6,\)\)"),
+            ("names", r"rank 1 does not hold the same tensors as rank 0 \(flat1 \(2,\)\)"),
+            ("sizes", r"rank 1 does not hold the same tensors as rank 0 \(flat \(6,\)\)"),
         ):
             model = dw.wrap_model(nn.Linear(1, 1), strategy=Unlike(how))
             with pytest.raises(CheckpointError, match=message):

@@ -72,7 +72,12 @@ def resumed_without_a_common_disk(folder: Path) -> list[dict[str, Any]]:
     assert isinstance(found["model"]["first.weight"], DTensor)
     assert isinstance(found["optimizer"]["state"][0]["exp_avg"], DTensor)
     whole = dw.resume_from(own / "file.pt")
-    with pytest.raises(CheckpointError, match=r"rank 0 of 2 see another or none: put it on a disk that all nodes see"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"rank 0 of 2 see another one there, or none: put it on a disk that all "
+        r"nodes "
+        r"see",
+    ):
         dw.resume_from(own / "parts", into={"model": model})
     with pytest.raises((CheckpointError, FileNotFoundError), match=r"(rank 0 cannot open .*, which must|No such file)"):
         dw.load(own / "parts", io="sharded")

@@ -241,5 +241,5 @@ def test_a_folder_that_holds_more_than_a_model_is_not_replaced(tmp_path: Path) -
         index.write_text(text)
         with pytest.raises(CheckpointError, match=message):
             dw.load(tmp_path / "net")
-    with pytest.raises(OptionError, match=r"max_shard_size='5 apples' is no size"):
+    with pytest.raises(OptionError, match=r"max_shard_size='5 apples' is not a size"):
         SafetensorsIO(max_shard_size="5 apples")

@@ -104,16 +104,16 @@ FORMAT = dict.fromkeys(("a", "warm"), ("--format", "sharded"))
     [
         (("gone", "out.pt"), r"gone is not there"),
         (("a.pt", "out"), r"out has no suffix: say --format file, safetensors or sharded"),
-        (("a.pt", "out.safetensor"), r"ends in \.safetensor, which tells no format: use \.safetensors or \.pt"),
+        (("a.pt", "out.safetensor"), r"ends in \.safetensor, which is no known format: use \.safetensors or \.pt"),
         (("a.pt", "a.pt"), r"a\.pt is the file that is read"),
         (("a.pt", "parts"), r"parts has no suffix"),
-        (("a.pt", "model.safetensors"), r"model\.safetensors is there already"),
+        (("a.pt", "model.safetensors"), r"model\.safetensors exists already"),
         (("a.pt", "out.safetensors"), r"dict 'optimizer', int 'epoch' too\. Give .* --key, of: 'model'"),
         (("a.pt", "out.safetensors", "--key", "net"), r"a\.pt has no 'net'\. It has: 'model', 'optimizer'"),
-        (("empty", "out.pt"), r"empty is a folder without a checkpoint: neither torch's \.metadata, nor"),
+        (("empty", "out.pt"), r"empty is a folder without a checkpoint: it has neither torch's \.metadata, nor"),
         (("words.pt", "out.pt"), r"cannot .* .*words\.pt"),
-        (("small.pt", "out.safetensors"), r"a tensor of \(4000, 4000\) has fewer numbers"),
-        (("a.pt", "out", "--format", "safetensors", "--max-shard-size", "much"), r"max_shard_size='much' is no size"),
+        (("small.pt", "out.safetensors"), r"fewer numbers of a tensor of shape \(4000, 4000\) than it needs"),
+        (("a.pt", "out", "--format", "safetensors", "--max-shard-size", "much"), "max_shard_size='much' is not a size"),
     ],
 )
 def test_wrong_input_is_told(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import configparser
+import os
 import shlex
 import subprocess
 import sys
@@ -129,6 +130,39 @@ def test_the_name_is_the_one_it_was_called_by(tmp_path: Path) -> None:
 def test_any_other_program_has_torch(tmp_path: Path) -> None:
     """In a program that is not the command, `import distwrap` imports torch, and watches its first use."""
     assert asked(tmp_path / "train", "--version")[1].strip() == "True"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"])
+@pytest.mark.parametrize(("command", "code"), [("--help", 0), ("help check", 0), ("report", 1), ("check", 1)])
+def test_a_reader_that_leaves_early(command: str, code: int, unbuffered: str, tmp_path: Path) -> None:
+    """A command whose output is no longer read, as after ``| head``, ends without a word.
+
+    Its exit code is its own where it has come to its end, and that of SIGPIPE where it was still printing.
+    """
+    (tmp_path / "file").write_text("{}" if command == "report" else "import torch\ntorch.nn.DataParallel(net)\n")
+    words = [*command.split(), *([str(tmp_path / "file")] if command in ("report", "check") else [])]
+    read, write = os.pipe()
+    os.close(read)
+    done = subprocess.run(
+        [sys.executable, "-m", "distwrap", *words],
+        env={**os.environ, "PYTHONPATH": ROOT, "PYTHONUNBUFFERED": unbuffered},
+        stdout=write,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    os.close(write)
+    assert done.stderr == ""
+    assert done.returncode in ([code, 141] if unbuffered else [code])  # argparse has its own way
+
+
+@pytest.mark.parametrize("command", ["where", "top --once"])
+def test_the_ranks_of_a_run_are_shown_without_torch(command: str, tmp_path: Path) -> None:
+    """``where`` and ``top`` only read what ranks show, and need not wait for torch."""
+    out, err, _ = asked(tmp_path / "distwrap", *command.split(), str(2**22 + 1))
+    assert (out, err.splitlines()[0]) == ("", f"distwrap: there is no process {2**22 + 1} on this node.")
+    assert err.splitlines()[1:] == ["False"]
 
 
 def test_as_a_module_it_does_not_wait_for_torch() -> None:

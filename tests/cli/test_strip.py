@@ -127,7 +127,7 @@ def test_nothing_is_overwritten(broken: Path, right: Path, capsys: pytest.Captur
     """A file that is there is left alone unless told; the file that is read is never the one that is written."""
     before = right.read_bytes()
     assert main(["strip", str(broken), str(right)]) == 2
-    assert "is there already" in capsys.readouterr().err
+    assert "exists already" in capsys.readouterr().err
     assert right.read_bytes() == before
     assert main(["strip", str(broken), str(broken), "--force"]) == 2
     assert "the file that is read" in capsys.readouterr().err

@@ -28,7 +28,7 @@ def test_failed_ranks_start_again(launcher: str, tmp_path: Path) -> None:
     assert re.search("restart 1 of at most 2: rank 1 on .* raised ValueError: rank 1 stumbles", done.output), (
         done.output
     )
-    assert re.search("restart 2 of at most 2: .*ended without a word", done.output), done.output
+    assert re.search("restart 2 of at most 2: .*died without raising an exception", done.output), done.output
     assert_like_one_process(done.values()[0], 4)
 
 

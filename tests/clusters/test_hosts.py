@@ -250,7 +250,10 @@ def alone(two_hosts: Hosts) -> dict[str, Ended]:
             "a missing host",
             ["1 of 2 nodes are here (hosta); missing: node(s) 1", "Start the same command on every node."],
         ),
-        ("nobody at the endpoint", ["the node is there, but nobody listens ({hosta} port 29451: refused)"]),
+        (
+            "nobody at the endpoint",
+            ["the node answers, but no program listens at the port ({hosta} port 29451: refused)"],
+        ),
         ("an unreachable master", ["no node answers ({nobody} port 29444: ", "eth0 {hostb}", "NCCL_SOCKET_IFNAME"]),
         ("an unknown name", ["cannot resolve the name 'hostq'"]),
         ("a zero that is not the endpoint", ["node_rank=0 on hostb, but rdzv_endpoint=hosta:29444 is not this node"]),
@@ -269,7 +272,7 @@ def test_a_caller_that_comes_alone(two_hosts: Hosts, alone: dict[str, Ended], ca
     ("interface", "message"),
     [
         ("wlan0", "has no interface wlan0 that is up. There are: lo (127.0.0.1 ::1), eth0 (10.77."),
-        ("^lo", "'^' is NCCL's way to write it"),
+        ("^lo", "NCCL understands '^', but gloo"),
         ("eth1", "node 0 (hosta) to node 1 (hostb) through eth1: 192.168.200.1 to 192.168.201.1"),
     ],
 )

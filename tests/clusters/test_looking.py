@@ -172,7 +172,7 @@ def test_two_hosts_with_a_kernel_each(two_hosts: Hosts, tmp_path: Path) -> None:
             assert found, look_at(pid, "where")
             *_, line, last = look_at(pid, "top", "--once").splitlines()
             assert line.split()[0] == own
-            assert last == f"rank {other} is on another node, or not there yet"
+            assert last == f"rank {other} is on another node, or not started yet"
         first.send_signal(signal.SIGQUIT)
         wait_for_line(first, "where the ranks are")
 

@@ -67,7 +67,7 @@ def test_munge_carries_it_under_slurm(slurm: Slurm, program: str, tmp_path: Path
     assert done.output.count("FOUND [0, 1]") == 2, done.output
     done = srun(slurm, program)
     assert "its Own cannot be sent to the other ranks" in done.output, done.output
-    assert "Give DISTWRAP_SECRET_FILE to all of them" in done.output
+    assert "Set DISTWRAP_SECRET_FILE for all of them" in done.output
 
 
 @pytest.mark.parametrize("given", ["a file", "trust"])
@@ -86,5 +86,5 @@ def test_over_two_hosts(two_hosts: Hosts, program: str, secret: str) -> None:
     for each in on_both(two_hosts, PYTHON, program, **BOTH):
         assert "its Own cannot be sent to the other ranks" in each.output, each.output
     for each in on_both(two_hosts, PYTHON, program, each={"hosta": {"DISTWRAP_SECRET_FILE": secret}}, **BOTH):
-        words = "must name the same secret on all ranks: rank 1 on hostb has none, rank 0 has one"
+        words = "must name the same secret on all ranks: rank 1 on hostb has none, and rank 0 has one"
         assert words in each.output, each.output

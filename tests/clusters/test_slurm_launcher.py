@@ -71,9 +71,9 @@ def test_a_job_of_one_rank(slurm: Slurm, folder: Path) -> None:
     ("kind", "error", "words"),
     [
         ("raise", "OwnError", ["out of cheese", "rank 1 on "]),
-        ("die", "WorkerDiedError", ["rank 1 of Slurm job", "ended without a word", "exit code 137"]),
+        ("die", "WorkerDiedError", ["rank 1 of Slurm job", "died without raising an exception", "exit code 137"]),
         ("die while another computes", "WorkerDiedError", ["rank 1 of Slurm job"]),
-        ("all die", "WorkerDiedError", ["ended without a word: the job is FAILED"]),
+        ("all die", "WorkerDiedError", ["died without raising an exception: the job is FAILED"]),
         ("no room", "ArrivalError", ["did not start within 4 s", "reason: BeginTime"]),
         ("refused", "LaunchError", ["Slurm has refused the job: ", "invalid partition specified: nowhere"]),
     ],

@@ -274,7 +274,7 @@ def test_nothing_is_sent_between_two_exchanges() -> None:
 
 
 def test_shift_one_refuses_an_odd_number_of_ranks() -> None:
-    with pytest.raises(OptionError, match="cannot be paired"):
+    with pytest.raises(OptionError, match="is an odd number of them"):
         run_ranks(_bytes_of, 3, Decentralized(peer_selection="shift_one"))
 
 

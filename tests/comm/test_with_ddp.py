@@ -360,7 +360,7 @@ def _report(value: float, scaled: bool) -> tuple[str, int, bool]:
 def test_a_gradient_that_is_not_finite_is_reported_by_name_on_its_rank() -> None:
     first, second = run_ranks(_report, 2, float("nan"), False)
     assert first == ("", 0, False)  # it gets NaN too, and is not to blame
-    assert second[0].startswith("distwrap: rank 1: not finite: the gradient of odd.weight")
+    assert second[0].startswith("distwrap: rank 1: the gradient of odd.weight is not finite")
     assert second[1] == 3
 
 
@@ -512,9 +512,7 @@ def _other_comm(path: str) -> str:
 
 
 def test_a_run_that_goes_on_under_another_algorithm_says_so(tmp_path: Path) -> None:
-    assert (
-        "saved under LocalSGD and goes on under another comm=" in run_ranks(_other_comm, 2, str(tmp_path / "x.pt"))[0]
-    )
+    assert "saved with LocalSGD and goes on with another comm=" in run_ranks(_other_comm, 2, str(tmp_path / "x.pt"))[0]
 
 
 def _notes() -> str:

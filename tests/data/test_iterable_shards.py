@@ -122,7 +122,7 @@ def test_a_dataset_that_divides_itself(workers: int) -> None:
 def test_a_dataset_that_asks_too_late() -> None:
     """What cannot be divided without loss is an error, and no wrong result."""
     options = {"batch_size": 4, "num_workers": 2}
-    with pytest.raises(LoaderError, match=r"Late asks for its worker only after its first item"):
+    with pytest.raises(LoaderError, match=r"Late calls get_worker_info\(\) only after its first item"):
         run_ranks(items_of, 2, Late, options, {"mode": "exact"})
 
 

@@ -316,7 +316,11 @@ def test_a_custom_sampler_in_a_single_process_needs_a_seed() -> None:
     loader: Any = shard_loader(DataLoader(range(8), **weighted))  # type: ignore[arg-type]
     assert loader.state_dict()["consumed"] == 0
     run_of(loader, 1)
-    with pytest.raises(LoaderError, match=r"drawn by its WeightedRandomSampler.*shard_loader\(loader, seed=0\)"):
+    with pytest.raises(
+        LoaderError,
+        match=r"drawn by this loader's WeightedRandomSampler.*shard_loader\(loader, "
+        r"seed=0\)",
+    ):
         loader.state_dict()
     seeded: Any = shard_loader(DataLoader(range(8), **weighted), seed=0)  # type: ignore[arg-type]
     done, state = run_of(seeded, 1), seeded.state_dict()
@@ -328,8 +332,8 @@ def test_a_custom_sampler_in_a_single_process_needs_a_seed() -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({}, "this is no position of a sharded loader: dict"),
-        ([1], "this is no position of a sharded loader: list"),
+        ({}, "this is not the position of a sharded loader, but a dict"),
+        ([1], "this is not the position of a sharded loader, but a list"),
         ({"epoch": 1, "lr": 0.1}, "dict with 'epoch', 'lr'"),
         ({"items": 13}, "is of a loader over 13 samples, but this one has 12 samples"),
         ({"unit": "batches"}, "is of a loader over 12 batches, but this one has 12 samples"),
@@ -378,5 +382,5 @@ def test_a_subclassed_batch_sampler_is_not_taken_for_torchs() -> None:
 
     loader: Any = shard_loader(DataLoader(range(8), batch_sampler=Own(SequentialSampler(range(8)), 2, False)))  # type: ignore[arg-type]
     run_of(loader, 1)
-    with pytest.raises(LoaderError, match="in a single process the order is this loader's own"):
+    with pytest.raises(LoaderError, match="in a single process the order is drawn by this loader's"):
         loader.state_dict()

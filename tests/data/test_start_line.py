@@ -20,8 +20,8 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"batch_size": 16, "shuffle": True},
         {},
-        "16 a rank x 4 ranks = 64 a step; 16 steps an epoch (63 in one process); mode pad (all ranks equally many, "
-        "some samples twice where the ranks do not divide them); shuffled, torch order",
+        "16 a rank x 4 ranks = 64 a step; 16 steps an epoch (63 in one process); mode pad (all ranks get "
+        "equally many samples, some of them twice where the number does not divide); shuffled, torch order",
     ),
     (
         {"batch_size": 16},
@@ -32,14 +32,14 @@ CASES: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (
         {"batch_size": 10, "shuffle": True, "drop_last": True},
         {"order": "stream", "mode": "drop"},
-        "10 a rank x 4 ranks = 40 a step; 25 steps an epoch (100 in one process); mode drop (what the ranks do not "
-        "divide is left out); shuffled, stream order",
+        "10 a rank x 4 ranks = 40 a step; 25 steps an epoch (100 in one process); mode drop (samples that do "
+        "not divide evenly are left out); shuffled, stream order",
     ),
     (
         {"batch_size": None, "sampler": WeightedRandomSampler([1.0] * 1000, 400)},
         {},
-        "100 steps an epoch (400 in one process); mode pad (all ranks equally many, some samples twice where the ranks "
-        "do not divide them); order of its WeightedRandomSampler",
+        "100 steps an epoch (400 in one process); mode pad (all ranks get equally many samples, some of them "
+        "twice where the number does not divide); order of its WeightedRandomSampler",
     ),
 ]
 

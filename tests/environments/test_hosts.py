@@ -31,7 +31,7 @@ def test_hosts_are_expanded(text: str, names: list[str]) -> None:
 @pytest.mark.parametrize("text", ["", "n[", "n[a-b]", "n[1-]", "n]1[", "n[1-3"])
 def test_what_is_no_list_is_refused(text: str) -> None:
     """A text that is not in Slurm's form is quoted."""
-    with pytest.raises(PlacementError, match="is no list of hosts"):
+    with pytest.raises(PlacementError, match="is not a list of hosts"):
         expand(text)
 
 

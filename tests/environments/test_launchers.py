@@ -402,5 +402,7 @@ def test_a_broken_detector_is_passed_over(
     assert detect({}) == detect({}) == Placement()
     said = capsys.readouterr().err.splitlines()
     assert len(said) == 1
-    assert said[0].startswith("distwrap: the detector 'acme' of an installed package (acme_cluster:detect) is broken")
+    assert said[0].startswith(
+        "distwrap: the detector 'acme' of an installed package (acme_cluster:detect) failed and is ignored"
+    )
     assert why in explain({})["acme"]

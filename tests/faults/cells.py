@@ -107,7 +107,7 @@ def meaningless(cell: Cell) -> str:
     if cell.when == "in teardown" and cell.launcher == "elastic":
         return "multiprocessing runs no exit handlers"
     if cell.when == "in teardown" and cell.fault == "raise while others compute":
-        return "the others are done"
+        return "the others have finished"
     if cell.when == "in teardown" and cell.fault == "full disk" and cell.is_callers_own:
         return "after the run"
     after_the_run = cell.launcher == "torchrun" or cell.is_callers_own
@@ -200,9 +200,23 @@ def _in_teardown(cell: Cell) -> Expected:
     if cell.fault == "infinite loop":
         return Expected(words=(rf"rank {cell.rank} on .* did not end within 7 s",), seconds=LIMIT)
     if cell.fault == "os._exit(3)":
-        return Expected(words=(rf"rank {cell.rank} on .* its result is whole, but then: exit code 3",))
+        return Expected(
+            words=(
+                rf"rank {cell.rank} on .* its result is complete, but afterwards its process failed: "
+                r"exit "
+                r"code "
+                r"3",
+            )
+        )
     if cell.fault in ("SIGKILL", "SIGTERM", "SIGSEGV"):
-        return Expected(words=(rf"rank {cell.rank} on .* its result is whole, but then: killed by {cell.fault}",))
+        return Expected(
+            words=(
+                rf"rank {cell.rank} on .* its result is complete, but afterwards its process failed: "
+                r"killed "
+                r"by "
+                rf"{cell.fault}",
+            )
+        )
     return Expected()  # what an exit handler raises Python prints and forgets
 
 

@@ -95,7 +95,7 @@ def expected(cell: DividedCell) -> Expected:
         seconds = LIMIT + loop_limit() - TIMEOUT
         return Expected("CollectiveTimeoutError|CollectiveError", 1, (r"ranks? [\d, and-]+ (in|at) \w+",), seconds)
     if fault.startswith("save"):
-        return Expected("CheckpointError", 1, (rf"{rank} is in save\(\) to .*did not come",), LIMIT)
+        return Expected("CheckpointError", 1, (rf"{rank} is in save\(\) to .*did not call it",), LIMIT)
     if cell.strategy == "zero2" and fault in ("evaluate alone", "other order"):
         return Expected(seconds=LIMIT)  # no exchange depends on it
     if fault in ("skip a unit", "other order", "other batch"):

@@ -62,8 +62,8 @@ def test_a_forgotten_wrap_model(fit: Callable[[nn.Module], object]) -> None:
     with pytest.raises(ModelError) as refusal:
         run_ranks(lambda: fit(Net()), 2)
     words = str(refusal.value)
-    assert "the weights of Net, which wrap_model() has not wrapped, have changed, and rank" in words
-    assert "has others: no optimizer holds them, so they are updated by hand, and each of the 2 ranks trains a" in words
+    assert "the weights of Net, which wrap_model() has not wrapped, have changed, and differ from those" in words
+    assert "no optimizer holds them, so the loop updates them by hand, and each of the 2 ranks trains a" in words
     assert "Write model = wrap_model(model) before the loop" in words
     assert "say model = local_model(model)." in words
 

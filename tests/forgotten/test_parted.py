@@ -57,7 +57,7 @@ def test_a_metric_of_each_ranks_own() -> None:
         run_ranks(plateau, 2, False)
     words = str(refusal.value)
     assert "ReduceLROnPlateau was stepped with 0." in words
-    assert f", in its call 1 at test_parted.py:{line}: the ranks would choose other learning rates" in words
+    assert f", in its call 1 at test_parted.py:{line}: the ranks would choose different learning rates" in words
     assert "scheduler.step(distwrap.mean(loss, count))" in words
 
 

@@ -83,7 +83,10 @@ def test_the_same_data_on_all_ranks(data: str, by_method: bool) -> None:
     words = str(refusal.value).splitlines()[0]
     line = train.__code__.co_firstlineno
     assert f"Net has got the same inputs on all 2 ranks, batch after batch, at test_same_inputs.py:{line + 4}" in words
-    loop = f"The loop at test_same_inputs.py:{line + 3} goes over a DataLoader as it is: give it shard_loader(loader)."
+    loop = (
+        f"The loop at test_same_inputs.py:{line + 3} iterates over a DataLoader that is not sharded: give it "
+        "shard_loader(loader)."
+    )
     assert (loop in words) == ("order" in data or "shuffled" in data)
     assert ("generator=rank_generator(seed)" in words) != (loop in words)
     assert words.endswith("say shard_loader(loader, mode='same'), or wrap_model(model, same_inputs=True).")

@@ -70,7 +70,7 @@ def test_wrappers_that_nobody_uses(monkeypatch: pytest.MonkeyPatch, capfd: pytes
     run_ranks(on_rank, 2)
     told = capfd.readouterr().err
     assert "Net is not wrapped" in told
-    assert "2 ranks do the work of one. Write model = wrap_model(model) and loader = shard_loader(loader)" in told
+    assert "all 2 ranks do the same work. Write model = wrap_model(model) and loader = shard_loader(loader)" in told
 
 
 def test_made_outside_of_the_function() -> None:

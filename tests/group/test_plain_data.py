@@ -142,7 +142,7 @@ def test_the_state_of_a_model() -> None:
 def test_anything_else_is_refused(value: Any, name: str) -> None:
     """The error names the type, and what to do."""
     with pytest.raises(
-        TypeError, match=rf"(a|the class) [\w.]*{name} is no plain data .* DISTWRAP_SECRET_FILE .*TRUST_NETWORK=1"
+        TypeError, match=rf"(a|the class) [\w.]*{name} is not plain data .* DISTWRAP_SECRET_FILE .*TRUST_NETWORK=1"
     ):
         dump_plain(value)
 
@@ -250,7 +250,7 @@ def test_ranks_without_a_secret() -> None:
         assert problems[3] == "KeyError: 'the cause'"
         assert "the cause" in problems[4]
         assert problems[4].startswith("TypeError: rank 0's Failed cannot be sent") or rank == 0
-        assert all("test_plain_data.Own is no plain data" in text for text in problems[:2])
+        assert all("test_plain_data.Own is not plain data" in text for text in problems[:2])
 
 
 @pytest.mark.parametrize("kind", [collections.Counter, PosixPath, torch.nn.Parameter, KeyError])

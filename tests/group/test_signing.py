@@ -42,7 +42,7 @@ def test_what_a_stranger_made_is_not_read(secret: bytes, tmp_path: Path) -> None
     """An object with a signature of another secret is refused before anything of it is unpickled."""
     harmful = tmp_path / "was here"
     message = sign(Harmful(str(harmful)), secret)
-    with pytest.raises(CollectiveError, match="in place of rank 3's object was not made by a rank of this run"):
+    with pytest.raises(CollectiveError, match="as rank 3's object has no valid signature of this run"):
         verify(message, b"the run's own", 3)
     assert not harmful.exists()
     with pytest.raises(CollectiveError):
@@ -242,7 +242,7 @@ def test_a_stranger_on_this_machine(launcher: str, tmp_path: Path) -> None:
         output = run.communicate(timeout=LIMIT)[0]
         assert "result [('from', 0), ('from', 1)] [0, 0, 0, 0]" in output
         assert run.returncode == 0, output
-        assert ("'failure' in the ranks' store was not written by a rank of this run" in output) == bool(stores)
+        assert ("'failure' in the ranks' store has no valid signature of this run" in output) == bool(stores)
     finally:
         for process in (run, stranger):
             if process is not None:

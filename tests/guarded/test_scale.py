@@ -41,7 +41,7 @@ def raised(folder: str) -> None:
         (lambda folder: dw.gather_object(deep()), CollectiveError, "cannot be sent to the other ranks: RecursionError"),
         (lambda folder: dw.broadcast(deep()), CollectiveError, "cannot be sent to the other ranks: RecursionError"),
         (lambda folder: dw.gather(deep()), CollectiveError, r"gather\(\) cannot follow containers that are nested so"),
-        (lambda folder: dw.save(deep(), f"{folder}/a.pt"), RecursionError, "holds itself, or is nested deeper"),
+        (lambda folder: dw.save(deep(), f"{folder}/a.pt"), RecursionError, "contains itself, or is nested deeper"),
         (raised, WorkerError, "raised ValueError"),
     ],
 )

@@ -131,7 +131,7 @@ def test_a_neighbour_whose_process_is_gone(has_left: bool) -> None:
         rings.close()
         told = texts.read("failure")
     assert (told is None) is has_left
-    assert has_left or "ended without a word" in str(told)
+    assert has_left or "died without raising an exception" in str(told)
 
 
 def test_more_mailboxes_than_there_are_ranks() -> None:

@@ -59,5 +59,5 @@ def test_a_state_is_no_larger_than_it_is() -> None:
     """Python makes room for as many objects as a pickle says: nine bytes took a gigabyte of each agent."""
     store = dist.HashStore()
     store.set("torch.rendezvous.mine", b64encode(b"\x80\x02Nr\0\0\0\x04.").decode())
-    with pytest.raises(RendezvousStateError, match="it has fewer objects than it says"):
+    with pytest.raises(RendezvousStateError, match="it has fewer objects than it announces"):
         CheckedBackend(C10dRendezvousBackend(store, "mine")).get_state()

@@ -75,7 +75,9 @@ def test_the_last_exception_comes_in_its_own_type() -> None:
 @pytest.mark.slow("starts ranks again after each failure")
 def test_the_last_death_is_named() -> None:
     """A rank that was killed in the last attempt is told with its signal."""
-    with pytest.raises(WorkerDiedError, match=r"rank 1 on .* ended without a word: killed by SIGKILL") as caught:
+    with pytest.raises(
+        WorkerDiedError, match=r"rank 1 on .* died without raising an exception: killed by SIGKILL"
+    ) as caught:
         work("die", 9)
     assert (caught.value.rank, caught.value.signal) == (1, signal.SIGKILL)
 

@@ -29,9 +29,9 @@ def test_exit_codes_in_words() -> None:
 
 def test_sigkill_is_told_from_want_of_memory() -> None:
     """What the kernel has counted decides whether SIGKILL came from it; where nobody counts, it is a guess."""
-    assert "most likely for want of memory" in describe_exit(-9)
-    assert "not for want of memory" in describe_exit(-9, oom_kills=0)
-    assert "the kernel has killed 2 processes of this control group for want of memory" in describe_exit(-9, 2)
+    assert "most likely because memory ran out" in describe_exit(-9)
+    assert "not because memory ran out" in describe_exit(-9, oom_kills=0)
+    assert "the kernel killed 2 processes of this control group during the run" in describe_exit(-9, 2)
 
 
 def test_this_group_is_counted() -> None:
@@ -92,7 +92,7 @@ def test_the_kernel_ends_a_rank_for_want_of_memory(small_group: Path, tmp_path: 
     )
     assert done.returncode == 1
     assert "WorkerDiedError: rank 1 on" in done.stderr
-    assert "killed by SIGKILL (the kernel has killed 1 process of this control group for want of memory" in done.stderr
+    assert "killed by SIGKILL (the kernel killed 1 process of this control group during the run" in done.stderr
 
 
 @pytest.mark.parametrize("launcher", ["fork", "forkserver"])
@@ -107,7 +107,7 @@ def test_a_bad_end_after_success(launcher: str) -> None:
             atexit.register(os._exit, 4)
         return "whole"
 
-    with pytest.warns(RuntimeWarning, match=r"rank 1 on .* had done its work, and its result is whole.*exit code 4"):
+    with pytest.warns(RuntimeWarning, match=r"rank 1 on .* finished its work, and its result is complete.*exit code 4"):
         assert breaks() == "whole"
 
 
@@ -123,7 +123,7 @@ def test_an_end_that_does_not_come() -> None:
         atexit.register(time.sleep, 100)
         return "whole"
 
-    with pytest.warns(RuntimeWarning, match="did not end within 7 s, and was stopped"):
+    with pytest.warns(RuntimeWarning, match="did not end within 7 s, and was killed"):
         assert lingers() == "whole"
 
 

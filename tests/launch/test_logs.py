@@ -106,7 +106,7 @@ def test_prints_that_take_another_way(
 ) -> None:
     """Where Python's prints of this process do not go through its own output, as in a notebook, that is said."""
     distributed(nprocs=1, log_dir=tmp_path)(_talk)(1)
-    assert "as in a notebook: Python's prints are not in log_dir" in capsys.readouterr().err
+    assert "as in a notebook, so what Python prints is not written to log_dir" in capsys.readouterr().err
 
 
 def _crash() -> None:

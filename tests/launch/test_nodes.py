@@ -89,7 +89,7 @@ def test_a_third_is_one_too_many() -> None:
     three = two_callers(JOB, {}, {}, {}, DISTWRAP_NPROCS="1", JOB_SLOW="1")
     assert sorted(each.code for each in three) == [0, 0, 1]
     outcast = next(each for each in three if each.code)
-    assert "is one node too many: all 2 are here already" in outcast.output, outcast.output
+    assert "is one node too many: all 2 nodes are here already" in outcast.output, outcast.output
 
 
 def test_a_summary_takes_any_format() -> None:

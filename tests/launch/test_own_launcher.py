@@ -179,7 +179,7 @@ def test_a_silent_death_is_named() -> None:
             os.kill(os.getpid(), 9)
         dw.barrier()
 
-    with pytest.raises(WorkerDiedError, match=r"rank 1 on .* ended without a word"):
+    with pytest.raises(WorkerDiedError, match=r"rank 1 on .* died without raising an exception"):
         dies()
 
 

@@ -204,7 +204,7 @@ def test_interactive_session_is_refused() -> None:
         check=False,
     )
     assert "LaunchError" in done.stderr
-    assert "this one came through standard input" in done.stderr
+    assert "the program came through standard input" in done.stderr
 
 
 @pytest.mark.slow(INTERPRETERS)

@@ -21,8 +21,8 @@ from distwrap.launch.slurm_job import State, has_ended, state_of
         ({"nodes": 0}, 1, "at least 1"),
         ({"gpus": -1}, 1, "whole number from 0"),
         ({"wait": -1}, 1, "positive number of seconds"),
-        ({"parameters": {"cpus-per-task": 8}}, 1, "cpus_per_task cannot be said there"),
-        ({"parameters": {"array": "0-3"}}, 1, "array cannot be said there"),
+        ({"parameters": {"cpus-per-task": 8}}, 1, "cpus_per_task cannot be given there"),
+        ({"parameters": {"array": "0-3"}}, 1, "array cannot be given there"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_job(options: dict[str, Any], nprocs: Any, words: str) -> None:

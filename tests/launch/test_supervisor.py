@@ -87,7 +87,9 @@ def test_a_killed_rank_is_named(launcher: str, number: int) -> None:
         dw.barrier()
         dw.barrier()
 
-    with pytest.raises(WorkerDiedError, match=rf"rank 1 on .* ended without a word: killed by {number.name}") as caught:
+    with pytest.raises(
+        WorkerDiedError, match=rf"rank 1 on .* died without raising an exception: killed by {number.name}"
+    ) as caught:
         dies()
     assert (caught.value.rank, caught.value.signal, caught.value.exitcode) == (1, number, -number)
 
@@ -216,7 +218,7 @@ def test_a_clean_exit_on_one_rank_is_no_end_for_the_others(launcher: str) -> Non
     assert caught.value.code == 0
     with pytest.raises(SystemExit):
         leaves([0])
-    with pytest.raises(WorkerError, match=r"rank 1 left .*leaves\(\) by sys\.exit\(0\), and returned nothing"):
+    with pytest.raises(WorkerError, match=r"rank 1 left .*leaves\(\) by sys\.exit\(0\), so there is no value"):
         leaves.options(returns="all")([1])
 
 

@@ -160,7 +160,7 @@ def test_unpicklable_exception_is_told(launcher: str) -> None:
             raise problem
         raise BreaksWhenUnpickledError("3: three")
 
-    with pytest.raises(WorkerError, match=r"ValueError: held \(an exception that cannot be pickled"):
+    with pytest.raises(WorkerError, match=r"ValueError: held \(this exception cannot be pickled"):
         fails("locked")
     with pytest.raises(WorkerError, match=r"BreaksWhenUnpickledError: 3: three"):
         fails("breaks")

@@ -299,7 +299,7 @@ def test_evaluations_without_an_exchange_between_them_hold_nobody_up(
         dw.barrier()
 
     run_ranks(on_rank, 2, timeout=20)
-    assert "it did not come further" not in capfd.readouterr().err
+    assert "rank 0 got no further" not in capfd.readouterr().err
 
 
 def test_a_mean_of_the_buffers_stays_in_evaluation() -> None:

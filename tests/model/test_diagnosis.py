@@ -51,7 +51,7 @@ def test_a_rank_that_goes_its_own_way_is_named() -> None:
 
     with pytest.raises(ModelError) as refusal:
         run_ranks(on_rank, 3, timeout=30)
-    assert "Only on rank 1, so the ranks went different ways" in str(refusal.value)
+    assert "Only on rank 1, so the ranks took different branches" in str(refusal.value)
     assert "heads.right: weight, bias" in str(refusal.value)
 
 
@@ -90,7 +90,7 @@ def test_backward_explains_at_its_place() -> None:
 
     def on_rank() -> None:
         model = dw.wrap_model(Checkpointed(reentrant=True, twice=True))
-        with pytest.raises(ModelError, match="complete twice in one backward"):
+        with pytest.raises(ModelError, match="computed twice in one backward"):
             dw.backward(model(x()).sum())
 
     run_ranks(on_rank, 2, timeout=30)

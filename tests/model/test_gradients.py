@@ -237,7 +237,7 @@ def test_parameters_moved_behind_the_wrapper_are_named() -> None:
             model.train()
         return str(refusal.value)
 
-    assert all("'scale' has been moved, or changed its type" in text for text in run_ranks(on_rank, 2))
+    assert all("'scale' has been moved, or has changed its type" in text for text in run_ranks(on_rank, 2))
 
 
 def test_a_model_wrapped_twice_trains_through_either_wrapper() -> None:

@@ -68,7 +68,7 @@ def test_differences_are_put_into_words() -> None:
         "values sum to 5.0000001"
     )
     assert first_difference([same, other], exact=False) is None
-    assert first_difference([same, same[:1]]) == "rank 1 holds other tensors than rank 0 (b)"
+    assert first_difference([same, same[:1]]) == "rank 1 does not hold the same tensors as rank 0 (b)"
 
 
 def test_on_demand_the_first_different_tensor_and_ranks_are_named() -> None:

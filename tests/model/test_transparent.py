@@ -310,7 +310,7 @@ def test_new_parameters_after_wrapping_are_refused() -> None:
 
     def body(model: nn.Module, net: Net) -> None:
         before = net.body
-        with pytest.raises(ModelError, match="'body' would bring new parameters"):
+        with pytest.raises(ModelError, match="'body' would add new parameters"):
             model.body = nn.Linear(3, 4)
         with pytest.raises(ModelError, match="'gain'"):
             model.gain = nn.Parameter(torch.ones(4))

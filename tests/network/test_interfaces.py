@@ -74,7 +74,7 @@ def test_nobody_listens() -> None:
     """After the limit the error says that the node is there, where it was tried, and this machine's addresses."""
     port, start = free_port(), time.monotonic()
     with pytest.raises(
-        ArrivalError, match=rf"nobody listens \(127.0.0.1 port {port}: refused\).*lo 127.0.0.1.*NCCL_IB"
+        ArrivalError, match=rf"no program listens at the port \(127.0.0.1 port {port}: refused\).*lo 127.0.0.1.*NCCL_IB"
     ):
         connectivity.reach("127.0.0.1", [port], 0.3)
     assert time.monotonic() - start < SOON
@@ -90,7 +90,7 @@ def test_a_name_that_nobody_knows() -> None:
     ("variable", "value", "backend", "message"),
     [
         ("GLOO_SOCKET_IFNAME", "nope0", "gloo", r"has no interface nope0 that is up. There are: lo \(127.0.0.1"),
-        ("GLOO_SOCKET_IFNAME", "^docker0,lo", "gloo", r"'\^' is NCCL's way to write it; gloo takes"),
+        ("GLOO_SOCKET_IFNAME", "^docker0,lo", "gloo", r"NCCL understands '\^', but gloo takes"),
         ("GLOO_SOCKET_IFNAME", "lo,nope0", "gloo", r"no interface nope0"),
         ("NCCL_SOCKET_IFNAME", "nope", "nccl", r"no interface nope"),
         ("NCCL_SOCKET_IFNAME", "=l", "nccl", r"no interface l "),

@@ -115,7 +115,7 @@ def test_another_file_on_one_rank(file: Path, monkeypatch: pytest.MonkeyPatch) -
     """Where ranks have different files, or one has none, all are told which."""
     given = {0: 20 * b"a", 1: 20 * b"a"}
     monkeypatch.setattr(secret, "of_file", lambda: given[int(threading.current_thread().name)])
-    for other, words in ((20 * b"b", "has another, rank 0 has one"), (b"", "has none, rank 0 has one")):
+    for other, words in ((20 * b"b", "has another, and rank 0 has one"), (b"", "has none, and rank 0 has one")):
         given[2] = other
         for error in agreed(ranks=3):
             assert isinstance(error, ArrivalError)
@@ -134,7 +134,7 @@ def test_a_file_that_one_rank_cannot_read(file: Path, whose: int, monkeypatch: p
     monkeypatch.setattr(secret, "of_file", read)
     for error in agreed(ranks=3):
         assert isinstance(error, ArrivalError), error
-        assert re.search(f"rank {whose} on .* has none .*'gone' cannot be read", str(error))
+        assert re.search(f"rank {whose} on .* has no secret .*'gone' cannot be read", str(error))
 
 
 @pytest.mark.parametrize(
@@ -227,7 +227,7 @@ def test_another_file_is_not_read_for_it(tmp_path: Path) -> None:
     with known.open("rb") as file, ExitStack() as stack:
         for place in (memory_file.path_of(file.fileno()), f"/proc/self/../../{known}", memory_file.path_of(99_999)):
             assert secret._taken(f"memory {place}", b"") == b""
-        with pytest.raises(PermissionError, match="is no file in memory"):
+        with pytest.raises(PermissionError, match="is not a file in memory"):
             memory_file.open_own(str(known), secret._PREFIX)  # to open it alone could do harm, as of a device
         own, offer = secret._offer(Placement(0, 2, 0, 2), b"", stack)
         assert os.stat(offer.split()[1]).st_mode & 0o077 == 0
@@ -258,7 +258,7 @@ def test_signed_texts(capfd: pytest.CaptureFixture[str]) -> None:
     ours, theirs = SignedTexts(store, b"ours"), SignedTexts(store, b"theirs")
     theirs.set_first("failure", "made up")
     assert ours.read("failure") is ours.read("failure") is None
-    assert capfd.readouterr().err.count("'failure' in the ranks' store was not written by a rank of this run") == 1
+    assert capfd.readouterr().err.count("'failure' in the ranks' store has no valid signature of this run") == 1
     ours.set_first("failure", "the first")
     ours.set_first("failure", "the second")
     assert ours.read("failure") == "the first"

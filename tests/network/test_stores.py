@@ -106,7 +106,7 @@ def test_a_stranger_that_never_answers() -> None:
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, timeout=60
     )
-    assert "somebody listens at 127.0.0.1 port" in done.stdout
+    assert "a program listens at 127.0.0.1 port" in done.stdout
     assert "it is not rank 0 of this run" in done.stdout
     assert time.monotonic() - start < SOON
 

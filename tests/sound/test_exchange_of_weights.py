@@ -506,5 +506,5 @@ def _layer_added() -> None:
 
 def test_a_weight_that_came_later_is_refused() -> None:
     """Since no exchange knows it."""
-    with pytest.raises(ModelError, match=r"'w\.3' came into Quadratic after wrap_model"):
+    with pytest.raises(ModelError, match=r"'w\.3' was added to Quadratic after wrap_model"):
         run_ranks(_layer_added, 2)

@@ -262,7 +262,7 @@ def test_samples_that_do_not_go_round_are_told(
     for n, options in ((18, {}), (16, {"drop_last": True}), (16, {})):
         with standing_on(0, 3):
             shard_loader(DataLoader(range(n), batch_size=6, **options), batch_size="global")  # type: ignore[arg-type]
-        assert ("do not go round" in capsys.readouterr().err) is (n == 16 and not options)
+        assert ("do not divide evenly" in capsys.readouterr().err) is (n == 16 and not options)
 
 
 @pytest.mark.parametrize("indices", [[4, 0, 3, 1, 2], (4, 0, 3, 1, 2), range(5)])

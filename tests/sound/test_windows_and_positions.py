@@ -242,7 +242,7 @@ def test_a_bar_on_one_rank() -> None:
     sizes = [(0, 4), (1, 4), (2, 4), (3, 4), (4, 3), (5, 3), (6, 3)]
     assert run_ranks(on_rank, 2, False) == [sizes, sizes]
     for rank, message in enumerate(run_ranks(on_rank, 2, True)):
-        assert f"noticed on rank {rank}" in message
+        assert f"seen on rank {rank}" in message
 
 
 @pytest.mark.parametrize("kind", ["alone", "around", "inside", "plain"])

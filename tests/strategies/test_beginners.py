@@ -237,7 +237,7 @@ def test_numbers_that_an_empty_model_loses_are_named(
     assert capfd.readouterr().err == ""
     with dw.init_empty():
         Drawn()
-    assert "init_empty(): _init_weights() set the numbers of weights" in capfd.readouterr().err
+    assert "init_empty(): _init_weights() set weights that have no numbers" in capfd.readouterr().err
 
 
 @distributed(nprocs=2, strategy="pipeline")

@@ -246,7 +246,7 @@ def test_what_is_not_seen_is_refused() -> None:
         (
             *(f"a {kind} that is cut over 2 ranks" for kind in ("ByItself", "ByHand", "Convolved", "Masked")),
             "what it leaves in 'extra' differs",
-            "got a tensor of shape (8, 5, 24), whose sequence of 5 2 ranks do not divide. Pad",
+            "got a tensor of shape (8, 5, 24), whose sequence of 5 words cannot be divided over 2 ranks. Pad",
         ),
         said,
         strict=True,

@@ -83,11 +83,11 @@ def test_other_collectives_are_an_error() -> None:
     back.take_over(*sent(there))
     back.begin_loop()
     back.begin_element(0)
-    with pytest.raises(ModelError, match="called 1 collectives more"):
+    with pytest.raises(ModelError, match="called 1 more collectives"):
         back.begin_pass(0)
     back.take_over(*sent(there))
     assert back.replayed("mean") == "first"
-    with pytest.raises(ModelError, match=r"called mean\(\) where the others have not"):
+    with pytest.raises(ModelError, match=r"called mean\(\) where the others did not"):
         back.replayed("mean")
 
 

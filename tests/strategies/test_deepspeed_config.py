@@ -86,7 +86,12 @@ def test_wrong_options_are_refused_when_they_are_given(options: dict[str, Any], 
 @pytest.mark.parametrize(
     ("given", "precision", "message"),
     [
-        ({"optimizer": {"type": "AdamW"}}, "32", r"'optimizer', which is the loop's: leave it out, and make it in"),
+        (
+            {"optimizer": {"type": "AdamW"}},
+            "32",
+            r"'optimizer', which is the loop's own business: leave it out, and "
+            r"make",
+        ),
         ({"scheduler": {"type": "WarmupLR"}}, "32", r"'scheduler', which is the loop's"),
         ({"gradient_accumulation_steps": 4}, "32", r"iterate over distwrap.accumulate\(loader, 4, model\)"),
         ({"fp16": {"enabled": True}}, "32", r"enables 'fp16', and the run has precision='32'"),

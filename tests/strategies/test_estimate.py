@@ -114,7 +114,7 @@ def test_precision_and_optimizer_count() -> None:
     assert needs_of(name="sgd")["ddp"].optimizer == 0
     assert needs_of(name="sgd(momentum=0.9)")["ddp"].optimizer == full.gradients
     assert 0 < needs_of(name="adafactor")["ddp"].optimizer < full.gradients // 20
-    with pytest.raises(OptionError, match="what LBFGS keeps cannot be estimated"):
+    with pytest.raises(OptionError, match="the state of LBFGS cannot be estimated"):
         needs_of(name="lbfgs")
 
 
@@ -137,7 +137,9 @@ def test_the_plainest_that_fits_is_recommended() -> None:
     assert recommended(needs, 1333).why == "it needs 700 B of 1.3 kB a rank; ddp 1.0 kB"
     least = recommended(needs, 500)
     assert (least.strategy, least.fits) == ("fsdp", False)
-    assert least.why.startswith("nothing leaves room, and it needs least: it needs 400 B of 500 B a rank; ddp 1.0 kB")
+    assert least.why.startswith(
+        "no strategy fits, and this one needs least: it needs 400 B of 500 B a rank; ddp 1.0 kB"
+    )
     assert recommended(needs, 1250, activations=100).strategy == "ddp"
     assert [fit(needs[0], memory) for memory in (1334, 1000, 999)] == ["fits", "tight", "too large"]
 
@@ -256,7 +258,7 @@ def test_the_stages_of_a_pipeline(precision: str) -> None:
     outside = estimate_stages(Net(24), 4, in_precision, make).total * 2 - found.total
     assert found.total - outside <= max(measured) <= found.total
     assert "no list of at least 5 blocks" in estimate_stages(Net(24), 5, in_precision, make).why_not
-    assert "nobody to divide with" in estimate_stages(Net(24), 1, in_precision, make).why_not
+    assert "no other to share with" in estimate_stages(Net(24), 1, in_precision, make).why_not
 
 
 @pytest.mark.slow("starts interpreters, each of which imports torch")
@@ -300,9 +302,9 @@ def test_the_command_with_a_batch(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (["nowhere.nets:Net"], "cannot import 'nowhere.nets': ModuleNotFoundError: No module named 'nowhere'."),
         (["nets/gpt.py:Net"], "Write the module's name, as nets.gpt."),
-        (["torch.nn"], "names no model: write it as module:Model"),
+        (["torch.nn"], "does not name a model: write module:Model"),
         (["torch.nn:Transfomer"], "unknown model of 'torch.nn' 'Transfomer'. Did you mean 'Transformer'?"),
-        (["torch.nn:Linear"], "torch.nn:Linear takes other arguments: missing a required argument: 'in_features'. Its"),
+        (["torch.nn:Linear"], "torch.nn:Linear cannot be called so: missing a required argument: 'in_features'. Its"),
         (["torch:ones", "--args", "3"], "torch:ones has returned a Tensor"),
         (["torch.nn:Linear", "--kwargs", "3"], "--kwargs 3: write it as key=value."),
         (["torch.nn:Linear", "--args", "a", "b"], "torch.nn:Linear cannot be made on the meta device"),

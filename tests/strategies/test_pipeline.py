@@ -357,13 +357,13 @@ def refused() -> None:
         dw.wrap_model(GPT(), comm="bytegrad")
     model = dw.wrap_model(Unlike())
     x, y = next(iter(batches()))
-    with pytest.raises(ModelError, match=r"these have been given others: 'tensor 0' is the first that differs"):
+    with pytest.raises(ModelError, match=r"were given different ones: 'tensor 0' is the first that differs"):
         model.loss((x + dw.rank()) % WORDS, y)
     with pytest.raises(ModelError, match=r"each once, and in this order, and it called 'blocks.5' as its block num"):
         model.backwards(x, y)
     with pytest.raises(ModelError, match=r"after the last block in stage 1 takes the output of 'blocks.0', .* stage 0"):
         model.skipping(x, y)
-    with pytest.raises(ModelError, match=r"looks at numbers that another stage has, computed of blocks\.0"):
+    with pytest.raises(ModelError, match=r"reads numbers that another stage has, computed from blocks\.0"):
         model.looking(x, y)
     loss = model.loss(x, y)
     loss.backward()
@@ -433,7 +433,7 @@ def test_absent_tensors_have_sizes_and_no_numbers() -> None:
     assert is_here(torch.ones_like(absent))
     assert torch.equal(absent.new_zeros(2), torch.zeros(2))
     for read in (lambda: absent.sum().item(), lambda: bool(absent.sum() > 0), lambda: absent.nonzero()):
-        with pytest.raises(ModelError, match="looks at numbers that another stage has"):
+        with pytest.raises(ModelError, match="reads numbers that another stage has"):
             read()
     with pytest.raises(ModelError, match=r"add_\(\) would write numbers that another stage has"):
         torch.ones(2, 3).add_(absent)

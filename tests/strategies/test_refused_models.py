@@ -48,7 +48,7 @@ def _of_gradients(strategy: str) -> None:
     for kind, words in (("LBFGS", "all parameters together"), ("Adafactor", "whole matrix"), ("Muon", "whole matrix")):
         if hasattr(torch.optim, kind):
             parameters = [parameter for parameter in model.parameters() if parameter.dim() == 2]
-            with pytest.raises(ModelError, match=f"{kind} takes each step .*{words}"):
+            with pytest.raises(ModelError, match=f"{kind} (steps|needs) .*{words}"):
                 getattr(torch.optim, kind)(parameters).step(lambda: 0.0)
 
 

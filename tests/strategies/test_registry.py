@@ -325,9 +325,9 @@ def _nodes() -> list[int]:
 def test_ddp2_is_one_process_a_node() -> None:
     run = distributed(strategy="ddp2")(_nodes)
     assert run() == [0]
-    with pytest.raises(OptionError, match="one process a node, but nprocs=2"):
+    with pytest.raises(OptionError, match="one process on each node, but nprocs=2"):
         run.options(nprocs=2)()
-    with pytest.raises(OptionError, match="one process a node, and this node has 2"):
+    with pytest.raises(OptionError, match="one process on each node, and this node has 2"):
         run_ranks(_nodes, 2)
 
 

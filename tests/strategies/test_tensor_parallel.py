@@ -160,12 +160,14 @@ def test_a_wrong_plan_is_an_error_by_name() -> None:
     said = distributed(nprocs=2, strategy="tp")(_refused)()
     for words, text in zip(
         (
-            "'blocks.0', a GPTBlock that is cut over 2 ranks, is not what it is in one process: output 0 differs",
-            "is not what it is in one process: its forward raises",
+            "'blocks.0', a GPTBlock that is cut over 2 ranks, does not compute what it computes in one "
+            "process: output 0 differs",
+            "does not compute what it computes in one process: its forward raises",
             "unknown module of the model, in plan=, 'blocks.*.nothing'",
             "plan= says 'colwise' of 'blocks.0.norm_1', a RMSNorm: it is a style of Linear",
-            "'blocks.0', a NanoBlock that is cut over 2 ranks, is not what it is in one process",
-            "the ranks of a tensor-parallel group run on one batch, and these have been given others: 'tensor 0' is",
+            "'blocks.0', a NanoBlock that is cut over 2 ranks, does not compute what it computes in one process",
+            "the ranks of a tensor-parallel group compute one batch together, but were given different ones: "
+            "'tensor 0' is",
         ),
         said,
         strict=True,

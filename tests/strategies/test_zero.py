@@ -325,7 +325,7 @@ def refused() -> None:
         found.backward()  # type: ignore[no-untyped-call]
         return found
 
-    with pytest.raises(ModelError, match="LBFGS takes each step along one direction"):
+    with pytest.raises(ModelError, match="LBFGS steps all parameters together along one direction"):
         dw.wrap_optimizer(torch.optim.LBFGS(model.parameters()))
     with pytest.raises(ModelError, match="Join does not go with strategy='zero1' or 'zero2'"), Join([model]):
         pass
@@ -337,7 +337,7 @@ def refused() -> None:
     with pytest.raises(ModelError, match=r"SGD.state_dict\(\) would return a part.*divided over 2 ranks"):
         optimizer.state_dict()
     nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-    with pytest.raises(ModelError, match="torch's clip_grad_norm_ would find another norm on each"):
+    with pytest.raises(ModelError, match="torch's clip_grad_norm_ would take another norm on each"):
         optimizer.step()
     optimizer.zero_grad()
 
@@ -353,7 +353,7 @@ def refused() -> None:
         dw.wrap_model(nn.Sequential(model[0]), strategy="zero2")
     mixed = list(model.parameters())[:: 1 if dw.rank() else -1]
     loss()
-    with pytest.raises(ModelError, match="hold other parameters, or in another order"):
+    with pytest.raises(ModelError, match="differ, or come in another order"):
         torch.optim.SGD(mixed, lr=0.1).step()
 
 

@@ -206,9 +206,9 @@ if __name__ == "__main__":
     [
         ("raise", 1, 1, "rank 1 on .* ValueError: the first cause"),
         ("raise while others compute", 1, 1, "rank 0 ends, because rank 1 on .* ValueError: the first cause"),
-        ("die", 1, 7, r"rank 1 on .* its process ended without a word"),
-        ("the first rank dies", 0, 7, "rank 0 .* is gone: the store"),
-        ("the first rank dies as it joins", 0, 7, "rank 1 on .* cannot join: rank 0 .* is gone: the store"),
+        ("die", 1, 7, r"rank 1 on .* its process died without raising an exception"),
+        ("the first rank dies", 0, 7, "rank 0 .* is gone: its store"),
+        ("the first rank dies as it joins", 0, 7, "rank 1 on .* cannot join: rank 0 .* is gone: its store"),
         ("zero dies at work", 0, 7, "rank 1 waits for the work of rank 0, but rank 0 on .* is gone"),
     ],
 )
@@ -319,7 +319,11 @@ def test_scripts_that_differ(tmp_path: Path, by_hand: ByHand) -> None:
     )
     ended = by_hand(program)
     assert [code for code, _ in ended] == [0, 0]
-    assert re.search(r"rank 1 on .* runs second\.py, but rank 0 on .* runs first\.py: is that meant\?", ended[1][1])
+    assert re.search(
+        r"rank 1 on .* runs second\.py, but rank 0 on .* runs first\.py\. If that is a "
+        r"mistake",
+        ended[1][1],
+    )
 
 
 UNCAUGHT = """

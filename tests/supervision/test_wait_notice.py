@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader
 import distwrap as dw
 from distwrap.errors import OptionError
 from distwrap.options import Options
-from distwrap.supervision.hang_report import Location
+from distwrap.supervision.locations import Location
 from distwrap.supervision.wait_notice import notice_of
 from distwrap.supervision.waits import MainThread, Wait
 from distwrap.testing import run_ranks

@@ -24,11 +24,10 @@ from distwrap.errors import WorkerError
 from distwrap.group.world import current_world
 from distwrap.network import memory_file
 from distwrap.network.waiting import wait_until
-from distwrap.supervision.bells import BOARD
-from distwrap.supervision.board import Board
-from distwrap.supervision.hang_report import LEFT
-from distwrap.supervision.live import NAME, Shown
+from distwrap.supervision.board import BOARD, Board
+from distwrap.supervision.locations import LEFT
 from distwrap.supervision.runs import Run, runs
+from distwrap.supervision.shown import NAME, Shown
 from distwrap.testing import run_ranks
 from tests.limits import INTERPRETERS
 
@@ -243,9 +242,11 @@ def test_where_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
     with subprocess.Popen(["sleep", "60"]) as other:
         pid = str(other.pid)
         assert main(["top", pid, "--once"]) == 1
-        assert f"process {pid} belongs to no run of yours on this node. " in capsys.readouterr().err
+        told = capsys.readouterr().err
+        assert f"process {pid} belongs to no run of yours on this node, or the run has not started yet. " in told
         other.kill()
     assert main(["where", pid]) == 1
+    assert f"there is no process {pid} on this node." in capsys.readouterr().err
     assert main(["top", pid, "--seconds", "0"]) == 2
     assert "--seconds" in capsys.readouterr().err
 
@@ -266,7 +267,7 @@ def test_the_table() -> None:
 
 def test_ranks_on_other_nodes(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     """A node shows its own ranks, and says which there are besides."""
-    words = "ranks 1-3 are on another node, or not there yet"
+    words = "ranks 1-3 are on another node, or not started yet"
     assert top.table(run_of(SHOWN, ranks=4), now=100.0).splitlines()[-1] == words
     monkeypatch.setattr(top, "runs", lambda: [run_of(replace(SHOWN, time=time.time()), ranks=4)])
     assert main(["where"]) == 0

@@ -64,7 +64,7 @@ def test_a_busy_neighbour() -> None:
     found = measured(loops.neighbours_on_one)
     lag = found["lags"][0]
     assert (lag["ranks"], lag["part"], lag["takes_turns"]) == ([1], "forward", False)
-    assert "it waited for a CPU that other programs used" in found["advice"][0]["text"]
+    assert "it waited for a CPU that was used by other programs" in found["advice"][0]["text"]
     assert os.sched_getaffinity(0) == before
 
 
@@ -225,6 +225,19 @@ def test_the_report_of_a_run(how: str, tmp_path: Path, monkeypatch: pytest.Monke
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_a_quiet_run_prints_the_report_that_was_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """DISTWRAP_QUIET silences what nobody has asked for: not the report of DISTWRAP_REPORT, nor that of a ``with``."""
+    monkeypatch.setenv("DISTWRAP_QUIET", "1")
+    monkeypatch.setenv("DISTWRAP_REPORT", "1")
+    dw.distributed(nprocs=1)(loops.train)()
+    assert "distwrap report: " in capsys.readouterr().err
+    with dw.report():
+        loops.train()
+    assert "distwrap report: " in capsys.readouterr().err
+
+
 def test_where_a_report_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its folder is made, and it is where the call was made, also where the function goes elsewhere."""
     monkeypatch.chdir(tmp_path)
@@ -299,7 +312,7 @@ def test_a_file_that_holds_no_report(text: str, tmp_path: Path, capsys: pytest.C
     assert main(["report", str(tmp_path / "times.json")]) == 2
     assert main(["report", str(tmp_path / "none.json")]) == 2
     said = capsys.readouterr().err
-    assert "times.json is no report. A run with" in said
+    assert "times.json is not a report. A run with" in said
     assert "none.json cannot be read: No such file or directory. A run with" in said
 
 
@@ -314,13 +327,13 @@ def test_a_run_in_which_no_optimizer_stepped(tmp_path: Path, capsys: pytest.Capt
 def test_a_report_that_is_read_too_early() -> None:
     with dw.report() as found:
         loops.train()
-        assert "empty until its `with` has ended" in str(found)
+        assert "empty until its `with` block has ended" in str(found)
     assert str(found).startswith("distwrap report: ")
     assert "as fast as one rank alone" not in str(found), "one rank is compared with none"
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("none/times.png", "cannot be written: No such file"), ("times.txt", "ends in .png will do")]
+    ("name", "words"), [("none/times.png", "cannot be written: No such file"), ("times.txt", "that ends in .png")]
 )
 @pytest.mark.slow("measures loops of some seconds")
 def test_a_picture_that_cannot_be_drawn(name: str, words: str, tmp_path: Path) -> None:

@@ -134,11 +134,11 @@ def test_a_model_that_is_not_wrapped() -> None:
     model = nn.Sequential(nn.Linear(4, 1), Sleep())
     with dw.report() as found:
         steps(3, model, sgd(model))
-    assert any("not from wrap_model()" in piece.text for piece in found.advice)
+    assert any("not wrapped by wrap_model()" in piece.text for piece in found.advice)
     model = dw.wrap_model(model)
     with dw.report() as found:
         steps(3, model, sgd(model))
-    assert not any("not from wrap_model()" in piece.text for piece in found.advice)
+    assert not any("not wrapped by wrap_model()" in piece.text for piece in found.advice)
 
 
 class Sleep(nn.Module):
@@ -183,7 +183,7 @@ def test_a_program_that_never_steps() -> None:
             for _ in range(3000):
                 model(torch.ones(1, 4))
     assert found.figures == {}
-    assert "must call it twice at least" in found.text()
+    assert "must call it at least twice" in found.text()
     assert len(marks[0]._marks) <= 4096
     assert not marks[0]._waiting
 

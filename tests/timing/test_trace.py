@@ -101,13 +101,10 @@ def test_a_trace_of_eight_ranks(tmp_path: Path) -> None:
     [
         (range(2), ""),
         (range(10, 30), "trace(): not all of 10 to 29 are in trace.json: the loop took 24 step(s) on rank 0"),
-        (
-            range(24, 25),
-            "trace(): no file is written: the loop took 24 step(s), which count from 0, and none of 24 to 24",
-        ),
+        (range(24, 25), "trace(): no file is written: the loop took 24 step(s), counted from 0, and none of 24 to 24"),
         (
             range(100, 101),
-            "trace(): no file is written: the loop took 24 step(s), which count from 0, and none of 100 to 100",
+            "trace(): no file is written: the loop took 24 step(s), counted from 0, and none of 100 to 100",
         ),
     ],
 )
@@ -118,7 +115,7 @@ def test_ranges_of_one_rank(
     monkeypatch.delenv("DISTWRAP_QUIET", raising=False)
     with dw.trace(steps=steps, path=str(tmp_path / "trace.json")):
         loops.train()
-    written = f"trace(): {tmp_path / 'trace.json'} is written; open it in https://ui.perfetto.dev"
+    written = f"trace(): {tmp_path / 'trace.json'} was written; open it in https://ui.perfetto.dev"
     said = [*filter(None, [words]), *([written] if steps.start < 24 else [])]
     lines = [line for line in capfd.readouterr().err.splitlines() if "trace()" in line]
     assert lines == [f"distwrap: {line}" for line in said]
@@ -188,7 +185,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     for folder, in_file, inner in run_ranks(refused, 2, tmp_path, timeout=60):
         assert folder.startswith(f"trace(path={str(tmp_path)!r}) cannot be written: [Errno 21] Is a directory")
         assert in_file.startswith(f"trace(path={str(tmp_path / 'file' / 'trace.json')!r}) cannot be written: [Errno ")
-        assert inner == "trace(): a trace is under way already, around this one."
+        assert inner == "trace(): a trace is being made already, by an outer trace()."
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 

@@ -19,7 +19,7 @@ def require_fp16(world: World) -> None:
     from deepspeed.accelerator import get_accelerator
 
     if not get_accelerator().is_fp16_supported():
-        what = "processor: it wants AVX512-FP16 or AMX-FP16" if world.device.type == "cpu" else "device"
+        what = "processor: that needs AVX512-FP16 or AMX-FP16" if world.device.type == "cpu" else "device"
         raise PrecisionError(
             f"rank {world.placement.rank}: precision='fp16' under strategy='deepspeed', which has no float16 on this "
             f"{what}. Use precision='bf16' or '32'."
@@ -47,9 +47,9 @@ def require_nvme(world: World, *, weights: bool) -> None:
         builder = AsyncIOBuilder()
         if find_spec(builder.absolute_name()) is None and not builder.is_compatible():
             raise OptionError(
-                f"rank {rank}: offload='nvme' under strategy='deepspeed', whose operator async_io cannot be built on "
-                f"this node: it wants a C compiler, and libaio with its header (apt-get install g++ libaio-dev). "
-                f"Install them, or use offload='cpu'."
+                f"rank {rank}: offload='nvme' under strategy='deepspeed', whose operator async_io cannot be "
+                "built on this node: it needs a C compiler, and libaio with its header (apt-get install g++ "
+                "libaio-dev). Install them, or use offload='cpu'."
             )
     # Its zero.Init takes bfloat16 there, whatever type it is given (0.19.8, Init._set_dtype).
     if weights and world.options.precision == "32" and not get_accelerator().is_fp16_supported():

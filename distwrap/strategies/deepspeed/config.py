@@ -37,7 +37,7 @@ def read(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> dict[str,
         except (OSError, ValueError, TypeError) as error:
             raise OptionError(f"DeepSpeedStrategy(config={config!r}): no JSON file: {error}") from None
     if not isinstance(config, Mapping):
-        raise OptionError(f"DeepSpeedStrategy(config=…): it holds a {type(config).__name__}, and no options by name.")
+        raise OptionError(f"DeepSpeedStrategy(config=…): it holds a {type(config).__name__}, not a dict of options.")
     return _without_auto(config)
 
 
@@ -50,7 +50,8 @@ def stage_of(given: Mapping[str, Any], stage: int | None) -> int:
     own = _section(given, "zero_optimization").get("stage")
     if None not in (own, stage) and own != stage:
         raise OptionError(
-            f"DeepSpeedStrategy(stage={stage}), and the config's zero_optimization says stage {own}. Say it once."
+            f"DeepSpeedStrategy(stage={stage}), and the config's zero_optimization says stage {own}. Give it "
+            "in one of them only."
         )
     found = own if stage is None else stage
     found = 2 if found is None else found
@@ -71,7 +72,9 @@ def refuse(given: Mapping[str, Any], precision: str) -> None:
     """
     for name, way in _OF_LOOP.items():
         if given.get(name):
-            raise OptionError(f"DeepSpeed's config has {name!r}, which is the loop's: leave it out, and {way}.")
+            raise OptionError(
+                f"DeepSpeed's config has {name!r}, which is the loop's own business: leave it out, and {way}."
+            )
     steps = given.get("gradient_accumulation_steps", 1)
     if steps != 1:
         raise OptionError(
@@ -140,6 +143,6 @@ def _section(config: Mapping[str, Any], name: str) -> dict[str, Any]:
 
 
 def _without_auto(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration without the entries that are to be filled in by whoever trains."""
+    """Return a configuration without the entries that the trainer is to fill in."""
     sections = {name: _without_auto(value) if isinstance(value, Mapping) else value for name, value in config.items()}
     return {name: value for name, value in sections.items() if value != "auto"}

@@ -105,9 +105,9 @@ class ModelEngine:
             for name, parameter in self.net.named_parameters():
                 if id(parameter) in self._versions and version_of(parameter) != self._versions[id(parameter)]:
                     raise ModelError(
-                        f"rank {self.rank}: {name!r} was changed by hand, where its numbers are divided over the "
-                        f"ranks: nothing came of it. Change it within gathered_weights(model), out of "
-                        f"distwrap.strategies.deepspeed."
+                        f"rank {self.rank}: {name!r} was changed by hand, but its numbers are divided over the "
+                        "ranks, so the change had no effect. Change it inside gathered_weights(model), from "
+                        "distwrap.strategies.deepspeed."
                     )
             rows = zip(zero.fp16_partitioned_groups_flat, zero.fp32_partitioned_groups_flat, strict=True)
         else:
@@ -177,7 +177,7 @@ class ModelEngine:
         self._versions = {id(parameter): version_of(parameter) for parameter in self.parameters}
 
     def end(self) -> None:
-        """Let go of the user's optimizer and of the engine's hooks."""
+        """Release the user's optimizer, and remove the engine's hooks."""
         for handle in self._handles:
             handle.remove()
         self._is_handed = False
@@ -227,8 +227,8 @@ class ModelEngine:
         self._is_in_backward = False
         if self.stage > 1 and not self._has_ended:
             raise ModelError(
-                f"rank {self.rank}: DeepSpeed has not seen the end of this backward, as where there were two forwards "
-                f"before it. Call distwrap.backward(loss) instead of loss.backward()."
+                f"rank {self.rank}: DeepSpeed has not noticed the end of this backward, perhaps because two "
+                "forwards came before it. Call distwrap.backward(loss) instead of loss.backward()."
             )
         self._is_handed = True
         for parameter in self.parameters:
@@ -239,13 +239,13 @@ class ModelEngine:
     def _before(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if callable(kwargs.get("closure") or next(iter(args[1:]), None)):
             raise ModelError(
-                f"{type(optimizer).__name__}.step(closure) under strategy='deepspeed', whose engine steps without. "
-                f"Compute the loss and its gradients first, and call step()."
+                f"{type(optimizer).__name__}.step(closure) is not possible under strategy='deepspeed', whose "
+                "engine takes no closure. Compute the loss and its gradients first, and call step()."
             )
         if len(optimizer.param_groups) != self._groups:
             raise ModelError(
-                f"{type(optimizer).__name__} has got a group of parameters since its engine was made, which DeepSpeed "
-                f"cannot add. Make the optimizer with all groups, or use strategy='zero2'."
+                f"{type(optimizer).__name__} was given another group of parameters after its engine was made, "
+                "and DeepSpeed cannot add one. Make the optimizer with all groups, or use strategy='zero2'."
             )
         _take_options(_filled(optimizer), self.inner.param_groups)
         self._take_back()
@@ -288,7 +288,7 @@ class Engines(RunPart):
         self._all.add(engine)
 
     def remove(self, engine: ModelEngine) -> None:
-        """Let go of an engine whose model is the caller's again."""
+        """Release an engine whose model is the caller's again."""
         engine.end()
         self._all.discard(engine)
 
@@ -297,7 +297,7 @@ class Engines(RunPart):
             engine.be_innermost()
 
     def close(self) -> None:
-        """Let go of all engines, and of what DeepSpeed keeps of the process group."""
+        """Release all engines, and free what DeepSpeed keeps of the process group."""
         self._handle.remove()
         for engine in list(self._all):
             engine.end()
@@ -321,14 +321,15 @@ def optimizer_of(net: nn.Module) -> Optimizer | None:
         found = look()
     if found and not own.issuperset(parameters_of(found[0])):
         raise ModelError(
-            f"this {type(found[0]).__name__} holds other parameters than those of {type(net).__name__}, and an engine "
-            f"of DeepSpeed's has one model. Wrap one module that has all of them, or give each its optimizer."
+            f"this {type(found[0]).__name__} holds parameters that are not those of {type(net).__name__}, and "
+            "an engine of DeepSpeed has one model. Wrap one module that has all of them, or give each model "
+            "its own optimizer."
         )
     if len(found) > 1:
         kinds = ", ".join(sorted(type(each).__name__ for each in found))
         raise ModelError(
-            f"{type(net).__name__} has {len(found)} optimizers ({kinds}), and an engine of DeepSpeed's steps one. Make "
-            f"one optimizer with a group of parameters for each rate, or use strategy='zero2'."
+            f"{type(net).__name__} has {len(found)} optimizers ({kinds}), and an engine of DeepSpeed has one. "
+            "Make one optimizer with a group of parameters for each rate, or use strategy='zero2'."
         )
     return found[0] if found else None
 

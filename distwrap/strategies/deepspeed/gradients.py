@@ -47,9 +47,10 @@ class EngineGradient(torch.Tensor):
         if name in _HARMLESS:
             return args[0]
         raise ModelError(
-            f"rank {current_world().placement.rank}: a gradient was used between the backward and the step under "
-            f"strategy='deepspeed' (by {name}), where the engine has it, and each rank a share. Clip by "
-            f"distwrap.optimizer_step(optimizer, max_norm=…), which has the norm of all gradients."
+            f"rank {current_world().placement.rank}: a gradient was used between the backward and the step "
+            f"under strategy='deepspeed' (by {name}), when the engine keeps the gradients and each rank has "
+            "only a share of them. Clip by distwrap.optimizer_step(optimizer, max_norm=…), which takes the "
+            "norm of all gradients."
         )
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]

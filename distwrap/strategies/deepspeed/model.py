@@ -97,8 +97,9 @@ class EngineRouting(Routing):
 
     def _refuse_backward(self, gradient: torch.Tensor) -> NoReturn:
         raise ModelError(
-            f"rank {current_world().placement.rank}: {type(self.model).__name__} had no optimizer at its forward, and "
-            f"under strategy='deepspeed' an engine takes both. Make the optimizer before the first forward that trains."
+            f"rank {current_world().placement.rank}: {type(self.model).__name__} had no optimizer at its "
+            "forward, and under strategy='deepspeed' an engine needs both. Make the optimizer before the first "
+            "forward that trains."
         )
 
     def refuse_copy(self) -> NoReturn:
@@ -108,8 +109,8 @@ class EngineRouting(Routing):
             ModelError: says what to do instead.
         """
         raise ModelError(
-            f"{type(self.model).__name__} is in an engine of DeepSpeed's, and can be neither copied nor pickled. "
-            f"distwrap.save({{'model': model}}, path) writes all of it; load that into a plain model."
+            f"{type(self.model).__name__} belongs to an engine of DeepSpeed, and can be neither copied nor "
+            f"pickled. distwrap.save({{'model': model}}, path) writes all of it; load that into a plain model."
         )
 
 

@@ -67,7 +67,7 @@ def load_engine(model: nn.Module, folder: str | os.PathLike[str], tag: str | Non
     is_there = (place / tag).is_dir() if tag is not None else (place / "latest").exists()
     if not is_there or engine.deepspeed.load_checkpoint(os.fspath(place), tag=tag)[0] is None:
         named = "" if tag is None else f" named {tag!r}"
-        raise CheckpointError(f"there is no checkpoint of DeepSpeed's{named} in {place}.")
+        raise CheckpointError(f"there is no checkpoint of DeepSpeed{named} in {place}.")
     engine.take_options()
     engine.note_weights()
 
@@ -91,8 +91,8 @@ def gathered_weights(model: nn.Module, rank: int = 0) -> Iterator[nn.Module]:
     engine = _engine(model)
     if engine.is_on_nvme:
         raise ModelError(
-            f"gathered_weights({type(engine.net).__name__}): DeepSpeed has the engine's own copy of the weights on "
-            f"NVMe, where changes by hand would not come. Use offload='cpu', or save() and load()."
+            f"gathered_weights({type(engine.net).__name__}): DeepSpeed keeps the engine's own copy of the "
+            "weights on NVMe, which changes by hand would not reach. Use offload='cpu', or save() and load()."
         )
     parameters = list(engine.net.parameters())
     engine.take_over_weights()
@@ -105,11 +105,12 @@ def _engine(model: nn.Module) -> ModelEngine:
     routing = model._distwrap if isinstance(model, EngineModel) else None
     if routing is None:
         raise ModelError(
-            f"{type(model).__name__} is no model that wrap_model() has put under strategy='deepspeed' on several ranks."
+            f"{type(model).__name__} is not a model that was wrapped under strategy='deepspeed' on several ranks."
         )
     engine: ModelEngine | None = routing.make_engine()
     if engine is None:
         raise ModelError(
-            f"{type(routing.model).__name__} has no engine of DeepSpeed's without an optimizer: make that first."
+            f"{type(routing.model).__name__} has no DeepSpeed engine until it has an optimizer: make the "
+            "optimizer first."
         )
     return engine

@@ -66,7 +66,7 @@ def without_compiler() -> Iterator[None]:
 
 
 def forget_group() -> None:
-    """Let go of what DeepSpeed keeps of the process group, as a run ends."""
+    """Free what DeepSpeed keeps of the process group when a run ends."""
     comm: Any = sys.modules.get("deepspeed.comm.comm")
     if comm is not None:
         comm.cdb = None

@@ -118,13 +118,15 @@ class DeepSpeedStrategy(Strategy):
         return current_world().placement.world_size > 1
 
     def check(self, run: Options) -> None:
-        require_package("deepspeed", "strategy='deepspeed'", "strategy='zero1', 'zero2' or 'fsdp', which need none")
+        require_package(
+            "deepspeed", "strategy='deepspeed'", "strategy='zero1', 'zero2' or 'fsdp', which need no extra package"
+        )
         if run.comm is not None:
             raise OptionError("comm= does not go with strategy='deepspeed', which exchanges by itself. Leave it out.")
         if run.precision not in _PRECISIONS:
             raise OptionError(
-                f"strategy='deepspeed' has precision '32', 'bf16' and 'fp16', and not {run.precision!r}: in half "
-                f"precision it keeps a master copy in float32."
+                f"strategy='deepspeed' has the precisions '32', 'bf16' and 'fp16', but not {run.precision!r}: "
+                "in half precision it keeps a master copy in float32."
             )
         configuration.refuse(self.config, str(run.precision))
 
@@ -137,7 +139,9 @@ class DeepSpeedStrategy(Strategy):
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
         for name in wrapping.options:
-            raise OptionError(f"wrap_model({name}=…): under strategy='deepspeed' options stand in its config.")
+            raise OptionError(
+                f"wrap_model({name}=…): strategy='deepspeed' takes its options in DeepSpeedStrategy(config=…)."
+            )
         net = unwrap_model(on_device(model, wrapping.device))
         if world.placement.world_size == 1:
             return local(model, wrapping)
@@ -177,8 +181,8 @@ class DeepSpeedStrategy(Strategy):
             return engines[0].backward(loss)
         if any(engine.scales for engine in engines):
             raise ModelError(
-                f"{len(engines)} models under strategy='deepspeed' in fp16, each with a scale of its own: whose loss "
-                f"this is cannot be told. Use precision='bf16' or '32'."
+                f"{len(engines)} models under strategy='deepspeed' in fp16, each with a scale of its own: so "
+                "it is unknown whose loss this is. Use precision='bf16' or '32'."
             )
         return super().backward(loss)
 

@@ -66,7 +66,7 @@ class ContextParallel(TensorParallel):
             return
         if why := statistics_of(module):
             raise ModelError(
-                f"context_parallel=: {type(module).__name__} {why}. Take a norm of each word, as nn.LayerNorm."
+                f"context_parallel=: {type(module).__name__} {why}. Use a norm over each word, as nn.LayerNorm."
             )
         ways = self._proven.setdefault(kind_of(module), set())
         self._axes[module] = _axis(module)
@@ -83,9 +83,10 @@ class ContextParallel(TensorParallel):
 
     def _says(self, name: str) -> str:
         return (
-            f"Under context_parallel= a block is to see the sequence by scaled_dot_product_attention or "
-            f"nn.MultiheadAttention alone, and to get positions and masks as arguments, of a length that is no other "
-            f"dimension's. Change {general(name)!r}, or use strategy='fsdp'."
+            "Under context_parallel= a block may mix the words of a sequence only by "
+            "scaled_dot_product_attention or nn.MultiheadAttention, and must get positions and masks as "
+            f"arguments, whose length is not that of another dimension too. Change {general(name)!r}, or "
+            "use strategy='fsdp'."
         )
 
     def _case(self, block: nn.Module, args: Any, kwargs: Any) -> Hashable:
@@ -104,15 +105,18 @@ class ContextParallel(TensorParallel):
         kind, ranks = type(block).__name__, self._mesh.size()
         x = next((tensor for tensor in tensors if tensor.is_floating_point() and tensor.dim() > 2), None)
         if x is None:
-            alone = f"context_parallel={ranks}: {kind} gets no sequences, so that each rank computes all of it."
+            alone = (
+                f"context_parallel={ranks}: {kind} gets no sequences, so that each rank computes all of it. "
+                "Leave context_parallel out."
+            )
             say_once(f"no sequence {kind}", alone)
             return None
         length = x.shape[self._axes[block]]
         if length % ranks:
             raise ModelError(
-                f"context_parallel={ranks}: {kind} got a tensor of shape {tuple(x.shape)}, whose "
-                f"sequence of {length} {ranks} ranks do not divide. Pad the sequences; without gradients any length is "
-                f"taken."
+                f"context_parallel={ranks}: {kind} got a tensor of shape {tuple(x.shape)}, whose sequence of "
+                f"{length} words cannot be divided over {ranks} ranks. Pad the sequences; without gradients "
+                "any length works."
             )
         return length
 
@@ -136,8 +140,9 @@ class ContextParallel(TensorParallel):
             ways.add(way)
         elif way and ways and way not in ways:
             raise ModelError(
-                f"context_parallel={self._mesh.size()}: {type(block).__name__} attends within parts of {pieces.length} "
-                f"words, as long as a rank's piece, so that the two cannot be told apart. Pad to another length."
+                f"context_parallel={self._mesh.size()}: {type(block).__name__} attends within parts of "
+                f"{pieces.length} words, which is also the length of a rank's piece, so that the two cannot be "
+                "told apart. Pad the sequences to another length."
             )
         return map_tensors(pieces.joined, output)
 

@@ -94,9 +94,9 @@ class Gathered:
             ModelError: says under which strategies it goes.
         """
         raise ModelError(
-            f"a backward with create_graph=True through {self._name}, which is divided: its weights are let go of in "
-            f"the first backward, and the second one needs them. Use strategy='ddp', 'zero1' or 'tp' for a gradient "
-            f"penalty."
+            f"a backward with create_graph=True through {self._name}, which is divided: its gathered weights "
+            "are freed in the first backward, and the second one needs them. Use strategy='ddp', 'zero1' or "
+            "'tp' for a gradient penalty."
         )
 
     def _refuse_changed(self, module: nn.Module) -> None:
@@ -104,9 +104,9 @@ class Gathered:
         if changed:
             raise ModelError(
                 f"rank {current_world().placement.rank}: a forward of {self._name} has changed the numbers of "
-                f"{first_names(changed)}, which are a copy that is gathered for the time of the forward: the change "
-                f"would be lost. Change weights outside of the forward, under torch.no_grad(), or keep what the "
-                f"forward changes in a buffer."
+                f"{first_names(changed)}, which are a copy that exists only during the forward, so the change "
+                "would be lost. Change weights outside of the forward, under torch.no_grad(), or keep the "
+                "changing numbers in a buffer."
             )
 
     def before_step(self, optimizer: Optimizer) -> None:
@@ -124,14 +124,15 @@ class Gathered:
             world = current_world()
             world.part(Windows).refuse_half(optimizer)
             raise ModelError(
-                f"rank {world.placement.rank}: {type(optimizer).__name__} steps, and gradients of {self._name} are "
-                f"this rank's own, as that of {first_names(left)}. Either a loop over accumulate() was left in the "
-                f"midst of a window: call zero_grad() then. Or the loss was not computed of what forward() returned: "
-                f"let forward(), or a method of the model, return the loss."
+                f"rank {world.placement.rank}: {type(optimizer).__name__} is about to step with gradients of "
+                f"{self._name} that were not averaged over the ranks, as that of {first_names(left)}. Either a "
+                "loop over accumulate() was left in the middle of a window: call zero_grad() then. Or the loss "
+                "was not computed from what forward() returned: let forward(), or a method of the model, "
+                "return the loss."
             )
 
     def refuse_newcomers(self, held: set[int]) -> None:
-        """Refuse to train what came into the model after it was divided: nobody averages its gradients.
+        """Refuse to train a parameter that was added to a divided model, since its gradient is not averaged.
 
         Args:
             held: ids of the tensors that an optimizer holds.
@@ -142,9 +143,9 @@ class Gathered:
         for name, parameter in self._net.named_parameters():
             if id(parameter) in held and id(parameter) not in self._own:
                 raise ModelError(
-                    f"rank {current_world().placement.rank}: the parameter {name!r} came into {self._name} after "
-                    f"wrap_model(), so that its gradients are not averaged: the ranks would train it apart. Change the "
-                    f"model before wrap_model()."
+                    f"rank {current_world().placement.rank}: the parameter {name!r} was added to {self._name} "
+                    "after wrap_model(), so that its gradient is not averaged, and it would differ between the "
+                    "ranks. Change the model before wrap_model()."
                 )
 
 

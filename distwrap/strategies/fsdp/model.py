@@ -136,10 +136,11 @@ class FSDPRouting(Routing):
         name = self.units.replaced(unit)
         if name:
             raise ModelError(
-                f"{name!r} of {class_of(self.model)}, which is divided, is no longer the parameter that wrap_model() "
-                f"has made, as in torch.func.functional_call(), or after a parametrization, pruning or an assignment. "
-                f"A forward gathers its own weights, and would leave what took their place alone. Change the model "
-                f"before wrap_model(), or the numbers alone, by parameter.data = …; or use strategy='ddp'."
+                f"{name!r} of {class_of(self.model)}, which is divided, is no longer the parameter that "
+                "wrap_model() has made, as in torch.func.functional_call(), or after a parametrization, "
+                "pruning or an assignment. A forward gathers its own weights, and would not use the "
+                "replacement. Change the model before wrap_model(), or only the numbers, by parameter.data = "
+                "…; or use strategy='ddp'."
             )
 
     def _rest(self) -> None:
@@ -177,8 +178,8 @@ class FSDPRouting(Routing):
         """
         raise ModelError(
             f"{class_of(self.model)} is divided, and can be neither copied nor pickled. "
-            f"distwrap.save({{'model': model}}, path) writes all of it; load that into a plain model. For a second "
-            f"model of these weights, as their average, copy the plain model and wrap both."
+            f"distwrap.save({{'model': model}}, path) writes all of it; load that into a plain model. For a "
+            "second model with these weights, such as a moving average, copy the plain model and wrap both."
         )
 
 
@@ -204,8 +205,8 @@ class DividedModel(UncopiedModel):
             after = fn(before)
             if (after.dtype, after.device) != (before.dtype, before.device):
                 raise ModelError(
-                    f"a divided model cannot be changed to {after.dtype} on {after.device}: its shards would no longer "
-                    f"fit together. Do it before wrap_model(), or say wrap_model(precision=)."
+                    f"a divided model cannot be changed to {after.dtype} on {after.device}: its shards would "
+                    "no longer fit together. Do it before wrap_model(), or use wrap_model(precision=…)."
                 )
             break
         return super()._apply(fn, *args, **kwargs)

@@ -92,8 +92,9 @@ class Pieces(TorchFunctionMode):
         """Compute with random numbers that no other rank of the group draws; all go on alike afterwards."""
         if self._place != _place():
             raise ModelError(
-                "dropout of what is cut, within a torch.utils.checkpoint() inside of the block: it would draw others "
-                "when it is computed again. Checkpoint whole blocks, or say FSDPStrategy(checkpointing=True)."
+                "a cut layer has dropout within a torch.utils.checkpoint() inside of the block, which would "
+                "drop other numbers when it is computed again. Checkpoint whole blocks, or use "
+                "FSDPStrategy(checkpointing=True)."
             )
         seed = int(torch.randint(_SEEDS, (), device="cpu"))
         with generators_kept(self.mesh.device_type):
@@ -133,9 +134,10 @@ class CommonNumbers:
         if seen[0] != -seen[1]:
             ranks = ", ".join(map(str, self._mesh.mesh.flatten().tolist()))
             raise ModelError(
-                f"ranks {ranks} are one group, which computes one batch, but draw different random numbers: dropout "
-                f"would differ between them. Seed all by seed_everything(), and let a rank that draws by itself, as "
-                f"for a picture, do so within torch.random.fork_rng()."
+                f"ranks {ranks} are one group, which computes one batch together, but they draw different "
+                "random numbers, so that dropout would differ between them. Seed all of them by "
+                "seed_everything(). If one rank draws numbers on its own, as for a picture, do that within "
+                "torch.random.fork_rng()."
             )
 
     def _states(self) -> torch.Tensor:

@@ -98,7 +98,9 @@ def asked_for(model: nn.Module, plan: Mapping[str, str] | Callable[[str, nn.Modu
         for attribute, value in _heads(model.get_submodule(name)).items():
             if value % ranks:
                 where = f"{name or 'the model'}.{attribute}"
-                raise ModelError(f"{where} is {value}, which {ranks} ranks of a tensor-parallel group do not divide.")
+                raise ModelError(
+                    f"{where} is {value}, which cannot be divided over the {ranks} ranks of a tensor-parallel group."
+                )
             numbers[name, attribute] = value // ranks
     return Cuts(words, numbers)
 

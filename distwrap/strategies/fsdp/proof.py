@@ -249,8 +249,8 @@ class Proof:
         why, summed = found
         if why:
             raise ModelError(
-                f"{self._name!r}, a {type(block).__name__} that is cut over {twins.mesh.size()} ranks, is not what it "
-                f"is in one process: {why}. {self._says}"
+                f"{self._name!r}, a {type(block).__name__} that is cut over {twins.mesh.size()} ranks, does "
+                f"not compute what it computes in one process: {why}. {self._says}"
             )
         for other in self._blocks:
             add_summed(other, summed)
@@ -261,8 +261,8 @@ class Proof:
     def _outside(self, layer: nn.Module, args: Any) -> None:
         if self._handles:
             raise ModelError(
-                f"a layer of {self._name!r} runs outside of that block's own forward, so that it cannot be proven "
-                f"right when it is cut. {self._says}"
+                f"a layer of {self._name!r} runs outside of that block's own forward, so that the cut layer "
+                f"cannot be checked against the whole one. {self._says}"
             )
 
     def _compare_inputs(self, inputs: list[torch.Tensor]) -> None:
@@ -288,9 +288,9 @@ class Proof:
         if not alike:
             ranks = ", ".join(map(str, mesh.mesh.flatten().tolist()))
             raise ModelError(
-                f"ranks {ranks} are one tensor-parallel group, and were given different batches: {self._name!r} gets "
-                f"other inputs on one than on another. Take the data by distwrap.shard_loader(loader), or by the share "
-                f"that the layout names, not by the rank."
+                f"ranks {ranks} are one tensor-parallel group, but were given different batches: the "
+                f"inputs of {self._name!r} differ between them. Take the data from "
+                "distwrap.shard_loader(loader), or choose them by the rank's share in the layout, not by the rank."
             )
 
 
@@ -336,8 +336,8 @@ def _empty(block: nn.Module, dtype: torch.dtype) -> nn.Module:
         twin = copy.deepcopy(block, memo)
     except Exception as error:
         raise ModelError(
-            f"a {type(block).__name__} cannot be copied, so that it cannot be proven right when it is cut: {error}. "
-            f"Say 'whole' of its layers in plan=."
+            f"a {type(block).__name__} cannot be copied, so that the cut block cannot be checked against the "
+            f"whole one: {error}. Write 'whole' for its layers in plan=."
         ) from error
     return twin.eval()
 

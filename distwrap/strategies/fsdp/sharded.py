@@ -200,8 +200,8 @@ def _meshes_of_layout(world: World, strategy: FSDPStrategy) -> tuple[DeviceMesh 
     names = () if mesh is None else mesh.mesh_dim_names or ()
     if mesh is None or "tensor" not in names or mesh["tensor"].size() != tensor_ranks(strategy, world):
         raise OptionError(
-            f"FSDPStrategy({_said(strategy)}) arranges the ranks as the run begins: say "
-            f"@distributed(strategy=…), not wrap_model(strategy=…)."
+            f"FSDPStrategy({_said(strategy)}) arranges the ranks when the run begins: give it to "
+            "@distributed(strategy=…), not to wrap_model(strategy=…)."
         )
     return (mesh["shard"] if mesh["shard"].size() > 1 else None), mesh["tensor"]
 
@@ -244,24 +244,24 @@ def _refuse(net: nn.Module) -> None:
     for name, module in net.named_modules():
         if isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.max_norm is not None:
             raise ModelError(
-                f"{name!r} has max_norm={module.max_norm:g}, so that its forward changes its weight: of a divided "
-                f"model that is a copy, and the change would be lost. Leave max_norm out, or use strategy='ddp'."
+                f"{name!r} has max_norm={module.max_norm:g}, so that its forward changes its weight. In a "
+                "divided model that is a copy, and the change would be lost. Leave max_norm out, or use strategy='ddp'."
             )
     if isinstance(net, (nn.ModuleList, nn.ModuleDict)):
         raise ModelError(
-            f"strategy='fsdp' divides what has a forward, and a {type(net).__name__} has none: its parts are called. "
-            f"Wrap each of them, or a module whose forward, or methods, call them."
+            f"strategy='fsdp' needs a model with a forward(), and a {type(net).__name__} has none: the loop "
+            "calls its parts. Wrap each part, or a module whose forward() or methods call them."
         )
     for name, parameter in net.named_parameters():
         if not parameter.dim():
             raise ModelError(
-                f"the parameter {name!r} is a single number without a dimension, of which ranks can have no share. "
-                f"Make it one of a dimension, as nn.Parameter(torch.tensor([1.0])), or use strategy='zero2'."
+                f"the parameter {name!r} is a single number without a dimension, which cannot be divided. Give "
+                "it one dimension, as nn.Parameter(torch.tensor([1.0])), or use strategy='zero2'."
             )
         if has_gradient_hook(parameter):
             raise ModelError(
-                f"the parameter {name!r} has a gradient hook, which would be lost: FSDP exchanges the parameters. "
-                f"Register it after wrap_model(), with register_post_accumulate_grad_hook()."
+                f"the parameter {name!r} has a gradient hook, which would be lost, since FSDP replaces the "
+                "parameters. Register it after wrap_model(), with register_post_accumulate_grad_hook()."
             )
 
 
@@ -271,13 +271,13 @@ def _say_what_is_small(net: nn.Module, units: list[nn.Module], mesh: DeviceMesh)
     if numbers / max(1, len(units)) / ranks < _SMALL:
         say_once(
             "small shards",
-            f"strategy='fsdp': {type(net).__name__} has {numbers:,} parameters in {len(units) or 1} units, so that "
-            f"{ranks} ranks hold shards of a few thousand numbers: it saves no memory worth the exchange. Use "
-            f"strategy='ddp' if the model fits on one device.",
+            f"strategy='fsdp': {type(net).__name__} has {numbers:,} parameters in {len(units) or 1} units, so "
+            f"that each of the {ranks} ranks holds only a few thousand numbers of each: the memory saved is "
+            "not worth the exchange. Use strategy='ddp' if the model fits on one device.",
         )
     elif not units:
         say_once(
             "one unit",
-            f"strategy='fsdp': {type(net).__name__} has no list of alike blocks, so all of it is gathered at once. "
-            f"Name the classes that are to be gathered one by one: FSDPStrategy(wrap=['Block']).",
+            f"strategy='fsdp': {type(net).__name__} has no list of identical blocks, so the whole model is "
+            "gathered at once. Name the classes that should be gathered one by one: FSDPStrategy(wrap=['Block']).",
         )

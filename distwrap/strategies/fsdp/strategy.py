@@ -32,35 +32,36 @@ from distwrap.wording import unknown_name
 
 
 class FSDPStrategy(Strategy):
-    """A model of which each rank holds a share, and gathers a unit of it for as long as that computes.
+    """Strategy in which each rank holds a share of a model, and gathers one unit at a time while that computes.
 
     Args:
-        shard: over how many ranks a model is divided: ``None`` for all of them; ``"node"`` for those of a node; or a
-            number, by which the number of ranks divides. Where there are more ranks, each such group holds a copy, and
-            the gradients of the copies are averaged (HSDP).
-        wrap: the units that are gathered at a time: ``"auto"`` for the blocks of lists of alike blocks; names of
-            classes; a number of parameters from which a module is a unit; or a function of a module.
-        reshard_after_forward: whether a unit is let go of after its forward, and gathered again for its backward, which
-            saves memory; else it stays until its backward.
+        shard: the number of ranks over which a model is divided: ``None`` for all of them; ``"node"`` for those of a
+            node; or a number that divides the number of ranks. With more ranks, each group of that size holds a copy,
+            and the gradients of the copies are averaged (HSDP).
+        wrap: the units that are gathered at a time: ``"auto"`` for the blocks in lists of identical blocks; a list of
+            names of classes; a number of parameters from which on a module is a unit; or a function of a module that
+            returns whether it is one.
+        reshard_after_forward: whether a unit is freed after its forward, and gathered again for its backward, which
+            saves memory; otherwise it stays until its backward.
         cpu_offload: whether weights, gradients and optimizer states are kept on the CPU, on accelerators.
-        tensor_parallel: how many ranks, consecutive ones, are a group that takes the same share of the data, and cuts
-            layers among its ranks; ``"node"`` for those of a node. The other dimension of the ranks is FSDP's.
-        plan: which layers are cut: ``"auto"`` for pairs of layers that are found, attention by heads, and large
-            embeddings and heads; words by patterns of modules' names, as ``{"*.mlp.0": "colwise", "*.mlp.2":
-            "rowwise"}``, out of colwise, rowwise, packed2, packed3, heads, gathered, vocabulary and whole; or a
-            function of a name and a module that returns a word. Each kind of block is computed whole once, at its
-            first forward, and compared. `plan_of` shows what became of it.
-        sequence_parallel: whether what is not cut in a block, as norms, computes with a piece of the sequence, the
-            second dimension, on each rank of a group.
-        context_parallel: how many ranks, consecutive ones, are a group that takes the same share of the data, of which
-            each computes a piece of the sequence in the blocks of the model, and gathers keys and values to attend;
-            ``"node"`` for those of a node. Not with `tensor_parallel`.
-        checkpointing: whether a unit's activations are computed again in its backward; ``"selective"``: but for
-            products of matrices, which are kept.
-        backend: of the process group.
+        tensor_parallel: the number of consecutive ranks that take the same share of the data, and cut layers among
+            them; ``"node"`` for the ranks of a node. FSDP divides the model over the other dimension of the ranks.
+        plan: the layers that are cut. ``"auto"`` finds pairs of layers, attention by heads, and large embeddings and
+            heads. A dict has a word for each pattern of modules' names, as ``{"*.mlp.0": "colwise", "*.mlp.2":
+            "rowwise"}``; the words are colwise, rowwise, packed2, packed3, heads, gathered, vocabulary and whole. Or it
+            is a function of a name and a module that returns a word. At its first forward, each kind of block is also
+            computed whole, and compared. `plan_of` shows the plan that came of it.
+        sequence_parallel: whether layers that are not cut in a block, such as norms, compute on each rank of a group
+            with a piece of the sequence, which is the second dimension.
+        context_parallel: the number of consecutive ranks that take the same share of the data, each of which computes a
+            piece of the sequence in the blocks of the model, and gathers keys and values to attend; ``"node"`` for the
+            ranks of a node. It does not go together with `tensor_parallel`.
+        checkpointing: whether the activations of a unit are computed again in its backward; ``"selective"`` keeps those
+            of matrix products.
+        backend: the backend of the process group.
 
     Raises:
-        OptionError: one of them is of no such kind.
+        OptionError: an option has a wrong value.
 
     Example:
         >>> FSDPStrategy(shard="node", wrap=["Block"]).shard
@@ -96,14 +97,16 @@ class FSDPStrategy(Strategy):
             if ranks not in (None, "node") and not is_number:
                 raise OptionError(f"FSDPStrategy({name}={ranks!r}): it is None, 'node', or a number of ranks from 2.")
             if ranks is not None and shard is not None:
-                raise OptionError(f"FSDPStrategy(): {name}= leaves all other ranks to shard over; leave shard= out.")
+                raise OptionError(
+                    f"FSDPStrategy(): with {name}= the model is sharded over all other ranks; leave shard= out."
+                )
         if None not in in_groups.values():
             raise OptionError(
                 "FSDPStrategy(): tensor_parallel= and context_parallel= do not go together. Take tensor_parallel= with "
                 "sequence_parallel=True, or one of the two."
             )
         if tensor_parallel is None and (plan != "auto" or sequence_parallel):
-            raise OptionError("FSDPStrategy(): plan= and sequence_parallel= are of tensor_parallel=, which is None.")
+            raise OptionError("FSDPStrategy(): plan= and sequence_parallel= need tensor_parallel=, which is None.")
         check_plan(plan)
         self.tensor_parallel, self.plan, self.sequence_parallel = tensor_parallel, plan, sequence_parallel
         self.context_parallel = context_parallel
@@ -114,8 +117,8 @@ class FSDPStrategy(Strategy):
         self._check_torch()
         if run.comm is not None:
             raise OptionError(
-                "comm= is of strategies whose ranks hold the whole model; under fsdp each unit's gradients are reduced "
-                "to the ranks that hold their shares. Leave comm out, or use strategy='ddp'."
+                "comm= works with strategies whose ranks hold the whole model; under fsdp the gradients of "
+                "each unit go to the ranks that hold its shares. Leave comm out, or use strategy='ddp'."
             )
 
     def _check_torch(self) -> None:

@@ -123,7 +123,7 @@ class TensorParallel:
         shared = shared_weights(self._net)
         for name in cuts.words:
             if not shared.isdisjoint(map(id, self._net.get_submodule(name).parameters())):
-                raise ModelError(f"plan= cuts {name!r}, whose weight another module has too. Leave it whole.")
+                raise ModelError(f"plan= cuts {name!r}, which shares its weight with another module. Say 'whole'.")
         return {unit: self._in_pieces(cuts) for unit, cuts in units.items() if cuts.words}
 
     def _found(self) -> dict[str, Cuts]:
@@ -136,7 +136,7 @@ class TensorParallel:
             for ways, why in guesses(module, ranks):
                 fit = [way for way in ways if self._fits(module, way, shared)]
                 if not fit:
-                    self._reasons[general(name)] = why or "its weights are shared, or their inputs not divisible"
+                    self._reasons[general(name)] = why or "its weights are shared, or its inputs cannot be divided"
                     continue
                 unit = unit_of(net, name, blocks)
                 groups.setdefault(unit, []).append([_below(_inside(unit, name), way) for way in fit])
@@ -302,8 +302,8 @@ class TensorParallel:
         if not isinstance(x, torch.Tensor) or x.dim() < 3 or x.shape[1] % self._mesh.size():
             what = f"a tensor of shape {tuple(x.shape)}" if isinstance(x, torch.Tensor) else f"a {type(x).__name__}"
             raise ModelError(
-                f"sequence_parallel=True: {type(block).__name__} got {what} first, which has no second dimension that "
-                f"{self._mesh.size()} ranks divide. Pad the sequences, or leave it out."
+                f"sequence_parallel=True: {type(block).__name__} got {what} first, whose second dimension cannot "
+                f"be divided over {self._mesh.size()} ranks. Pad the sequences, or leave sequence_parallel out."
             )
         self._piece = x.shape[1] // self._mesh.size()
         piece = cut_along(x, self._mesh, 1)
@@ -312,8 +312,8 @@ class TensorParallel:
     def _gather_sequence(self, part: nn.Module, args: Any) -> Any:
         if args[0].dim() < 3 or args[0].shape[1] != self._piece:  # as words that a router has chosen
             raise ModelError(
-                f"sequence_parallel=True: {type(part).__name__} got a tensor of shape {tuple(args[0].shape)}, and no "
-                f"sequence of which each rank has {self._piece} words. Leave sequence_parallel out."
+                f"sequence_parallel=True: {type(part).__name__} got a tensor of shape {tuple(args[0].shape)}, "
+                f"not a sequence of which each rank has {self._piece} words. Leave sequence_parallel out."
             )
         return put_together(args[0], self._mesh, 1), *args[1:]
 

@@ -126,16 +126,18 @@ class Unison:
     def _refuse(self, now: Exchange, other: int, its: str) -> NoReturn:
         rank, mine = self._all.world.placement.rank, self._words(now)
         way_out = (
-            "Let parameters that have none on some ranks have zeros, by model.set_reduce_scatter_unused_params(True)"
+            "Give zeros to parameters that have no gradient on some ranks, by "
+            "model.set_reduce_scatter_unused_params(True)"
             if now[1] > 0
-            else "Let what runs on some ranks only, as an expert, be a part of a larger unit, as wrap=['Block'] says it"
+            else "Make a module that runs on some ranks only, as an expert, a part of a larger unit, as by "
+            "wrap=['Block']"
         )
         if its.startswith("has left"):
             way_out = "Look for a return, a break or a loop that differs between ranks"
         raise ModelError(
-            f"in forward {self.turn} of {self._model} or its backward, rank {rank} {mine}, and rank {other} {its}. "
-            f"Their numbers would be mixed: all ranks use the same units of a divided model in the same order, "
-            f"whatever their data. {way_out}."
+            f"in forward {self.turn} of {self._model} or its backward, rank {rank} {mine}, and rank {other} "
+            f"{its}. Their numbers would be mixed up: all ranks must use the same units of a divided model in "
+            f"the same order, whatever their data. {way_out}."
         )
 
 

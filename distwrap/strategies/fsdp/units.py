@@ -64,8 +64,9 @@ def units_of(model: nn.Module, wrap: Wrap) -> list[nn.Module]:
             if shared := _shared_outside(model, unit):
                 names = " and ".join(repr(name) for name, module in named if module is unit)
                 raise ModelError(
-                    f"wrap={wrap!r} makes {names} a unit, which shares the weight {shared!r} with modules outside of "
-                    f"it: what shares a weight must be in one unit. Choose a module that holds both."
+                    f"wrap={wrap!r} makes {names} a unit, which shares the weight {shared!r} with modules "
+                    "outside of it, and modules that share a weight must be in one unit. Choose a module that "
+                    "holds both."
                 )
     depth = {id(module): number for number, (_, module) in enumerate(named)}
     return sorted({id(unit): unit for unit in chosen}.values(), key=lambda unit: -depth[id(unit)])
@@ -99,8 +100,8 @@ def of_other_types(net: nn.Module, units: Sequence[nn.Module]) -> list[list[nn.M
         if dtype != numbers[id(unit)].most_common(1)[0][0]:
             if part is unit or len({value.dtype for value in part.parameters() if value.requires_grad}) > 1:
                 raise ModelError(
-                    f"{name or type(net).__name__!r} has weights of {dtype} beside others in it of another type, "
-                    f"and FSDP averages the gradients of a unit in one. Put them in a module of their own."
+                    f"{name or type(net).__name__!r} has weights of {dtype} and others of another type, and "
+                    "FSDP averages the gradients of a unit in one type. Put them in a module of their own."
                 )
             found.setdefault(dtype, []).append(part)
     return list(found.values())

@@ -110,8 +110,8 @@ class Collaboration:
         self._world.part(Windows).refuse_half(self.optimizer)
         if parameters_of(self.optimizer).keys() != self._held:
             raise ModelError(
-                f"{self.here}: the parameters of this {type(self.optimizer).__name__} are others than those that "
-                f"wrap_optimizer() got, and peers average those alone. Add groups before it is called."
+                f"{self.here}: the parameters of this {type(self.optimizer).__name__} have changed since "
+                "wrap_optimizer(), and peers average only those of then. Add groups before wrap_optimizer() is called."
             )
         if closure is None and all(parameter.grad is None for parameter in self.parameters):
             return None  # as any optimizer does without gradients
@@ -125,7 +125,7 @@ class Collaboration:
 
     @property
     def is_due(self) -> bool:
-        """Whether hivemind would begin a global step, and somebody has samples for it."""
+        """Whether hivemind would begin a global step, and a peer has samples for it."""
         tracker = self.hivemind.tracker
         return bool(tracker.ready_to_update_epoch) and tracker.global_progress.samples_accumulated > 0
 
@@ -205,9 +205,10 @@ class Collaboration:
         while not self.users.loads:
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"{self.here}: no peer has given its weights within averaging_seconds="
-                    f"{self._options.averaging_seconds:g}, so this run would train others. Do the peers at "
-                    f"initial_peers= still train run_id={self._options.run_id!r}, with the same kind of optimizer?"
+                    f"{self.here}: no peer has given its weights within "
+                    f"averaging_seconds={self._options.averaging_seconds:g}, so this run would train other "
+                    f"weights. Do the peers at initial_peers= still train run_id={self._options.run_id!r}, "
+                    "with the same kind of optimizer?"
                 )
             self.hivemind.load_state_from_peers()
             time.sleep(_REFRESH["min_refresh_period"])
@@ -238,9 +239,9 @@ class Collaboration:
         if size > 1 and min(counts) < size:
             told = ", ".join(f"rank {rank} of {count}" for rank, count in enumerate(counts) if count < size)
             raise LaunchError(
-                f"{self.here}: after peer_seconds={self._options.peer_seconds:g} not every rank hears of the training "
-                f"of all {size} peers of this run: {told}. They would train apart. Give peer_seconds more, and look "
-                f"at the clocks of the nodes: they may differ by 3 s at most."
+                f"{self.here}: after peer_seconds={self._options.peer_seconds:g} not every rank hears of the "
+                f"training of all {size} peers of this run: {told}. They would train apart. Raise "
+                "peer_seconds, and compare the clocks of the nodes, which may differ by 3 s at most."
             )
 
     def _go_on(self, closure: Callable[[], Any] | None, batch_size: int) -> Any:
@@ -313,8 +314,8 @@ class Collaborations(RunPart):
         if found is not None:
             if not (found.users.in_step or found.is_over):
                 raise ModelError(
-                    f"{self._world.part(Peers).here}: this step of {type(optimizer).__name__} goes past its peers. "
-                    f"Call optimizer.step() of the object that wrap_optimizer() returned."
+                    f"{self._world.part(Peers).here}: this step of {type(optimizer).__name__} would not be "
+                    "averaged with its peers. Call optimizer.step() of the object that wrap_optimizer() returned."
                 )
             return
         strategy = bound_strategy(optimizer)
@@ -324,9 +325,9 @@ class Collaborations(RunPart):
             and self._world.part(WrappedModels).of_optimizer(optimizer)
         ):
             raise ModelError(
-                f"{self._world.part(Peers).here}: {type(optimizer).__name__} is about to step a model that trains with "
-                f"peers, and would train it apart: call optimizer = wrap_optimizer(optimizer) before the first step, "
-                f"on every rank."
+                f"{self._world.part(Peers).here}: {type(optimizer).__name__} is about to step a model that "
+                "trains with peers, without averaging with them: call optimizer = wrap_optimizer(optimizer) "
+                "before the first step, on every rank."
             )
 
 

@@ -97,9 +97,9 @@ class HivemindOptions:
         """
         if self.batch_size is None:
             raise OptionError(
-                "strategy='hivemind' counts samples, and nobody has said how many a step has: "
-                "strategy='hivemind(target_batch_size=64, batch_size=16)', where batch_size is the samples of one "
-                "step of one rank, and target_batch_size those of all peers after which the weights change."
+                "strategy='hivemind' counts samples, and must be told how many a step has. Write "
+                "strategy='hivemind(target_batch_size=64, batch_size=16)': batch_size is the number of samples "
+                "of one step of one rank, and target_batch_size that of all peers after which the weights change."
             )
         return self.batch_size
 

@@ -64,8 +64,8 @@ class Peers(RunPart):
         if self.dht is not None:
             if options != self.options:
                 raise OptionError(
-                    f"{self.here}: HivemindStrategy has other options here than where this run first used it, and a "
-                    f"run has one set of peers: {options} against {self.options}."
+                    f"{self.here}: HivemindStrategy was given other options here than earlier in this run, and "
+                    f"a run has one set of peers: {options} against {self.options}."
                 )
             return
         if threading.current_thread() is not threading.main_thread():
@@ -113,8 +113,9 @@ class Peers(RunPart):
                     errors.append(f"{type(error).__name__}: {first_line(error)}")
         known = f" with initial_peers={list(initial_peers)}" if initial_peers else ""
         raise LaunchError(
-            f"{self.here}: hivemind did not start{known}, {_TRIES} times: {'; '.join(dict.fromkeys(errors))}. Are the "
-            f"peers there, and reached from this machine? A run prints anew at each start where it is found."
+            f"{self.here}: hivemind did not start{known}, {_TRIES} times: {'; '.join(dict.fromkeys(errors))}. "
+            "Are the peers running, and can this node reach them? A run prints its addresses at each start, "
+            "and they change."
         )
 
     def _see_each_other(self) -> None:
@@ -144,8 +145,8 @@ class Peers(RunPart):
                 f"rank {rank} does not see {named_ranks(sorted(who))}" for rank, who in blind.items() if who
             )
             raise LaunchError(
-                f"{self.here}: after peer_seconds={options.peer_seconds:g} {told} among hivemind's peers. They would "
-                f"train apart. Is the network between them open to any port? Else give peer_seconds more."
+                f"{self.here}: after peer_seconds={options.peer_seconds:g} {told} among hivemind's peers. They "
+                "would train apart. Does a firewall block ports between them? Otherwise raise peer_seconds."
             )
 
     def _tell_others(self, first: list[str]) -> None:
@@ -184,9 +185,9 @@ class Peers(RunPart):
                 break
             if time.monotonic() > deadline:
                 raise LaunchError(
-                    f"{self.here}: reached peers at initial_peers={list(self.options.initial_peers)}, but nobody "
-                    f"trains run_id={self.options.run_id!r} there within peer_seconds={self.options.peer_seconds:g}. "
-                    f"Give the run_id that the other run prints."
+                    f"{self.here}: reached peers at initial_peers={list(self.options.initial_peers)}, but "
+                    f"found none that trains run_id={self.options.run_id!r} within "
+                    f"peer_seconds={self.options.peer_seconds:g}. Give the run_id that the other run prints."
                 )
             time.sleep(_LOOK_SECONDS)
         for other in strangers:

@@ -49,8 +49,9 @@ class Rounds:
         for name, process in {"peers": self._hivemind.dht, **self._processes()}.items():
             if not process.is_alive():
                 raise CollectiveError(
-                    f"{here}: hivemind's process for {name} has ended (exit code {process.exitcode}). Was it killed, "
-                    f"or memory short? Start the run again; with initial_peers= it takes over what peers have."
+                    f"{here}: hivemind's process for {name} has ended (exit code {process.exitcode}). Was it "
+                    "killed, or did memory run out? Start the run again; with initial_peers= it takes over the "
+                    "weights of its peers."
                 )
 
     def judge(self, epoch: int, seconds: float, difference: Callable[[], str]) -> None:

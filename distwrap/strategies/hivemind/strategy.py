@@ -106,15 +106,17 @@ class HivemindStrategy(Strategy):
             raise OptionError("comm= does not go with strategy='hivemind', which exchanges by itself. Leave it out.")
         if isinstance(run.precision, str) and run.precision not in _PRECISIONS:
             raise OptionError(
-                f"strategy='hivemind' has precision '32' and 'bf16', and not {run.precision!r}: peers average weights "
-                f"in float32, and each would scale its losses, and skip steps, on its own."
+                f"strategy='hivemind' has the precisions '32' and 'bf16', but not {run.precision!r}: peers "
+                "average weights in float32, and each would scale its losses, and skip steps, on its own."
             )
 
     # Models and optimizers
 
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
         for name in wrapping.options:
-            raise OptionError(f"wrap_model({name}=…): strategy='hivemind' has no DDP, whose option this is.")
+            raise OptionError(
+                f"wrap_model({name}=…): this is an option of DDP, which strategy='hivemind' does not use. Leave it out."
+            )
         if wrapping.comm is not None:
             raise OptionError("comm= does not go with strategy='hivemind', which exchanges by itself. Leave it out.")
         if wrapping.in_precision.make_scaler() is not None:

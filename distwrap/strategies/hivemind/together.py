@@ -102,9 +102,9 @@ def _await_all(one: Collaboration, world: World) -> None:
         if time.monotonic() > deadline:
             missing = [rank for rank, each in told.items() if not each] or list(told)
             raise CollectiveTimeoutError(
-                f"{one.here} waited timeout={limit:g} s for {named_ranks(missing)}, to have the same weights on all "
-                f"ranks, and helped them to average meanwhile. Do they train longer, or never call consolidate()? "
-                f"Give all ranks as many steps, or raise timeout=."
+                f"{one.here} waited timeout={limit:g} s for {named_ranks(missing)}, to have the same weights "
+                "on all ranks, and helped them to average meanwhile. Do they train longer, or never call "
+                "consolidate()? Give all ranks equally many steps, or raise timeout=."
             )
         if state == _KNOWS_ALL:
             if _AVERAGES in told.values():

@@ -40,8 +40,8 @@ class HorovodGroup(RunPart):
         self._hvd, self._is_settled = hvd, False
         if hvd.is_initialized():
             raise LaunchError(
-                f"{socket.gethostname()}: Horovod was started in this process already: by the program, which is to "
-                f"leave hvd.init() to distwrap, or by a run that has failed. Begin anew in a new process."
+                f"{socket.gethostname()}: Horovod was started in this process already, by the program or by a "
+                "run that has failed. Leave hvd.init() to distwrap, and start again in a new process."
             )
         place = world.placement
         with _variables({"GLOO_TIMEOUT_SECONDS": max(30, round(world.options.timeout))}):
@@ -52,7 +52,7 @@ class HorovodGroup(RunPart):
         if (hvd.rank(), hvd.size()) != (place.rank, place.world_size):
             raise LaunchError(
                 f"rank {place.rank} of {place.world_size} on {socket.gethostname()} is rank {hvd.rank()} of "
-                f"{hvd.size()} for Horovod: start the ranks by horovodrun, or by distwrap, and not by both."
+                f"{hvd.size()} for Horovod: start the ranks by horovodrun or by distwrap, not by both."
             )
 
     def require_adasum(self) -> None:
@@ -85,8 +85,8 @@ class HorovodGroup(RunPart):
         sizes = gather_object(place.local_world_size)
         if len(set(sizes)) > 1:
             raise LaunchError(
-                f"rank {place.rank} on {socket.gethostname()}: Horovod wants the same number of ranks on each node, "
-                f"and the nodes have {', '.join(map(str, sorted(set(sizes))))}."
+                f"rank {place.rank} on {socket.gethostname()}: Horovod needs the same number of ranks on each "
+                f"node, and the nodes have {', '.join(map(str, sorted(set(sizes))))}."
             )
         interface = os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
         if place.rank == 0:

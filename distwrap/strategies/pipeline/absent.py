@@ -216,8 +216,9 @@ def make_absent(net: nn.Module, names: Iterable[str]) -> None:
                 torch.utils.swap_tensors(parameter, hollow)  # type: ignore[no-untyped-call]
             except RuntimeError as error:
                 raise ModelError(
-                    f"the parameter {name!r} cannot be left to another stage, since something here holds it: {error} "
-                    f"Call wrap_model() before a forward of the model, and before anything else takes note of it."
+                    f"the parameter {name!r} cannot be left to another stage, since something on this rank "
+                    f"holds it: {error} Call wrap_model() before a forward of the model, and before other code "
+                    "keeps a reference to the parameter."
                 ) from error
 
 
@@ -250,9 +251,9 @@ def _hollow(tensor: torch.Tensor) -> torch.Tensor:
 def _refuse_read(absent: list[Absent]) -> NoReturn:
     _refuse_gradients(absent[0].sources)
     raise NumbersElsewhereError(
-        f"the model or the loop looks at numbers that another stage has, computed of {_named(absent[0].sources)}. "
-        f"Under strategy='pipeline' what happens in between blocks may depend on sizes, and not on numbers; a loop "
-        f"sees the numbers of all weights in what distwrap.save() has written.",
+        "the model or the loop reads numbers that another stage has, computed from "
+        f"{_named(absent[0].sources)}. Under strategy='pipeline' the code between blocks may depend on sizes, "
+        "but not on numbers; a loop finds the numbers of all weights in the file that distwrap.save() has written.",
         absent[0].sources,
     )
 
@@ -260,18 +261,18 @@ def _refuse_read(absent: list[Absent]) -> NoReturn:
 def _refuse_write(name: str, tensor: torch.Tensor, sources: set[str]) -> NoReturn:
     _refuse_gradients(sources)
     raise ModelError(
-        f"{name}() would write numbers that another stage has, computed of {_named(sources)}, into a tensor of "
-        f"{tuple(tensor.shape)} that is here. Compute a new tensor instead; or make this one after the model's first "
-        f"step, when each stage has its own, as for an average of the weights. Call the model itself, or a method of "
-        f"it, not one of its parts."
+        f"{name}() would write numbers that another stage has, computed from {_named(sources)}, into a tensor "
+        f"of shape {tuple(tensor.shape)} on this rank. Compute a new tensor instead; or, as for an average of "
+        "the weights, make the tensor after the model's first step, when each stage has its own. Call the "
+        "model itself, or a method of it, not one of its parts."
     )
 
 
 def _refuse_gradients(sources: set[str]) -> None:
     if any(source.startswith(_GRADIENT) for source in sources):
         raise ModelError(
-            f"the loop looks at numbers that another stage has, computed of {_named(sources)}: each rank would take "
-            f"those of its own stage alone, as for a norm. {_CLIP}"
+            f"the loop reads numbers that another stage has, computed from {_named(sources)}: each rank would "
+            f"take those of its own stage only, as for a norm. {_CLIP}"
         )
 
 

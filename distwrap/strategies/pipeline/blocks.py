@@ -82,7 +82,9 @@ def _split_by_names(net: nn.Module, stages: int, split: list[str]) -> Chain:
             raise OptionError(unknown_name(f"block of {parent or type(net).__name__} in split=", name, chain.names))
     begins = [chain.names.index(name) for name in split]
     if sorted({0, *begins}) != [0, *begins]:
-        raise OptionError(f"split={split!r}: name the blocks in their order, each once, and not the first one.")
+        raise OptionError(
+            f"split={split!r}: name each block at which a stage begins once, in order, without the first block."
+        )
     return chain._replace(ends=[*begins, len(chain.names)])
 
 

@@ -107,9 +107,9 @@ def refuse_parts(name: str) -> None:
     """Refuse a pass in an optimizer's step that has looked at gradients before, as SAM does."""
     if Absent.asked and is_in_step(inspect.currentframe()):
         raise ModelError(
-            f"an optimizer's step runs {name}() after it has looked at the gradients, as to take a norm over all of "
-            f"them, and under strategy='pipeline' each rank has those of its stage only. Use an optimizer that steps "
-            f"each parameter by itself, as AdamW, or strategy='ddp'."
+            f"an optimizer's step runs {name}() after it has read the gradients, as for a norm over all of "
+            "them, and under strategy='pipeline' each rank has only those of its stage. Use an optimizer that "
+            "steps each parameter by itself, as AdamW, or strategy='ddp'."
         )
 
 
@@ -117,6 +117,7 @@ def refuse_trained(name: str, given: Any) -> None:
     """Refuse arguments to which a backward would have to go on."""
     if any(tensor.requires_grad for tensor in tensors_in(given)):
         raise ModelError(
-            f"{name}() got a tensor that requires a gradient, and under strategy='pipeline' none goes back to what a "
-            f"model is given. Compute the tensor in the model's own method, or detach() it; or use strategy='fsdp'."
+            f"{name}() got a tensor that requires a gradient, and under strategy='pipeline' no gradient goes "
+            "back to the inputs of the model. Compute the tensor in the model's own method, or detach() it; or "
+            "use strategy='fsdp'."
         )

@@ -51,8 +51,8 @@ class Results(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> Any:
         if ctx.hand_on is None:
             raise ModelError(
-                "a second backward() of one pass: under strategy='pipeline' what it needs is used up. Compute the "
-                "loss again, or add losses up before one backward()."
+                "a second backward() of one pass is not possible under strategy='pipeline', since the first "
+                "one frees the graph. Compute the loss again, or add losses up before one backward()."
             )
         hand_on, ctx.hand_on = ctx.hand_on, None
         hand_on(list(grads))

@@ -108,9 +108,10 @@ class Holders:
                 lacking |= {stage % len(self._line.ranks) for stage in stages}
             if lacking:
                 raise ModelError(
-                    f"{name!r} is used by the stage of rank {self._line.ranks[min(lacking)]}, and is left to that of "
-                    f"rank {self._line.ranks[min(self.ranks[name])]}, since a block has it, or the method that ran "
-                    f"first used it there only. Call the method that trains before others, or move what uses it."
+                    f"{name!r} is used by the stage of rank {self._line.ranks[min(lacking)]}, but only the "
+                    f"stage of rank {self._line.ranks[min(self.ranks[name])]} holds it, because one of its "
+                    "blocks has it, or because the method that ran first used it only there. Call the method "
+                    "that trains before others, or move the code that uses it."
                 )
 
     def add_up(self, found: Gradients, call: Call) -> None:
@@ -131,8 +132,9 @@ class Holders:
         for name in several:
             if named[name] in found and name not in self._shared[call]:
                 raise ModelError(
-                    f"rank {dist.get_rank()}: the parameter {name!r} has a gradient now, and had none in the first "
-                    f"step, while several stages have it: they would train it apart. Let the first step use it too."
+                    f"rank {dist.get_rank()}: the parameter {name!r} has a gradient now, but had none in the "
+                    "first step, and several stages hold it, so that it would differ between them. Let the "
+                    "first step use it too."
                 )
         for name in self._shared[call]:
             places = sorted(self.ranks[name])
@@ -178,9 +180,9 @@ class Holders:
         trained = set().union(*(self.ranks[name] for name, parameter in named if parameter.requires_grad))
         if idle := sorted(self._all - trained):
             raise ModelError(
-                f"{named_ranks([self._line.ranks[place] for place in idle])} under precision='fp16': all parameters of "
-                f"this stage are frozen, so nothing tells there whether a step is to be skipped. Train in bf16, or "
-                f"choose stages that each have something to train: PipelineStrategy(split=[...])."
+                f"{named_ranks([self._line.ranks[place] for place in idle])} under precision='fp16': all "
+                "parameters of this stage are frozen, so it cannot know whether to skip a step. Train in bf16, "
+                "or choose stages that each have something to train: PipelineStrategy(split=[...])."
             )
         held = [parameter.grad for parameter in self.trained() if parameter.grad is not None]
         finite = [grad.isfinite().all() for grad in held] or [torch.tensor(True, device=self._line.device)]

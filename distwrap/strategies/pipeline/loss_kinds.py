@@ -102,8 +102,8 @@ class LossKinds:
         if not all(map(math.isfinite, errors)):
             say_once(
                 f"unclear {call.name}",
-                f"{call.name}(): nothing shows yet whether it returns the mean or the sum over its batch, so the batch "
-                f"runs as a whole. PipelineStrategy(reduction='mean') says which.",
+                f"{call.name}(): it is not known yet whether it returns the mean or the sum over its batch, so "
+                "the batch runs as a whole. Say which by PipelineStrategy(reduction='mean') or 'sum'.",
             )
             return False
         best = _KINDS[errors.index(min(errors))]

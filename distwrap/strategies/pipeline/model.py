@@ -169,8 +169,9 @@ class PipelineRouting(Routing):
         check_collectives_allowed(f"{name}() of a model under strategy='pipeline'")
         if self._broken:
             raise ModelError(
-                f"rank {self.world.placement.rank}: a pass through the stages, in {self._broken}(), ended early, and "
-                f"its error says why. The stages are not in step since: start the run again, from a checkpoint."
+                f"rank {self.world.placement.rank}: a pass through the stages, in {self._broken}(), ended "
+                "early, for the reason that its error gives. Since then the stages are out of step: start the "
+                "run again, from a checkpoint."
             )
         given = self._in_precision.inputs((args, kwargs))
         if torch.is_grad_enabled():
@@ -263,8 +264,9 @@ class PipelineRouting(Routing):
         if changes:
             say_once(
                 f"buffers {call.name}",
-                f"{call.name}() changes the buffer {min(survey.changed)!r}, so a batch runs as a whole through the "
-                f"stages, and changes it once. PipelineStrategy(microbatches=...) cuts it: each part then changes it.",
+                f"{call.name}() changes the buffer {min(survey.changed)!r}, so a batch runs through the stages "
+                "as a whole, and changes it once. To cut the batch, so that each part changes it, use "
+                "PipelineStrategy(microbatches=...).",
             )
             parts, survey = [given], whole
         elif looks:

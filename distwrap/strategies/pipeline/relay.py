@@ -117,9 +117,9 @@ class Relay:
             used.append((number, (args, kwargs)))
             if has_gradients and not torch.is_grad_enabled() and _is_in_checkpoint():
                 raise ModelError(
-                    f"the block {names[number]!r} is called by torch.utils.checkpoint(use_reentrant=True), out of "
-                    f"which a stage cannot hand on its output with its gradients. Call it with use_reentrant=False, or "
-                    f"checkpoint inside of the blocks."
+                    f"the block {names[number]!r} is called by torch.utils.checkpoint(use_reentrant=True), "
+                    "from which a stage cannot pass on its output with its gradients. Call it with "
+                    "use_reentrant=False, or checkpoint inside of the blocks."
                 )
             note_changes(number)
             with self._streams.kept(), noting_draws() as noted:
@@ -161,9 +161,10 @@ class Relay:
                 (used, survey.outputs), counters = seen, counters & numbers.changed()  # not what is kept from now on
         if counters:
             raise ModelError(
-                f"the forward changes {min(counters)!r}, a number that is an attribute of a module. A stage runs a "
-                f"part of the forward only, once for each microbatch, so ranks would count apart. Keep it in the loop, "
-                f"and pass it as an argument; or make it a buffer, by register_buffer()."
+                f"the forward changes {min(counters)!r}, a number that is an attribute of a module. A stage "
+                "runs only a part of the forward, once for each microbatch, so this number would differ "
+                "between ranks. Keep it in the loop, and pass it as an argument; or make it a buffer, by "
+                "register_buffer()."
             )
         survey.writes = any(version_of(tensor) for tensor in copies)
         survey.draws = self._streams.have_moved(before)
@@ -180,8 +181,9 @@ class Relay:
                     what = f"the block {names[number]!r}" if number < len(names) else "what comes after the last block"
                     raise ModelError(
                         f"{what} in stage {stage} takes the output of {source!r}, which is in stage "
-                        f"{self._stage_of(names.index(source))}. From stage to stage goes the output of one block, to "
-                        f"the next: let the blocks hand on what is needed, or choose the stages otherwise (split=)."
+                        f"{self._stage_of(names.index(source))}. Only the output of one block goes from stage "
+                        "to stage, to the next block: let the blocks pass on what is needed, or choose other "
+                        "stages (split=)."
                     )
                 if source not in names:
                     survey.needs[stage].add(source)
@@ -280,17 +282,18 @@ class Relay:
     def _refuse_order(self, seen: str) -> NoReturn:
         names = self.chain.names
         raise ModelError(
-            f"strategy='pipeline' needs a method that calls the blocks {names[0]!r} to {names[-1]!r} each once, and "
-            f"in this order, and it called {seen}. Name the blocks at which stages begin, if others are meant: "
-            f"PipelineStrategy(split=[...])."
+            f"strategy='pipeline' needs a method that calls the blocks {names[0]!r} to {names[-1]!r} each "
+            f"once, and in this order, and it called {seen}. If other blocks are meant, name those at which "
+            "stages begin: PipelineStrategy(split=[...])."
         )
 
     def _refuse_absent(self, value: Any, what: str, stage: int) -> None:
         for tensor in tensors_in(value):
             if isinstance(tensor, Absent):
                 raise ModelError(
-                    f"{what} in stage {stage} depends on {', '.join(sorted(tensor.sources)[:3])}, whose numbers are in "
-                    f"another stage. From stage to stage goes the output of one block, to the next."
+                    f"{what} in stage {stage} depends on {', '.join(sorted(tensor.sources)[:3])}, whose "
+                    "numbers are in another stage. Only the output of one block goes from stage to stage, to "
+                    "the next block."
                 )
 
 

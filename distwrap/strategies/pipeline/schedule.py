@@ -301,8 +301,9 @@ def end_pass(
     """
     if error is None and streams.surprise():
         error = ModelError(
-            f"rank {dist.get_rank()}: the model draws random numbers in this forward, and drew none in an earlier one "
-            f"on such arguments. Let it draw in all of them, and multiply by zero what is not wanted yet."
+            f"rank {dist.get_rank()}: the model draws random numbers in this forward, but drew none in an "
+            "earlier one with such arguments. Let it draw in all of them, and multiply by zero where they are "
+            "not wanted yet."
         )
     failed = [float(error is not None and rank == dist.get_rank()) for rank in line.ranks]
     everyones = gather_numbers([*numbers, streams.number, *failed], line.group)
@@ -320,9 +321,9 @@ def end_pass(
     if survey.draws and sums[len(numbers)] != len(line.ranks) * streams.number:
         raise StageError(
             ModelError(
-                f"rank {dist.get_rank()}: the model draws random numbers outside of its blocks, and torch's generators "
-                f"are not alike on the ranks of a pipeline, so its stages drew others. Seed them alike, as by "
-                f"distwrap.seed_everything(), and draw on all ranks or on none."
+                f"rank {dist.get_rank()}: the model draws random numbers outside of its blocks, and torch's "
+                "generators differ between the ranks of this pipeline, so its stages drew different numbers. "
+                "Seed them alike, as by distwrap.seed_everything(), and draw on all ranks or on none."
             )
         )
     return sums
@@ -337,10 +338,10 @@ def check_like(output: Any, expected: Any, stage: int) -> None:
     seen, known = (list(map(_described, tensors_in(each))) for each in (output, expected))
     if seen != known:
         raise ModelError(
-            f"rank {dist.get_rank()}: stage {stage} has computed {', '.join(seen) or 'nothing'}, and the next one "
-            f"waits for {', '.join(known) or 'nothing'}, as in an earlier run on such arguments. Sizes, types and what "
-            f"has a gradient must follow from the arguments, and from whether the model trains: pass what else they "
-            f"depend on as an argument that is no float."
+            f"rank {dist.get_rank()}: stage {stage} has computed {', '.join(seen) or 'nothing'}, and the next "
+            f"one waits for {', '.join(known) or 'nothing'}, as in an earlier run on such arguments. Sizes, "
+            "types, and which tensors have a gradient must follow from the arguments and from whether the "
+            "model trains: pass anything else on which they depend as an argument that is not a float."
         )
 
 

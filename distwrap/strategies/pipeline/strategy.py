@@ -36,21 +36,23 @@ _SCHEDULES = ("1f1b", "gpipe", "interleaved")
 
 
 class PipelineStrategy(Strategy):
-    """The blocks of a model in stages, one after the other on the ranks; a batch goes through them in microbatches.
+    """Strategy in which a model's blocks run in stages, one after the other on the ranks, over microbatches.
 
     A step is ``loss = model.loss(x, y); loss.backward()``: a method that returns a loss runs torch's schedule, which
-    computes the gradients too, and the loss's backward lays them down. With gradients off any method of the model runs
-    through all stages, and returns its result on every rank. All ranks of a pipeline call it, on the same batch, which
-    `shard_loader` gives them.
+    also computes the gradients, and the loss's backward adds them to the parameters. With gradients switched off, any
+    method of the model runs through all stages, and returns its result on every rank. All ranks of a pipeline must call
+    the method with the same batch, which `shard_loader` gives them.
 
     Args:
-        stages: how many ranks a pipeline has; several pipelines train as DDP does. By default all ranks.
+        stages: the number of ranks of one pipeline; several pipelines train as under DDP. By default all ranks are one
+            pipeline.
         schedule: ``"1f1b"``, ``"gpipe"``, or ``"interleaved"``, in which a rank has two stages.
-        microbatches: into how many a batch is cut, at most: the largest number that divides it is taken. By default
-            two a rank, and one where a forward changes buffers, as a batch norm does: with a number given here each
-            microbatch changes them, and a batch norm takes its statistics of a microbatch, as in other pipelines.
-        split: the names of the blocks at which stages begin, but for the first; by default the model's longest chain
-            of blocks is cut into stages with as many parameters each.
+        microbatches: the largest number of parts into which a batch is cut; the largest number up to it that divides
+            the batch is taken. By default it is two for each rank, and one if a forward changes buffers, as a batch
+            norm does. If a number is given here, each microbatch changes the buffers, and a batch norm takes its
+            statistics from one microbatch, as in other pipelines.
+        split: the names of the blocks at which stages begin, without the first; by default the model's longest chain of
+            blocks is cut into stages with about equally many parameters.
         reduction: whether a loss is the ``"mean"`` or the ``"sum"`` over its batch; ``"auto"`` finds out from the first
             batch.
 

@@ -53,8 +53,8 @@ class Averaging:
         for name, parameter in model.named_parameters() if model is not None else ():
             if parameter.requires_grad and id(parameter) not in self._trained:
                 raise ModelError(
-                    f"{name} was made trainable after wrap_model(), so that its gradient is not averaged: set what is "
-                    f"to be trained before."
+                    f"{name} was made trainable after wrap_model(), so that its gradient is not averaged. Set "
+                    "requires_grad before wrap_model()."
                 )
 
     @torch.no_grad()

@@ -95,8 +95,8 @@ class Course:
         """
         if self.place.loop:
             raise LoaderError(
-                "shard_loader() inside of a resumable() loop: a rank that comes back would count the loaders otherwise "
-                "than the others. Make loaders before the loop."
+                "shard_loader() inside of a resumable() loop: a rank that comes back would number its loaders "
+                "differently from the others. Make the loaders before the loop."
             )
         self.place.passes.append(0)
         return len(self.place.passes) - 1
@@ -122,7 +122,7 @@ class Course:
             ModelError: it is inside of another one.
         """
         if self.place.loop and not self.is_over:
-            raise ModelError("resumable() inside of a resumable() loop: make the outer loop resumable alone.")
+            raise ModelError("resumable() inside of a resumable() loop: use it for the outer loop only.")
         self.place.loop += 1
         self.is_over = False
         if self._landing is None:
@@ -140,9 +140,9 @@ class Course:
         """
         if self._landing is not None and self._landing.words != words:
             raise ModelError(
-                f"this rank has come back, and the {number + 1}-th element of its resumable() is {words}, where the "
-                f"others have {self._landing.words}: give it the same elements each time the function begins, as "
-                f"range(epochs), and not those that a newer checkpoint leaves."
+                f"this rank has come back, and the {number + 1}-th element of its resumable() is {words}, "
+                f"where the others have {self._landing.words}: give resumable() the same elements each time "
+                "the function begins, as range(epochs), and not only those that remain after a newer checkpoint."
             )
         self.place.element, self.place.words, self.place.at = number, words, None
         self.place.passes = [0] * len(self.place.passes)
@@ -192,8 +192,8 @@ class Course:
         """
         if not self._replay:
             raise ModelError(
-                f"this rank has come back, and called {what}() where the others have not: what is before the step "
-                f"must be the same each time the function, or an element of the loop, begins."
+                f"this rank has come back, and called {what}() where the others did not: the code before the "
+                "step must make the same calls each time the function, or an element of the loop, begins."
             )
         return self._replay.popleft()
 
@@ -201,8 +201,8 @@ class Course:
         assert self._replay is not None
         if self._replay:
             raise ModelError(
-                f"this rank has come back, and is at the others' place, but they had called {len(self._replay)} "
-                f"collectives more to get there: what is before the step must be the same each time."
+                f"this rank has come back, and has reached the others, but they called {len(self._replay)} "
+                "more collectives to get there: the code before the step must make the same calls each time."
             )
         self._landing, self._replay = None, None
         self._on_landing()

@@ -30,7 +30,7 @@ from distwrap.strategies.torchft.course import Course
 from distwrap.strategies.torchft.quorum import Quorum
 from distwrap.strategies.torchft.records import StartRecords
 from distwrap.strategies.torchft.state import TrainingState
-from distwrap.wording import first_line, named_ranks
+from distwrap.wording import first_line, first_names, named_ranks
 
 R = TypeVar("R")
 
@@ -123,8 +123,8 @@ class Meetings(Members):
             self.quorum.fail(error)
         assert error is not None
         raise CollectiveError(
-            f"rank {self.number} on {socket.gethostname()}: no group of the ranks came about in {_ATTEMPTS} attempts, "
-            f"the last of which failed: {first_line(error)}"
+            f"rank {self.number} on {socket.gethostname()}: the ranks could not form a group in {_ATTEMPTS} "
+            f"attempts, the last of which failed: {first_line(error)}"
         )
 
     def _compared(self) -> tuple[bool, Any]:
@@ -136,7 +136,8 @@ class Meetings(Members):
         counts, marks = [count for count, _ in known], [mark for _, mark in known]
         if min(counts) < max(counts) - 1:
             raise ModelError(
-                f"the ranks have made {counts} collectives, so they are at different places of the program. Every rank "
+                f"the ranks have called different numbers of collectives ({first_names(counts, 8)}), so they "
+                "are at different places of the program. Every rank "
                 f"must call the same collectives."
             )
         self._refuse_apart(marks)
@@ -161,8 +162,8 @@ class Meetings(Members):
         if apart:
             raise ModelError(
                 f"weights or learning rates of {named_ranks(apart)} are not those of rank {first} at step "
-                f"{self.quorum.step}: they depend on something that a rank that came back did not take over, as a "
-                f"counter of the loop's, or were changed by hand on one rank."
+                f"{self.quorum.step}: they depend on something that a rank which came back did not take over, "
+                "such as a counter in the loop, or one rank changed them by hand."
             )
 
     def _compare(self) -> None:
@@ -215,15 +216,15 @@ class Meetings(Members):
             return bytes.fromhex(store.get(name).decode())
         if self.is_away or self._course.is_replaying:
             raise ModelError(
-                f"this rank has come back, and waits for {key!r} where the others have not: what is before the step "
-                f"must be the same each time the function, or an element of the loop, begins."
+                f"this rank has come back, and waits for {key!r} where the others did not: the code before the "
+                "step must make the same calls each time the function, or an element of the loop, begins."
             )
         number = self.quorum.members[worker]
         wait_until(lambda: store.check([name]) or store.check([f"gone/{number}"]), math.inf)
         if store.check([name]):
             return bytes.fromhex(store.get(name).decode())
         self._gather(admit=False)
-        raise WorkLostError(f"rank {number} was lost in {key!r}, which another rank does in its place")
+        raise WorkLostError(f"rank {number} was lost in {key!r}, and another rank does that in its place")
 
     def _after_loss(self, what: str, error: RuntimeError | None) -> Any:
         """Make a group of those that are left; return the result of the collective where they have it already."""
@@ -235,7 +236,7 @@ class Meetings(Members):
             self.quorum.doom(RuntimeError("a rank was lost in this step"))
         gone = before - set(self.quorum.members)
         if gone and what not in ("barrier", "agree", ROUND, _MARKS, WRAPPING):
-            say(f"{what}() goes on without {named_ranks(gone)}, and what would have come from there")
+            say(f"{what}() goes on without {named_ranks(gone)} and their values")
         return value
 
     def _note(self, what: str) -> None:

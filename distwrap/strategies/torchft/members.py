@@ -93,7 +93,7 @@ class TorchFTMembers(Meetings):
             return
         if self._come_back and self._course.is_outside:
             raise ModelError(
-                "with max_lost=, a rank that is started again must know where to come in: write the loop of the "
+                "with max_lost=, a rank that is started again must know where to join: write the loop of the "
                 "training as `for epoch in distwrap.resumable(range(epochs)):`, with the steps inside of it."
             )
         if not self._is_fresh:
@@ -106,7 +106,7 @@ class TorchFTMembers(Meetings):
         before = self._loads
         self.begin_step(admit=False)
         if self._loads != before:
-            self.quorum.doom(RuntimeError("the gradients are of other weights"))
+            self.quorum.doom(RuntimeError("the gradients were computed with other weights"))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Let an optimizer of our models step where the step is committed; without gradients it changes nothing."""
@@ -258,7 +258,8 @@ class TorchFTMembers(Meetings):
         place: Place = state["place"]
         if not self._takes_over and not self._course.is_at(place):
             raise LeftBehindError(
-                f"rank {self.number} on {socket.gethostname()} was slow, and taken for lost; the others have gone on."
+                f"rank {self.number} on {socket.gethostname()} was so slow that it was taken for lost, and the "
+                "others have gone on."
             )
         if not self._takes_over:
             self._state.load_state_dict(state)

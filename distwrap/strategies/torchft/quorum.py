@@ -110,8 +110,8 @@ class Quorum:
         if not wait_until(lambda: self.store.check(keys), limit):
             missing = [rank for rank, key in enumerate(keys) if not self.store.check([key])]
             raise ArrivalError(
-                f"rank {self.number} on {socket.gethostname()} waited {limit:g} s: {named_ranks(missing)} of "
-                f"{self._count} did not come. Look at what the missing ones printed."
+                f"rank {self.number} on {socket.gethostname()} waited {limit:g} s, and {named_ranks(missing)} "
+                f"of {self._count} did not arrive. Look at what the missing ranks printed."
             )
         self.begin()
         self.manager.load_state_dict({"step": _FIRST_STEP, "batches_committed": 0})
@@ -186,9 +186,9 @@ class Quorum:
             raise
         except (RuntimeError, TimeoutError) as error:
             raise CollectiveError(
-                f"rank {self.number} on {socket.gethostname()} asked torchft's lighthouse who is there, and got no "
-                f"answer within {limit:g} s: another rank lives, and does not come to the step; or the lighthouse is "
-                f"gone ({first_line(error)})."
+                f"rank {self.number} on {socket.gethostname()} asked torchft's lighthouse which ranks take "
+                f"part, and got no answer within {limit:g} s: either another rank is alive but does not reach "
+                f"the step, or the lighthouse is gone ({first_line(error)})."
             ) from error
         return self.error
 

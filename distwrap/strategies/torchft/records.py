@@ -50,8 +50,9 @@ class StartRecords:
             )
         if isinstance(result, _TooLarge):
             raise ModelError(
-                f"this rank has come back, and cannot get what {what}() gave the others before the loop: it is larger "
-                f"than {_MOST_BYTES >> 20} MiB, and was not kept. Exchange so much within the loop."
+                f"this rank has come back, and cannot get what {what}() gave the others before the loop: it is "
+                f"larger than {_MOST_BYTES >> 20} MiB, and was not kept. Exchange such large objects inside of "
+                "the loop."
             )
         return result
 

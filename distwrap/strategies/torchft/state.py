@@ -56,8 +56,9 @@ class TrainingState:
             theirs = state[kind]
             if mine.keys() != theirs.keys():
                 raise ModelError(
-                    f"this rank has come back with the {kind} {sorted(mine)}, and the others have {sorted(theirs)}: "
-                    f"what is before the loop must be the same each time the function begins."
+                    f"this rank has come back with the {kind} {sorted(mine)}, and the others have "
+                    f"{sorted(theirs)}: the code before the loop must make the same objects each time the "
+                    "function begins."
                 )
             for name, thing in mine.items():
                 thing.load_state_dict(theirs[name])
@@ -120,7 +121,7 @@ def running_statistics(model: nn.Module) -> list[torch.Tensor]:
 def _add(found: dict[str, Any], name: str, thing: Any) -> None:
     if name in found:
         raise ModelError(
-            f"max_lost=: there are two objects {name}, which a rank that comes back could not tell apart. Hand both to "
-            f"resumable(range(epochs), first, second)."
+            f"max_lost=: there are two objects called {name}, which a rank that comes back could not tell "
+            "apart. Hand both to resumable(range(epochs), first, second)."
         )
     found[name] = thing

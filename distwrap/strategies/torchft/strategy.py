@@ -68,7 +68,7 @@ class TorchFTStrategy(Strategy):
             refuse_unlike(run.comm)
         if str(run.precision) == "fp16":
             raise OptionError(
-                "precision='fp16' does not go with max_lost=: its scaler knows no lost steps. Use 'bf16'."
+                "precision='fp16' does not go with max_lost=, because its scaler cannot follow lost steps. Use 'bf16'."
             )
         if run.retrofit and self.come_back:
             raise OptionError(
@@ -76,7 +76,9 @@ class TorchFTStrategy(Strategy):
                 "objects in the function, or say strategy=TorchFTStrategy(come_back=False)."
             )
         if run.max_restarts:
-            raise OptionError("max_restarts= starts all ranks again, max_lost= the lost ones alone: say one of them.")
+            raise OptionError(
+                "max_restarts= starts all ranks again, and max_lost= only the lost ones: give one of the two."
+            )
 
     def join(self, placement: Placement, options: Options, secret: bytes) -> World | None:
         if placement.world_size == 1:
@@ -114,7 +116,7 @@ class TorchFTStrategy(Strategy):
     def prepare_model(self, model: nn.Module, world: World, wrapping: Wrapping) -> nn.Module:
         members: Any = world.members
         if members is None and world.placement.world_size > 1:
-            raise ModelError("strategy='torchft' is of a whole run: say @distributed(max_lost=1).")
+            raise ModelError("strategy='torchft' must be chosen for the whole run: say @distributed(max_lost=1).")
         if members is None:
             return local(model, wrapping)
         from distwrap.strategies.torchft.averaging import Averaging, Averagings

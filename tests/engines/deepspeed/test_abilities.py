@@ -79,7 +79,7 @@ def on_disk(disk: Path, saved: Path) -> tuple[int, dict[str, torch.Tensor]]:
     dw.save({"model": model, "optimizer": optimizer}, saved)
     trained(model, optimizer, 2)
     size = sum(each.stat().st_size for each in disk.rglob("*") if each.is_file())
-    with pytest.raises(ModelError, match="on NVMe, where changes by hand would not come"), gathered_weights(model):
+    with pytest.raises(ModelError, match="on NVMe, which changes by hand would not reach"), gathered_weights(model):
         pass
     return size, model.state_dict()
 
@@ -144,7 +144,7 @@ def test_weights_in_float32_that_would_be_rounded_are_refused_before_the_start(d
 @pytest.mark.skipif(get_accelerator().is_fp16_supported(), reason="DeepSpeed has float16 here, and the suite tests it")
 def test_fp16_is_refused_before_the_start_where_deepspeed_has_none() -> None:
     """With the reason, rather than in the first forward."""
-    with pytest.raises(PrecisionError, match=r"no float16 on this processor: it wants AVX512-FP16 or AMX-FP16"):
+    with pytest.raises(PrecisionError, match=r"no float16 on this processor: that needs AVX512-FP16 or AMX-FP16"):
         launch(DeepSpeedStrategy(stage=2), never, precision="fp16")
 
 

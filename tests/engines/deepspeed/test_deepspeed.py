@@ -132,7 +132,7 @@ def written_in_its_own_form(folder: Path) -> None:
     trained(model, optimizer, 2)
     assert_close(model.state_dict(), expected)
     assert_close(expected, one_process())
-    with pytest.raises(CheckpointError, match="no checkpoint of DeepSpeed's named 'other' in"):
+    with pytest.raises(CheckpointError, match="no checkpoint of DeepSpeed named 'other' in"):
         deepspeed.load_engine(model, folder, "other")
 
 
@@ -330,9 +330,9 @@ def refused(how: str) -> str:
 @pytest.mark.parametrize(
     ("how", "message"),
     [
-        ("none", "Net had no optimizer at its forward, and under strategy='deepspeed' an engine takes both"),
-        ("two", r"Net has 2 optimizers \(AdamW, SGD\), and an engine of DeepSpeed's steps one"),
-        ("others", "this SGD holds other parameters than those of Net, and an engine of DeepSpeed's has one model"),
+        ("none", "Net had no optimizer at its forward, and under strategy='deepspeed' an engine needs both"),
+        ("two", r"Net has 2 optimizers \(AdamW, SGD\), and an engine of DeepSpeed has one"),
+        ("others", "this SGD holds parameters that are not those of Net, and an engine of DeepSpeed has one model"),
         ("shaped", "ByRows steps by a weight as a whole"),
         ("float64", "the parameter 'scale' is in torch.float64, and DeepSpeed trains a copy in float32"),
     ],

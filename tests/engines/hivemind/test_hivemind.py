@@ -301,8 +301,8 @@ def test_what_cannot_be_is_refused() -> None:
     for run, words in [
         ({"strategy": "hivemind"}, "how many a step has"),
         ({"strategy": "collaborative(batch_size=2)", "comm": "bytegrad"}, "comm= does not go"),
-        ({"strategy": "hivemind(batch_size=2)", "precision": "fp16"}, "precision '32' and 'bf16'"),
-        ({"strategy": "hivemind(batch_size=2)", "precision": "bf16-true"}, "precision '32' and 'bf16'"),
+        ({"strategy": "hivemind(batch_size=2)", "precision": "fp16"}, "precisions '32' and 'bf16'"),
+        ({"strategy": "hivemind(batch_size=2)", "precision": "bf16-true"}, "precisions '32' and 'bf16'"),
     ]:
         with pytest.raises(OptionError, match=words):
             distributed(nprocs=2, **run)(made)()  # type: ignore[call-overload]

@@ -97,7 +97,9 @@ def test_a_killed_rank_is_named_and_nothing_is_left() -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         dw.barrier()
 
-    with pytest.raises(WorkerDiedError, match=r"rank 1 on \S+ \(pid \d+\), an actor of Ray's, ended without a word"):
+    with pytest.raises(
+        WorkerDiedError, match=r"rank 1 on \S+ \(pid \d+\), an actor of Ray's, died without raising an exception"
+    ):
         main()
     deadline = time.monotonic() + 30
     while ray.available_resources().get("CPU") != 4 and time.monotonic() < deadline:
@@ -112,7 +114,11 @@ def test_no_room_is_told_with_what_is_free() -> None:
     def main() -> None:
         raise AssertionError("started")
 
-    with pytest.raises(ArrivalError, match=r"no room for 5 ranks within 1 s: each wants .*CPU.* free are .* on 2 node"):
+    with pytest.raises(
+        ArrivalError,
+        match=r"no room for 5 ranks within 1 s: each rank needs .*CPU.* are free on 2 "
+        r"node",
+    ):
         main()
 
 
