@@ -1,6 +1,6 @@
 # make demo: train in one process and on two ranks, and compare; some 20 seconds once all is installed.
 # make test: tests of everything, in at most five minutes on two cores.
-# make test-all: all tests, as CI runs them: those marked slow too, in at most 27 minutes.
+# make test-all: all tests, as CI runs them: those marked slow too, in at most 30 minutes on two cores.
 # make test-engines: tests of DeepSpeed and other engines, each in an environment of its own that has its package, made
 #     once. ENGINES=deepspeed is one of them.
 # make test-gpu: what needs an accelerator, with the torch that is installed where PYTHON is; see
@@ -17,7 +17,7 @@
 # make kills: 300 kills of ranks that save a divided model: does the newest complete checkpoint load? TIMES=30 is less.
 # make soak: ten minutes of training with all that runs beside a loop: does what it takes grow?
 # make bench: the benchmarks.  make clean: remove what was built.
-# Each of them builds the virtual environment that it needs first.
+# Each of them builds the virtual environment that it needs first, but for make test-gpu, which takes PYTHON as it is.
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -99,6 +99,9 @@ bench: $(VENV)/.installed-bench
 	$(bin)/python benchmarks/engines.py
 	$(bin)/python benchmarks/codecs.py
 	$(bin)/python benchmarks/imports.py
+	$(bin)/python benchmarks/control_plane.py
+	$(bin)/python benchmarks/report.py
+	$(bin)/python benchmarks/slow_loops.py
 	$(bin)/python benchmarks/slow_link.py
 
 # Horovod is built here, which takes minutes: its own files ask for C++14, and torch for C++17.

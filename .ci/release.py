@@ -21,7 +21,18 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 GIT = ROOT.joinpath(".git").exists() and shutil.which("git")
-IGNORED = (".venv*", ".ci-venv*", ".*_cache", ".hypothesis", "__pycache__", "build", "dist", "*.egg-info", "*.pt")
+IGNORED = (
+    ".venv*",
+    ".ci-venv*",
+    ".nox",
+    ".*_cache",
+    ".hypothesis",
+    "__pycache__",
+    "build",
+    "dist",
+    "*.egg-info",
+    "*.pt",
+)
 YEAR_2020 = 1577836800  # where nothing tells a date: a zip file begins in 1980, wherever the clock is set
 
 

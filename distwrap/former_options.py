@@ -26,19 +26,22 @@ _ON_ONE_NODE = "Leave it out where there is one node: a free port is found."
 _ACCELERATOR = "Leave it out: distwrap takes the accelerator that torch has, and the CPU where it has none."
 _ON_CPU = "Leave it out where there is no accelerator; else hide it, as by CUDA_VISIBLE_DEVICES= in the environment."
 _OF_ONE_NODE = "It counts the processes of one node."
+_A_NUMBER = "It is the number of processes."
 
 
 def _count(value: object, after: str = "") -> Instead:
     """Return the number of processes for a number of devices, or a list of them."""
     if isinstance(value, str) and "," in value:
         value = value.strip(" []").split(",")
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple)) and value:
         listed = ",".join(str(each).strip() for each in value if str(each).strip())
         which = f"To choose the devices, set CUDA_VISIBLE_DEVICES={listed} in the environment."
         return Instead("nprocs", str(listed.count(",") + 1), which)
-    if value in (-1, "-1", "auto", "all", "gpu", True):
+    if value is True or str(value) in ("-1", "auto", "all", "gpu"):
         return Instead("nprocs", '"auto"', "It is the default.")
-    return Instead("nprocs", _as_code(value), after)
+    if not str(value).isdigit() or int(str(value)) < 1:
+        return Instead("nprocs", words=_A_NUMBER)
+    return Instead("nprocs", str(value), after)
 
 
 def _in_all(value: object) -> Instead:
@@ -134,8 +137,7 @@ _TABLE: dict[str, Callable[[object], Instead]] = {
     **dict.fromkeys(("rank", "local_rank", "global_rank"), _words(_NUMBERED)),
     **dict.fromkeys(("rdzv_backend", "rdzv_id", "standalone"), _words("Leave it out: nodes meet at rdzv_endpoint.")),
     # Precision.
-    **dict.fromkeys(("mixed_precision", "amp", "use_amp", "use_fp16", "dtype", "torch_dtype"), _precision),
-    "amp_dtype": _precision,
+    **dict.fromkeys(("mixed_precision", "amp", "use_amp", "use_fp16", "dtype", "torch_dtype", "amp_dtype"), _precision),
     "fp16": _half("fp16"),
     "bf16": _half("bf16"),
     "half": _half("fp16"),

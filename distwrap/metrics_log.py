@@ -202,7 +202,12 @@ class MetricsTable:
         self._file.close()
 
     def _append(self) -> TextIO:
-        return self._path.open("a", newline="", encoding="utf-8")
+        file = self._path.open("a+", newline="", encoding="utf-8")
+        if file.tell():
+            file.seek(file.tell() - 1)
+            if file.read() not in ("\n", "\r"):  # its last line was cut off, or somebody has edited it
+                file.write("\r\n")
+        return file
 
     def _read(self) -> list[list[str]]:
         if not self._path.exists():

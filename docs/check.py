@@ -11,7 +11,7 @@ import importlib
 import inspect
 import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import distwrap
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 REFERENCE = ROOT / "docs" / "reference"
 README_BYTES = 6 * 1024  # one screen and a half
 
-# They return one number of the surroundings, or nothing: an example would say less than their first line.
+# Functions without arguments, and classes that nobody makes: an example would say less than their first line.
 WITHOUT_EXAMPLE = {
     "CheckpointIO",
     "DistwrapError",
@@ -105,6 +105,9 @@ def names_of_options() -> Iterator[str]:
         for row in rows_of(known):
             if row not in text:
                 yield f"docs/reference/{page} has no row that begins with {row}"
+        for name in re.findall(r"^\| `([\w-]+)` \|", text, re.MULTILINE):
+            if name not in known.available():
+                yield f"docs/reference/{page} has a row of {name}, which is not registered."
     variables = {*options.VARIABLES, *options.SWITCHES, *options.CHOICES, *options.SECONDS_OF, *options.PATHS}
     named = re.findall(r"`(DISTWRAP_[A-Z_]+)", (REFERENCE / "options.md").read_text())
     yield from compare("docs/reference/options.md's variables", named, "the code's", variables)
@@ -178,9 +181,9 @@ def table(text: str, head: str) -> list[str]:
     return [name for row in rows for name in re.findall(r"`(\w+)", row.split("|")[1])]
 
 
-def compare(left: str, ours: list[str], right: str, theirs: object) -> Iterator[str]:
+def compare(left: str, ours: list[str], right: str, theirs: Iterable[str]) -> Iterator[str]:
     """Yield a sentence where two collections of names differ."""
-    first, second = set(ours), set(theirs)  # type: ignore[call-overload]
+    first, second = set(ours), set(theirs)
     if first != second:
         yield f"{left} and {right} differ: {', '.join(sorted(first ^ second))}."
     twice = sorted({name for name in ours if ours.count(name) > 1})

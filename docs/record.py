@@ -12,6 +12,7 @@ import argparse
 import os
 import pty
 import re
+import select
 import subprocess
 import sys
 import time
@@ -43,6 +44,9 @@ def record(command: Sequence[str], columns: int, seconds: float) -> tuple[list[t
         os.close(theirs)
         chunks = []
         while True:
+            if not select.select([ours], [], [], max(0.0, began + seconds - time.monotonic()))[0]:
+                process.kill()
+                break
             try:
                 chunk = os.read(ours, 65536)
             except OSError:  # the other end is closed
@@ -50,8 +54,6 @@ def record(command: Sequence[str], columns: int, seconds: float) -> tuple[list[t
             if not chunk:
                 break
             chunks.append((time.monotonic() - began, chunk))
-            if time.monotonic() - began > seconds:
-                process.kill()
         os.close(ours)
     return list(lines_of(chunks)), process.returncode
 

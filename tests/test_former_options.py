@@ -18,6 +18,11 @@ from distwrap.options import DECLARATIONS, VARIABLES, Options
     ("name", "value", "answer"),
     [
         ("devices", 4, "Write nprocs=4."),
+        ("devices", 1, "Write nprocs=1."),
+        ("gpus", "2", "Write nprocs=2."),
+        ("gpus", "cuda:0", "Write nprocs=…. It is the number of processes."),
+        ("devices", 0, "Write nprocs=…. It is the number of processes."),
+        ("devices", [], "Write nprocs=…. It is the number of processes."),
         ("devices", "auto", 'Write nprocs="auto". It is the default.'),
         ("devices", -1, 'Write nprocs="auto". It is the default.'),
         ("devices", [0, 2], "Write nprocs=2. To choose the devices, set CUDA_VISIBLE_DEVICES=0,2 in the environment."),

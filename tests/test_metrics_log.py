@@ -46,6 +46,14 @@ def test_rank_zero_alone_writes(tmp_path: Path, capfd: pytest.CaptureFixture[str
     ]
 
 
+def test_a_line_that_was_cut_off_stays_a_line_of_its_own(tmp_path: Path) -> None:
+    """A file whose last line has no end, as after a crash, is not joined with the next line."""
+    path = tmp_path / "metrics.csv"
+    path.write_text("step,loss\r\n0,0.5\r\n1,0.25")
+    dw.distributed(nprocs=1)(lambda: dw.log({"loss": 0.125}, step=2, to=path))()
+    assert [(row["step"], row["loss"]) for row in rows(path)] == [("0", "0.5"), ("1", "0.25"), ("2", "0.125")]
+
+
 def test_a_destination_is_said_once(tmp_path: Path) -> None:
     """It holds for the calls after it, until the end of the run; steps are counted on where none is given."""
 

@@ -198,7 +198,9 @@ def test_a_strategy_with_a_launcher_takes_no_options(spelling: str) -> None:
 @pytest.mark.parametrize("strategy", ["single", "dp", "single_device", SingleStrategy(), DPStrategy()])
 def test_one_process_contradicts_several(strategy: Any) -> None:
     """A strategy of one process refuses a number of several, and takes 1 and auto."""
-    assert re.search(r"strategy=\S+ is one process, but nprocs=2 was given too", refusal(strategy=strategy, nprocs=2))
+    assert re.search(
+        r"strategy=\S+ runs in one process, but nprocs=2 was given too", refusal(strategy=strategy, nprocs=2)
+    )
     assert given(strategy=strategy, nprocs=1).nprocs == 1
     assert given(strategy=strategy, nprocs="auto").nprocs == "auto"
 
@@ -340,7 +342,7 @@ def test_variables_that_contradict_each_other_are_refused() -> None:
 
 def test_several_processes_for_a_strategy_of_one_are_refused() -> None:
     """A job script that asks for several processes is not ignored where the decorator says one."""
-    with pytest.raises(OptionError, match="DISTWRAP_NPROCS: strategy='single' is one process, but nprocs=4"):
+    with pytest.raises(OptionError, match="DISTWRAP_NPROCS: strategy='single' runs in one process, but nprocs=4"):
         given(strategy="single").with_environment({"DISTWRAP_NPROCS": "4"})
 
 

@@ -6,6 +6,7 @@ import configparser
 import importlib.util
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -18,19 +19,7 @@ import pytest
 import distwrap
 
 ROOT = Path(__file__).parents[1]
-NOT_COPIED = (
-    ".git",
-    ".venv",
-    ".ci-venv",
-    ".*_cache",
-    ".nox",
-    ".hypothesis",
-    "__pycache__",
-    "build",
-    "dist",
-    "*.egg-info",
-    "*.pt",
-)
+RELEASE = runpy.run_path(str(ROOT / ".ci" / "release.py"))
 # Extras that distwrap[all] leaves out: engines, which are asked for by their names, and what is for work on distwrap.
 ENGINES = {"deepspeed", "horovod", "torchft", "hivemind", "ray"}
 FOR_DEVELOPMENT = {"versions", "docs", "bench", "dev", "examples", "test"}
@@ -45,7 +34,7 @@ def unpacked(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The source distribution, made from a copy of the working tree and unpacked."""
     pytest.importorskip("setuptools")
     folder = tmp_path_factory.mktemp("sdist")
-    shutil.copytree(ROOT, folder / "source", ignore=shutil.ignore_patterns(*NOT_COPIED))
+    RELEASE["copy_source"](folder / "source")
     subprocess.run(
         [sys.executable, "setup.py", "-q", "sdist", "--dist-dir", str(folder)],
         cwd=folder / "source",
@@ -130,7 +119,7 @@ def run_elsewhere(folder: Path, *arguments: str) -> str:
 
 @pytest.mark.slow("builds and installs a wheel, and trains an example to the end")
 @pytest.mark.timeout(300)
-def test_the_wheel_runs_the_demo_in_an_empty_environment(elsewhere: Path) -> None:
+def test_the_wheel_runs_an_example_in_an_empty_environment(elsewhere: Path) -> None:
     """Installed from the wheel, with nothing of the checkout in sight, distwrap trains the digits on two ranks."""
     found, version = run_elsewhere(elsewhere, "-c", "import distwrap as d; print(d.__file__, d.__version__)").split()
     assert (Path(found).is_relative_to(elsewhere / "env"), version) == (True, distwrap.__version__)
@@ -142,8 +131,10 @@ def test_the_wheel_runs_the_demo_in_an_empty_environment(elsewhere: Path) -> Non
 @pytest.mark.slow("builds and installs a wheel, and starts interpreters")
 @pytest.mark.timeout(300)
 def test_the_wheel_has_the_commands(elsewhere: Path) -> None:
-    """Installed from the wheel, ``python -m distwrap`` shows its commands and converts a script."""
+    """Installed from the wheel, ``python -m distwrap`` shows its commands and converts a script, as ``distwrap`` does."""
     assert "convert-checkpoint" in run_elsewhere(elsewhere, "-m", "distwrap")
+    script = subprocess.run([elsewhere / "env/bin/distwrap", "--version"], capture_output=True, text=True, timeout=100)
+    assert distwrap.__version__ in script.stdout
     diff = run_elsewhere(elsewhere, "-m", "distwrap", "convert", "examples/digits_plain.py")
     assert "+    model = wrap_model(Net())" in diff
 

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from distwrap.checks import AT_LEAST_ONE
 from distwrap.convert import require_libcst
 from distwrap.errors import ConversionError
 
@@ -23,7 +24,7 @@ def add_arguments(commands: Any) -> None:
     place.add_argument("--write", action="store_true", help="change the script itself")
     place.add_argument("--out", type=Path, metavar="OUT.py", help="write the converted script here; must not exist")
     parser.add_argument("--strategy", help="the strategy to write into the decorator, for example fsdp")
-    parser.add_argument("--nprocs", type=_count, help="the number of processes to write into the decorator")
+    parser.add_argument("--nprocs", type=int, help="the number of processes to write into the decorator")
     parser.add_argument(
         "--global-batch", action="store_true", help="keep the script's batch size as that of all ranks together"
     )
@@ -47,7 +48,8 @@ def run(given: argparse.Namespace) -> int:
     if given.out is not None and not given.out.parent.is_dir():
         raise ConversionError(f"there is no folder {given.out.parent} to write {given.out.name} into: make it first.")
     script, encoding = read(given.script)
-    converted = convert(script, ConversionOptions(given.strategy, given.nprocs, given.global_batch))
+    nprocs = None if given.nprocs is None else AT_LEAST_ONE("--nprocs", given.nprocs)
+    converted = convert(script, ConversionOptions(given.strategy, nprocs, given.global_batch))
     sys.stdout.writelines(_diff(script.text, converted.text, given.script, given.out))
     for line in report(converted.notes, given.script.name):
         print(line)
@@ -64,13 +66,6 @@ def run(given: argparse.Namespace) -> int:
     elif is_changed:
         print(f"nothing is written yet: --write changes {given.script}, --out NEW.py writes beside it")
     return 0
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number of processes: give 1 or more")
-    return number
 
 
 def _write(path: Path, data: bytes) -> None:

@@ -10,6 +10,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from distwrap.checks import AT_LEAST_ONE
 from distwrap.cli import doctor_report
 from distwrap.cli.facts import look
 from distwrap.cli.measure import Measured, measure
@@ -17,7 +18,7 @@ from distwrap.decorator import distributed
 from distwrap.devices.selection import visible_devices
 from distwrap.environments import Placement, detect
 from distwrap.environments.variables import variables_set
-from distwrap.errors import DistwrapError
+from distwrap.errors import DistwrapError, OptionError
 from distwrap.launch.other_callers import NodeSummary
 
 TIMEOUT_SECONDS = 60.0
@@ -50,7 +51,7 @@ def run(given: argparse.Namespace) -> int:
     """Collect the facts, test on real ranks and print the report; return the exit code."""
     began = time.monotonic()
     is_rank = _is_rank()
-    nprocs = given.nprocs
+    nprocs = None if given.nprocs is None else AT_LEAST_ONE("--nprocs", given.nprocs)
     if nprocs is None and not is_rank:
         nprocs = visible_devices().count or 2
     facts = look(nprocs)
@@ -75,7 +76,7 @@ def run(given: argparse.Namespace) -> int:
             try:
                 doctor_report.plot(measured, given.plot)
             except ImportError:
-                print("--plot needs matplotlib: pip install matplotlib", file=sys.stderr)
+                raise OptionError("--plot needs matplotlib: pip install matplotlib") from None
     return 1 if problems else 0
 
 

@@ -174,8 +174,7 @@ def region_of(conversion: Conversion, needed: Sequence[cst.CSTNode]) -> tuple[in
 def _start_of_region(script: Script) -> int | None:
     """Return the number of the first statement that goes into the function; all after it go too."""
     body = script.tree.body
-    harmless: set[str] = set()
-    start = next((index for index, each in enumerate(body) if not _stays(script, each, harmless)), None)
+    start = next((index for index, each in enumerate(body) if not _stays(script, each)), None)
     changed = start is not None
     while changed and start is not None:
         changed = False
@@ -190,7 +189,7 @@ def _start_of_region(script: Script) -> int | None:
     return start
 
 
-def _stays(script: Script, statement: cst.CSTNode, harmless: set[str]) -> bool:
+def _stays(script: Script, statement: cst.CSTNode) -> bool:
     """Return whether a statement is an import, a definition, a docstring or a constant, and so stays at the top."""
     if isinstance(statement, (cst.FunctionDef, cst.ClassDef)) or _is_import(statement):
         return True

@@ -139,3 +139,10 @@ def test_looking_changes_nothing() -> None:
     before = set(sys.modules)
     look()
     assert not {"matplotlib", "psutil"} & (set(sys.modules) - before)
+
+
+@pytest.mark.parametrize("count", ["0", "-3"])
+def test_a_wrong_number_of_ranks(count: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is refused at once, with the exit code of a wrong argument."""
+    assert main(["doctor", "--no-test", "--nprocs", count]) == 2
+    assert f"--nprocs={count}: it must be a whole number of at least 1" in capsys.readouterr().err

@@ -295,11 +295,11 @@ def _is_empty(conversion: Conversion, function: Function, gone: list[cst.CSTNode
         and not (isinstance(small, cst.Expr) and isinstance(small.value, cst.SimpleString))
         and not isinstance(small, cst.Pass)
     ]
-    comparison = [each for each in rest if not (isinstance(each, cst.If) and _is_if_of(conversion, each, gone))]
+    comparison = [each for each in rest if not (isinstance(each, cst.If) and _is_if_of(each, gone))]
     return bool(lost) and not comparison
 
 
-def _is_if_of(conversion: Conversion, branch: cst.If, gone: list[cst.CSTNode]) -> bool:
+def _is_if_of(branch: cst.If, gone: list[cst.CSTNode]) -> bool:
     """Return whether all that a branch does is gone."""
     small = [
         each

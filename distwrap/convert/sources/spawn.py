@@ -31,7 +31,7 @@ def convert_spawn(conversion: Conversion) -> bool:
         )  # fmt: skip
         return False
     if any(not isinstance(script.small_statement_of(call), cst.Expr) for call in calls) or not all(
-        _can_replace(conversion, call) for call in calls
+        _can_replace(call) for call in calls
     ):
         conversion.unsure(calls[0], "spawn", "its arguments or its value are not plain", "a plain call of the function")
         return False
@@ -44,7 +44,7 @@ def convert_spawn(conversion: Conversion) -> bool:
     return convert_body(conversion) and decorate(conversion, function)
 
 
-def _can_replace(conversion: Conversion, call: cst.Call) -> bool:
+def _can_replace(call: cst.Call) -> bool:
     return keywords_of(call.args) <= {"fn", "args", "nprocs", "join"} and not any(arg.star for arg in call.args)
 
 
